@@ -53,15 +53,15 @@ class ApiServer:
         self.num_requests = 0
         self.on_change: Any = None
 
-    async def read_job(self, key: Key) -> Job | None:  # noqa: D102 - see Cluster
+    async def read_job(self, key: Key) -> Job | None:
         await self._request()
         return self.jobs[key]
 
-    async def list_pods(self, key: Key) -> tuple[Pod, ...]:  # noqa: D102
+    async def list_pods(self, key: Key) -> tuple[Pod, ...]:
         await self._request()
         return tuple(self.pods[key].values())
 
-    async def write_status(self, job: Job, status: Status) -> Job:  # noqa: D102
+    async def write_status(self, job: Job, status: Status) -> Job:
         await self._request()
         key = Key(job.namespace, job.name)
         stored = self.jobs[key]
@@ -72,7 +72,7 @@ class ApiServer:
         self.on_change(key)
         return self.jobs[key]
 
-    async def perform(self, job: Job, action: Action) -> None:  # noqa: D102
+    async def perform(self, job: Job, action: Action) -> None:
         await self._request()
         key = Key(job.namespace, job.name)
         match action:

@@ -140,19 +140,12 @@ def decode_block(stored: Bytes, into: Bytes, where: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """Where the blocks of a compressed file lie.
+    """Where the blocks of a compressed file lie."""
 
-    Attributes:
-        begin: The byte of the file at which each block begins.
-        length: Bytes of its stored form.
-        num_bytes: Bytes of the content of the file.
-        block_size: Bytes of the content in each block; the last may have fewer.
-    """
-
-    begin: IntArray
-    length: IntArray
-    num_bytes: int
-    block_size: int
+    begin: IntArray  # the byte of the file at which each block begins
+    length: IntArray  # bytes of its stored form
+    num_bytes: int  # bytes of the content of the file
+    block_size: int  # bytes of the content in each block; the last may have fewer
 
     @classmethod
     def of(cls, begin: IntArray, num_bytes: int, block_size: int, stored_bytes: int) -> BlockTable:

@@ -28,26 +28,17 @@ CarrierDType = np.dtype[Any]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """One element type."""
 
-    Attributes:
-        name: The name that torch and numpy users know (`bfloat16`, `int64`).
-        itemsize: Bytes of an element.
-        carrier: The numpy dtype of arrays that carry such elements.
-        safetensors: The code in a safetensors header.
-        pairs: True if a safetensors file holds an element as two of `safetensors`.
-        is_native: Whether numpy itself knows this type, so that the carrier shows true values.
-        is_opaque: Whether the type is a name for bytes, with values that torch does not convert;
-            `safetensors` is then the code of the carrier, and does not tell the type.
-    """
-
-    name: str
-    itemsize: int
-    carrier: CarrierDType
-    safetensors: str
-    pairs: bool
-    is_native: bool
+    name: str  # the name that torch and numpy users know (`bfloat16`, `int64`)
+    itemsize: int  # bytes of an element
+    carrier: CarrierDType  # the numpy dtype of arrays that carry such elements
+    safetensors: str  # the code in a safetensors header
+    pairs: bool  # True if a safetensors file holds an element as two of `safetensors`
+    is_native: bool  # whether numpy itself knows this type, so that the carrier shows true values
     is_opaque: bool = False
+    """Whether the type is a name for bytes, with values that torch does not convert; `safetensors`
+    is then the code of the carrier, and does not tell the type."""
 
 
 def _dtype(name: str, carrier: npt.DTypeLike, code: str, pairs: bool = False) -> DType:

@@ -64,14 +64,10 @@ __all__ = [
 
 
 class RemeshError(Exception):
-    """Base class of all errors of remesh except `WorldChangedError`.
-
-    Attributes:
-        rank: The rank on which the error arose, or None if it arose here or outside a
-            collective call.
-    """
+    """Base class of all errors of remesh except `WorldChangedError`."""
 
     rank: int | None = None
+    """The rank on which the error arose, or None if it arose here or outside a collective call."""
 
 
 class StateError(RemeshError, ValueError):

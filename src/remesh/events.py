@@ -24,17 +24,14 @@ __all__ = ["LOAD_POINTS", "SAVE_POINTS", "Event", "Moment", "Timeline"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One moment.
-
-    Attributes:
-        rank: The rank on which it happens.
-        point: Its name, such as `save.chunk_written`.
-        num_bytes: Bytes that the moment is about (of the chunk that was written), or 0.
-    """
+    """One moment."""
 
     rank: int
+    """The rank on which it happens."""
     point: str
+    """Its name, such as `save.chunk_written`."""
     num_bytes: int = 0
+    """Bytes that the moment is about (of the chunk that was written), or 0."""
 
 
 OnEvent = Callable[[Event], None]
@@ -90,19 +87,16 @@ CHUNK_POINTS = ("save.chunk_staged", "save.chunk_written", "load.run_read")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event with its time and place.
-
-    Attributes:
-        event: What happened.
-        seconds: When: `time.monotonic()`, which all processes of a machine share.
-        thread: Number of the thread in which it happened, as the system counts.
-        thread_name: Its name.
-    """
+    """An event with its time and place."""
 
     event: Event
+    """What happened."""
     seconds: float
+    """When: `time.monotonic()`, which all processes of a machine share."""
     thread: int
+    """Number of the thread in which it happened, as the system counts."""
     thread_name: str
+    """Its name."""
 
     __repr__ = short_repr
 

@@ -41,16 +41,14 @@ MAX_ELEMENTS = 2**62
 class Box:
     """A rectangle of a tensor, in elements.
 
-    Attributes:
-        offset: First index in each dim.
-        shape: Extent in each dim; any extent may be 0, then the box is empty.
-
     Raises:
         ValueError: If offset and shape differ in length or hold a negative number.
     """
 
     offset: tuple[int, ...]
+    """First index in each dim."""
     shape: tuple[int, ...]
+    """Extent in each dim; any extent may be 0, then the box is empty."""
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):

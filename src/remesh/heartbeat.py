@@ -58,24 +58,21 @@ STACK_SIGNAL = signal.SIGUSR2
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """The progress of a training process.
-
-    Attributes:
-        step: The last step that is done.
-        saved_step: The step of the newest checkpoint that this process knows to be committed;
-            None if there is none.
-        time: When this was written, in seconds since the epoch.
-        step_seconds: How long this process's own work of the last step took, or the whole step if
-            that is not measured; None if neither is known yet.
-        waits: Whether the process waits, as `save-and-hold` (then all work is saved) or `hold`
-            asks it to.
-    """
+    """The progress of a training process."""
 
     step: int
+    """The last step that is done."""
     saved_step: int | None
+    """The step of the newest checkpoint that this process knows to be committed; None if there is
+    none."""
     time: float
+    """When this was written, in seconds since the epoch."""
     step_seconds: float | None
+    """How long this process's own work of the last step took, or the whole step if that is not
+    measured; None if neither is known yet."""
     waits: bool = False
+    """Whether the process waits, as `save-and-hold` (then all work is saved) or `hold` asks it to.
+    """
 
     __repr__ = short_repr
 

@@ -96,30 +96,27 @@ class Index(Mapping[str, StoredTensor]):
     Pieces are numbered from 0, tensor by tensor. `rows` gives the columns of some of them;
     `boxes`, `file` and `position` are columns of all of them, which are made when they are first
     asked for and may be large.
-
-    Attributes:
-        tensors: The tensors.
-        pieces_of_tensors: Their pieces.
-        files: The data files.
-        aliases: Further names of tensors (tied weights): alias → name.
-        block_size: Bytes of a digest block; 0 if there are no digests.
-        digests: (blocks, 2) xxh3-128 digests (high and low 64 bits) of the blocks of all files.
-        first_block: Row in `digests` of the first block of each file, and their total.
-        stored_begin: If files are compressed, the byte of its stored file at which each block
-            begins, -1 in files that are not; otherwise empty. The blocks of a file lie there
-            without gaps, in any order.
-        stored_bytes: If files are compressed, the size of each stored file; otherwise empty.
     """
 
     tensors: TensorTable
+    """The tensors."""
     pieces_of_tensors: Pieces
+    """Their pieces."""
     files: tuple[StoredFile, ...]
+    """The data files."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors (tied weights): alias → name."""
     block_size: int = 0
+    """Bytes of a digest block; 0 if there are no digests."""
     digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    """(blocks, 2) xxh3-128 digests (high and low 64 bits) of the blocks of all files."""
     first_block: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    """Row in `digests` of the first block of each file, and their total."""
     stored_begin: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """If files are compressed, the byte of its stored file at which each block begins, -1 in files
+    that are not; otherwise empty. The blocks of a file lie there without gaps, in any order."""
     stored_bytes: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """If files are compressed, the size of each stored file; otherwise empty."""
     _rows: dict[str, int] = field(init=False, repr=False)
     _first_piece: IntArray = field(init=False, repr=False)
     _columns: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
@@ -413,11 +410,7 @@ MAX_OVERLAP = 1024
 
 
 def _check_numbers(index: Index) -> None:
-    """Check that the numbers of a decoded index are possible.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Check that the numbers of a decoded index are possible."""
     tensors = index.tensors
     require(len(index) == len(tensors) + len(index.aliases), "a name is used twice")
     num_dims = tensors.shapes.shape[1]
@@ -442,11 +435,7 @@ def _check_numbers(index: Index) -> None:
 
 
 def _check_stored(index: Index) -> None:
-    """Check that the stored blocks of compressed files are possible.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Check that the stored blocks of compressed files are possible."""
     require(0 < index.block_size <= MAX_BLOCK_BYTES, "impossible size of compressed blocks")
     sizes = np.array([file.num_bytes for file in index.files], dtype=np.int64)
     stored = index.stored_bytes
@@ -475,11 +464,7 @@ def _lie_in(numbers: IntArray, lowest: int, highest: int) -> bool:
 
 
 def _check_pieces(index: Index, file_sizes: IntArray) -> None:
-    """Check that pieces lie in their tensors and files; those of tensors that are cut alike once.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Check that pieces lie in their tensors and files; tensors that are cut alike only once."""
     pieces, tensors = index.pieces_of_tensors, index.tensors
     offsets, extents, file = (one.values for one in (pieces.offsets, pieces.extents, pieces.files))
     require(len(pieces.in_file) == len(file_sizes), "positions of other files")

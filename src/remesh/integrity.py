@@ -35,18 +35,12 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenFile:
-    """What is known of a data file once it is written.
+    """What is known of a data file once it is written."""
 
-    Attributes:
-        digests: Those of its blocks; none if it is not digested.
-        stored_begin: If it may be compressed, the byte of the stored file at which each block
-            begins.
-        stored_bytes: If it may be compressed, the size of the stored file.
-    """
-
-    digests: Digests
+    digests: Digests  # those of its blocks; none if it is not digested
     stored_begin: IntArray | None = None
-    stored_bytes: int | None = None
+    """If it may be compressed, the byte of the stored file at which each block begins."""
+    stored_bytes: int | None = None  # if it may be compressed, the size of the stored file
 
 
 def hex_digest(data: bytes) -> str:
@@ -151,18 +145,13 @@ class Damage:
 
     Of a compressed file, damaged blocks are told by their bytes of the content; bytes that the
     stored file lacks or has too many, by those of the stored file.
-
-    Attributes:
-        path: The file, relative to the checkpoint.
-        start: First damaged byte.
-        stop: One past the last; the file may end before.
-        tensors: Names of the tensors that lie there; empty for headers and other files.
     """
 
-    path: str
-    start: int
-    stop: int
+    path: str  # the file, relative to the checkpoint
+    start: int  # first damaged byte
+    stop: int  # one past the last; the file may end before
     tensors: tuple[str, ...]
+    """Names of the tensors that lie there; empty for headers and other files."""
 
     def __str__(self) -> str:
         shown = ", ".join(self.tensors[:8]) + (", ..." if len(self.tensors) > 8 else "")

@@ -121,12 +121,10 @@ class HostMemory:
 
     @property
     def carrier(self) -> CarrierDType:
-        """See `Memory.carrier`."""
         return self.array.dtype
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`."""
         return _layout(self.array) if self.array.size else None
 
     def view(self, box: Box) -> CarrierArray:
@@ -136,11 +134,9 @@ class HostMemory:
         return elements
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`."""
         into[...] = self.array[box.slices]
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """See `Memory.copy_in`."""
         self.array[box.slices] = values
 
 

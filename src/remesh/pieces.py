@@ -90,17 +90,11 @@ def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lists:
-    """A list for each tensor, of numbers or of rows of numbers; what tensors share is kept once.
+    """A list for each tensor, of numbers or of rows of numbers; what tensors share is kept once."""
 
-    Attributes:
-        number: Which list each tensor has.
-        ends: One past the last row in `values` of each list.
-        values: The rows of the different lists, one list after the other.
-    """
-
-    number: IntArray
-    ends: IntArray
-    values: IntArray
+    number: IntArray  # which list each tensor has
+    ends: IntArray  # one past the last row in `values` of each list
+    values: IntArray  # the rows of the different lists, one list after the other
 
     @classmethod
     def apart(cls, values: IntArray, bounds: IntArray) -> Lists:
@@ -180,18 +174,13 @@ class Lists:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """The pieces of tensors, those of one after those of the other.
-
-    Attributes:
-        lists: Offsets of pieces in their tensors, and shapes, both padded; rows of their files; and
-            what their positions have beside `in_file` and `in_tensor`.
-        in_file: What the positions of all pieces of a file have in common.
-        in_tensor: What the positions of all pieces of a tensor have in common.
-    """
+    """The pieces of tensors, those of one after those of the other."""
 
     lists: tuple[Lists, ...]
-    in_file: IntArray
-    in_tensor: IntArray
+    """Offsets of pieces in their tensors, and shapes, both padded; rows of their files; and what
+    their positions have beside `in_file` and `in_tensor`."""
+    in_file: IntArray  # what the positions of all pieces of a file have in common
+    in_tensor: IntArray  # what the positions of all pieces of a tensor have in common
 
     @classmethod
     def of(
@@ -268,17 +257,11 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceRows:
-    """Some pieces; a column is made when it is asked for.
+    """Some pieces; a column is made when it is asked for."""
 
-    Attributes:
-        pieces: All pieces.
-        tensor: Row of the tensor of each.
-        within: Number of each among the pieces of its tensor.
-    """
-
-    pieces: Pieces
-    tensor: IntArray
-    within: IntArray
+    pieces: Pieces  # all pieces
+    tensor: IntArray  # row of the tensor of each
+    within: IntArray  # number of each among the pieces of its tensor
 
     def take(self, rows: IntArray) -> PieceRows:
         """Some of them."""

@@ -66,42 +66,34 @@ __all__ = ["ReshardReport"]
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """The result of a reshard on this rank.
-
-    Attributes:
-        restored: The result for each name.
-        bytes_sent: Bytes of tensor data that this rank sent to others.
-        bytes_received: Bytes of tensor data that it received from others.
-        bytes_local: Bytes that it had itself.
-        group_bytes_sent: Bytes of tensor data that all ranks sent.
-        buffer_bytes: Memory that the messages took, the most at any time.
-        plan_reused: Whether plan and requests were those of the last time.
-        seconds: Wall time.
-    """
+    """The result of a reshard on this rank."""
 
     restored: RestoreReport
+    """The result for each name."""
     bytes_sent: int
+    """Bytes of tensor data that this rank sent to others."""
     bytes_received: int
+    """Bytes of tensor data that it received from others."""
     bytes_local: int
+    """Bytes that it had itself."""
     group_bytes_sent: int
+    """Bytes of tensor data that all ranks sent."""
     buffer_bytes: int
+    """Memory that the messages took, the most at any time."""
     plan_reused: bool
+    """Whether plan and requests were those of the last time."""
     seconds: float
+    """Wall time."""
 
     __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LastPush:
-    """A push that can be made again.
+    """A push that can be made again."""
 
-    Attributes:
-        facts: What the plan depends on.
-        plan: What this rank gets.
-    """
-
-    facts: tuple[object, ...]
-    plan: RankLoadPlan
+    facts: tuple[object, ...]  # what the plan depends on
+    plan: RankLoadPlan  # what this rank gets
 
 
 def reshard(
@@ -293,11 +285,7 @@ class Resharder:
         return tensors, document_of(description, tensors.aliases).encode()
 
     def _push_planned(self) -> tuple[RestoreReport, bool]:
-        """Plan and move the bytes. Collective.
-
-        Returns:
-            The report, and whether plan and requests were those of the last time.
-        """
+        """Plan and move the bytes. Collective."""
         self._last = None
         stored, mine = self._agree_on_source()
         given = mine.tensors.given(self._cache.rows)
@@ -362,15 +350,6 @@ class Resharder:
         """How this rank gets what it wants: as in the last push, if no rank wants anything else.
 
         Collective.
-
-        Args:
-            number: How many transfers came before in this push: equal on all ranks, so that these
-                take up again what they have planned together.
-            reads: What this rank wants.
-            tensors: What it may give to others, and takes for itself.
-
-        Returns:
-            A fingerprint of what it wants, and the transfer.
         """
         key = _fingerprint(reads)
         kept = self._transfers[number] if number < len(self._transfers) else None
@@ -419,13 +398,7 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
 
 
 def _facts(tensors: LocalTensors, document: bytes, target: Description) -> tuple[object, ...]:
-    """All that the plan of a push depends on, for this rank; compared, never sent.
-
-    Args:
-        tensors: What this rank holds of the source.
-        document: What else it knows.
-        target: What it wants.
-    """
+    """All that the plan of a push depends on, for this rank; compared, never sent."""
     boxes = tensors.boxes
     return (
         document,

@@ -22,33 +22,30 @@ PROGRESS_VARIABLE = "REMESH_PROGRESS"
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """This process among the processes of its job.
-
-    Attributes:
-        run_id: Names the job; the same on all its ranks and across restarts.
-        rank: Number of this process in the job.
-        local_rank: Its number on this node.
-        world_size: Number of processes of the job.
-        local_world_size: Number of them on this node.
-        restart_count: How often the launcher has restarted the processes.
-        heartbeat_file: Where the training reports its steps to the agent; empty if there is none.
-        snapshot_dir: Where memory that outlives this process is to be kept; empty if nowhere.
-        agent_dir: A directory that the agent of this process keeps locked while it lives; empty
-            without an agent.
-        progress: When a terminal shows progress bars: `off`, `on` for at once, or empty for work
-            that takes longer than a second.
-    """
+    """This process among the processes of its job."""
 
     run_id: str = ""
+    """Names the job; the same on all its ranks and across restarts."""
     rank: int = 0
+    """Number of this process in the job."""
     local_rank: int = 0
+    """Its number on this node."""
     world_size: int = 1
+    """Number of processes of the job."""
     local_world_size: int = 1
+    """Number of them on this node."""
     restart_count: int = 0
+    """How often the launcher has restarted the processes."""
     heartbeat_file: str = ""
+    """Where the training reports its steps to the agent; empty if there is none."""
     snapshot_dir: str = ""
+    """Where memory that outlives this process is to be kept; empty if nowhere."""
     agent_dir: str = ""
+    """A directory that the agent of this process keeps locked while it lives; empty without an
+    agent."""
     progress: str = ""
+    """When a terminal shows progress bars: `off`, `on` for at once, or empty for work that takes
+    longer than a second."""
 
     __repr__ = short_repr
 

@@ -40,17 +40,11 @@ _ENTRY = msgspec.json.Decoder(HeaderEntry)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A decoded header.
+    """A decoded header."""
 
-    Attributes:
-        entries: Tensors by name.
-        metadata: The content of `__metadata__`.
-        data_start: Byte at which the data begins.
-    """
-
-    entries: dict[str, HeaderEntry]
-    metadata: dict[str, str]
-    data_start: int
+    entries: dict[str, HeaderEntry]  # tensors by name
+    metadata: dict[str, str]  # the content of `__metadata__`
+    data_start: int  # byte at which the data begins
 
 
 def encode_header(

@@ -78,26 +78,24 @@ class ShardedTensor:
 
     Usually made by `whole`, `from_rank_offsets` or `from_rank_offsets_flat`.
 
-    Attributes:
-        name: Global name in the checkpoint, the same on every rank that holds a box of it.
-        global_shape: Shape of the global tensor.
-        parts: This rank's boxes with their arrays; disjoint; may be empty.
-        replica_id: 0, or a tuple of zeros, on the one rank that is the main replica of these
-            boxes; anything else on ranks that hold identical copies. None if no rank counts the
-            copies: they are compared when they are saved, and one of them is stored.
-        allow_shape_mismatch: On load, accept a stored tensor of another global shape with as many
-            dims: what lies outside the stored tensor is filled with zeros, what the target has no
-            room for is left out. For padded vocabularies.
-
     Raises:
         StateError: If a box leaves the tensor, overlaps another, or differs from its array.
     """
 
     name: str
+    """Global name in the checkpoint, the same on every rank that holds a box of it."""
     global_shape: tuple[int, ...]
+    """Shape of the global tensor."""
     parts: tuple[Part, ...]
+    """This rank's boxes with their arrays; disjoint; may be empty."""
     replica_id: int | tuple[int, ...] | None = 0
+    """0, or a tuple of zeros, on the one rank that is the main replica of these boxes; anything
+    else on ranks that hold identical copies. None if no rank counts the copies: they are
+    compared when they are saved, and one of them is stored."""
     allow_shape_mismatch: bool = False
+    """On load, accept a stored tensor of another global shape with as many dims: what lies outside
+    the stored tensor is filled with zeros, what the target has no room for is left out. For
+    padded vocabularies."""
 
     __repr__ = short_repr
 
@@ -234,21 +232,18 @@ def _grid_box(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedObject:
-    """A plain value that is one element of a grid of values, such as a per-rank RNG state.
-
-    Attributes:
-        name: Global name of the grid.
-        data: The value; on load, what it is replaced by is found in the returned state.
-        global_shape: Shape of the grid.
-        global_offset: Place in the grid.
-        replica_id: As in `ShardedTensor`.
-    """
+    """A plain value that is one element of a grid of values, such as a per-rank RNG state."""
 
     name: str
+    """Global name of the grid."""
     data: object
+    """The value; on load, what it is replaced by is found in the returned state."""
     global_shape: tuple[int, ...]
+    """Shape of the grid."""
     global_offset: tuple[int, ...]
+    """Place in the grid."""
     replica_id: int | tuple[int, ...] = 0
+    """As in `ShardedTensor`."""
 
     __repr__ = short_repr
 
@@ -272,19 +267,17 @@ class ShardedTensorFactory:
 
     Saving stores `build(name, data)`, a state of its own. Loading builds the same, fills it, and
     puts `merge(filled)` in place of the factory's data.
-
-    Attributes:
-        name: Global name handed to `build`; use another name to store optimizer state of the
-            same tensor in the same form.
-        data: What is in memory.
-        build: Makes the stored form: a nested state of sharded tensors or tensors.
-        merge: Makes the memory form from a filled state of that structure.
     """
 
     name: str
+    """Global name handed to `build`; use another name to store optimizer state of the same tensor
+    in the same form."""
     data: Any
+    """What is in memory."""
     build: Callable[[str, Any], Any]
+    """Makes the stored form: a nested state of sharded tensors or tensors."""
     merge: Callable[[Any], Any]
+    """Makes the memory form from a filled state of that structure."""
 
     __repr__ = short_repr
 

@@ -78,35 +78,27 @@ def role_of(tensor: ShardedTensor) -> Role:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorEntry:
-    """A tensor leaf: this rank's boxes of a global tensor.
+    """A tensor leaf: this rank's boxes of a global tensor."""
 
-    Attributes:
-        name: Stored name.
-        dtype: Name of the element type.
-        global_shape: Shape of the global tensor.
-        parts: This rank's boxes with their arrays.
-        role: What this rank says of its copy.
-        resize: What becomes of new elements if another global shape is stored ("zeros" if a
-            `ShardedTensor` allows that); None if that is an error.
-        follows: Name of the parameter that this is optimizer state of; None if it is none, or the
-            parameter has no name in the state.
-        alias_key: Equal for leaves that are the same memory (tied weights); None if it has none.
-        is_buffer: Whether it is a buffer of a module, such as a running statistic, that no
-            description or placement divides among ranks.
-        is_frozen: Whether it is a parameter that training does not change. That is a guess at what
-            a save will find unchanged, and nothing depends on it but where it is written.
-    """
-
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    role: Role
+    name: str  # stored name
+    dtype: str  # name of the element type
+    global_shape: tuple[int, ...]  # shape of the global tensor
+    parts: tuple[Part, ...]  # this rank's boxes with their arrays
+    role: Role  # what this rank says of its copy
     resize: str | None = None
+    """What becomes of new elements if another global shape is stored ("zeros" if a `ShardedTensor`
+    allows that); None if that is an error."""
     alias_key: object = None
+    """Equal for leaves that are the same memory (tied weights); None if it has none."""
     is_buffer: bool = False
+    """Whether it is a buffer of a module, such as a running statistic, that no description or
+    placement divides among ranks."""
     is_frozen: bool = False
+    """Whether it is a parameter that training does not change. That is a guess at what a save will
+    find unchanged, and nothing depends on it but where it is written."""
     follows: str | None = None
+    """Name of the parameter that this is optimizer state of; None if it is none, or the parameter
+    has no name in the state."""
 
 
 class Stored(Protocol):
@@ -151,46 +143,36 @@ Rebuild = Callable[[Loaded], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """A state with entries beside it, which are stored as if they were entries of it.
+    """A state with entries beside it, which are stored as if they were entries of it."""
 
-    Attributes:
-        state: The state, of any kind; optimizers have their modules there.
-        beside: Further entries, by names that the state does not have.
-    """
-
-    state: Any
+    state: Any  # the state, of any kind; optimizers have their modules there
     beside: dict[str, Any] = field(default_factory=dict)
+    """Further entries, by names that the state does not have."""
 
 
 @dataclass(slots=True)
 class Description:
-    """A state in flat form.
+    """A state in flat form."""
 
-    Attributes:
-        tensors: Tensor leaves of this rank.
-        values: Plain values by stored name.
-        merged_lists: Lists of names of which each rank may know a part; the union is stored.
-        objects: Sharded objects of this rank.
-        paths: Path of each stored name that belongs to a place in the state.
-        sequences: Paths of lists and tuples on the way to leaves.
-        optional: Names that may be absent from the checkpoint without being missed.
-        fixed: Names of values that must be stored as they are; a load does not replace them.
-        unchecked: Names whose values no digest proves, where the state is a repaired checkpoint.
-        dropped: Entries of plain dicts that the checkpoint lacks, and that go with the old content.
-        rebuild: Puts loaded values back; set by `describe`.
-    """
-
-    tensors: list[TensorEntry] = field(default_factory=list)
-    values: dict[str, object] = field(default_factory=dict)
+    tensors: list[TensorEntry] = field(default_factory=list)  # tensor leaves of this rank
+    values: dict[str, object] = field(default_factory=dict)  # plain values by stored name
     merged_lists: dict[str, list[str]] = field(default_factory=dict)
-    objects: list[ShardedObject] = field(default_factory=list)
+    """Lists of names of which each rank may know a part; the union is stored."""
+    objects: list[ShardedObject] = field(default_factory=list)  # sharded objects of this rank
     paths: dict[str, Path] = field(default_factory=dict)
+    """Path of each stored name that belongs to a place in the state."""
     sequences: dict[Path, str] = field(default_factory=dict)
+    """Paths of lists and tuples on the way to leaves."""
     optional: set[str] = field(default_factory=set)
+    """Names that may be absent from the checkpoint without being missed."""
     fixed: set[str] = field(default_factory=set)
+    """Names of values that must be stored as they are; a load does not replace them."""
     unchecked: list[str] = field(default_factory=list)
+    """Names whose values no digest proves, where the state is a repaired checkpoint."""
     dropped: list[str] = field(default_factory=list)
+    """Entries of plain dicts that the checkpoint lacks, and that go with the old content."""
     rebuild: Rebuild = field(default=lambda _loaded: None)
+    """Puts loaded values back; set by `describe`."""
 
 
 TENSOR_RECORD = "__tensor_flatten__"
@@ -375,11 +357,7 @@ class Walk:
         )
 
     def _visit_unit(self, stored: Stored, path: Path, node: Any) -> Rebuild | None:
-        """Describe a plain value that is replaced by all that is stored in its place.
-
-        Returns:
-            How to rebuild it; None if what is stored there, if anything, is no plain value.
-        """
+        """Describe a plain value that is replaced by all that is stored in its place."""
         leaves = dict(stored.under(path))
         tensors = [name for name in leaves.values() if stored.tensor(name) is not None]
         is_known = all(name in tensors or stored.has_value(name) for name in leaves.values())

@@ -21,21 +21,13 @@ MAX_WORK = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The place of the elements of an array that has any.
+    """The place of the elements of an array that has any."""
 
-    Attributes:
-        device: The device, as torch calls it.
-        address: Address of the first element.
-        shape: Extents, none of which is 0.
-        strides: Bytes from element to element along each dim.
-        itemsize: Bytes of an element.
-    """
-
-    device: str
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
+    device: str  # the device, as torch calls it
+    address: int  # address of the first element
+    shape: tuple[int, ...]  # extents, none of which is 0
+    strides: tuple[int, ...]  # bytes from element to element along each dim
+    itemsize: int  # bytes of an element
 
     @property
     def span(self) -> tuple[int, int]:

@@ -29,19 +29,12 @@ _COLUMN_DTYPES = {code: np.dtype(text) for text, code in _COLUMN_CODES.items()}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorTable:
-    """Named global tensors, a row each.
+    """Named global tensors, a row each."""
 
-    Attributes:
-        names: Stored names.
-        dtypes: Number of each dtype in `remesh.dtypes.DTYPES`.
-        ndims: Number of dims of each tensor.
-        shapes: (rows, d) global shapes, padded with 1.
-    """
-
-    names: tuple[str, ...]
-    dtypes: IntArray
-    ndims: IntArray
-    shapes: IntArray
+    names: tuple[str, ...]  # stored names
+    dtypes: IntArray  # number of each dtype in `remesh.dtypes.DTYPES`
+    ndims: IntArray  # number of dims of each tensor
+    shapes: IntArray  # (rows, d) global shapes, padded with 1
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, str, Sequence[int]]]) -> TensorTable:
@@ -98,19 +91,12 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxTable:
-    """Boxes of named tensors, a row each.
-
-    Attributes:
-        tensors: The tensors.
-        tensor: Row in `tensors` of each box.
-        offsets: (rows, d) offsets, padded with 0.
-        extents: (rows, d) shapes, padded with 1; d as in `tensors.shapes`.
-    """
+    """Boxes of named tensors, a row each."""
 
     tensors: TensorTable
-    tensor: IntArray
-    offsets: IntArray
-    extents: IntArray
+    tensor: IntArray  # row in `tensors` of each box
+    offsets: IntArray  # (rows, d) offsets, padded with 0
+    extents: IntArray  # (rows, d) shapes, padded with 1; d as in `tensors.shapes`
 
     @classmethod
     def of(cls, tensors: TensorTable, rows: Sequence[tuple[int, Box]]) -> BoxTable:
@@ -170,17 +156,11 @@ class BoxTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """Tensors, and the boxes that each is cut into; those that are cut alike share lists.
-
-    Attributes:
-        tensors: The tensors.
-        offsets: Offsets of the boxes of each tensor, padded with 0.
-        extents: Their shapes, padded with 1.
-    """
+    """Tensors, and the boxes that each is cut into; those that are cut alike share lists."""
 
     tensors: TensorTable
-    offsets: Lists
-    extents: Lists
+    offsets: Lists  # offsets of the boxes of each tensor, padded with 0
+    extents: Lists  # their shapes, padded with 1
     _boxes: list[BoxTable] = field(init=False, repr=False, default_factory=list)
 
     @classmethod

@@ -44,17 +44,11 @@ _NUMPY_SCALAR = re.compile(r"[<>|=][biufcSU][0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class UnresolvedValue:
-    """A stored value whose type this process does not know.
+    """A stored value whose type this process does not know."""
 
-    Attributes:
-        kind: What sort of value it is (`enum`, `torch.dtype`, ...).
-        type_name: Qualified name of its type where it was saved.
-        payload: Its stored content; of kind `pickle` the reason why it was not read.
-    """
-
-    kind: str
-    type_name: str
-    payload: object
+    kind: str  # what sort of value it is (`enum`, `torch.dtype`, ...)
+    type_name: str  # qualified name of its type where it was saved
+    payload: object  # its stored content; of kind `pickle` the reason why it was not read
 
 
 def is_plain(value: object) -> bool:

@@ -53,7 +53,6 @@ class CudaCopies:
         self._entered.close()
 
     def mark(self) -> Callable[[], None]:
-        """See `CopyQueue.mark`."""
         # Waiting for a blocking event sleeps; waiting for another one spins.
         events = []
         for stream in self._streams:

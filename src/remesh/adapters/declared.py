@@ -57,30 +57,23 @@ class NamedModule:
 
     Put it into a state in place of the module. For pipeline stages, virtual stages and experts,
     whose layers are numbered from 0 on every rank.
-
-    Attributes:
-        module: The module.
-        names: What its names become: a mapping of beginnings, of which the longest that ends at a
-            dot counts, or a function.
     """
 
     module: nn.Module
+    """The module."""
     names: Names
+    """What its names become: a mapping of beginnings, of which the longest that ends at a dot
+    counts, or a function."""
 
     __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensors:
-    """The tensors of a root's state dict, extra state left out.
-
-    Attributes:
-        by_key: By key.
-        keys: The keys in alphabetical order, in which those of a module are neighbours.
-    """
+    """The tensors of a root's state dict, extra state left out."""
 
     by_key: dict[str, torch.Tensor]
-    keys: list[str]
+    keys: list[str]  # the keys in alphabetical order, in which those of a module are neighbours
 
     @classmethod
     def of(cls, entries: Mapping[str, object]) -> _Tensors:

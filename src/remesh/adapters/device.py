@@ -21,11 +21,9 @@ class TorchBuffer:
         return self.tensor.numel()
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """See `DeviceBuffer.part`."""
         return self.tensor[start:stop]
 
     def memory(self, position: int, shape: tuple[int, ...], carrier: CarrierDType) -> DeviceMemory:
-        """See `DeviceBuffer.memory`."""
         raw = self.tensor[position : position + math.prod(shape) * carrier.itemsize]
         return DeviceMemory(raw.view(MOVABLE[carrier.itemsize]).reshape(shape), carrier)
 
@@ -41,14 +39,12 @@ class TorchDevice:
         self._device = torch.device(name)
 
     def buffers(self, number: int, num_bytes: int) -> list[TorchBuffer]:
-        """See `Device.buffers`."""
         empty = (
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(number)
         )
         return [TorchBuffer(tensor) for tensor in empty]
 
     def finish(self) -> None:
-        """See `Device.finish`."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device).current_stream(self._device).synchronize()
 

@@ -136,11 +136,7 @@ def _cached_segments(
 def _turns(
     dim: int, mesh_shape: Sequence[int], placements: Sequence[AxisPlacement]
 ) -> list[tuple[int, int]]:
-    """The mesh axes that shard a dim, in the order in which they do.
-
-    Returns:
-        Pairs of a mesh axis and the number of blocks, each of which it cuts.
-    """
+    """The mesh axes that shard a dim, in the order in which they do."""
     turns: list[tuple[int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
@@ -269,17 +265,11 @@ def boxes_of_dtensor(
 
 @dataclass(frozen=True, slots=True)
 class OneShard:
-    """This rank's shard of a DTensor, among shards of one shape.
-
-    Attributes:
-        number: Its number.
-        count: How many there are.
-        layout: What each mesh axis that shards does, and its size.
-    """
+    """This rank's shard of a DTensor, among shards of one shape."""
 
     number: int
-    count: int
-    layout: list[object]
+    count: int  # how many there are
+    layout: list[object]  # what each mesh axis that shards does, and its size
 
 
 def shard_of_dtensor(tensor: DTensor, where: str) -> OneShard | None:

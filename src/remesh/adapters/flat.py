@@ -29,19 +29,16 @@ from remesh.sharded import Part, ShardedTensor
 
 @dataclass(frozen=True, slots=True)
 class FlatSpan:
-    """The position of a parameter in a flat buffer.
-
-    Attributes:
-        name: The name of the parameter.
-        shape: Its shape on this rank before it was flattened.
-        offset: Its first element in the buffer.
-        splits: If it is a shard itself, how the global parameter is cut.
-    """
+    """The position of a parameter in a flat buffer."""
 
     name: str
+    """The name of the parameter."""
     shape: tuple[int, ...]
+    """Its shape on this rank before it was flattened."""
     offset: int
+    """Its first element in the buffer."""
     splits: tuple[Split, ...] = ()
+    """If it is a shard itself, how the global parameter is cut."""
 
     __repr__ = short_repr
 

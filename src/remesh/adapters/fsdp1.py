@@ -43,21 +43,13 @@ from remesh.state import Loaded, Path, Rebuild, Role, Walk, name_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Original:
-    """An original parameter as far as this rank holds it.
+    """An original parameter as far as this rank holds it."""
 
-    Attributes:
-        raw: Its name in the root, with wrappers.
-        aliases: Further names of it.
-        shards: Its boxes, as views of the slice of the flat parameter.
-        parameter: What an optimizer knows: the flat parameter, or the original one.
-        slice: This rank's slice of the flat parameter.
-    """
-
-    raw: str
-    aliases: tuple[str, ...]
-    shards: ShardedTensor
-    parameter: torch.Tensor
-    slice: torch.Tensor
+    raw: str  # its name in the root, with wrappers
+    aliases: tuple[str, ...]  # further names of it
+    shards: ShardedTensor  # its boxes, as views of the slice of the flat parameter
+    parameter: torch.Tensor  # what an optimizer knows: the flat parameter, or the original one
+    slice: torch.Tensor  # this rank's slice of the flat parameter
 
 
 def has_fsdp1(module: nn.Module) -> bool:

@@ -43,23 +43,16 @@ _MOVABLE_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.com
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMemory:
-    """Memory that only torch can reach.
+    """Memory that only torch can reach."""
 
-    Attributes:
-        tensor: The elements, called integers of the same size.
-        carrier: Dtype of the arrays that elements are copied to and from.
-    """
-
-    tensor: torch.Tensor
-    carrier: CarrierDType
+    tensor: torch.Tensor  # the elements, called integers of the same size
+    carrier: CarrierDType  # dtype of the arrays that elements are copied to and from
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`."""
         return _layout(self.tensor) if self.tensor.numel() else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`."""
         _movable_view(into).copy_(self.tensor[box.slices])
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
@@ -71,37 +64,26 @@ class DeviceMemory:
         return digest_of(self.tensor)
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """See `Memory.copy_in`."""
         self.fill(box, _movable_view(values))
 
     def elements(self, box: Box) -> torch.Tensor:
-        """See `DirectMemory.elements`."""
         return self.tensor[box.slices]
 
     def fill(self, box: Box, elements: torch.Tensor) -> None:
-        """See `DirectMemory.fill`."""
         self.tensor[box.slices].copy_(elements)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CastingMemory:
-    """A tensor that is read and written as if it had another element type.
+    """A tensor that is read and written as if it had another element type."""
 
-    Attributes:
-        tensor: The elements in their own type, on any device.
-        dtype: The type of the values that are copied in and out.
-        carrier: The numpy dtype that carries it.
-        through: Types that values pass on their way in.
-    """
-
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    carrier: CarrierDType
-    through: tuple[torch.dtype, ...] = ()
+    tensor: torch.Tensor  # the elements in their own type, on any device
+    dtype: torch.dtype  # the type of the values that are copied in and out
+    carrier: CarrierDType  # the numpy dtype that carries it
+    through: tuple[torch.dtype, ...] = ()  # types that values pass on their way in
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`."""
         return _layout(self.tensor) if self.tensor.numel() else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:

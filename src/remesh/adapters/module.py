@@ -144,14 +144,7 @@ def _places(
     entries: Mapping[str, Any],
     where: str,
 ) -> dict[str, Placed]:
-    """Where tensors of a module belong, by their names in it.
-
-    Args:
-        leaf: The module.
-        tensors: Parameters or entries of the state dict.
-        entries: The state dict.
-        where: Its place in the state, for error messages.
-    """
+    """Where tensors of a module belong, by their names in it."""
     module = module_of(leaf)
     names = entry_names(module, tensors)
     shards = declared_shards(module, entries, where)

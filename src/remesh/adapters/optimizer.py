@@ -70,19 +70,17 @@ class DescribedOptimizer:
 
     Put it into a state in place of the optimizer. It is stored like an optimizer over the
     parameters. For flat partitions (`flat_partition`) and master copies.
-
-    Attributes:
-        optimizer: The optimizer.
-        stands_for: For each tensor in its groups the parameter that it is a copy of, whose module
-            must be in the same state; or descriptions, by views of the tensor, of the parts of
-            parameters that it consists of. Tensors that are not named are parameters themselves.
-        own_key: If given, the tensors that are named are stored too, under this key of the
-            parameter's state ("master", say).
     """
 
     optimizer: Optimizer
+    """The optimizer."""
     stands_for: Mapping[torch.Tensor, torch.Tensor | Sequence[ShardedTensor]]
+    """For each tensor in its groups the parameter that it is a copy of, whose module must be in the
+    same state; or descriptions, by views of the tensor, of the parts of parameters that it
+    consists of. Tensors that are not named are parameters themselves."""
     own_key: str | None = None
+    """If given, the tensors that are named are stored too, under this key of the parameter's state
+    ("master", say)."""
 
     __repr__ = short_repr
 
@@ -337,9 +335,6 @@ def _stored_number(stored_groups: list[list[str]], number: int, own: list[str], 
 
     A group of which nothing is stored gets a number that no stored group has, and so its options
     stay as they are.
-
-    Raises:
-        StateError: If its parameters come from several stored groups.
     """
     if not own or not stored_groups:
         return number

@@ -54,21 +54,15 @@ NO_OPTIONS = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizedTensor:
-    """A tensor in the groups of an optimizer.
+    """A tensor in the groups of an optimizer."""
 
-    Attributes:
-        tensor: The tensor itself.
-        places: The parameters that it is, or consists of; one, unless all have shards.
-        group: The live group that it is in.
-        packed_state: What the optimizer keeps for it at present; empty if nothing.
-        own_key: Under which key of the state the tensor itself is stored; None if it is not.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # the tensor itself
     places: tuple[Placed, ...]
-    group: Mapping[str, Any]
-    packed_state: Mapping[str, Any]
+    """The parameters that it is, or consists of; one, unless all have shards."""
+    group: Mapping[str, Any]  # the live group that it is in
+    packed_state: Mapping[str, Any]  # what the optimizer keeps for it at present; empty if nothing
     own_key: str | None = None
+    """Under which key of the state the tensor itself is stored; None if it is not."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -163,12 +157,6 @@ def _resized(
 
     State follows in those dims in which it is as long as the parameter was; in the others it has
     one element, as a factor of a moment does. State of any other form does not follow.
-
-    Args:
-        stored: What the checkpoint holds.
-        place: The parameter.
-        wanted: The global shape that the parameter has.
-        shape: The stored shape of the state.
     """
     found = None if place.full_name is None else stored.tensor(place.full_name)
     if found is None or not len(found[1]) == len(wanted) == len(shape):
@@ -295,14 +283,7 @@ def check_not_a_bare_shard(parameter: OptimizedTensor, base: Path) -> None:
 def _visit_shards(
     walk: Walk, base: Path, tensor: OptimizedTensor, known: dict[str, object]
 ) -> None:
-    """Describe the state of a tensor for saving.
-
-    Args:
-        walk: The walk.
-        base: Path of the states of the optimizer.
-        tensor: The tensor.
-        known: State that is no shard, by name; tensors that are shards of one parameter share it.
-    """
+    """Describe the state of a tensor for saving."""
     leaves = leaves_of(tensor.state, ()) if tensor.state else []
     for place in _held(tensor):
         walk.description.sequences.update(sequences_of(tensor.state, (*base, place.name)))
@@ -387,15 +368,7 @@ def _target(
     found: list[tuple[Placed, str, tuple[int, ...]]],
     live: object,
 ) -> torch.Tensor:
-    """Where stored tensors of the state are read to.
-
-    Args:
-        tensor: What the state is of.
-        suffix: Place in its state.
-        found: Parameters that it stands for, with dtype and shape of what is stored for them, in
-            the size that they have.
-        live: What is at this place at present.
-    """
+    """Where stored tensors of the state are read to."""
     if suffix == (tensor.own_key,):
         return tensor.tensor.detach()
     dtype, shape = torch_dtype(found[0][1]), found[0][2]

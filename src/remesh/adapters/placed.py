@@ -19,21 +19,16 @@ from remesh.state import Path, Role, TensorEntry, Walk, name_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """The global tensor that a parameter is, or is a part of.
-
-    Attributes:
-        name: Its name.
-        role: What is known of copies on other ranks of plain tensors.
-        shards: Which boxes the parameter holds, as views of it; None if it is a whole tensor or a
-            DTensor, which speak for themselves.
-        full_name: Name of the parameter in the state, which begins with the path of its module;
-            None if it is in no module.
-    """
+    """The global tensor that a parameter is, or is a part of."""
 
     name: str
-    role: Role
+    role: Role  # what is known of copies on other ranks of plain tensors
     shards: ShardedTensor | None = None
+    """Which boxes the parameter holds, as views of it; None if it is a whole tensor or a DTensor,
+    which speak for themselves."""
     full_name: str | None = None
+    """Name of the parameter in the state, which begins with the path of its module; None if it is
+    in no module."""
 
 
 def add_shards(

@@ -94,13 +94,7 @@ def is_in_parts(tensor: torch.Tensor) -> bool:
 
 
 def _add_shards(walk: Walk, path: Path, tensor: DTensor, local: torch.Tensor) -> None:
-    """Record a DTensor whose local tensor is made of others.
-
-    Raises:
-        StateError: If it has pending sums, an unknown placement, or a local tensor that does not
-            fit its placements; or if its inner tensors fit no other layout, and the shards differ
-            in shape.
-    """
+    """Record a DTensor whose local tensor is made of others."""
     where = name_of(path)
     inner = inner_tensors(local, where)
     for one in inner.values():
@@ -146,11 +140,7 @@ def _flat_parts(
     inner: Mapping[str, torch.Tensor],
     boxes: list[tuple[Box, tuple[int, ...]]],
 ) -> dict[str, tuple[tuple[int, ...], tuple[Part, ...]]] | None:
-    """Shape and parts of the inner tensors of block-quantised state.
-
-    Returns:
-        None if this rank does not hold a run of whole blocks.
-    """
+    """Shape and parts of the inner tensors of block-quantised state."""
     block: int = local.block_size  # type: ignore[attr-defined]
     shape = tuple(tensor.shape)
     if len(boxes) != 1:

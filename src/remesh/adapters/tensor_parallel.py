@@ -32,38 +32,33 @@ from remesh.sharded import Part, ShardedTensor
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One of the weights that are packed along a dim.
-
-    Attributes:
-        size: Its extent in the global tensor, in elements.
-        num_units: How many units it consists of that are not cut (heads); with fewer units than
-            shards, neighbouring shards are copies. None if it may be cut anywhere.
-    """
+    """One of the weights that are packed along a dim."""
 
     size: int
+    """Its extent in the global tensor, in elements."""
     num_units: int | None = None
+    """How many units it consists of that are not cut (heads); with fewer units than shards,
+    neighbouring shards are copies. None if it may be cut anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """How a dim of a global tensor is cut, and which shard this rank has.
 
-    Attributes:
-        dim: The dim; negative ones count from the end.
-        shard: The number of this rank's shard, from 0.
-        num_shards: How many there are.
-        blocks: What is packed along the dim, in the order of the global tensor. A single block
-            may be smaller than all shards together: the rest is padding. Without blocks the
-            global extent is `num_shards` times the local one.
-
     Raises:
         StateError: If there is no such shard, or units and shards do not divide.
     """
 
     dim: int
+    """The dim; negative ones count from the end."""
     shard: int
+    """The number of this rank's shard, from 0."""
     num_shards: int
+    """How many there are."""
     blocks: tuple[Block, ...] = ()
+    """What is packed along the dim, in the order of the global tensor. A single block may be
+    smaller than all shards together: the rest is padding. Without blocks the global extent is
+    `num_shards` times the local one."""
 
     __repr__ = short_repr
 

@@ -20,15 +20,10 @@ from remesh.adapters.memory import alias_key
 
 @dataclass(frozen=True, slots=True)
 class EntryName:
-    """The name of an entry of a module.
+    """The name of an entry of a module."""
 
-    Attributes:
-        name: Its name without wrappers.
-        in_ddp: Whether it lies inside a DistributedDataParallel.
-    """
-
-    name: str
-    in_ddp: bool
+    name: str  # its name without wrappers
+    in_ddp: bool  # whether it lies inside a DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,22 +12,18 @@ Phase = Literal["staging", "writing", "committing", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of this rank's part of a save.
-
-    Attributes:
-        num_bytes: Bytes that this rank writes.
-        staged_bytes: Bytes that are copied out of the trainer's memory.
-        written_bytes: Bytes that are written.
-        phase: The current phase, or the result of the save.
-        kept_bytes: Bytes of files that did not change since the save before, which it does not
-            write.
-    """
+    """Progress of this rank's part of a save."""
 
     num_bytes: int
+    """Bytes that this rank writes."""
     staged_bytes: int
+    """Bytes that are copied out of the trainer's memory."""
     written_bytes: int
+    """Bytes that are written."""
     phase: Phase
+    """The current phase, or the result of the save."""
     kept_bytes: int = 0
+    """Bytes of files that did not change since the save before, which it does not write."""
 
 
 class SaveHandle(Future[None]):

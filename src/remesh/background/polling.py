@@ -31,15 +31,10 @@ _NAMES_OF_A_REQUEST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When one rank looks.
+    """When one rank looks."""
 
-    Attributes:
-        first: Seconds from the moment when it begins to wait to its first look.
-        least: Seconds between two looks at least.
-    """
-
-    first: float
-    least: float
+    first: float  # seconds from the moment when it begins to wait to its first look
+    least: float  # seconds between two looks at least
 
     def pause(self, waited: float) -> float:
         """Seconds from the end of a look to the next one, when so many were waited already."""

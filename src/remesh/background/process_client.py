@@ -176,11 +176,9 @@ class RemoteServer:
         self._own_error: BaseException | None = None
 
     def run(self) -> None:
-        """See `client.Server`."""
         self._ended.wait()
 
     def receive(self, message: ToServer) -> None:
-        """See `client.Server`."""
         match message:
             case WriteTask():
                 self._begin()

@@ -67,7 +67,6 @@ class _TrainersLog(logging.Handler):
         self._is_orphan = is_orphan
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
         if not self._is_orphan.is_set():
             self._send(Logged(record.levelno, record.getMessage()))
         elif logging.lastResort is not None:

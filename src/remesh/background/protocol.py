@@ -48,41 +48,24 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class WriteTask(_Message, frozen=True):
-    """What one rank has to write, and what it has to know to end the save.
+    """What one rank has to write, and what it has to know to end the save."""
 
-    Attributes:
-        place: Where the save goes, as another process opens it.
-        save_id: Names the save.
-        rank: This rank.
-        num_ranks: Number of ranks.
-        deadline: Seconds that the save waits for other ranks before it fails.
-        report_seconds: Seconds between two reports of a save that takes long.
-        format: Name of the format.
-        files: The data files that this rank writes.
-        num_bytes: Size of the stream that they are cut from.
-        parts: What this rank will say of them, without digests.
-        kept: What it says of files that did not change, which are there already.
-        last_place: Where the last checkpoint is, as another process opens it.
-        sources: Files of it that files of the stream may be; all chunks fit into the arena then.
-        at_once: Whether writing begins with the first chunk, and not when all are staged.
-        global_plan: On rank 0, what it knows of the save.
-    """
-
-    place: str
-    save_id: str
+    place: str  # where the save goes, as another process opens it
+    save_id: str  # names the save
     rank: int
-    num_ranks: int
-    deadline: float
-    report_seconds: float
-    format: str
-    files: StreamFiles
-    num_bytes: int
-    parts: Sequence[Part]
-    kept: Sequence[Part]
-    last_place: str
+    num_ranks: int  # number of ranks
+    deadline: float  # seconds that the save waits for other ranks before it fails
+    report_seconds: float  # seconds between two reports of a save that takes long
+    format: str  # name of the format
+    files: StreamFiles  # the data files that this rank writes
+    num_bytes: int  # size of the stream that they are cut from
+    parts: Sequence[Part]  # what this rank will say of them, without digests
+    kept: Sequence[Part]  # what it says of files that did not change, which are there already
+    last_place: str  # where the last checkpoint is, as another process opens it
     sources: Sequence[FileSource]
-    at_once: bool
-    global_plan: GlobalSavePlan | None
+    """Files of it that files of the stream may be; all chunks fit into the arena then."""
+    at_once: bool  # whether writing begins with the first chunk, and not when all are staged
+    global_plan: GlobalSavePlan | None  # on rank 0, what it knows of the save
 
 
 class ChunkFilled(_Message, frozen=True):
@@ -123,15 +106,10 @@ class Happened(_Message, frozen=True):
 
 
 class Ended(_Message, frozen=True):
-    """The save has ended, well or with an error.
+    """The save has ended, well or with an error."""
 
-    Attributes:
-        error: Why it failed, if it did.
-        parts: If it is committed, what this rank has said of its files.
-    """
-
-    error: BaseException | None
-    parts: Sequence[Part] = ()
+    error: BaseException | None  # why it failed, if it did
+    parts: Sequence[Part] = ()  # if it is committed, what this rank has said of its files
 
 
 class Logged(_Message, frozen=True):

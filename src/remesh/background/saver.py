@@ -442,11 +442,7 @@ class Saver:
 
 
 def _place_for_process(path: Any, storage: Storage) -> str:
-    """How another process opens what the caller named.
-
-    Raises:
-        StorageError: If it cannot.
-    """
+    """How another process opens what the caller named."""
     if is_local(storage) and path is not storage:
         return storage.url
     if isinstance(path, str):

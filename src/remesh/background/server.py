@@ -291,11 +291,7 @@ class SaveServer:
                 self._status.put_failure(self._given_up)
 
     def _looks(self, schedule: polling.Schedule) -> Iterator[float]:
-        """Wait for the next look at the storage; one comes at once after `cancel`.
-
-        Yields:
-            Seconds since the first call.
-        """
+        """Wait for the next look at the storage; one comes at once after `cancel`."""
         started = time.monotonic()
         pause = schedule.first
         while True:

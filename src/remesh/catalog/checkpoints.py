@@ -69,20 +69,17 @@ _OURS = re.compile(r"data-[0-9a-f]{12}/.+|in-use-[0-9a-f]+\.json", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class TrackerRun:
-    """A run of an experiment tracker.
-
-    Attributes:
-        tracker: `tensorboard`, `wandb`, `swanlab` or `mlflow`.
-        run_id: Its id there; for TensorBoard the directory of its event files.
-        project: The project of the run, if the id alone does not find it: the project of Weights &
-            Biases or SwanLab. Empty elsewhere.
-        owner: The owner of that project; empty if unknown.
-    """
+    """A run of an experiment tracker."""
 
     tracker: str
+    """`tensorboard`, `wandb`, `swanlab` or `mlflow`."""
     run_id: str
+    """Its id there; for TensorBoard the directory of its event files."""
     project: str = ""
+    """The project of the run, if the id alone does not find it: the project of Weights & Biases or
+    SwanLab. Empty elsewhere."""
     owner: str = ""
+    """The owner of that project; empty if unknown."""
 
     def to_value(self) -> dict[str, str]:
         """As a plain value, to be kept in a state."""
@@ -95,49 +92,42 @@ class TrackerRun:
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """The origin of a checkpoint: code, configuration, host; of rank 0 where ranks differ.
-
-    Attributes:
-        revision: The commit of the git repository that the training script lies in; empty if it
-            lies in none.
-        config_digest: Digest of the configuration (`digest_of`); empty if none was given.
-        parent: The checkpoint from which the process had resumed, as `path#save id`; empty if it
-            had not.
-        host: Name of the machine.
-        platform: Its operating system and processor.
-        versions: Versions of Python, numpy and, if it is used, torch.
-    """
+    """The origin of a checkpoint: code, configuration, host; of rank 0 where ranks differ."""
 
     revision: str = ""
+    """The commit of the git repository that the training script lies in; empty if it lies in none.
+    """
     config_digest: str = ""
+    """Digest of the configuration (`digest_of`); empty if none was given."""
     parent: str = ""
+    """The checkpoint from which the process had resumed, as `path#save id`; empty if it had not."""
     host: str = ""
+    """Name of the machine."""
     platform: str = ""
+    """Its operating system and processor."""
     versions: dict[str, str] = {}
+    """Versions of Python, numpy and, if it is used, torch."""
 
     __repr__ = short_repr
 
 
 class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manager records with each checkpoint.
-
-    Attributes:
-        step: Steps done.
-        run: Names the run to which the checkpoint belongs; kept when the run is resumed.
-        metrics: Name → value; None for one that is not finite.
-        role_grid: Axes of the grid of roles, and their sizes (`remesh.training.rng`).
-        streams: Names of the random number generators that are stored.
-        trackers: Name → run of an experiment tracker.
-        provenance: Where it comes from.
-    """
+    """What a manager records with each checkpoint."""
 
     step: int
+    """Steps done."""
     run: str
+    """Names the run to which the checkpoint belongs; kept when the run is resumed."""
     metrics: dict[str, float | None] = {}
+    """Name → value; None for one that is not finite."""
     role_grid: tuple[tuple[str, int], ...] = ()
+    """Axes of the grid of roles, and their sizes (`remesh.training.rng`)."""
     streams: tuple[str, ...] = ()
+    """Names of the random number generators that are stored."""
     trackers: dict[str, TrackerRun] = {}
+    """Name → run of an experiment tracker."""
     provenance: Provenance = Provenance()
+    """Where it comes from."""
 
     __repr__ = short_repr
 
@@ -149,40 +139,36 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a checkpoint that are known without opening it.
-
-    Attributes:
-        name: Name of its directory.
-        path: Where it is.
-        step: Steps done: as its manager noted, or else what its name ends with.
-        run: The run that it belongs to; empty if it was not saved by a manager.
-        created: When it was committed, ISO 8601 in UTC; empty if that cannot be read.
-        num_bytes: Size of its files.
-        world_size: Number of ranks that saved it; 0 if that cannot be read.
-        save_id: Names the save.
-        metrics: Name → value.
-        is_pinned: Whether it must not be removed.
-        in_use_until: Until when it must not be removed, in seconds since the epoch; 0 if no process
-            reads it.
-        num_failures: How often it could not be loaded.
-        problem: Why it is taken for damaged; empty if it is not.
-        note: What its manager recorded; None if it was saved without one.
-    """
+    """The properties of a checkpoint that are known without opening it."""
 
     name: str
+    """Name of its directory."""
     path: str
+    """Where it is."""
     step: int
+    """Steps done: as its manager noted, or else what its name ends with."""
     run: str = ""
+    """The run that it belongs to; empty if it was not saved by a manager."""
     created: str = ""
+    """When it was committed, ISO 8601 in UTC; empty if that cannot be read."""
     num_bytes: int = 0
+    """Size of its files."""
     world_size: int = 0
+    """Number of ranks that saved it; 0 if that cannot be read."""
     save_id: str = ""
+    """Names the save."""
     metrics: dict[str, float | None] = {}
+    """Name → value."""
     is_pinned: bool = False
+    """Whether it must not be removed."""
     in_use_until: float = 0.0
+    """Until when it must not be removed, in seconds since the epoch; 0 if no process reads it."""
     num_failures: int = 0
+    """How often it could not be loaded."""
     problem: str = ""
+    """Why it is taken for damaged; empty if it is not."""
     note: ManagerNote | None = None
+    """What its manager recorded; None if it was saved without one."""
 
     __repr__ = short_repr
 

@@ -18,25 +18,15 @@ Problem = Literal["missing", "size", "content"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A stretch of a file that is not as it was written.
+    """A stretch of a file that is not as it was written."""
 
-    Attributes:
-        file: The file, relative to the checkpoint.
-        problem: The file is `missing`, has another `size`, or other `content`.
-        start: First byte that is wrong, missing or too much.
-        stop: One past the last.
-        tensors: Names of the tensors that lie there, as far as they are known.
-        num_bytes: Size of the file, if it has another than was written.
-        num_written: The size that was written, likewise.
-    """
-
-    file: str
-    problem: Problem
-    start: int
-    stop: int
-    tensors: tuple[str, ...] = ()
-    num_bytes: int | None = None
-    num_written: int | None = None
+    file: str  # the file, relative to the checkpoint
+    problem: Problem  # the file is `missing`, has another `size`, or other `content`
+    start: int  # first byte that is wrong, missing or too much
+    stop: int  # one past the last
+    tensors: tuple[str, ...] = ()  # names of the tensors that lie there, as far as they are known
+    num_bytes: int | None = None  # size of the file, if it has another than was written
+    num_written: int | None = None  # the size that was written, likewise
 
 
 def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:

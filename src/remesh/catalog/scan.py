@@ -48,34 +48,21 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checkpoint, or what a save left behind, in a directory of them.
+    """A checkpoint, or what a save left behind, in a directory of them."""
 
-    Attributes:
-        name: The name of its directory.
-        path: Where it is.
-        status: `committed`; `unfinished`, without a commit record; `damaged`; or `unreadable`,
-            because the storage refused or a newer remesh wrote it.
-        reason: Why it is not simply committed; empty if it is.
-        num_bytes: Size of its files, by the commit record where there is one.
-        created: When it was committed, ISO 8601 in UTC; None if that is not known.
-        world_size: Number of ranks that saved it; None if that is not known.
-        step: Steps done when it was saved; None if that is not known.
-        format: `remesh`, or the name of another system's format.
-        repaired_from: The damaged checkpoint from which `repair` made it; empty for others.
-        num_lost: Names of tensors and values that the repair knew of and could not save.
-    """
-
-    name: str
-    path: str
+    name: str  # the name of its directory
+    path: str  # where it is
     status: Status
-    reason: str = ""
-    num_bytes: int = 0
-    created: str | None = None
-    world_size: int | None = None
-    step: int | None = None
-    format: str = native.FORMAT_NAME
-    repaired_from: str = ""
-    num_lost: int = 0
+    """`committed`; `unfinished`, without a commit record; `damaged`; or `unreadable`, because the
+    storage refused or a newer remesh wrote it."""
+    reason: str = ""  # why it is not simply committed; empty if it is
+    num_bytes: int = 0  # size of its files, by the commit record where there is one
+    created: str | None = None  # when it was committed, ISO 8601 in UTC; None if that is not known
+    world_size: int | None = None  # number of ranks that saved it; None if that is not known
+    step: int | None = None  # steps done when it was saved; None if that is not known
+    format: str = native.FORMAT_NAME  # `remesh`, or the name of another system's format
+    repaired_from: str = ""  # the damaged checkpoint from which `repair` made it; empty for others
+    num_lost: int = 0  # names of tensors and values that the repair knew of and could not save
 
 
 def natural_key(name: str) -> tuple[str | int, ...]:

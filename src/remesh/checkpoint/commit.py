@@ -31,21 +31,14 @@ from remesh.storage import SharedFiles, Storage, ask_meanwhile, ask_together, de
 
 @dataclass(slots=True, eq=False)
 class SmallFiles:
-    """What rank 0 does when it knows what all ranks have written; see `last_steps`.
+    """What rank 0 does when it knows what all ranks have written; see `last_steps`."""
 
-    Attributes:
-        files: Small files.
-        renames: Data files that get their final names.
-        mark: What makes the checkpoint exist; None if it is a single data file that has its name.
-        put: Paths of the files that are there.
-        wait: Waits until all are.
-    """
-
-    files: Sequence[SmallFile]
-    renames: Sequence[Rename]
+    files: Sequence[SmallFile]  # small files
+    renames: Sequence[Rename]  # data files that get their final names
     mark: SmallFile | Rename | None
-    put: list[str] = field(default_factory=list)
-    wait: Callable[[], object] = lambda: None
+    """What makes the checkpoint exist; None if it is a single data file that has its name."""
+    put: list[str] = field(default_factory=list)  # paths of the files that are there
+    wait: Callable[[], object] = lambda: None  # waits until all are
 
 
 def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> list[str]:

@@ -31,35 +31,23 @@ from remesh.tables import BoxTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankReads:
-    """What one rank reads, and where it goes.
+    """What one rank reads, and where it goes."""
 
-    Attributes:
-        index: What is stored.
-        plan: How it is read.
-        destinations: Where each wanted box of the plan goes.
-        num_bytes: Bytes of all wanted boxes, in stored dtypes.
-    """
-
-    index: Index
-    plan: LoadPlan
-    destinations: Sequence[Destination]
-    num_bytes: int
+    index: Index  # what is stored
+    plan: LoadPlan  # how it is read
+    destinations: Sequence[Destination]  # where each wanted box of the plan goes
+    num_bytes: int  # bytes of all wanted boxes, in stored dtypes
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Boxes of stored tensors, with where they go, while they are collected.
+    """Boxes of stored tensors, with where they go, while they are collected."""
 
-    Attributes:
-        index: What is stored.
-        boxes: Row of the stored tensor, and box, of each.
-        destinations: Where each goes.
-    """
-
-    index: Index
+    index: Index  # what is stored
     limits: ReadLimits
     boxes: list[tuple[int, Box]] = field(default_factory=list, init=False)
-    destinations: list[Destination] = field(default_factory=list, init=False)
+    """Row of the stored tensor, and box, of each."""
+    destinations: list[Destination] = field(default_factory=list, init=False)  # where each goes
 
     def add(self, source: str, box: Box, destination: Destination) -> None:
         """Want a box of a stored tensor."""
@@ -94,44 +82,32 @@ def differences(checks: Iterable[Check]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """A part of a target.
+    """A part of a target."""
 
-    Attributes:
-        name: Its tensor in the state.
-        box: The part.
-        layout: Its memory.
-        content: Equal for parts that are filled with elements of one tensor, stored or made, each
-            part with the elements in its box.
-        source: The stored tensor whose elements are copied as they are; None if they are cast or
-            otherwise changed.
-    """
-
-    name: str
-    box: Box
-    layout: Layout
+    name: str  # its tensor in the state
+    box: Box  # the part
+    layout: Layout  # its memory
     content: object
+    """Equal for parts that are filled with elements of one tensor, stored or made, each part with
+    the elements in its box."""
     source: str | None
+    """The stored tensor whose elements are copied as they are; None if they are cast or otherwise
+    changed."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """The reads of a load, while they are collected.
+    """The reads of a load, while they are collected."""
 
-    Attributes:
-        filling: What is read into the state.
-        filled: The parts of the state that are filled.
-        zeros: Memory, with its shape, that is filled with zeros before.
-        means: New rows that are filled with a mean of what is read.
-        comparing: What is read to be compared.
-        checks: What has to be equal then.
-    """
-
-    filling: Wanted
-    comparing: Wanted
+    filling: Wanted  # what is read into the state
+    comparing: Wanted  # what is read to be compared
     filled: list[Filled] = field(default_factory=list, init=False)
+    """The parts of the state that are filled."""
     zeros: list[tuple[Memory, tuple[int, ...]]] = field(default_factory=list, init=False)
+    """Memory, with its shape, that is filled with zeros before."""
     means: list[MeanRows] = field(default_factory=list, init=False)
-    checks: list[Check] = field(default_factory=list, init=False)
+    """New rows that are filled with a mean of what is read."""
+    checks: list[Check] = field(default_factory=list, init=False)  # what has to be equal then
 
     def fill(
         self, name: str, box: Box, memory: Memory, content: object, source: str | None

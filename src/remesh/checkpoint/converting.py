@@ -69,28 +69,25 @@ _log = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """The result of a conversion.
-
-    Attributes:
-        source_format: Name of the format of the source.
-        format: Name of the format that was written.
-        num_tensors: Tensors that were written; tied ones count once.
-        num_values: Plain values, lists and elements of sharded objects.
-        num_bytes: Bytes of the tensors.
-        verified: What reading the new checkpoint again has found.
-        unchecked: Names in the new checkpoint of what a repair had put into the source without a
-            digest that proves it, or is made of that. Only remesh's own format marks them.
-        num_reused: Bytes that an earlier attempt, which was killed, had written already.
-    """
+    """The result of a conversion."""
 
     source_format: str
+    """Name of the format of the source."""
     format: str
+    """Name of the format that was written."""
     num_tensors: int
+    """Tensors that were written; tied ones count once."""
     num_values: int
+    """Plain values, lists and elements of sharded objects."""
     num_bytes: int
+    """Bytes of the tensors."""
     verified: VerifyReport
+    """What reading the new checkpoint again has found."""
     unchecked: tuple[str, ...]
+    """Names in the new checkpoint of what a repair had put into the source without a digest that
+    proves it, or is made of that. Only remesh's own format marks them."""
     num_reused: int = 0
+    """Bytes that an earlier attempt, which was killed, had written already."""
 
     __repr__ = short_repr
 
@@ -211,11 +208,7 @@ def _write(
 
 
 def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[Index, VerifyReport]:
-    """What reading a new checkpoint again finds.
-
-    Raises:
-        CorruptCheckpointError: If it is not what was written.
-    """
+    """What reading a new checkpoint again finds."""
     row = next(row for row in FORMATS if writer in row.writers)
     written = Checkpoint(Source(target, format=row.name))
     found = run_on_one(exchange, lambda: msgspec.json.encode(written.verify()))
@@ -229,11 +222,7 @@ def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[In
 
 
 def _refuse_unread(description: Description) -> None:
-    """Refuse what the reader of the source did not read, since its content would be lost.
-
-    Raises:
-        StateError: If there is such a value.
-    """
+    """Refuse what the reader of the source did not read, since its content would be lost."""
     plain = description.values | {one.unique_name: one.data for one in description.objects}
     unread = {name: one for name, value in plain.items() for one in islice(values.unread(value), 1)}
     if unread:
@@ -288,9 +277,6 @@ def _journal_at(
 
     Two conversions with one journal would write to the same files, and one that fails would remove
     those of the other. So rank 0 holds a lock; without one there is no journal.
-
-    Raises:
-        StorageError: If another conversion is writing there.
     """
     with ExitStack() as held:
 
@@ -328,11 +314,7 @@ def _share_of(description: Description, rank: int, world_size: int) -> Descripti
 
 
 def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
-    """What is stored under names that one of some patterns fits.
-
-    Raises:
-        StateError: If a pattern fits no name.
-    """
+    """What is stored under names that one of some patterns fits."""
     patterns = [only] if isinstance(only, str) else list(only)
     if "*" in patterns:
         return contents
@@ -368,13 +350,7 @@ def _import_torch_for(description: Description) -> None:
 
 
 def _resolve(contents: Contents, program: Transform) -> Resolved:
-    """The transformation of what is stored; names of values and lists take part.
-
-    Raises:
-        TransformError: If it does not fit.
-        MismatchError: If it makes something of what is not there.
-        StateError: If something is to keep a value that it does not have.
-    """
+    """The transformation of what is stored; names of values and lists take part."""
     document = contents.document
     others = dict.fromkeys([*document.values, *document.lists, *document.objects])
     resolved = program.resolve({**contents.index, **others})
@@ -457,11 +433,7 @@ def describe_stored(
 
 
 def _source_of_value(resolved: Resolved, name: str) -> str:
-    """The name under which a plain value of the new checkpoint is stored in the source.
-
-    Raises:
-        StateError: If it is made of several.
-    """
+    """The name under which a plain value of the new checkpoint is stored in the source."""
     sources = resolved.sources_of(name)
     if len(sources) != 1:
         raise StateError(
@@ -472,11 +444,7 @@ def _source_of_value(resolved: Resolved, name: str) -> str:
 
 
 def _check_equal(source: StoredSource, resolved: Resolved) -> None:
-    """Compare what a transformation takes of one source with others that must hold the same.
-
-    Raises:
-        StateError: If it differs, or is too large to be compared.
-    """
+    """Compare what a transformation takes of one source with others that must hold the same."""
     for name, info in resolved.targets.items():
         for check in () if info is None else resolved.checks(name):
             assert info is not None
@@ -502,11 +470,7 @@ def _check_equal(source: StoredSource, resolved: Resolved) -> None:
 def _add_plain(
     description: Description, document: native.ValuesDocument, name: str, old: str
 ) -> None:
-    """Add a value, a list of names or an element of an object.
-
-    Raises:
-        StateError: If an element of an object gets another name.
-    """
+    """Add a value, a list of names or an element of an object."""
     if old in document.values:
         # What other systems store as a value may hold arrays.
         value = values.with_arrays(values.decode(bytes(document.values[old])))

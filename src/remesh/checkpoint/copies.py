@@ -58,17 +58,11 @@ _LOGGER = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one save compares; the same on all ranks.
+    """What one save compares; the same on all ranks."""
 
-    Attributes:
-        compares: How much.
-        looks: Whether it looks at copies that a framework promises to be equal.
-        chosen: Whether the caller says whose buffers are stored, so that they may differ.
-    """
-
-    compares: Compares
-    looks: bool
-    chosen: bool
+    compares: Compares  # how much
+    looks: bool  # whether it looks at copies that a framework promises to be equal
+    chosen: bool  # whether the caller says whose buffers are stored, so that they may differ
 
     def levels(self, roles: IntArray) -> IntArray:
         """For the role of each copy: 0 not compared, 1 to warn of, 2 to raise."""
@@ -169,11 +163,7 @@ def _compare(
     comparison: Comparison,
     replies: Sequence[bytes],
 ) -> bool:
-    """Rank 0: compare; False if devices and hosts have digested copies of one box.
-
-    Raises:
-        DivergedReplicaError: Naming the first tensor that differs, and the ranks.
-    """
+    """Rank 0: compare; False if devices and hosts have digested copies of one box."""
     levels = np.zeros(len(copies.rank), np.int64)
     digests = np.zeros(len(copies.rank), f"V{DIGEST_BYTES}")
     for held, mine, reply in zip(local_boxes, copies.by_rank(len(replies)), replies, strict=True):

@@ -14,15 +14,11 @@ from remesh.pipeline import machine
 
 
 class DeviceInUse(msgspec.Struct, frozen=True):
-    """The device on which most bytes of a rank lie.
-
-    Attributes:
-        name: Its name on this rank, such as `cuda:0`; `cpu` is the host; empty if there are none.
-        identity: Equal on ranks that use the same one.
-    """
+    """The device on which most bytes of a rank lie."""
 
     name: str = ""
-    identity: str = ""
+    """Its name on this rank, such as `cuda:0`; `cpu` is the host; empty if there are none."""
+    identity: str = ""  # equal on ranks that use the same one
 
     @property
     def kind(self) -> str:

@@ -71,11 +71,7 @@ def document_of_all(
 
 
 def _check_names(tensor_names: Iterable[str], document: native.ValuesDocument) -> None:
-    """Check that a name is a tensor or a value or an alias, on whichever ranks.
-
-    Raises:
-        StateError: If one is two of these.
-    """
+    """Check that a name is a tensor or a value or an alias, on whichever ranks."""
     tensors = set(tensor_names)
     for kind, names in (("value", document.values), ("tied tensor", document.aliases)):
         both = tensors.intersection(names)
@@ -88,15 +84,7 @@ def _check_names(tensor_names: Iterable[str], document: native.ValuesDocument) -
 
 
 def _check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[str]]) -> None:
-    """Check that every element of a sharded object has a main replica.
-
-    Args:
-        document: The main replicas of all ranks.
-        replicas: Names of the other replicas of each rank.
-
-    Raises:
-        CoverageError: If one has none.
-    """
+    """Check that every element of a sharded object has a main replica."""
     for rank, names in enumerate(replicas):
         for name in names:
             if name not in document.objects:

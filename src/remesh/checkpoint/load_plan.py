@@ -48,53 +48,33 @@ Names = StoredState | TransformedState
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What the caller of a load allows.
+    """What the caller of a load allows."""
 
-    Attributes:
-        keep_missing: Leave what is not stored as it is.
-        refuse_unexpected: Refuse a checkpoint with names that no rank asks for.
-        cast: Convert dtypes.
-        transform: What stored tensors become; None if they stay what they are.
-        resize: What becomes of new elements of tensors that are stored in another size, by name or
-            pattern (`checkpoint.resizing`).
-    """
-
-    keep_missing: bool
-    refuse_unexpected: bool
-    cast: bool
-    transform: Transform | None
+    keep_missing: bool  # leave what is not stored as it is
+    refuse_unexpected: bool  # refuse a checkpoint with names that no rank asks for
+    cast: bool  # convert dtypes
+    transform: Transform | None  # what stored tensors become; None if they stay what they are
     resize: Mapping[str, str] = field(default_factory=dict)
+    """What becomes of new elements of tensors that are stored in another size, by name or pattern
+    (`checkpoint.resizing`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLoadPlan:
-    """What a load does on one rank.
+    """What a load does on one rank."""
 
-    Attributes:
-        description: The state.
-        stored: What is stored.
-        names: The same by the names of the state.
-        filling: What is read into the tensors of the state.
-        zeros: Memory, with its shape, that is filled with zeros before.
-        means: New rows that are filled with a mean of what is read.
-        comparing: What is read to be compared, before anything in the state is touched.
-        checks: What has to be equal then.
-        asked: One bit for each stored name, set if this rank asks for it.
-        fitting: What of `LoadOptions.resize` fits a tensor of this rank.
-        report: What is done, but for what depends on other ranks and on the reading.
-    """
-
-    description: Description
-    stored: StoredState
-    names: Names
-    filling: RankReads
+    description: Description  # the state
+    stored: StoredState  # what is stored
+    names: Names  # the same by the names of the state
+    filling: RankReads  # what is read into the tensors of the state
     zeros: Sequence[tuple[Memory, tuple[int, ...]]]
-    means: Sequence[MeanRows]
-    comparing: RankReads
-    checks: Sequence[Check]
-    asked: bytes
-    fitting: Sequence[str]
-    report: RestoreReport
+    """Memory, with its shape, that is filled with zeros before."""
+    means: Sequence[MeanRows]  # new rows that are filled with a mean of what is read
+    comparing: RankReads  # what is read to be compared, before anything in the state is touched
+    checks: Sequence[Check]  # what has to be equal then
+    asked: bytes  # one bit for each stored name, set if this rank asks for it
+    fitting: Sequence[str]  # what of `LoadOptions.resize` fits a tensor of this rank
+    report: RestoreReport  # what is done, but for what depends on other ranks and on the reading
 
     def value(self, name: str) -> object:
         """A loaded value, or what the state had if the checkpoint lacks it."""
@@ -246,15 +226,7 @@ def _note_derived(own: list[str], sources: list[str], found: Findings) -> None:
 def _fits(
     entry: TensorEntry, stored: StoredTensor, policy: str | None, cast: bool, found: Findings
 ) -> bool:
-    """Whether a stored tensor can fill an entry; what becomes of it, or why not, is filed.
-
-    Args:
-        entry: A tensor of the state.
-        stored: The stored tensor.
-        policy: What becomes of new elements if the shapes differ; None if they may not.
-        cast: Whether dtypes are converted.
-        found: Where findings go.
-    """
+    """Whether a stored tensor can fill an entry; what becomes of it, or why not, is filed."""
     name = entry.name
     differ = f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted"
     is_opaque = BY_NAME[stored.dtype].is_opaque or BY_NAME[entry.dtype].is_opaque

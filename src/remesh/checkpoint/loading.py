@@ -261,11 +261,7 @@ def _match_on_all(
     options: LoadOptions,
     reserved: Sequence[tuple[str, Layout]],
 ) -> tuple[RankLoadPlan, list[tuple[bool, bytes]]]:
-    """Plan the load of every rank. Collective; raises on all ranks if any cannot load.
-
-    Returns:
-        The plan of this rank; and of each rank, whether it compares, and `RankLoadPlan.asked`.
-    """
+    """Plan the load of every rank. Collective; raises on all ranks if any cannot load."""
     transform, cast = options.transform, options.cast
     if transform is not None:
         resizes = bool(options.resize)
@@ -304,11 +300,7 @@ def _describe_target(state: Any, stored: StoredState) -> Description:
 
 
 def _compare(plan: RankLoadPlan, read: Read) -> bytes:
-    """Read and compare what a plan needs to have equal. Collective.
-
-    Raises:
-        MismatchError: If tensors that share memory are stored with different values.
-    """
+    """Read and compare what a plan needs to have equal. Collective."""
     read(plan.comparing, lambda _size: None)
     refuse(plan.stored, Findings(conflicts=differences(plan.checks)))
     return b""

@@ -113,15 +113,10 @@ def finish_device_work(memories: Iterable[Memory]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStaging:
-    """How tensors of devices are staged.
+    """How tensors of devices are staged."""
 
-    Attributes:
-        pin: Pins host memory for the devices.
-        copies: Makes a queue for copies out of them.
-    """
-
-    pin: Pin
-    copies: Callable[[], CopyQueue]
+    pin: Pin  # pins host memory for the devices
+    copies: Callable[[], CopyQueue]  # makes a queue for copies out of them
 
 
 def device_staging(memories: Iterable[Memory]) -> DeviceStaging | None:
@@ -147,23 +142,15 @@ def devices_of(memories: Iterable[Memory]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensors:
-    """The boxes of tensors that this rank holds.
+    """The boxes of tensors that this rank holds."""
 
-    Attributes:
-        boxes: Their table.
-        roles: Role of each.
-        memories: Memory of each.
-        parts: Array of each.
-        aliases: Names that are the same memory as another: alias → name.
-        is_frozen: Whether each box is of a tensor that training does not change.
-    """
-
-    boxes: BoxTable
-    roles: IntArray
-    memories: list[Memory]
-    parts: list[ArrayLike]
-    aliases: dict[str, str]
+    boxes: BoxTable  # their table
+    roles: IntArray  # role of each
+    memories: list[Memory]  # memory of each
+    parts: list[ArrayLike]  # array of each
+    aliases: dict[str, str]  # names that are the same memory as another: alias → name
     is_frozen: npt.NDArray[np.bool_]
+    """Whether each box is of a tensor that training does not change."""
 
     def given(self, rows: IntArray) -> LocalTensors:
         """Those that this rank may give to others: what it writes, and copies that do not differ.

@@ -21,17 +21,12 @@ from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 
 
 class BoxesMessage(msgspec.Struct, frozen=True):
-    """What a rank holds; equal for equal boxes.
+    """What a rank holds; equal for equal boxes."""
 
-    Attributes:
-        digest: Names `shared`.
-        shared: Its tensors, and for each box the tensor and the kind; empty if another rank tells.
-        kinds: Offset, shape and role of each kind, as bytes.
-    """
-
-    digest: bytes = b""
+    digest: bytes = b""  # names `shared`
     shared: bytes = b""
-    kinds: bytes = b""
+    """Its tensors, and for each box the tensor and the kind; empty if another rank tells."""
+    kinds: bytes = b""  # offset, shape and role of each kind, as bytes
 
     @property
     def layout(self) -> bytes:

@@ -38,26 +38,23 @@ VERIFY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of reading every byte of a checkpoint.
-
-    Attributes:
-        num_files: Data files.
-        num_bytes: Their bytes.
-        damages: Everything that is not as it was written; empty for a sound checkpoint.
-        has_digests: Whether there were digests. If not, `ok` only says that all
-            files could be read, have their sizes, and hold each element of all tensors once.
-        unchecked: Names of tensors and values that a repair has taken over without a digest that
-            proves them. They are what the repair found, and may not be what was saved.
-        incomplete: Names of tensors of which some elements are stored nowhere, or more than once in
-            boxes that differ. They cannot be read.
-    """
+    """The result of reading every byte of a checkpoint."""
 
     num_files: int
+    """Data files."""
     num_bytes: int
+    """Their bytes."""
     damages: tuple[Damage, ...]
+    """Everything that is not as it was written; empty for a sound checkpoint."""
     has_digests: bool = True
+    """Whether there were digests. If not, `ok` only says that all files could be read, have their
+    sizes, and hold each element of all tensors once."""
     unchecked: tuple[str, ...] = ()
+    """Names of tensors and values that a repair has taken over without a digest that proves them.
+    They are what the repair found, and may not be what was saved."""
     incomplete: tuple[str, ...] = ()
+    """Names of tensors of which some elements are stored nowhere, or more than once in boxes that
+    differ. They cannot be read."""
 
     __repr__ = short_repr
 
@@ -79,15 +76,12 @@ def _torch_if_installed() -> ModuleType | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A stored tensor; indexing it reads the indexed part only.
-
-    Attributes:
-        checkpoint: Where it is stored.
-        stored: Its name, dtype and shape.
-    """
+    """A stored tensor; indexing it reads the indexed part only."""
 
     checkpoint: Checkpoint
+    """Where it is stored."""
     stored: StoredTensor
+    """Its name, dtype and shape."""
 
     __repr__ = short_repr
 

@@ -38,19 +38,12 @@ _NO_OPTIONS = frozenset({"params", "param_names"})
 
 
 class LiveOptimizer(msgspec.Struct, frozen=True):
-    """What is known of an optimizer of the state that is loaded into.
+    """What is known of an optimizer of the state that is loaded into."""
 
-    Attributes:
-        path: Its place in the state.
-        groups: Names of the parameters of each group, in order.
-        shapes: Shapes of the parameters, as far as they are known.
-        is_shared: Whether all ranks that have it have these parameters.
-    """
-
-    path: list[str | int]
-    groups: list[list[str]]
-    shapes: dict[str, list[int]]
-    is_shared: bool = True
+    path: list[str | int]  # its place in the state
+    groups: list[list[str]]  # names of the parameters of each group, in order
+    shapes: dict[str, list[int]]  # shapes of the parameters, as far as they are known
+    is_shared: bool = True  # whether all ranks that have it have these parameters
 
     @property
     def name(self) -> str:
@@ -90,11 +83,7 @@ def with_parameter_names(
 def _refuse_other_names(
     stored: StoredState, roots: Sequence[str], optimizers: Sequence[LiveOptimizer], url: str
 ) -> None:
-    """Refuse parameters that a transformation renames: their state would not follow.
-
-    Raises:
-        MismatchError: If there are any.
-    """
+    """Refuse parameters that a transformation renames: their state would not follow."""
     known = {ending for name in stored.index for ending in _endings(name)}
     for one in optimizers:
         other = [name for group in one.groups for name in group if name not in known]
@@ -191,29 +180,21 @@ def named(stored: StoredState, optimizers: Sequence[LiveOptimizer], url: str) ->
 
 @dataclass(slots=True)
 class _Renaming:
-    """One stored optimizer while it gets its names.
+    """One stored optimizer while it gets its names."""
 
-    Attributes:
-        stored: What is stored.
-        root: The stored name of the optimizer.
-        live: The optimizer of the state.
-        url: Where it is stored, for messages.
-        renamed: Old name → new name and path, of tensors and values.
-        made: New values, by name and path.
-        dropped: Values that stand in others.
-        lists: New lists, by name and path.
-        sequences: Lists and tuples in the states, under their new paths.
-    """
-
-    stored: StoredState
-    root: str
-    live: LiveOptimizer
-    url: str
+    stored: StoredState  # what is stored
+    root: str  # the stored name of the optimizer
+    live: LiveOptimizer  # the optimizer of the state
+    url: str  # where it is stored, for messages
     renamed: dict[str, tuple[str, Path]] = field(default_factory=dict)
+    """Old name → new name and path, of tensors and values."""
     made: dict[str, tuple[Path, object]] = field(default_factory=dict)
-    dropped: set[str] = field(default_factory=set)
+    """New values, by name and path."""
+    dropped: set[str] = field(default_factory=set)  # values that stand in others
     lists: dict[str, tuple[Path, list[str]]] = field(default_factory=dict)
+    """New lists, by name and path."""
     sequences: dict[Path, str] = field(default_factory=dict)
+    """Lists and tuples in the states, under their new paths."""
 
     def result(self) -> StoredState:
         """What is stored, by the names of the state."""
@@ -268,11 +249,7 @@ class _Renaming:
         return found or None
 
     def _names_of(self, groups: list[dict[str, Any]]) -> dict[str, str]:
-        """The name of each parameter in stored groups, by what it is called there.
-
-        Raises:
-            MismatchError: If it cannot be told.
-        """
+        """The name of each parameter in stored groups, by what it is called there."""
         called = [list(group.get("params", ())) for group in groups]
         flat = [one for group in called for one in group]
         if all(isinstance(one, str) for one in flat):
@@ -299,11 +276,7 @@ class _Renaming:
         return names
 
     def _check_order(self, names: Mapping[str, str]) -> None:
-        """Compare shapes of state with those of parameters, where state has such shapes.
-
-        Raises:
-            MismatchError: If the same shapes come in another order.
-        """
+        """Compare shapes of state with those of parameters, where state has such shapes."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for full, rest in self._below("state"):
             number, _, key = rest.partition(".")
@@ -332,11 +305,7 @@ class _Renaming:
                     self.made[name_of((*path, option))] = ((*path, option), value)
 
     def _name_flattened(self) -> None:
-        """Give each group the options of its parameters, which must be the same.
-
-        Raises:
-            MismatchError: If they are not.
-        """
+        """Give each group the options of its parameters, which must be the same."""
         options: dict[str, dict[str, str]] = {}
         known = {name for group in self.live.groups for name in group}
         for full, rest in self._below(_GROUPS):

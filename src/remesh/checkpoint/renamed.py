@@ -116,11 +116,7 @@ def _common_keys(name: str, path: Path) -> tuple[int, int]:
 
 
 def _owner_of(name: str, shorts: Iterable[str], index: Index) -> str:
-    """The prefix of the names of a list, of an optimizer that has no state yet.
-
-    Raises:
-        StateError: If that cannot be told.
-    """
+    """The prefix of the names of a list, of an optimizer that has no state yet."""
     found = {
         stored.removesuffix(short)
         for short in shorts

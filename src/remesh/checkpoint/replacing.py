@@ -87,12 +87,7 @@ def _look(
 def _of_another(
     storage: Storage, row: Format, format_name: str, *, overwrite: bool
 ) -> Existing | None:
-    """The checkpoint of another format that a save replaces; None if both can be there.
-
-    Raises:
-        CheckpointExistsError: If it is not to be overwritten.
-        StateError: If it cannot be replaced.
-    """
+    """The checkpoint of another format that a save replaces; None if both can be there."""
     found = None
     for writer in row.writers:
         try:

@@ -10,50 +10,47 @@ from remesh._repr import format_bytes, short_repr
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The result of a load on this rank, by stored name.
-
-    Attributes:
-        restored: Tensors, values and objects that were taken as they are stored.
-        cast: Tensors whose dtype was converted: name → `stored → wanted`.
-        resized: Tensors of another global shape that were enlarged or cut, as `resize=` or the
-            target allows: name → `stored → wanted`.
-        renamed: Names that a transformation fills with a stored tensor or value as it is: name →
-            stored name.
-        derived: Names that were filled from others: tied tensors, and what a transformation makes:
-            name → stored names.
-        missing: Names that the state has and the checkpoint lacks; they kept what they had.
-        kept: Names that a transformation says to leave as they are.
-        unexpected: Names that the checkpoint holds and no rank requested.
-        unchecked: Names that ranks asked for and that a repair has taken over without a digest that
-            proves them: they may be wrong.
-        bytes_needed: Bytes of tensor data that this rank wanted, in stored dtypes.
-        bytes_read: Bytes that this rank read from data files.
-        num_reads: Read requests.
-        seconds: Wall time of the load.
-        dropped: Entries of plain dicts that the state had and the checkpoint lacks; such a dict is
-            replaced whole.
-        reads_shared: Whether ranks read for each other.
-        group_bytes_needed: Bytes of tensor data that all ranks wanted.
-        group_bytes_read: Bytes that all ranks read from data files.
-    """
+    """The result of a load on this rank, by stored name."""
 
     restored: tuple[str, ...]
+    """Tensors, values and objects that were taken as they are stored."""
     cast: dict[str, str]
+    """Tensors whose dtype was converted: name → `stored → wanted`."""
     resized: dict[str, str]
+    """Tensors of another global shape that were enlarged or cut, as `resize=` or the target allows:
+    name → `stored → wanted`."""
     derived: dict[str, str]
+    """Names that were filled from others: tied tensors, and what a transformation makes: name →
+    stored names."""
     missing: tuple[str, ...]
+    """Names that the state has and the checkpoint lacks; they kept what they had."""
     kept: tuple[str, ...]
+    """Names that a transformation says to leave as they are."""
     unexpected: tuple[str, ...]
+    """Names that the checkpoint holds and no rank requested."""
     bytes_needed: int
+    """Bytes of tensor data that this rank wanted, in stored dtypes."""
     bytes_read: int = 0
+    """Bytes that this rank read from data files."""
     num_reads: int = 0
+    """Read requests."""
     seconds: float = 0.0
+    """Wall time of the load."""
     dropped: tuple[str, ...] = ()
+    """Entries of plain dicts that the state had and the checkpoint lacks; such a dict is replaced
+    whole."""
     reads_shared: bool = False
+    """Whether ranks read for each other."""
     group_bytes_needed: int = 0
+    """Bytes of tensor data that all ranks wanted."""
     group_bytes_read: int = 0
+    """Bytes that all ranks read from data files."""
     unchecked: tuple[str, ...] = ()
+    """Names that ranks asked for and that a repair has taken over without a digest that proves
+    them: they may be wrong."""
     renamed: dict[str, str] = field(default_factory=dict)
+    """Names that a transformation fills with a stored tensor or value as it is: name → stored name.
+    """
 
     __repr__ = short_repr
 

@@ -146,19 +146,12 @@ def has_size_of(state: tuple[int, ...], stored: tuple[int, ...], wanted: tuple[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeanRows:
-    """New rows that are filled with the mean of all stored rows.
+    """New rows that are filled with the mean of all stored rows."""
 
-    Attributes:
-        memory: Memory of a part of the target, which takes elements of the stored dtype.
-        box: The new rows, relative to the part.
-        dtype: Name of the stored dtype.
-        rows: All stored rows, in the columns of the part, once they are read.
-    """
-
-    memory: Memory
-    box: Box
-    dtype: str
-    rows: CarrierArray
+    memory: Memory  # memory of a part of the target, which takes elements of the stored dtype
+    box: Box  # the new rows, relative to the part
+    dtype: str  # name of the stored dtype
+    rows: CarrierArray  # all stored rows, in the columns of the part, once they are read
 
     def fill(self) -> None:
         """Compute the mean, and put it into each of the new rows."""

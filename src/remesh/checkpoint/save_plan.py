@@ -76,60 +76,39 @@ from remesh.tables import BoxTable, Cuts
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What the caller of a save asked for.
+    """What the caller of a save asked for."""
 
-    Attributes:
-        overwrite: Replace a checkpoint that is there.
-        metadata: What to record beside the state.
-        shares_place: Whether all ranks save to one place, as all do except snapshots in the memory
-            of nodes.
-        meets: Whether the ranks will communicate through the place alone, so that it must be
-            known beforehand that they share it.
-        buffers: Whose buffers of modules are stored where ranks differ; None if they must not.
-        compares: Which copies of tensors are compared.
-        format: Name of the format that is written.
-        format_options: Options of the format; those of rank 0 count.
-        without: Small files that the caller writes by itself.
-        keeps: Whether files that did not change since the last save of the `PlanCache` are kept.
-        resumes: Whether files of an earlier attempt may be there.
-        compress: How data files are compressed; None if they are not.
-    """
-
-    overwrite: bool
-    metadata: Mapping[str, object]
+    overwrite: bool  # replace a checkpoint that is there
+    metadata: Mapping[str, object]  # what to record beside the state
     shares_place: bool = True
+    """Whether all ranks save to one place, as all do except snapshots in the memory of nodes."""
     meets: bool = False
+    """Whether the ranks will communicate through the place alone, so that it must be known
+    beforehand that they share it."""
     buffers: Buffers | None = None
-    compares: Compares = "whole"
-    format: str = native.FORMAT_NAME
+    """Whose buffers of modules are stored where ranks differ; None if they must not."""
+    compares: Compares = "whole"  # which copies of tensors are compared
+    format: str = native.FORMAT_NAME  # name of the format that is written
     format_options: Mapping[str, object] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
+    """Options of the format; those of rank 0 count."""
+    without: tuple[str, ...] = ()  # small files that the caller writes by itself
     keeps: bool = False
-    resumes: bool = False
-    compress: Compress | None = None
+    """Whether files that did not change since the last save of the `PlanCache` are kept."""
+    resumes: bool = False  # whether files of an earlier attempt may be there
+    compress: Compress | None = None  # how data files are compressed; None if they are not
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GlobalSavePlan:
-    """What rank 0 knows of a save.
+    """What rank 0 knows of a save."""
 
-    Attributes:
-        save_id: Names the save.
-        options: What the caller asked for.
-        cuts: The distinct boxes that are stored.
-        assignments: Rows of these that each rank writes, in the order of its file.
-        document: The values of all ranks.
-        replaced: The checkpoint that is going to be overwritten, if there is one.
-        grid: What the writer of the format makes of the boxes.
-    """
-
-    save_id: str
-    options: SaveOptions
-    cuts: Cuts
-    assignments: Sequence[IntArray]
-    document: native.ValuesDocument
-    replaced: Existing | None
-    grid: Grid
+    save_id: str  # names the save
+    options: SaveOptions  # what the caller asked for
+    cuts: Cuts  # the distinct boxes that are stored
+    assignments: Sequence[IntArray]  # rows of these that each rank writes, in the order of its file
+    document: native.ValuesDocument  # the values of all ranks
+    replaced: Existing | None  # the checkpoint that is going to be overwritten, if there is one
+    grid: Grid  # what the writer of the format makes of the boxes
 
     def saved(self, parts: Sequence[Sequence[Part]] = ()) -> Saved:
         """The save as a writer sees it; with what each rank has written, once it has."""
@@ -148,27 +127,17 @@ class GlobalSavePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSavePlan:
-    """What one rank has to do.
+    """What one rank has to do."""
 
-    Attributes:
-        save_id: Names the save.
-        stream: What this rank writes.
-        tensors: The boxes that this rank holds, copies included.
-        document: What else it knows, encoded.
-        global_plan: On rank 0, what it knows of all ranks.
-        files: All files of this rank, if files may be kept.
-        kept: What it says of those that did not change, which are there already.
-        history: What it knew of the last save.
-    """
-
-    save_id: str
-    stream: RankStream
-    tensors: LocalTensors
-    document: bytes
-    global_plan: GlobalSavePlan | None
-    files: tuple[OwnFile, ...] = ()
+    save_id: str  # names the save
+    stream: RankStream  # what this rank writes
+    tensors: LocalTensors  # the boxes that this rank holds, copies included
+    document: bytes  # what else it knows, encoded
+    global_plan: GlobalSavePlan | None  # on rank 0, what it knows of all ranks
+    files: tuple[OwnFile, ...] = ()  # all files of this rank, if files may be kept
     kept: tuple[Part, ...] = ()
-    history: History = field(default_factory=History)
+    """What it says of those that did not change, which are there already."""
+    history: History = field(default_factory=History)  # what it knew of the last save
 
     @property
     def on_rank_0(self) -> GlobalSavePlan:
@@ -200,35 +169,27 @@ _NO_KEY = bytes(16)
 
 @dataclass(slots=True)
 class PlanCache:
-    """The plan of the last save of a layout, kept by a `Saver`.
+    """The plan of the last save of a layout, kept by a `Saver`."""
 
-    Attributes:
-        plan_id: Names the plan: the save that it was made for.
-        key: Names it with the layouts of all ranks and the rank whose part this is (`_plan_keys`);
-            zeros if there is no plan.
-        rows: Rows of this rank's boxes that it writes.
-        shared: Rows of this rank's boxes that other ranks hold as well.
-        local_boxes: On rank 0, what each rank holds.
-        plan: On rank 0, the plan.
-        assignments: On rank 0, rows of the plan by rank.
-        hits: How often it was used.
-        met_in: URL of the directory in which ranks last found that they share it; None before.
-        journal: What this rank has written in an attempt that was killed; None if no attempt of the
-            save is to be continued.
-        history: What this rank knows of the last save that was committed.
-    """
-
-    plan_id: str = ""
+    plan_id: str = ""  # names the plan: the save that it was made for
     key: bytes = _NO_KEY
+    """Names it with the layouts of all ranks and the rank whose part this is (`_plan_keys`); zeros
+    if there is no plan."""
     rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Rows of this rank's boxes that it writes."""
     shared: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    local_boxes: list[LocalBoxes] = field(default_factory=list)
-    plan: SavePlan | None = None
-    assignments: list[IntArray] = field(default_factory=list)
-    hits: int = 0
+    """Rows of this rank's boxes that other ranks hold as well."""
+    local_boxes: list[LocalBoxes] = field(default_factory=list)  # on rank 0, what each rank holds
+    plan: SavePlan | None = None  # on rank 0, the plan
+    assignments: list[IntArray] = field(default_factory=list)  # on rank 0, rows of the plan by rank
+    hits: int = 0  # how often it was used
     met_in: str | None = None
+    """URL of the directory in which ranks last found that they share it; None before."""
     journal: Journal | None = None
+    """What this rank has written in an attempt that was killed; None if no attempt of the save is
+    to be continued."""
     history: History = field(default_factory=History)
+    """What this rank knows of the last save that was committed."""
 
 
 class _Described(msgspec.Struct, frozen=True):
@@ -244,29 +205,17 @@ class _Described(msgspec.Struct, frozen=True):
 
 
 class _WriteAssignment(msgspec.Struct, frozen=True):
-    """What rank 0 tells a rank: rows of its boxes as int64 bytes.
+    """What rank 0 tells a rank: rows of its boxes as int64 bytes."""
 
-    Attributes:
-        save_id: Names the save.
-        rows: Those that the rank writes, in file order; None if the rank knows them.
-        shared: Those that other ranks hold as well; None if the rank knows them.
-        digest: A digest of both, whether the rank knows them or not.
-        looks: Whether the layout is new, so that copies of frameworks are looked at.
-        compares: Whether there is anything to compare.
-        meets: Whether the ranks find out whether they share the place.
-        grid: What the writer of the format makes of the boxes.
-        holders: What all ranks hold, as an index, if each file has one writer.
-    """
-
-    save_id: str
-    rows: bytes | None
-    shared: bytes | None
-    digest: bytes
-    looks: bool
-    compares: bool
-    meets: bool
-    grid: Grid
-    holders: bytes
+    save_id: str  # names the save
+    rows: bytes | None  # those that the rank writes, in file order; None if the rank knows them
+    shared: bytes | None  # those that other ranks hold as well; None if the rank knows them
+    digest: bytes  # a digest of both, whether the rank knows them or not
+    looks: bool  # whether the layout is new, so that copies of frameworks are looked at
+    compares: bool  # whether there is anything to compare
+    meets: bool  # whether the ranks find out whether they share the place
+    grid: Grid  # what the writer of the format makes of the boxes
+    holders: bytes  # what all ranks hold, as an index, if each file has one writer
 
 
 def make_save_plan(
@@ -371,11 +320,7 @@ class _Rank:
         return has_folder and begins_unseen(self.storage)
 
     def describe(self, state: Any) -> bytes:
-        """What do I hold?
-
-        Returns:
-            The fingerprints of layout, values, the plan that is kept, and what ranks share.
-        """
+        """What do I hold?"""
         if self.exchange.rank != 0:
             return self.describe_state(state)
         self.found = ask_meanwhile(self.storage, self.look)

@@ -257,17 +257,11 @@ def _save_from(
 
 
 class _Written(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says when its chunks are written.
+    """What a rank says when its chunks are written."""
 
-    Attributes:
-        parts: What rank 0 has to know of its files.
-        is_durable: Whether the files are durable.
-        has_failed: Whether it has failed; it raises the failure in the next step.
-    """
-
-    parts: list[Part]
-    is_durable: bool
-    has_failed: bool
+    parts: list[Part]  # what rank 0 has to know of its files
+    is_durable: bool  # whether the files are durable
+    has_failed: bool  # whether it has failed; it raises the failure in the next step
 
 
 @dataclass(slots=True, eq=False)
@@ -419,16 +413,7 @@ def _fill(
     begin: Callable[[], ChunkWriter],
     journal: Journal | None,
 ) -> tuple[list[Part], Callable[[], None] | None]:
-    """As `write`; also what waits until the files are durable, unless they are.
-
-    Args:
-        storage: See `write`.
-        mine: See `write`.
-        emit: See `write`.
-        beside: See `write`.
-        begin: Begins the files.
-        journal: See `PlanCache`.
-    """
+    """As `write`; also what waits until the files are durable, unless they are."""
     stream = mine.stream
     if not stream.files.paths:
         beside()

@@ -75,15 +75,11 @@ _LOGGER = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Which ranks reach the same place.
-
-    Attributes:
-        ranks: The ranks of each node, ascending; nodes are ordered by their first ranks.
-        node: The node of each rank.
-    """
+    """Which ranks reach the same place."""
 
     ranks: tuple[tuple[int, ...], ...]
-    node: tuple[int, ...]
+    """The ranks of each node, ascending; nodes are ordered by their first ranks."""
+    node: tuple[int, ...]  # the node of each rank
 
     def is_first(self, rank: int) -> bool:
         """Whether a rank is the one that acts for its node."""
@@ -204,33 +200,25 @@ def _put_small_files(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileMemory:
-    """A file as the memory of a vector of bytes.
+    """A file as the memory of a vector of bytes."""
 
-    Attributes:
-        file: What it is read from: storage and path; or written with.
-    """
-
-    file: tuple[Storage, str] | Writer
+    file: tuple[Storage, str] | Writer  # what it is read from: storage and path; or written with
 
     @property
     def carrier(self) -> CarrierDType:
-        """See `Memory.carrier`."""
         return np.dtype(np.uint8)
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`."""
         return None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`."""
         assert isinstance(self.file, tuple)
         (storage, path), [start] = self.file, box.offset
         if storage.read_into(path, start, into) < len(into):
             raise StorageError(f"{storage.url}/{path}: shorter than it was written; save again")
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """See `Memory.copy_in`."""
         assert not isinstance(self.file, tuple)
         [start] = box.offset
         self.file.write(start, values)
@@ -242,14 +230,7 @@ def _copy_files(
     files: Sequence[Sequence[tuple[str, int]]],
     peers: Mapping[int, int],
 ) -> None:
-    """Give every rank's files to its peer. Collective.
-
-    Args:
-        exchange: The ranks.
-        storage: The place of this rank's node.
-        files: Paths and sizes of each rank's files.
-        peers: Which rank takes each rank's files.
-    """
+    """Give every rank's files to its peer. Collective."""
     me = exchange.rank
     owners = [rank for rank, own in enumerate(files) for _ in own]
     stored = [StoredFile(path, size) for own in files for path, size in own]
@@ -293,19 +274,13 @@ def _copy_files(
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """A checkpoint that was found on some nodes.
+    """A checkpoint that was found on some nodes."""
 
-    Attributes:
-        name: Its directory in the places of the nodes.
-        record: What was committed.
-        nodes: The nodes that have its small files.
-        holders: The nodes that have each data file, in the order of the record.
-    """
-
-    name: str
-    record: native.CommitRecord
-    nodes: tuple[int, ...]
+    name: str  # its directory in the places of the nodes
+    record: native.CommitRecord  # what was committed
+    nodes: tuple[int, ...]  # the nodes that have its small files
     holders: tuple[tuple[int, ...], ...]
+    """The nodes that have each data file, in the order of the record."""
 
     @property
     def missing(self) -> list[str]:

@@ -23,25 +23,19 @@ from remesh.tables import BoxTable
 
 @dataclass(slots=True, eq=False)
 class StoredState:
-    """Index and values of a checkpoint; what `remesh.state.Stored` asks for.
+    """Index and values of a checkpoint; what `remesh.state.Stored` asks for."""
 
-    Attributes:
-        url: Where it is stored, for messages.
-        index: The tensors.
-        document: Everything else.
-        identity: The commit record that refers to them (`native.identity_of`); "" if none does.
-        limits: How its files are read; the same on all ranks.
-        rank: The rank that loads, which gets its own buffers where they are stored for each rank.
-        sequences: Paths of stored containers that were a `list` or a `tuple`.
-    """
-
-    url: str
-    index: Index
-    document: native.ValuesDocument
+    url: str  # where it is stored, for messages
+    index: Index  # the tensors
+    document: native.ValuesDocument  # everything else
     identity: str = ""
+    """The commit record that refers to them (`native.identity_of`); "" if none does."""
     rank: int | None = None
+    """The rank that loads, which gets its own buffers where they are stored for each rank."""
     limits: ReadLimits = field(default_factory=ReadLimits)
+    """How its files are read; the same on all ranks."""
     sequences: Mapping[Path, str] = field(init=False)
+    """Paths of stored containers that were a `list` or a `tuple`."""
     _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
     _containers: dict[str, Path] | None = field(default=None, init=False)
     _items: dict[str, tuple[str, object]] = field(default_factory=dict, init=False)

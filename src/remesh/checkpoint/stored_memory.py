@@ -36,21 +36,15 @@ _Wanted = tuple[str, Box, CarrierArray]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSource:
-    """A checkpoint that tensors are read from.
+    """A checkpoint that tensors are read from."""
 
-    Attributes:
-        storage: Where it is.
-        index: Its index.
-        identity: See `remesh.formats.native.identity_of`.
-        resolved: The transformation of its tensors; None if they are taken as they are.
-        entered: The queue that each thread has entered.
-    """
-
-    storage: Storage
+    storage: Storage  # where it is
     index: Index
-    identity: str
+    identity: str  # see `remesh.formats.native.identity_of`
     resolved: Resolved | None = None
+    """The transformation of its tensors; None if they are taken as they are."""
     entered: threading.local = field(default_factory=threading.local)
+    """The queue that each thread has entered."""
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
         """Read boxes of tensors into arrays, all in one plan.
@@ -131,23 +125,15 @@ class StoredCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredMemory:
-    """A whole tensor that is read box by box; `remesh.memory.QueuedMemory`.
+    """A whole tensor that is read box by box; `remesh.memory.QueuedMemory`."""
 
-    Attributes:
-        source: What it is read from.
-        name: Its name, after the transformation if there is one.
-        dtype: Name of its element type.
-        shape: Its shape.
-    """
-
-    source: StoredSource
-    name: str
-    dtype: str
+    source: StoredSource  # what it is read from
+    name: str  # its name, after the transformation if there is one
+    dtype: str  # name of its element type
     shape: tuple[int, ...]
 
     @property
     def carrier(self) -> CarrierDType:
-        """See `Memory.carrier`."""
         return BY_NAME[self.dtype].carrier
 
     @property
@@ -156,11 +142,9 @@ class StoredMemory:
         return None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`."""
         self.source.read([(self.name, box, into)])
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `QueuedMemory.queue_copy_out`."""
         self.source.entered.queue.waiting.append((self.name, box, into))
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:

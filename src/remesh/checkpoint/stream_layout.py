@@ -33,30 +33,21 @@ _BYTE = BY_NAME["uint8"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedMemory:
-    """A box of which another memory holds a part; the rest reads as zeros.
+    """A box of which another memory holds a part; the rest reads as zeros."""
 
-    Attributes:
-        memory: Holds the elements of `held`.
-        held: A box of the tensor.
-        box: The box of the tensor that this is the memory of.
-    """
-
-    memory: Memory
-    held: Box
-    box: Box
+    memory: Memory  # holds the elements of `held`
+    held: Box  # a box of the tensor
+    box: Box  # the box of the tensor that this is the memory of
 
     @property
     def carrier(self) -> CarrierDType:
-        """See `Memory.carrier`."""
         return self.memory.carrier
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`."""
         return self.memory.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`."""
         wanted = box.shift(self.box.offset)
         common = wanted.intersect(self.held)
         if common != wanted:
@@ -73,19 +64,13 @@ class PaddedMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankStream:
-    """What one rank writes.
+    """What one rank writes."""
 
-    Attributes:
-        layout: The bytes.
-        files: The files that they are cut into.
-        parts: What the rank will say of each file, without digests.
-        collection: What the ranks hold together, if the rank collects the tensors of its files.
-    """
-
-    layout: FileLayout
-    files: StreamFiles
-    parts: tuple[Part, ...]
+    layout: FileLayout  # the bytes
+    files: StreamFiles  # the files that they are cut into
+    parts: tuple[Part, ...]  # what the rank will say of each file, without digests
     collection: Collection | None = None
+    """What the ranks hold together, if the rank collects the tensors of its files."""
 
     @property
     def identity(self) -> bytes:

@@ -55,20 +55,14 @@ Infos = Mapping[str, TensorInfo | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformedState:
-    """What is stored, as a transformation makes it: by the names of its outputs.
+    """What is stored, as a transformation makes it: by the names of its outputs."""
 
-    Attributes:
-        stored: What is really stored.
-        transform: The transformation. What it renames by a rule, it renames also where no
-            statement can name it: lists of names and containers.
-        outputs: What it makes and leaves over.
-        resolved: The transformation, resolved against the targets of all ranks.
-    """
-
-    stored: StoredState
+    stored: StoredState  # what is really stored
     transform: Transform
-    outputs: Resolved
-    resolved: Resolved
+    """The transformation. What it renames by a rule, it renames also where no statement can name
+    it: lists of names and containers."""
+    outputs: Resolved  # what it makes and leaves over
+    resolved: Resolved  # the transformation, resolved against the targets of all ranks
     sequences: Mapping[Path, str] = field(init=False)
     _lists: dict[str, str] = field(init=False)
     _made: list[str] = field(init=False)
@@ -88,7 +82,6 @@ class TransformedState:
         object.__setattr__(self, "sequences", sequences)
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """See `Stored.tensor`."""
         info = self.outputs.targets.get(name)
         if info is None:
             return None
@@ -98,7 +91,6 @@ class TransformedState:
         return info.dtype, info.shape if found is None else found[1]
 
     def has_value(self, name: str) -> bool:
-        """See `Stored.has_value`."""
         holder = self.stored.holder_of(name)
         if holder != name:
             return holder in self.outputs.untouched
@@ -212,23 +204,15 @@ def _short_names(made: str, source: str, known: Container[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionMemory:
-    """Takes what is read of a region's source box, and passes on what it becomes.
+    """Takes what is read of a region's source box, and passes on what it becomes."""
 
-    Attributes:
-        region: Which elements become what.
-        carrier: Carrier of the stored dtype.
-        offset: Offset of the target part in its tensor.
-        part: Memory of the target part, which takes elements of the stored dtype.
-    """
-
-    region: Region
-    carrier: CarrierDType
-    offset: tuple[int, ...]
-    part: Memory
+    region: Region  # which elements become what
+    carrier: CarrierDType  # carrier of the stored dtype
+    offset: tuple[int, ...]  # offset of the target part in its tensor
+    part: Memory  # memory of the target part, which takes elements of the stored dtype
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`."""
         return self.part.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:

@@ -64,38 +64,25 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnFile:
-    """A data file of this rank.
+    """A data file of this rank."""
 
-    Attributes:
-        frame: What it is; the rows are those of the rank's boxes.
-        numbers: Numbers of its boxes in the rank's assignment.
-        group: The group whose boxes it holds.
-        key: Digest of its header: equal for files of equal pieces.
-    """
-
-    frame: Frame
-    numbers: IntArray
-    group: int
-    key: bytes
+    frame: Frame  # what it is; the rows are those of the rank's boxes
+    numbers: IntArray  # numbers of its boxes in the rank's assignment
+    group: int  # the group whose boxes it holds
+    key: bytes  # digest of its header: equal for files of equal pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """What this rank knows of the last committed save.
+    """What this rank knows of the last committed save."""
 
-    Attributes:
-        layout: Fingerprint of the rank's boxes that the columns are of.
-        group: Group of each box.
-        has_moved: Boxes that are in group 0 because they have changed in another one.
-        storage: Where the save is; None if there was none.
-        files: Its files of this rank, and what is known of each.
-    """
-
-    layout: bytes = b""
-    group: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    layout: bytes = b""  # fingerprint of the rank's boxes that the columns are of
+    group: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # group of each box
     has_moved: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
-    storage: Storage | None = None
+    """Boxes that are in group 0 because they have changed in another one."""
+    storage: Storage | None = None  # where the save is; None if there was none
     files: tuple[tuple[OwnFile, WrittenFile], ...] = ()
+    """Its files of this rank, and what is known of each."""
 
     def of_layout(self, layout: bytes, is_frozen: Flags) -> History:
         """The history for boxes that may be others than those of the last save."""
@@ -196,13 +183,11 @@ class FileSource(msgspec.Struct, frozen=True):
     """A file of the last checkpoint that may be one of this save.
 
     Attributes:
-        number: Number of the file in the save's stream.
         path: The file in the last checkpoint.
-        part: What was said of it.
     """
 
-    number: int
-    part: Part
+    number: int  # number of the file in the save's stream
+    part: Part  # what was said of it
 
     def copy_of(self, last: Storage, storage: Storage, new: str) -> FileCopy:
         """How a new file comes to be a copy of it."""

@@ -15,15 +15,11 @@ _BOUNDS = re.compile(r"\s*(?:(?P<index>[0-9]+)|(?P<start>[0-9]*)\s*:\s*(?P<stop>
 
 @dataclass(frozen=True, slots=True)
 class BoxText:
-    """A region of a tensor whose shape is not known yet.
+    """A region of a tensor whose shape is not known yet."""
 
-    Attributes:
-        text: What the user wrote.
-        bounds: Start and stop of the first dims; None stands for the end of the dim on that side.
-    """
-
-    text: str
+    text: str  # what the user wrote
     bounds: tuple[tuple[int | None, int | None], ...]
+    """Start and stop of the first dims; None stands for the end of the dim on that side."""
 
     def in_shape(self, name: str, shape: tuple[int, ...]) -> Box:
         """The box in a tensor of this shape; dims that are not given are whole.

@@ -28,34 +28,25 @@ from remesh.storage import Storage, open_storage, shown_url
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What checking found at a path.
+    """What checking found at a path."""
 
-    Attributes:
-        path: What the user called it, without secrets.
-        status: `sound`; `damaged`; `unfinished`, without a commit record, if a directory of
-            checkpoints was asked for; `absent`, if there is no checkpoint; or `unreadable`,
-            because the storage refused or a newer remesh wrote it.
-        num_files: Data files of a checkpoint that could be opened.
-        num_bytes: Their bytes.
-        damages: Everything that is not as it was written, by file and byte.
-        error: Why it could not be opened or fully checked; empty if it was.
-        has_digests: Whether bytes could be compared with anything; other systems record none, and
-            `sound` then only says that everything could be read.
-        unchecked: Names that a repair has taken over without a digest that proves them.
-        incomplete: Names of tensors of which some elements are not stored exactly once.
-        advice: The command that shows what can be saved of a damaged checkpoint of remesh.
-    """
-
-    path: str
+    path: str  # what the user called it, without secrets
     status: Literal["sound", "damaged", "unfinished", "absent", "unreadable"]
-    num_files: int = 0
+    """`sound`; `damaged`; `unfinished`, without a commit record, if a directory of checkpoints was
+    asked for; `absent`, if there is no checkpoint; or `unreadable`, because the storage refused
+    or a newer remesh wrote it."""
+    num_files: int = 0  # data files of a checkpoint that could be opened
     num_bytes: int = 0
-    damages: tuple[Finding, ...] = ()
-    error: str = ""
+    damages: tuple[Finding, ...] = ()  # everything that is not as it was written, by file and byte
+    error: str = ""  # why it could not be opened or fully checked; empty if it was
     has_digests: bool = True
+    """Whether bytes could be compared with anything; other systems record none, and `sound` then
+    only says that everything could be read."""
     unchecked: tuple[str, ...] = ()
+    """Names that a repair has taken over without a digest that proves them."""
     incomplete: tuple[str, ...] = ()
-    advice: str = ""
+    """Names of tensors of which some elements are not stored exactly once."""
+    advice: str = ""  # the command that shows what can be saved of a damaged checkpoint of remesh
 
 
 def paths_in(path: str) -> list[catalog.Entry]:
@@ -87,12 +78,7 @@ def check(path: str) -> Verdict:
 
 
 def _check(path: str) -> Verdict:
-    """Read everything at a path once.
-
-    Raises:
-        CheckpointReplacedError: If the checkpoint was overwritten meanwhile.
-        RemeshError: If there is none, or it cannot be read.
-    """
+    """Read everything at a path once."""
     storage = open_storage(path)
     try:
         checkpoint = Checkpoint(places.source(path))

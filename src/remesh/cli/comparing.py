@@ -31,46 +31,32 @@ MAX_BATCH = 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How one tensor differs.
+    """How one tensor differs."""
 
-    Attributes:
-        name: Its name, in the second checkpoint if the first is transformed.
-        dtypes: Its element types in both.
-        shapes: Its shapes in both.
-        num_different: Elements that differ by more than the tolerance; None if the shapes differ,
-            or values were not compared.
-        max_difference: The largest absolute difference of finite elements, likewise.
-    """
-
-    name: str
-    dtypes: tuple[str, str]
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    name: str  # its name, in the second checkpoint if the first is transformed
+    dtypes: tuple[str, str]  # its element types in both
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # its shapes in both
     num_different: int | None = None
+    """Elements that differ by more than the tolerance; None if the shapes differ, or values were
+    not compared."""
     max_difference: float | None = None
+    """The largest absolute difference of finite elements, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two checkpoints.
-
-    Attributes:
-        only_first: Names of tensors that only the first has; with a transformation, those that
-            nothing in the second is made of.
-        only_second: Names of tensors that only the second has.
-        tensors: The tensors that differ.
-        num_equal: Tensors that do not.
-        only_first_values: Names of plain values and objects that only the first has.
-        only_second_values: Those that only the second has.
-        values: Name → text of both values, of values that differ or cannot be read.
-    """
+    """What differs between two checkpoints."""
 
     only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    tensors: tuple[TensorDifference, ...]
-    num_equal: int
-    only_first_values: tuple[str, ...]
-    only_second_values: tuple[str, ...]
+    """Names of tensors that only the first has; with a transformation, those that nothing in the
+    second is made of."""
+    only_second: tuple[str, ...]  # names of tensors that only the second has
+    tensors: tuple[TensorDifference, ...]  # the tensors that differ
+    num_equal: int  # tensors that do not
+    only_first_values: tuple[str, ...]  # names of plain values and objects that only the first has
+    only_second_values: tuple[str, ...]  # those that only the second has
     values: Mapping[str, tuple[str, str]]
+    """Name → text of both values, of values that differ or cannot be read."""
 
     @property
     def is_equal(self) -> bool:
@@ -220,19 +206,12 @@ def _batches(index: Index, names: Iterable[str]) -> Iterator[list[tuple[str, Box
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What the first checkpoint has in a box of the second.
-
-    Attributes:
-        box: The box.
-        source: The tensor that is read.
-        source_box: The box of it.
-        region: How it is rearranged; None if it is not.
-    """
+    """What the first checkpoint has in a box of the second."""
 
     box: Box
-    source: str
-    source_box: Box
-    region: Region | None = None
+    source: str  # the tensor that is read
+    source_box: Box  # the box of it
+    region: Region | None = None  # how it is rearranged; None if it is not
 
 
 def _parts(name: str, chunk: Box, resolved: Resolved | None) -> Iterator[_Part]:

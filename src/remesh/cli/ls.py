@@ -155,42 +155,23 @@ class _Shown:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Listing:
-    """A checkpoint, and the names in it that were asked for.
+    """A checkpoint, and the names in it that were asked for."""
 
-    Attributes:
-        path: What the user called it.
-        patterns: What chose the names; empty if all are chosen.
-        shown: What is asked for.
-        checkpoint: The checkpoint.
-        findings: Files that are missing or have another size.
-        totals: Counts over the whole checkpoint, whatever was chosen.
-        tensors: Chosen names of tensors, ties included.
-        statistics: Theirs, without ties; empty if not asked for.
-        usages: Of the whole checkpoint; empty if not asked for.
-        values: Chosen values, lists of names included.
-        objects: Chosen elements of sharded objects.
-    """
-
-    path: str
-    patterns: tuple[str, ...]
-    shown: _Shown
+    path: str  # what the user called it
+    patterns: tuple[str, ...]  # what chose the names; empty if all are chosen
+    shown: _Shown  # what is asked for
     checkpoint: Checkpoint
-    findings: list[catalog.Finding]
-    totals: dict[str, int]
-    tensors: list[str]
-    statistics: dict[str, Statistics | None]
-    usages: list[Usage]
-    values: dict[str, object]
-    objects: dict[str, object]
+    findings: list[catalog.Finding]  # files that are missing or have another size
+    totals: dict[str, int]  # counts over the whole checkpoint, whatever was chosen
+    tensors: list[str]  # chosen names of tensors, ties included
+    statistics: dict[str, Statistics | None]  # theirs, without ties; empty if not asked for
+    usages: list[Usage]  # of the whole checkpoint; empty if not asked for
+    values: dict[str, object]  # chosen values, lists of names included
+    objects: dict[str, object]  # chosen elements of sharded objects
 
     @classmethod
     def of(cls, path: str, patterns: tuple[str, ...], shown: _Shown) -> _Listing:
-        """Open a checkpoint and choose.
-
-        Raises:
-            StateError: If no name matches.
-            CheckpointError: If there is no sound checkpoint, or it was replaced meanwhile.
-        """
+        """Open a checkpoint and choose."""
         checkpoint = Checkpoint(places.source(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         index = checkpoint.index
@@ -239,11 +220,7 @@ def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def _list_checkpoint(listing: _Listing, show_all: bool, as_json: bool) -> None:
-    """Print a checkpoint.
-
-    Raises:
-        CorruptCheckpointError: After printing, if files are missing or have another size.
-    """
+    """Print a checkpoint."""
     if as_json:
         output.print_json(_listing_document(listing))
     else:

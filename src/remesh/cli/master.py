@@ -202,23 +202,14 @@ def master(
 
 @dataclass(frozen=True, slots=True)
 class _Serving:
-    """What a master serves.
+    """What a master serves."""
 
-    Attributes:
-        policy: How its jobs are treated.
-        state: The journal, or the directory of journals; None: nothing is kept.
-        lease: Seconds of the lease, if there are several masters.
-        lease_object: Where it is in the cluster; in the directory by default.
-        has_names: Whether there are several jobs.
-        on_excluded: The command for nodes that are excluded.
-    """
-
-    policy: Policy
-    state: Path | None
-    lease: float | None
-    lease_object: str | None
-    has_names: bool
-    on_excluded: str | None
+    policy: Policy  # how its jobs are treated
+    state: Path | None  # the journal, or the directory of journals; None: nothing is kept
+    lease: float | None  # seconds of the lease, if there are several masters
+    lease_object: str | None  # where it is in the cluster; in the directory by default
+    has_names: bool  # whether there are several jobs
+    on_excluded: str | None  # the command for nodes that are excluded
 
     async def serve(self, options: ServerOptions, *, end_with_job: bool) -> Jobs:
         """Serve until all jobs have ended, or this is cancelled."""

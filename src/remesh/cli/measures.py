@@ -18,19 +18,12 @@ from remesh.progress import progress
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The tensors whose names begin alike.
+    """The tensors whose names begin alike."""
 
-    Attributes:
-        prefix: What their names begin with.
-        num_bytes: Bytes of the tensors; tied ones count once.
-        num_elements: Their elements.
-        num_tensors: How many there are.
-    """
-
-    prefix: str
-    num_bytes: int
+    prefix: str  # what their names begin with
+    num_bytes: int  # bytes of the tensors; tied ones count once
     num_elements: int
-    num_tensors: int
+    num_tensors: int  # how many there are
 
 
 def _size(num_bytes: int, total: int) -> tuple[str, str]:

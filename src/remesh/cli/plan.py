@@ -29,24 +29,15 @@ MAX_DRAWN = 12
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank would do.
+    """What one rank would do."""
 
-    Attributes:
-        rank: Which.
-        num_tensors: Tensors of which it holds something.
-        state_bytes: Bytes of what it holds.
-        bytes_read: Bytes that it reads alone, with gaps and whole digest blocks.
-        num_reads: Requests.
-        peak_bytes: Host memory at most: what it holds, the buffers of its reading threads, and the
-            index.
-    """
-
-    rank: int
-    num_tensors: int
-    state_bytes: int
-    bytes_read: int
-    num_reads: int
+    rank: int  # which
+    num_tensors: int  # tensors of which it holds something
+    state_bytes: int  # bytes of what it holds
+    bytes_read: int  # bytes that it reads alone, with gaps and whole digest blocks
+    num_reads: int  # requests
     peak_bytes: int
+    """Host memory at most: what it holds, the buffers of its reading threads, and the index."""
 
 
 @click.command(
@@ -150,11 +141,14 @@ def plan(
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
         console.out(output.printable(verdict), style="bold", highlight=False)
     if draw is not None:
-        columns = columns_of(stored, _drawn(path, stored, patterns), mesh if layout_text else None)
-        page = picture.page(f"Layout of {shown_url(path)}", [("", drawing(columns))])
-        write_page(page, draw)
+        drawn = _drawn(path, stored, patterns)
+        _draw(path, columns_of(stored, drawn, mesh if layout_text else None), draw)
     if problems:
         ctx.exit(output.EXIT_DIFFERENT)
+
+
+def _draw(path: str, columns: Sequence[picture.Column], target: str) -> None:
+    write_page(picture.page(f"Layout of {shown_url(path)}", [("", drawing(columns))]), target)
 
 
 def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:

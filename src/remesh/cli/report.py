@@ -26,25 +26,17 @@ MAX_VALUES = 200
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the page shows.
+    """What the page shows."""
 
-    Attributes:
-        path: The checkpoint.
-        facts: Names of facts, and what they are.
-        usages: Where the bytes are.
-        statistics: Those of each tensor, or None where its type has none; empty if not asked for.
-        files: Path, size and digest of each file; the digest is empty where there is none.
-        provenance: Where it comes from, as its manager noted.
-        values: Name, type and content of plain values and objects.
-    """
-
-    path: str
-    facts: tuple[tuple[str, str], ...]
-    usages: tuple[Usage, ...]
+    path: str  # the checkpoint
+    facts: tuple[tuple[str, str], ...]  # names of facts, and what they are
+    usages: tuple[Usage, ...]  # where the bytes are
     statistics: Mapping[str, summary.Statistics | None]
+    """Those of each tensor, or None where its type has none; empty if not asked for."""
     files: tuple[tuple[str, int, str], ...]
-    provenance: tuple[tuple[str, str], ...]
-    values: tuple[tuple[str, str, str], ...]
+    """Path, size and digest of each file; the digest is empty where there is none."""
+    provenance: tuple[tuple[str, str], ...]  # where it comes from, as its manager noted
+    values: tuple[tuple[str, str, str], ...]  # name, type and content of plain values and objects
 
 
 @click.command(epilog=output.example("remesh report runs/step_00001000 -o report.html"))

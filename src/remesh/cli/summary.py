@@ -36,27 +36,19 @@ _NOT_SUMMARISED = frozenset({"complex32", "complex64", "complex128"})
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What is known of the elements of a box.
+    """What is known of the elements of a box."""
 
-    Attributes:
-        num_elements: How many there are.
-        num_zero: Zeros among them, of either sign.
-        num_nan: Not a number.
-        num_inf: Infinities of either sign.
-        minimum: Smallest finite element; None if there is none. Bools count as 0 and 1.
-        maximum: Largest finite element.
-        mean: Of the finite elements, in float64; None if there is none or it overflows.
-        std: Their standard deviation: the root of the mean squared distance from the mean.
-    """
-
-    num_elements: int = 0
-    num_zero: int = 0
-    num_nan: int = 0
-    num_inf: int = 0
+    num_elements: int = 0  # how many there are
+    num_zero: int = 0  # zeros among them, of either sign
+    num_nan: int = 0  # not a number
+    num_inf: int = 0  # infinities of either sign
     minimum: int | float | None = None
-    maximum: int | float | None = None
+    """Smallest finite element; None if there is none. Bools count as 0 and 1."""
+    maximum: int | float | None = None  # largest finite element
     mean: float | None = None
+    """Of the finite elements, in float64; None if there is none or it overflows."""
     std: float | None = None
+    """Their standard deviation: the root of the mean squared distance from the mean."""
 
 
 def elements_by_part(index: Index) -> dict[str, int]:

@@ -323,13 +323,7 @@ def _frame(last: int, ticks: Sequence[tuple[float, str]], what: str) -> list[str
 
 
 def _mark(mark: Mark, last: int, rows: list[float]) -> list[str]:
-    """A line with its words, in the first row of words that has room.
-
-    Args:
-        mark: The mark; marks come in the order of their steps.
-        last: The last step of the plot.
-        rows: Where the words of each row end; is continued.
-    """
+    """A line with its words, in the first row of words that has room."""
     x = _x_of(mark.step, last)
     width = len(mark.text) * _NOTE_FONT_WIDTH + 10
     left = min(x, _PLOT_RIGHT - width)

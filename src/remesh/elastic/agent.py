@@ -379,11 +379,7 @@ class Agent(LocalElasticAgent):
             log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
 
     def _begin(self, group: WorkerGroup, pause: float = 0.0) -> None:
-        """Join the next round, after a pause of some seconds, and start the processes.
-
-        Raises:
-            SystemExit: If the job has ended, rejects this node, or cannot be joined.
-        """
+        """Join the next round, after a pause of some seconds, and start the processes."""
         self._exits_on_sigterm = True
         try:
             time.sleep(pause)
@@ -427,11 +423,7 @@ class Agent(LocalElasticAgent):
         self._begin(group, pause)
 
     def _go(self, outcome: Outcome, reason: str, exit_code: int) -> None:
-        """Leave the job.
-
-        Raises:
-            SystemExit: Always.
-        """
+        """Leave the job."""
         self._stop_workers(self._worker_group)
         self._try(lambda: self._node.leave(outcome, reason))
         raise SystemExit(exit_code)
@@ -493,12 +485,7 @@ class Agent(LocalElasticAgent):
         self._go(Outcome.DRAINED, state, EXIT_UNSAVED)
 
     def _hold(self, wanted: bool, what: Request = "save-and-hold") -> None:
-        """Have the ranks save and wait, so that no step is repeated later; or let them continue.
-
-        Args:
-            wanted: Whether they are to wait.
-            what: How they are asked to.
-        """
+        """Have the ranks save and wait, so that no step is repeated later; or let them continue."""
         if wanted is self._holds:
             return
         self._holds = wanted
@@ -545,11 +532,7 @@ class Agent(LocalElasticAgent):
         threading.Thread(target=send, name="remesh-stacks", daemon=True).start()
 
     def _all_finish(self) -> bool:
-        """Stay until the job has ended; False if the processes have to start again with others.
-
-        Raises:
-            SystemExit: If the job has failed, or the master does not say how it ends.
-        """
+        """Stay until the job has ended; False if the processes have to start again with others."""
         self._exits_on_sigterm = True
         try:
             self._node.leave(Outcome.SUCCEEDED, "its processes ended")
@@ -566,12 +549,7 @@ class Agent(LocalElasticAgent):
             self._exits_on_sigterm = False
 
     def _await_end(self) -> bool:
-        """Wait until the job has succeeded; False if the processes have to start again.
-
-        Raises:
-            SystemExit: If the job has failed.
-            MasterError: If the master has not answered for as long as the client is patient.
-        """
+        """Wait until the job has succeeded; False if the processes have to start again."""
         node = self._node
         while True:
             reply = node.reply

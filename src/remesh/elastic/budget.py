@@ -6,15 +6,10 @@ import msgspec
 
 
 class Charges(msgspec.Struct, frozen=True):
-    """Restarts that were charged to a budget.
+    """Restarts that were charged to a budget."""
 
-    Attributes:
-        count: How many, at `since`.
-        since: When they were counted; from then on they are given back one by one.
-    """
-
-    count: int = 0
-    since: float = 0.0
+    count: int = 0  # how many, at `since`
+    since: float = 0.0  # when they were counted; from then on they are given back one by one
 
     def at(self, now: float, refill: float | None) -> Charges:
         """What is still charged now, if one is given back every `refill` seconds."""

@@ -36,63 +36,41 @@ LATE_FACTOR = 4.0
 
 
 class GroupResult(msgspec.Struct, frozen=True):
-    """The result of the test of one group.
+    """The result of the test of one group."""
 
-    Attributes:
-        members: Node ids.
-        passed: Whether the collective worked on all of them.
-        broken: Members whose own probe failed; the collective was not tried with them.
-        late: Members whose own probe reached the time limit where others were slow as well, so that
-            it proves nothing; the collective was not tried with them either.
-        seconds: Duration of each member's own probe, by node id.
-        message: What went wrong.
-    """
-
-    members: tuple[int, ...]
-    passed: bool
+    members: tuple[int, ...]  # node ids
+    passed: bool  # whether the collective worked on all of them
     broken: frozenset[int] = frozenset()
+    """Members whose own probe failed; the collective was not tried with them."""
     late: frozenset[int] = frozenset()
-    seconds: dict[int, float] = {}
-    message: str = ""
+    """Members whose own probe reached the time limit where others were slow as well, so that it
+    proves nothing; the collective was not tried with them either."""
+    seconds: dict[int, float] = {}  # duration of each member's own probe, by node id
+    message: str = ""  # what went wrong
 
 
 class RunningCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A check of the members of a world.
+    """A check of the members of a world."""
 
-    Attributes:
-        number: Counts the checks.
-        nodes: Ids of the members.
-        groups: The groups of the test round that runs.
-        since: When it began.
-        reports: Results of nodes in it, by node id.
-        results: The test rounds before it.
-    """
-
-    number: int
-    nodes: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
-    since: float
-    reports: dict[int, TestResult] = {}
-    results: tuple[tuple[GroupResult, ...], ...] = ()
+    number: int  # counts the checks
+    nodes: tuple[int, ...]  # ids of the members
+    groups: tuple[tuple[int, ...], ...]  # the groups of the test round that runs
+    since: float  # when it began
+    reports: dict[int, TestResult] = {}  # results of nodes in it, by node id
+    results: tuple[tuple[GroupResult, ...], ...] = ()  # the test rounds before it
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What the tests of a check prove.
+    """What the tests of a check prove."""
 
-    Attributes:
-        healthy: Nodes that passed with another node, or alone if they are alone.
-        faulty: Nodes that are proven bad, with the reason.
-        suspects: Nodes about which nothing is proven, with the reason.
-        stragglers: Healthy nodes that are slow, with how many times the median they took.
-        connections: Groups that failed although all their members are healthy.
-    """
-
-    healthy: frozenset[int]
-    faulty: Mapping[int, str]
-    suspects: Mapping[int, str]
+    healthy: frozenset[int]  # nodes that passed with another node, or alone if they are alone
+    faulty: Mapping[int, str]  # nodes that are proven bad, with the reason
+    suspects: Mapping[int, str]  # nodes about which nothing is proven, with the reason
     stragglers: Mapping[int, float]
+    """Healthy nodes that are slow, with how many times the median they took."""
     connections: tuple[tuple[int, ...], ...] = ()
+    """Groups that failed although all their members are healthy."""
 
 
 def begin(number: int, nodes: Iterable[int], now: float) -> RunningCheck:

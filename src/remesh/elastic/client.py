@@ -86,15 +86,11 @@ class _Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Wire:
-    """A connection.
-
-    Attributes:
-        connection: The connection; its socket alone is used if it speaks frames.
-        speaks_frames: Whether it does.
-    """
+    """A connection."""
 
     connection: http.client.HTTPConnection
-    speaks_frames: bool
+    """The connection; its socket alone is used if it speaks frames."""
+    speaks_frames: bool  # whether it does
 
     def encode(self, request: Request[Any]) -> bytes:
         """A request as it is sent."""
@@ -108,24 +104,14 @@ class _Wire:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A reply as it came.
+    """A reply as it came."""
 
-    Attributes:
-        status: Its HTTP status.
-        body: Its body.
-        is_framed: Whether it came as a frame.
-    """
-
-    status: int
+    status: int  # its HTTP status
     body: bytes
-    is_framed: bool
+    is_framed: bool  # whether it came as a frame
 
     def decode(self, kind: Any) -> Any:
-        """The message in it.
-
-        Raises:
-            msgspec.MsgspecError: If it is not of this type.
-        """
+        """The message in it."""
         if self.is_framed:
             return msgspec.msgpack.decode(self.body, type=kind)
         return msgspec.json.decode(self.body, type=kind)
@@ -475,11 +461,7 @@ def _open(connection: http.client.HTTPConnection, ends: float) -> None:
 
 
 def _read_url(file: Path) -> str:
-    """The URL in a file; empty if there is none yet.
-
-    Raises:
-        StorageError: If the file cannot be read.
-    """
+    """The URL in a file; empty if there is none yet."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -489,11 +471,7 @@ def _read_url(file: Path) -> str:
 
 
 def _parts_of(url: str) -> SplitResult:
-    """The parts of a master's URL.
-
-    Raises:
-        MasterError: If it is not valid.
-    """
+    """The parts of a master's URL."""
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         is_url = parts.scheme in ("http", "https") and parts.hostname is not None

@@ -41,21 +41,14 @@ KEPT_FILES = 64
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """An open connection.
+    """An open connection."""
 
-    Attributes:
-        number: Differs from those of all others.
-        since: When it was opened, or answered last.
-        is_known: Whether it has sent a valid request.
-        num_running: Its requests that are being answered.
-        partial_since: Since when only a part of a request is there, where that is known.
-    """
-
-    number: int
-    since: float
-    is_known: bool = False
-    num_running: int = 0
+    number: int  # differs from those of all others
+    since: float  # when it was opened, or answered last
+    is_known: bool = False  # whether it has sent a valid request
+    num_running: int = 0  # its requests that are being answered
     partial_since: float | None = None
+    """Since when only a part of a request is there, where that is known."""
 
     def begin_request(self) -> None:
         """A valid request has arrived whole."""
@@ -70,13 +63,9 @@ class Connection:
 
 @dataclass(slots=True)
 class Connections:
-    """The open connections.
+    """The open connections."""
 
-    Attributes:
-        most: How many there may be.
-    """
-
-    most: int
+    most: int  # how many there may be
     _open: set[Connection] = field(default_factory=set)
     _numbers: Iterator[int] = field(default_factory=count)
 

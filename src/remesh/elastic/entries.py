@@ -213,11 +213,7 @@ class _Entrance:
         )
 
     def _wait_for_entry(self, error: BaseException) -> None:
-        """Wait for the order to enter, and take over the new world.
-
-        Raises:
-            Exception: The error with which the function ended, if no order came that explains it.
-        """
+        """Wait for the order to enter, and take over the new world."""
         limit = time.monotonic() + PEER_SECONDS
         while True:
             with self._changed:
@@ -269,11 +265,7 @@ class _Entrance:
             self._bell.wait(self._call_out(time.monotonic() - called_at))
 
     def _call_out(self, seconds: float) -> float:
-        """Try to get the main thread out; in how many seconds to try again.
-
-        Args:
-            seconds: Since when it has been tried.
-        """
+        """Try to get the main thread out; in how many seconds to try again."""
         self.job.is_called_out = True
         if self.job.is_changing and seconds < CHANGE_SECONDS:
             return RETRY_SECONDS / 10

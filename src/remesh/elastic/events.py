@@ -24,18 +24,13 @@ from remesh.elastic.protocol import (
 
 
 class NodeLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A node is lost.
-
-    Attributes:
-        node_id: The node.
-        incarnation: Its agent.
-        is_closed: Whether its agent has died, by its connections; otherwise no message has come
-            for too long.
-    """
+    """A node is lost."""
 
     node_id: int
-    incarnation: str
+    incarnation: str  # its agent
     is_closed: bool = False
+    """Whether its agent has died, by its connections; otherwise no message has come for too long.
+    """
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):

@@ -41,29 +41,17 @@ class Kind(StrEnum):
 
 
 class ProcessFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """One failed process.
-
-    Attributes:
-        node_id: Its node.
-        round: The round in which it ran.
-        rank: Its rank in that round.
-        local_rank: Its rank on the node.
-        exit_code: As the operating system reports it; negative for a signal.
-        time: When it failed, in seconds since the epoch by the node's clock.
-        message: What it said: the exception, if it could be recorded.
-        log_tail: The last lines that it wrote.
-        step: The last step that it had finished, if it reports steps.
-    """
+    """One failed process."""
 
     node_id: int
-    round: int
-    rank: int
-    local_rank: int
-    exit_code: int
-    time: float
-    message: str = ""
-    log_tail: str = ""
-    step: int | None = None
+    round: int  # the round in which it ran
+    rank: int  # its rank in that round
+    local_rank: int  # its rank on the node
+    exit_code: int  # as the operating system reports it; negative for a signal
+    time: float  # when it failed, in seconds since the epoch by the node's clock
+    message: str = ""  # what it said: the exception, if it could be recorded
+    log_tail: str = ""  # the last lines that it wrote
+    step: int | None = None  # the last step that it had finished, if it reports steps
 
     @property
     def signal_name(self) -> str:
@@ -79,12 +67,6 @@ class ProcessFailure(msgspec.Struct, frozen=True, kw_only=True):
 class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Regular expressions that tell kinds of failures apart, searched in message and log.
 
-    Attributes:
-        node: Signs that the machine is broken.
-        memory: Signs that memory ran out.
-        collateral: Signs that a partner was lost.
-        node_exit_codes: Exit codes by which a script says that the machine is broken.
-
     Raises:
         ValueError: If one of them is no regular expression.
     """
@@ -97,13 +79,13 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         r"No CUDA GPUs are available",
         r"GPU has fallen off the bus",
         r"\bECC error\b",
-    )
+    )  # signs that the machine is broken
     memory: tuple[str, ...] = (
         r"out of memory",
         r"\bMemoryError\b",
         r"Cannot allocate memory",
         r"DefaultCPUAllocator: can't allocate",
-    )
+    )  # signs that memory ran out
     collateral: tuple[str, ...] = (
         r"Connection (closed|reset) by peer",
         r"Connection refused",
@@ -116,8 +98,9 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         r"\bExchangeError\b",
         r"connectFullMesh",
         r"barrier .*timed? ?out",
-    )
+    )  # signs that a partner was lost
     node_exit_codes: tuple[int, ...] = (201, 202)
+    """Exit codes by which a script says that the machine is broken."""
 
     def __post_init__(self) -> None:
         for sign in (*self.node, *self.memory, *self.collateral):
@@ -196,18 +179,13 @@ class FailureAction(StrEnum):
 
 
 class FailureDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from the failures on one node.
-
-    Attributes:
-        action: Start the processes again, leave so that another node takes the place of this one,
-            or end the job.
-        charged: Whether a restart is charged to the node's budget.
-        reason: Why, in a sentence.
-    """
+    """What follows from the failures on one node."""
 
     action: FailureAction
-    charged: bool
-    reason: str
+    """Start the processes again, leave so that another node takes the place of this one, or end the
+    job."""
+    charged: bool  # whether a restart is charged to the node's budget
+    reason: str  # why, in a sentence
 
 
 def restart_pause(num_failed: int) -> float:

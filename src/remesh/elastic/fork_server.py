@@ -50,19 +50,12 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci", "/dev/accel")
 
 
 class Agent(NamedTuple):
-    """Whose processes are forked; see `child`.
+    """Whose processes are forked; see `child`."""
 
-    Attributes:
-        pid: Process id of the agent.
-        beats: Where heartbeats go.
-        snapshots: Where snapshots go; empty if nowhere.
-        shown: Address of the heartbeat file in the environment that the kernel shows.
-    """
-
-    pid: int
-    beats: str
-    snapshots: str
-    shown: int
+    pid: int  # process id of the agent
+    beats: str  # where heartbeats go
+    snapshots: str  # where snapshots go; empty if nowhere
+    shown: int  # address of the heartbeat file in the environment that the kernel shows
 
 
 def serve(channel: socket.socket, agent: Agent) -> None:

@@ -77,23 +77,14 @@ def sender_of(master: Master, request: Request[Any], address: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameServer:
-    """What all connections with frames share.
-
-    Attributes:
-        jobs: The jobs.
-        token: What requests must carry; empty: nothing.
-        limit: Limits the requests of each sender.
-        listener: The connections.
-        max_request_bytes: Larger requests are refused.
-        opened: Those that speak frames.
-    """
+    """What all connections with frames share."""
 
     jobs: Jobs
-    token: str
-    limit: Limit
-    listener: Listener
-    max_request_bytes: int
-    opened: set[_Framed] = field(default_factory=set)
+    token: str  # what requests must carry; empty: nothing
+    limit: Limit  # limits the requests of each sender
+    listener: Listener  # the connections
+    max_request_bytes: int  # larger requests are refused
+    opened: set[_Framed] = field(default_factory=set)  # those that speak frames
 
     def accept(self, http: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
         """The protocol of a new connection.
@@ -179,13 +170,7 @@ def _go_on(transport: asyncio.Transport, protocol: asyncio.Protocol, data: bytes
 
 
 class _Framed(asyncio.Protocol):
-    """A connection that speaks frames.
-
-    Args:
-        server: What all of them share.
-        job: The name of the job.
-        connection: The connection.
-    """
+    """A connection that speaks frames."""
 
     def __init__(self, server: FrameServer, job: str, connection: Connection) -> None:
         self._server = server

@@ -116,12 +116,7 @@ class Handler(RendezvousHandler):
                 log.info("the round broke while it began: %s", self.node.reply.reason)
 
     def _connect(self, assignment: Assignment) -> RendezvousInfo:
-        """Open the round's TCPStore and read from it where the processes connect.
-
-        Raises:
-            MasterError: If there is no such store. If that is because the round is over, the reply
-                to a heartbeat says so by then.
-        """
+        """Open the round's TCPStore and read from it where the processes connect."""
         round_, rank = assignment.round, assignment.node_rank
         try:
             store = self._open_store(round_, rank, assignment.leader.address)

@@ -72,67 +72,41 @@ class HangAction(StrEnum):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How the master treats a job.
+    """How the master treats a job."""
 
-    Attributes:
-        heartbeat_timeout: Seconds of silence after which a node is lost.
-        check: Test nodes that have not been tested before they train.
-        check_timeout: Seconds within which a test must be reported.
-        exclude_stragglers: Do not use slow nodes if enough others are there.
-        save_grace: Seconds that a growing world waits for a checkpoint.
-        hang_timeout: Seconds without a step after which the job hangs; 0: never; None: as follows
-            from its steps (`progress.hang_limit`).
-        hang_action: What happens then.
-        patterns: What distinguishes the kinds of failures.
-        restart_refill: Seconds after which a node gets back one of the restarts that it was
-            charged with, and the job one of those after hangs; None: never.
-    """
-
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    check: bool = False
-    check_timeout: float = 120.0
-    exclude_stragglers: bool = False
-    save_grace: float = 60.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT  # seconds of silence after which a node is lost
+    check: bool = False  # test nodes that have not been tested before they train
+    check_timeout: float = 120.0  # seconds within which a test must be reported
+    exclude_stragglers: bool = False  # do not use slow nodes if enough others are there
+    save_grace: float = 60.0  # seconds that a growing world waits for a checkpoint
     hang_timeout: float | None = None
-    hang_action: HangAction = HangAction.RESTART
-    patterns: Patterns = Patterns()
+    """Seconds without a step after which the job hangs; 0: never; None: as follows from its steps
+    (`progress.hang_limit`)."""
+    hang_action: HangAction = HangAction.RESTART  # what happens then
+    patterns: Patterns = Patterns()  # what distinguishes the kinds of failures
     restart_refill: float | None = None
+    """Seconds after which a node gets back one of the restarts that it was charged with, and the
+    job one of those after hangs; None: never."""
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The failures of one node in one round, and the decision on them.
-
-    Attributes:
-        node_id: The node.
-        round: The round.
-        time: When the master received them.
-        failures: The processes.
-        decision: What follows.
-    """
+    """The failures of one node in one round, and the decision on them."""
 
     node_id: int
     round: int
-    time: float
-    failures: tuple[ProcessFailure, ...]
-    decision: FailureDecision
+    time: float  # when the master received them
+    failures: tuple[ProcessFailure, ...]  # the processes
+    decision: FailureDecision  # what follows
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
-    """A member of a world that was lost or left before its processes had succeeded.
-
-    Attributes:
-        node_id: The node.
-        round: The round of the world.
-        time: When the master knew it.
-        lost: Whether its messages stopped; otherwise it sent `Leave`.
-        text: What happened, in a sentence.
-    """
+    """A member of a world that was lost or left before its processes had succeeded."""
 
     node_id: int
-    round: int
-    time: float
-    lost: bool
-    text: str
+    round: int  # the round of the world
+    time: float  # when the master knew it
+    lost: bool  # whether its messages stopped; otherwise it sent `Leave`
+    text: str  # what happened, in a sentence
 
 
 class HistoryLine(msgspec.Struct, frozen=True):
@@ -150,82 +124,51 @@ class SavedCheckpoint(msgspec.Struct, frozen=True):
 
 
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that the ranks should save before the world changes.
+    """A checkpoint that the ranks should save before the world changes."""
 
-    Attributes:
-        deadline: When the world changes without it.
-        saved_before: The step of the newest checkpoint when the request was made.
-        draining: Ids of the nodes that have to leave.
-    """
-
-    deadline: float
-    saved_before: int | None
-    draining: frozenset[int] = frozenset()
+    deadline: float  # when the world changes without it
+    saved_before: int | None  # the step of the newest checkpoint when the request was made
+    draining: frozenset[int] = frozenset()  # ids of the nodes that have to leave
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a job.
+    """The state of a job."""
 
-    Attributes:
-        policy: How the job is treated.
-        began: When its first node joined.
-        ended: When it ended; None while it runs.
-        rendezvous: Nodes and world; None before the first join.
-        max_restarts: Restarts that each node may be charged with.
-        charges: Restarts that each node was charged with, by node id.
-        hang_charges: Restarts after hangs.
-        names: Node ids by name.
-        ids_below: All node ids below this are taken.
-        suspect: The node whose processes failed as those of others do when one fails, and what
-            was said of it, as long as nothing explains it; charged when the next round begins.
-        failures: Failures, oldest first.
-        departures: Nodes that were lost or left, oldest first.
-        round_store: Values that nodes have put for the others of this round, by key.
-        checked: Incarnations that passed a check, by node id.
-        check_reason: Why the next world is to be checked; empty if it need not be.
-        check: The check that runs.
-        num_checks: Checks so far.
-        check_findings: What the last check found, as text by node id.
-        save_request: The checkpoint that is awaited before the world changes.
-        saved_step: The step of the newest checkpoint.
-        checkpoints: The newest checkpoints, oldest first.
-        dump: Number of the last request for stacks.
-        hanging: Round and reason of a hang whose stacks are being collected.
-        hang_restart: Round and reason of a restart of all processes after a hang.
-        progress: How far the training was when that was recorded last.
-        trend: How the training went.
-        history: What happened.
-        missing_rounds: Which rounds the nodes remember and the journal does not; empty if none.
-    """
-
-    policy: Policy
-    began: float | None = None
-    ended: float | None = None
-    rendezvous: Rendezvous | None = None
-    max_restarts: int = 0
-    charges: dict[int, Charges] = {}
-    hang_charges: Charges = Charges()
-    names: Table[str, int] = Table()
-    ids_below: int = 0
+    policy: Policy  # how the job is treated
+    began: float | None = None  # when its first node joined
+    ended: float | None = None  # when it ended; None while it runs
+    rendezvous: Rendezvous | None = None  # nodes and world; None before the first join
+    max_restarts: int = 0  # restarts that each node may be charged with
+    charges: dict[int, Charges] = {}  # restarts that each node was charged with, by node id
+    hang_charges: Charges = Charges()  # restarts after hangs
+    names: Table[str, int] = Table()  # node ids by name
+    ids_below: int = 0  # all node ids below this are taken
     suspect: tuple[int, str] | None = None
-    failures: tuple[FailureRecord, ...] = ()
-    departures: tuple[Departure, ...] = ()
+    """The node whose processes failed as those of others do when one fails, and what was said of
+    it, as long as nothing explains it; charged when the next round begins."""
+    failures: tuple[FailureRecord, ...] = ()  # failures, oldest first
+    departures: tuple[Departure, ...] = ()  # nodes that were lost or left, oldest first
     round_store: dict[str, str] = {}
-    checked: dict[int, str] = {}
-    check_reason: str = ""
-    check: RunningCheck | None = None
-    num_checks: int = 0
-    check_findings: dict[int, str] = {}
+    """Values that nodes have put for the others of this round, by key."""
+    checked: dict[int, str] = {}  # incarnations that passed a check, by node id
+    check_reason: str = ""  # why the next world is to be checked; empty if it need not be
+    check: RunningCheck | None = None  # the check that runs
+    num_checks: int = 0  # checks so far
+    check_findings: dict[int, str] = {}  # what the last check found, as text by node id
     save_request: SaveRequest | None = None
-    saved_step: int | None = None
-    checkpoints: tuple[SavedCheckpoint, ...] = ()
-    dump: int = 0
+    """The checkpoint that is awaited before the world changes."""
+    saved_step: int | None = None  # the step of the newest checkpoint
+    checkpoints: tuple[SavedCheckpoint, ...] = ()  # the newest checkpoints, oldest first
+    dump: int = 0  # number of the last request for stacks
     hanging: tuple[int, str] | None = None
+    """Round and reason of a hang whose stacks are being collected."""
     hang_restart: tuple[int, str] | None = None
-    progress: TrainingProgress | None = None
-    trend: Trend = Trend()
-    history: tuple[HistoryLine, ...] = ()
+    """Round and reason of a restart of all processes after a hang."""
+    progress: TrainingProgress | None = None  # how far the training was when that was recorded last
+    trend: Trend = Trend()  # how the training went
+    history: tuple[HistoryLine, ...] = ()  # what happened
     missing_rounds: str = ""
+    """Which rounds the nodes remember and the journal does not; empty if none."""
 
 
 def assign_id(

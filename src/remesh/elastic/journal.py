@@ -191,11 +191,7 @@ class Journal:
         self._database.execute("insert into closing values (?, ?)", (clean, self._number))
 
     def _check_place(self) -> None:
-        """Notice that the files were removed: what is written to them then is lost at the end.
-
-        Raises:
-            StorageError: If they were.
-        """
+        """Notice that the files were removed: what is written to them then is lost at the end."""
         if self._file is None:
             return
         try:

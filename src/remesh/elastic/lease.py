@@ -29,17 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease as it is stored.
+    """A lease as it is stored."""
 
-    Attributes:
-        version: Differs after each write.
-        holder: The instance that holds it; empty if it was given back.
-        term: Grows each time that the lease is taken.
-    """
-
-    version: str = ""
-    holder: str = ""
-    term: int = 0
+    version: str = ""  # differs after each write
+    holder: str = ""  # the instance that holds it; empty if it was given back
+    term: int = 0  # grows each time that the lease is taken
 
 
 class LeaseConflictError(Exception):
@@ -66,23 +60,15 @@ class Leases(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Election:
-    """What one instance knows.
+    """What one instance knows."""
 
-    Attributes:
-        me: Its name, which no other instance has.
-        seconds: Silence of a holder after which another takes the lease.
-        seen: The lease as it was read last.
-        seen_at: When that version was read first.
-        term: The term of this instance's own lease.
-        renewed: A time before its last successful write; None if it holds no lease.
-    """
-
-    me: str
-    seconds: float
-    seen: Lease | None = None
-    seen_at: float = 0.0
-    term: int = 0
+    me: str  # its name, which no other instance has
+    seconds: float  # silence of a holder after which another takes the lease
+    seen: Lease | None = None  # the lease as it was read last
+    seen_at: float = 0.0  # when that version was read first
+    term: int = 0  # the term of this instance's own lease
     renewed: float | None = None
+    """A time before its last successful write; None if it holds no lease."""
 
 
 def leads(state: Election, now: float) -> bool:

@@ -108,11 +108,7 @@ def numbers(directory: Path, prefix: str) -> list[int]:
 
 
 def _link(hidden: Path, file: Path) -> None:
-    """Give a file a second name.
-
-    Raises:
-        LeaseConflictError: If the name is taken.
-    """
+    """Give a file a second name."""
     try:
         os.link(hidden, file)
     except FileExistsError as error:

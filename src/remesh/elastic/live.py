@@ -49,39 +49,25 @@ RECORD_EVERY = 10.0
 
 @dataclass(slots=True)
 class Live:
-    """What is known of the nodes now.
+    """What is known of the nodes now."""
 
-    Attributes:
-        heard: Incarnation and time of the last message, by node id.
-        progress: How far the training is.
-        ranks: How far each rank is that has reported in `round`.
-        waiting: Ranks that wait for the world to change.
-        round: The round of the last heartbeat that counted.
-        num_ranks: Ranks of its world.
-        recorded_at: When the progress was recorded last.
-        hung_at: When the stacks were requested.
-        stacks: Stacks of the last hang, by rank.
-        answered: Nodes that have sent them.
-        presence: Which agents have died, by their connections.
-        claims: Since when other agents request a node id, by id and incarnation.
-        broken_round: The newest round of which a process has lost a peer.
-        look_at: When a node may be silent for too long, at the earliest.
-    """
-
-    heard: dict[int, tuple[str, float]]
-    progress: TrainingProgress
+    heard: dict[int, tuple[str, float]]  # incarnation and time of the last message, by node id
+    progress: TrainingProgress  # how far the training is
     ranks: dict[int, RankProgress] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
-    round: int = 0
-    num_ranks: int = 0
-    recorded_at: float = 0.0
-    hung_at: float = 0.0
-    stacks: dict[int, str] = field(default_factory=dict)
-    answered: set[int] = field(default_factory=set)
+    """How far each rank is that has reported in `round`."""
+    waiting: set[int] = field(default_factory=set)  # ranks that wait for the world to change
+    round: int = 0  # the round of the last heartbeat that counted
+    num_ranks: int = 0  # ranks of its world
+    recorded_at: float = 0.0  # when the progress was recorded last
+    hung_at: float = 0.0  # when the stacks were requested
+    stacks: dict[int, str] = field(default_factory=dict)  # stacks of the last hang, by rank
+    answered: set[int] = field(default_factory=set)  # nodes that have sent them
     presence: Presence = field(default_factory=Presence)
+    """Which agents have died, by their connections."""
     claims: dict[tuple[int, str], float] = field(default_factory=dict)
-    broken_round: int = 0
-    look_at: float = 0.0
+    """Since when other agents request a node id, by id and incarnation."""
+    broken_round: int = 0  # the newest round of which a process has lost a peer
+    look_at: float = 0.0  # when a node may be silent for too long, at the earliest
 
     @classmethod
     def after_start(cls, job: Job, now: float) -> Live:

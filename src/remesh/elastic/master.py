@@ -88,19 +88,12 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class _JournalFailure:
-    """A journal that cannot be written.
+    """A journal that cannot be written."""
 
-    Attributes:
-        since: Since when.
-        text: Why.
-        retry_at: When it is tried again.
-        logged_at: When it was logged last.
-    """
-
-    since: float
-    text: str
-    retry_at: float
-    logged_at: float
+    since: float  # since when
+    text: str  # why
+    retry_at: float  # when it is tried again
+    logged_at: float  # when it was logged last
 
 
 class RequestError(Exception):

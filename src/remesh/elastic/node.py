@@ -81,21 +81,16 @@ class NodeRejectedError(Exception):
 
 @dataclass(slots=True)
 class _Current:
-    """What the two threads share.
+    """What the two threads share."""
 
-    Attributes:
-        assignment: The node's assignment in the current round.
-        reply: The reply to the newest heartbeat of that round.
-        answered: When it came, or the round began.
-        files: Heartbeat files of the processes, by rank.
-        lost_peer: Whether one of them has left its training function because it lost a peer.
-    """
-
-    assignment: Assignment | None = None
+    assignment: Assignment | None = None  # the node's assignment in the current round
     reply: BeatReply = field(default_factory=BeatReply)
-    answered: float = field(default_factory=time.monotonic)
+    """The reply to the newest heartbeat of that round."""
+    answered: float = field(default_factory=time.monotonic)  # when it came, or the round began
     files: Mapping[int, str] = field(default_factory=dict)
+    """Heartbeat files of the processes, by rank."""
     lost_peer: bool = False
+    """Whether one of them has left its training function because it lost a peer."""
 
 
 class NodeClient:

@@ -47,21 +47,13 @@ COMMAND = (sys.executable, "-m", "remesh.script", "-m", "remesh.elastic.node_che
 
 
 class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that the process prints.
+    """A line that the process prints."""
 
-    Attributes:
-        stage: `probe`, of its own node, or `meet`, of the group.
-        passed: Whether it passed.
-        seconds: Duration of the node's own probe; 0 if it failed.
-        message: What went wrong.
-        address: Where the others connect to the first node of a group.
-    """
-
-    stage: Literal["probe", "meet"]
-    passed: bool
-    seconds: float
-    message: str = ""
-    address: str = ""
+    stage: Literal["probe", "meet"]  # `probe`, of its own node, or `meet`, of the group
+    passed: bool  # whether it passed
+    seconds: float  # duration of the node's own probe; 0 if it failed
+    message: str = ""  # what went wrong
+    address: str = ""  # where the others connect to the first node of a group
 
 
 def run_test(
@@ -154,12 +146,7 @@ class _Process:
             )
 
     def result(self, probed: ProbeReport, failed: ProbeReport | None) -> TestResult:
-        """The result of the test.
-
-        Args:
-            probed: The first report that was read.
-            failed: The first report of a failure, if there is one.
-        """
+        """The result of the test."""
         return TestResult(
             passed=failed is None,
             broken=not probed.passed,

@@ -43,59 +43,37 @@ _T = TypeVar("_T")
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What a page asks for.
+    """What a page asks for."""
 
-    Attributes:
-        find: Words that a node shows, in its id, name, address, state or check.
-        nodes: Which page of them; the first is 1.
-        ranks: Which page of the ranks.
-    """
-
-    find: str = ""
-    nodes: int = 1
-    ranks: int = 1
+    find: str = ""  # words that a node shows, in its id, name, address, state or check
+    nodes: int = 1  # which page of them; the first is 1
+    ranks: int = 1  # which page of the ranks
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a list is shown.
-
-    Attributes:
-        page: Number of the page.
-        num_pages: Pages that there are.
-        num_found: Rows on all of them.
-    """
+    """Which part of a list is shown."""
 
     page: int
+    """Number of the page."""
     num_pages: int
+    """Pages that there are."""
     num_found: int
+    """Rows on all of them."""
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as its page shows it.
+    """A job as its page shows it."""
 
-    Attributes:
-        job: Its status, without what other pages show.
-        nodes_by_state: State → number of nodes.
-        nodes: Which nodes are in `job`.
-        ranks: Which ranks are in `job`; slow ranks and those behind the others come first.
-        num_slow: Ranks that are slow.
-        num_behind: Ranks that have finished fewer steps than others.
-        trend: How the training went, oldest first; the last sample is of now.
-        checkpoints: The newest checkpoints, newest first.
-        num_stacks: Ranks that have sent their stacks.
-        more_failures: For each round in `job`, the failures that are not shown.
-    """
-
-    job: Status
-    nodes_by_state: dict[str, int]
-    nodes: Part
-    ranks: Part
-    num_slow: int
-    num_behind: int
-    trend: tuple[Sample, ...]
-    checkpoints: tuple[SavedCheckpoint, ...]
-    num_stacks: int
-    more_failures: tuple[int, ...]
+    job: Status  # its status, without what other pages show
+    nodes_by_state: dict[str, int]  # state → number of nodes
+    nodes: Part  # which nodes are in `job`
+    ranks: Part  # which ranks are in `job`; slow ranks and those behind the others come first
+    num_slow: int  # ranks that are slow
+    num_behind: int  # ranks that have finished fewer steps than others
+    trend: tuple[Sample, ...]  # how the training went, oldest first; the last sample is of now
+    checkpoints: tuple[SavedCheckpoint, ...]  # the newest checkpoints, newest first
+    num_stacks: int  # ranks that have sent their stacks
+    more_failures: tuple[int, ...]  # for each round in `job`, the failures that are not shown
 
 
 def overview_of(

@@ -25,19 +25,13 @@ FORGET_SECONDS = 3600.0
 
 @dataclass(slots=True)
 class _Agent:
-    """An agent.
+    """An agent."""
 
-    Attributes:
-        open: Its open connections.
-        heard: When it said something last.
-        pause: Seconds, at most, until its next heartbeat.
-        suspected: Since when it has no connection any more; None if that means nothing.
-    """
-
-    open: set[int]
-    heard: float
-    pause: float = BEAT_SECONDS
+    open: set[int]  # its open connections
+    heard: float  # when it said something last
+    pause: float = BEAT_SECONDS  # seconds, at most, until its next heartbeat
     suspected: float | None = None
+    """Since when it has no connection any more; None if that means nothing."""
 
 
 @dataclass(slots=True)

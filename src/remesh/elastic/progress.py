@@ -28,43 +28,27 @@ HANG_SECONDS = 3600.0
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has reported.
+    """What one rank has reported."""
 
-    Attributes:
-        step: The last step that it finished.
-        time: When, in seconds by the receiver's clock.
-        step_seconds: How long its own work of a step takes, if it measures that.
-        saved_step: The step of the newest checkpoint that it knows to be committed.
-    """
-
-    step: int
-    time: float
-    step_seconds: float | None = None
-    saved_step: int | None = None
+    step: int  # the last step that it finished
+    time: float  # when, in seconds by the receiver's clock
+    step_seconds: float | None = None  # how long its own work of a step takes, if it measures that
+    saved_step: int | None = None  # the step of the newest checkpoint that it knows to be committed
 
 
 class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the training.
+    """What is known of the training."""
 
-    Attributes:
-        began: When the job began.
-        first_step: The step before the first one that was seen.
-        last_step: The highest step that any rank has finished.
-        moved: When any rank has last got further.
-        round_step: The highest step of the current round; None before the first report.
-        round_step_at: When that was reached.
-        recent: Durations of recent steps, in seconds, newest last.
-        longest: The longest time between two reports of more steps in one round, in seconds.
-    """
-
-    began: float
-    first_step: int | None = None
-    last_step: int | None = None
-    moved: float
+    began: float  # when the job began
+    first_step: int | None = None  # the step before the first one that was seen
+    last_step: int | None = None  # the highest step that any rank has finished
+    moved: float  # when any rank has last got further
     round_step: int | None = None
-    round_step_at: float = 0.0
-    recent: tuple[float, ...] = ()
+    """The highest step of the current round; None before the first report."""
+    round_step_at: float = 0.0  # when that was reached
+    recent: tuple[float, ...] = ()  # durations of recent steps, in seconds, newest last
     longest: float = 0.0
+    """The longest time between two reports of more steps in one round, in seconds."""
 
 
 def begin(now: float) -> TrainingProgress:

@@ -48,61 +48,38 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, tag=True):
-    """The node is in the world of a round.
-
-    Attributes:
-        node_id: Its id.
-        round: The round.
-        node_rank: Its place among the nodes of the world.
-        num_nodes: Nodes of the world.
-        first_rank: Rank of its first process.
-        world_size: Processes of all nodes.
-        leader: The node of rank 0.
-        heartbeat_timeout: Seconds without a message after which a node is lost.
-    """
+    """The node is in the world of a round."""
 
     node_id: int
     round: int
-    node_rank: int
-    num_nodes: int
-    first_rank: int
-    world_size: int
-    leader: Node
+    node_rank: int  # its place among the nodes of the world
+    num_nodes: int  # nodes of the world
+    first_rank: int  # rank of its first process
+    world_size: int  # processes of all nodes
+    leader: Node  # the node of rank 0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    """Seconds without a message after which a node is lost."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """No assignment yet; join again.
-
-    Attributes:
-        node_id: The node's id.
-        reason: What the job waits for.
-        heartbeat_timeout: Seconds without a message after which a node is lost.
-    """
+    """No assignment yet; join again."""
 
     node_id: int
-    reason: str
+    reason: str  # what the job waits for
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    """Seconds without a message after which a node is lost."""
 
 
 class NodeTest(msgspec.Struct, frozen=True, tag=True):
-    """Take part in a test, send `ReportTest`, and join again.
-
-    Attributes:
-        node_id: The node's id.
-        round: The round whose world is tested.
-        check: Number of the check.
-        test_round: Number of the test round within it.
-        group: The nodes of the group, in the order of their ranks in the test.
-        heartbeat_timeout: Seconds without a message after which a node is lost.
-    """
+    """Take part in a test, send `ReportTest`, and join again."""
 
     node_id: int
-    round: int
-    check: int
-    test_round: int
-    group: tuple[Node, ...]
+    round: int  # the round whose world is tested
+    check: int  # number of the check
+    test_round: int  # number of the test round within it
+    group: tuple[Node, ...]  # the nodes of the group, in the order of their ranks in the test
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    """Seconds without a message after which a node is lost."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -122,24 +99,16 @@ JoinReply: TypeAlias = Assignment | Waiting | NodeTest | Rejected | JobEnded
 
 
 class BeatReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent should do.
+    """What the agent should do."""
 
-    Attributes:
-        restart: Stop the processes and join again, because of this.
-        reason: Why, in a sentence; also for `outcome`.
-        save: Have the ranks save a checkpoint now.
-        grow: That is only because the world can grow: it is enough that they wait, if all of them
-            go on in the next world.
-        dump: Send the stacks of all processes; a new request for stacks has a higher number.
-        outcome: The job has ended so: stop.
-    """
-
-    restart: Change | None = None
-    reason: str = ""
-    save: bool = False
+    restart: Change | None = None  # stop the processes and join again, because of this
+    reason: str = ""  # why, in a sentence; also for `outcome`
+    save: bool = False  # have the ranks save a checkpoint now
     grow: bool = False
-    dump: int = 0
-    outcome: Outcome | None = None
+    """That is only because the world can grow: it is enough that they wait, if all of them go on in
+    the next world."""
+    dump: int = 0  # send the stacks of all processes; a new request for stacks has a higher number
+    outcome: Outcome | None = None  # the job has ended so: stop
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -152,13 +121,10 @@ class Value(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, omit_defaults=True):
-    """A request that is answered by `R`.
-
-    Attributes:
-        wait: Seconds that the master may wait for an answer before it replies without one.
-    """
+    """A request that is answered by `R`."""
 
     wait: float = 0.0
+    """Seconds that the master may wait for an answer before it replies without one."""
 
 
 class Sender(TypedDict):
@@ -170,95 +136,57 @@ class Sender(TypedDict):
 
 
 class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
-    """A request of a node that has joined.
-
-    Attributes:
-        node_id: The node.
-        incarnation: Its agent.
-        round: The round whose processes it runs or ran; 0 before the first.
-    """
+    """A request of a node that has joined."""
 
     node_id: NodeId
-    incarnation: str
-    round: int
+    incarnation: str  # its agent
+    round: int  # the round whose processes it runs or ran; 0 before the first
 
 
 class Join(Request[JoinReply], frozen=True, kw_only=True, tag="join"):
-    """An agent has no processes running and is ready for the next round.
+    """An agent has no processes running and is ready for the next round."""
 
-    Attributes:
-        name: The node's name; a node keeps its id under it.
-        node_id: Its place in the order of ranks; None for the smallest free one.
-        incarnation: Differs for every agent process.
-        address: Where other nodes reach it.
-        num_processes: Training processes that it starts.
-        after_round: The last round that this agent was in; 0 before its first.
-        settings: Sizes of the world, and time limits; the same on all nodes.
-        max_restarts: How many restarts a node may be charged with.
-    """
-
-    name: str
-    node_id: NodeId | None
-    incarnation: str
-    address: str
-    num_processes: Annotated[int, msgspec.Meta(ge=1)]
-    after_round: int = 0
-    settings: Settings
-    max_restarts: int = 3
+    name: str  # the node's name; a node keeps its id under it
+    node_id: NodeId | None  # its place in the order of ranks; None for the smallest free one
+    incarnation: str  # differs for every agent process
+    address: str  # where other nodes reach it
+    num_processes: Annotated[int, msgspec.Meta(ge=1)]  # training processes that it starts
+    after_round: int = 0  # the last round that this agent was in; 0 before its first
+    settings: Settings  # sizes of the world, and time limits; the same on all nodes
+    max_restarts: int = 3  # how many restarts a node may be charged with
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one rank is.
+    """How far one rank is."""
 
-    Attributes:
-        step: The last step that it finished.
-        age: Seconds since it reported that.
-        step_seconds: How long its own work of a step takes, if it measures that.
-        saved_step: The step of the newest checkpoint that it knows to be committed.
-        waits: Whether it waits for the world to change.
-    """
-
-    step: int
-    age: float
-    step_seconds: float | None = None
-    saved_step: int | None = None
-    waits: bool = False
+    step: int  # the last step that it finished
+    age: float  # seconds since it reported that
+    step_seconds: float | None = None  # how long its own work of a step takes, if it measures that
+    saved_step: int | None = None  # the step of the newest checkpoint that it knows to be committed
+    waits: bool = False  # whether it waits for the world to change
 
 
 class Beat(NodeRequest[BeatReply], frozen=True, kw_only=True, tag="beat"):
-    """The agent lives.
+    """The agent lives."""
 
-    Attributes:
-        ranks: What its processes report, by rank; only those that report.
-        pause: Seconds, at most, until the next one.
-        lost_peer: Whether a process has left its training function because it lost a peer.
-    """
-
-    ranks: dict[int, RankReport] = {}
-    pause: float = 1.0
+    ranks: dict[int, RankReport] = {}  # what its processes report, by rank; only those that report
+    pause: float = 1.0  # seconds, at most, until the next one
     lost_peer: bool = False
+    """Whether a process has left its training function because it lost a peer."""
 
 
 class ReportFailures(NodeRequest[FailureDecision], frozen=True, kw_only=True, tag="failures"):
-    """Processes failed.
-
-    Attributes:
-        failures: All that failed on the node, before the agent stopped the others.
-    """
+    """Processes failed."""
 
     failures: tuple[ProcessFailure, ...]
+    """All that failed on the node, before the agent stopped the others."""
 
 
 class Leave(NodeRequest[Accepted], frozen=True, kw_only=True, tag="leave"):
-    """The agent leaves the job.
+    """The agent leaves the job."""
 
-    Attributes:
-        outcome: How its processes ended.
-        reason: Why it leaves.
-    """
-
-    outcome: Outcome
-    reason: str = ""
+    outcome: Outcome  # how its processes ended
+    reason: str = ""  # why it leaves
 
 
 class Drain(NodeRequest[Accepted], frozen=True, kw_only=True, tag="drain"):
@@ -282,52 +210,34 @@ class Get(NodeRequest[Value], frozen=True, kw_only=True, tag="get"):
 
 
 class TestResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a test on one node.
-
-    Attributes:
-        passed: Whether the collective worked.
-        broken: Whether the node's own probe failed.
-        late: Whether it failed by not ending within the time limit. A node that is merely busy, as
-            the others may be, is late too, so the master compares `elapsed` before it decides.
-        seconds: How long its own probe took at best.
-        elapsed: Seconds from the start of the test process until the probe had passed or failed.
-        message: What went wrong.
-    """
+    """The result of a test on one node."""
 
     __test__ = False  # not a test case, whatever its name
 
-    passed: bool
-    broken: bool
+    passed: bool  # whether the collective worked
+    broken: bool  # whether the node's own probe failed
     late: bool = False
-    seconds: float
+    """Whether it failed by not ending within the time limit. A node that is merely busy, as the
+    others may be, is late too, so the master compares `elapsed` before it decides."""
+    seconds: float  # how long its own probe took at best
     elapsed: float = 0.0
-    message: str = ""
+    """Seconds from the start of the test process until the probe had passed or failed."""
+    message: str = ""  # what went wrong
 
 
 class ReportTest(NodeRequest[Accepted], frozen=True, kw_only=True, tag="test"):
-    """The result of a `NodeTest`.
+    """The result of a `NodeTest`."""
 
-    Attributes:
-        check: Number of the check.
-        test_round: Number of the test round.
-        result: The result.
-    """
-
-    check: int
-    test_round: int
+    check: int  # number of the check
+    test_round: int  # number of the test round
     result: TestResult
 
 
 class ReportStacks(NodeRequest[Accepted], frozen=True, kw_only=True, tag="stacks"):
-    """The stacks of the processes of a node.
+    """The stacks of the processes of a node."""
 
-    Attributes:
-        dump: `BeatReply.dump`, which this answers.
-        stacks: Text by rank.
-    """
-
-    dump: int
-    stacks: dict[int, str]
+    dump: int  # `BeatReply.dump`, which this answers
+    stacks: dict[int, str]  # text by rank
 
 
 class RequestCheck(Request[Accepted], frozen=True, kw_only=True, tag="check"):

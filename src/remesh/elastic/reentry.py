@@ -24,44 +24,28 @@ import msgspec
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Leave the training function.
+    """Leave the training function."""
 
-    Attributes:
-        number: Number of the order.
-    """
-
-    number: int
+    number: int  # number of the order
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):
-    """Enter the training function, leaving it before if need be.
+    """Enter the training function, leaving it before if need be."""
 
-    Attributes:
-        number: Number of the order.
-        environment: Variables of the new world, such as the rank.
-    """
-
-    number: int
-    environment: dict[str, str]
+    number: int  # number of the order
+    environment: dict[str, str]  # variables of the new world, such as the rank
 
 
 Order: TypeAlias = Leave | Enter
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says of itself.
+    """What a process says of itself."""
 
-    Attributes:
-        pid: Its id.
-        number: The newest order that it has carried out; 0 before the first.
-        is_out: Whether it is outside of the training function.
-        error: Why it left without an order: what it raised when it lost a peer.
-    """
-
-    pid: int
-    number: int = 0
-    is_out: bool = False
-    error: str = ""
+    pid: int  # its id
+    number: int = 0  # the newest order that it has carried out; 0 before the first
+    is_out: bool = False  # whether it is outside of the training function
+    error: str = ""  # why it left without an order: what it raised when it lost a peer
 
 
 class Act(StrEnum):
@@ -92,21 +76,13 @@ def next_act(report: Report, order: Order | None) -> Act:
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of a node between two worlds, by local rank.
+    """The processes of a node between two worlds, by local rank."""
 
-    Attributes:
-        number: Number of the order to leave.
-        deadline: When those that are not out are given up.
-        leaving: Process ids of those that have to leave.
-        out: Process ids of those that are out, and can enter again.
-        missing: Those that have to be started.
-    """
-
-    number: int
-    deadline: float
-    leaving: dict[int, int]
-    out: dict[int, int] = {}
-    missing: frozenset[int] = frozenset()
+    number: int  # number of the order to leave
+    deadline: float  # when those that are not out are given up
+    leaving: dict[int, int]  # process ids of those that have to leave
+    out: dict[int, int] = {}  # process ids of those that are out, and can enter again
+    missing: frozenset[int] = frozenset()  # those that have to be started
 
     @property
     def is_settled(self) -> bool:

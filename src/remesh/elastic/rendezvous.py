@@ -41,22 +41,16 @@ MAX_LISTED = 20
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of the worlds of a job, and its time limits.
 
-    Attributes:
-        min_nodes: Fewest nodes that can train.
-        max_nodes: Most nodes that are used.
-        node_unit: The number of nodes is a multiple of this.
-        last_call: Seconds without a change after which a world below `max_nodes` is formed.
-        join_timeout: Seconds without a world after which the job has failed.
-
     Raises:
         ValueError: If no number of nodes satisfies them.
     """
 
-    min_nodes: int
-    max_nodes: int
-    node_unit: int = 1
+    min_nodes: int  # fewest nodes that can train
+    max_nodes: int  # most nodes that are used
+    node_unit: int = 1  # the number of nodes is a multiple of this
     last_call: float = 5.0
-    join_timeout: float = 600.0
+    """Seconds without a change after which a world below `max_nodes` is formed."""
+    join_timeout: float = 600.0  # seconds without a world after which the job has failed
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -77,21 +71,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as its agent describes it.
+    """A node as its agent describes it."""
 
-    Attributes:
-        id: Its place in the order of ranks; the same when it comes back.
-        incarnation: Differs for every agent process.
-        name: Its name.
-        address: Where other nodes reach it.
-        num_processes: Training processes that it starts.
-    """
-
-    id: int
-    incarnation: str
+    id: int  # its place in the order of ranks; the same when it comes back
+    incarnation: str  # differs for every agent process
     name: str
-    address: str
-    num_processes: int
+    address: str  # where other nodes reach it
+    num_processes: int  # training processes that it starts
 
 
 class Outcome(StrEnum):
@@ -113,39 +99,24 @@ class Change(StrEnum):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes of a job, and the world that they form.
+    """The nodes of a job, and the world that they form."""
 
-    Attributes:
-        settings: Sizes and time limits.
-        round: Number of the last world that was formed; 0 before the first.
-        world: Its members, in the order of their ranks.
-        active: Ids of members that are still in it.
-        finished: Ids of members that succeeded.
-        ready: Nodes that have joined for the next round, by id.
-        excluded: Incarnation and reason of nodes that are not to be used, by id.
-        newest: The incarnation that joined last, by id.
-        replaced: Incarnations whose node id another agent has taken over.
-        changed_at: When the set of ready nodes changed last.
-        without_world_since: Since when no member is active; None while one is.
-        broken: Why the members of the world should stop and join again; None while it is whole.
-        outcome: How the job ended; None while it runs.
-        reason: Why it ended so.
-    """
-
-    settings: Settings
-    round: int = 0
-    world: tuple[Node, ...] = ()
-    active: TableSet[int] = TableSet()
-    finished: frozenset[int] = frozenset()
-    ready: Table[int, Node] = Table()
+    settings: Settings  # sizes and time limits
+    round: int = 0  # number of the last world that was formed; 0 before the first
+    world: tuple[Node, ...] = ()  # its members, in the order of their ranks
+    active: TableSet[int] = TableSet()  # ids of members that are still in it
+    finished: frozenset[int] = frozenset()  # ids of members that succeeded
+    ready: Table[int, Node] = Table()  # nodes that have joined for the next round, by id
     excluded: dict[int, tuple[str, str]] = {}
-    newest: Table[int, str] = Table()
-    replaced: TableSet[str] = TableSet()
-    changed_at: float = 0.0
-    without_world_since: float | None = None
+    """Incarnation and reason of nodes that are not to be used, by id."""
+    newest: Table[int, str] = Table()  # the incarnation that joined last, by id
+    replaced: TableSet[str] = TableSet()  # incarnations whose node id another agent has taken over
+    changed_at: float = 0.0  # when the set of ready nodes changed last
+    without_world_since: float | None = None  # since when no member is active; None while one is
     broken: tuple[Change, str] | None = None
-    outcome: Outcome | None = None
-    reason: str = ""
+    """Why the members of the world should stop and join again; None while it is whole."""
+    outcome: Outcome | None = None  # how the job ended; None while it runs
+    reason: str = ""  # why it ended so
 
     def member(self, node_id: int) -> Node | None:
         """The member of the last world that has this id."""

@@ -67,26 +67,18 @@ PAGES = ("page", "list", "slash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """How the master can be reached.
+    """How the master can be reached."""
 
-    Attributes:
-        host: Address that it listens on.
-        port: Port; 0 for any free one.
-        token: What requests must carry; empty: nothing, on the loopback address only.
-        tls: Certificate and key, if it speaks HTTPS.
-        max_request_bytes: Larger requests are refused.
-        max_requests_per_second: More of one node, or of one address that is no node's, are
-            refused, to be sent again later.
-        max_connections: How many may be open; by default what the limit of open files allows.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    token: str = ""
-    tls: ssl.SSLContext | None = None
-    max_request_bytes: int = 8 << 20
+    host: str = "127.0.0.1"  # address that it listens on
+    port: int = 0  # port; 0 for any free one
+    token: str = ""  # what requests must carry; empty: nothing, on the loopback address only
+    tls: ssl.SSLContext | None = None  # certificate and key, if it speaks HTTPS
+    max_request_bytes: int = 8 << 20  # larger requests are refused
     max_requests_per_second: float = 2000.0
+    """More of one node, or of one address that is no node's, are refused, to be sent again later.
+    """
     max_connections: int | None = None
+    """How many may be open; by default what the limit of open files allows."""
 
     def __post_init__(self) -> None:
         if not self.token and self.host not in ("127.0.0.1", "::1", "localhost"):

@@ -24,171 +24,147 @@ MAX_STACKS_SIZE = 8 << 20
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One node.
-
-    Attributes:
-        id: Its id.
-        name: Its name.
-        address: Where it is reached.
-        state: `active`, `ready`, `finished`, `draining`, `excluded` or `gone`.
-        node_rank: Its place among the nodes of the world; None if it is not active.
-        first_rank: Rank of its first process; None likewise.
-        num_processes: Its processes.
-        last_heard: Seconds since its last message; None if none came since the master started.
-        num_charged: Restarts that it was charged with.
-        check: The result of the last check.
-        reason: Why it is excluded.
-    """
+    """One node."""
 
     id: int
+    """Its id."""
     name: str
+    """Its name."""
     address: str
+    """Where it is reached."""
     state: str
+    """`active`, `ready`, `finished`, `draining`, `excluded` or `gone`."""
     node_rank: int | None
+    """Its place among the nodes of the world; None if it is not active."""
     first_rank: int | None
+    """Rank of its first process; None likewise."""
     num_processes: int
+    """Its processes."""
     last_heard: float | None
+    """Seconds since its last message; None if none came since the master started."""
     num_charged: int
+    """Restarts that it was charged with."""
     check: str
+    """The result of the last check."""
     reason: str
+    """Why it is excluded."""
 
     __repr__ = short_repr
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank that reports steps.
-
-    Attributes:
-        rank: The rank.
-        step: Its last step.
-        age: Seconds since it finished that.
-        step_seconds: How long its own work of a step takes.
-        slow: How many times the median that is, if it is slow.
-        behind: Whether others have finished more steps.
-    """
+    """One rank that reports steps."""
 
     rank: int
+    """The rank."""
     step: int
+    """Its last step."""
     age: float
+    """Seconds since it finished that."""
     step_seconds: float | None
+    """How long its own work of a step takes."""
     slow: float | None
+    """How many times the median that is, if it is slow."""
     behind: bool
+    """Whether others have finished more steps."""
 
     __repr__ = short_repr
 
 
 class FailureStatus(ProcessFailure, frozen=True, kw_only=True):
-    """One failed process, and the decision on the failures of its node.
-
-    Attributes:
-        signal: The name of the signal that ended it; empty if none did.
-        decision: The consequence for its node, in a sentence.
-    """
+    """One failed process, and the decision on the failures of its node."""
 
     signal: str
+    """The name of the signal that ended it; empty if none did."""
     decision: str
+    """The consequence for its node, in a sentence."""
 
     __repr__ = short_repr
 
 
 class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
-    """The failures of a round.
-
-    Attributes:
-        round: The round.
-        time: When the master received the first failure, or lost a node.
-        cause: The node that was lost or left, if that explains the failures better than any of the
-            processes does; otherwise empty.
-        failures: The processes that failed, the likeliest root cause first.
-    """
+    """The failures of a round."""
 
     round: int
+    """The round."""
     time: float
+    """When the master received the first failure, or lost a node."""
     cause: str
+    """The node that was lost or left, if that explains the failures better than any of the
+    processes does; otherwise empty."""
     failures: tuple[FailureStatus, ...]
+    """The processes that failed, the likeliest root cause first."""
 
     __repr__ = short_repr
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a job.
-
-    Attributes:
-        time: The present time, in seconds since the epoch.
-        began: When the first node joined.
-        ended: When the job ended; None while it runs.
-        phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
-        reason: Why, in a sentence.
-        round: The round.
-        num_restarts: Rounds after the first.
-        min_nodes: Fewest nodes of a world.
-        max_nodes: Most nodes of a world.
-        node_unit: Worlds have a multiple of this.
-        max_restarts: Restarts that each node may be charged with.
-        restart_budget: The budget in words; empty before the first node.
-        nodes: The nodes, by id; of more than `MAX_ROWS` those in trouble first.
-        nodes_by_state: How many nodes there are in each state.
-        goodput: Share of the time since the beginning that moved the training forward; for a job
-            that has ended, until its end.
-        step: The highest step of any rank.
-        saved_step: The step of the newest checkpoint.
-        ranks: The ranks that report steps; of more than `MAX_ROWS` those in trouble first.
-        num_ranks: How many there are.
-        failures: The failures, newest round first.
-        stacks: The stacks of the processes when the job hung last, by rank, as far as they fit into
-            `MAX_STACKS_SIZE` characters.
-        history: The events, newest first.
-        warnings: Problems of the master itself, and a pause between steps that is too long.
-        step_age: Seconds since any rank finished a step; None before the first one of the round,
-            and for a job that has ended.
-    """
+    """The current state of a job."""
 
     time: float
+    """The present time, in seconds since the epoch."""
     began: float | None
+    """When the first node joined."""
     ended: float | None
+    """When the job ended; None while it runs."""
     phase: str
+    """`waiting`, `checking`, `running`, `hanging`, or how the job ended."""
     reason: str
+    """Why, in a sentence."""
     round: int
+    """The round."""
     num_restarts: int
+    """Rounds after the first."""
     min_nodes: int
+    """Fewest nodes of a world."""
     max_nodes: int
+    """Most nodes of a world."""
     node_unit: int
+    """Worlds have a multiple of this."""
     max_restarts: int
+    """Restarts that each node may be charged with."""
     restart_budget: str
+    """The budget in words; empty before the first node."""
     nodes: tuple[NodeStatus, ...]
+    """The nodes, by id; of more than `MAX_ROWS` those in trouble first."""
     goodput: float | None
+    """Share of the time since the beginning that moved the training forward; for a job that has
+    ended, until its end."""
     step: int | None
+    """The highest step of any rank."""
     saved_step: int | None
+    """The step of the newest checkpoint."""
     ranks: tuple[RankStatus, ...]
+    """The ranks that report steps; of more than `MAX_ROWS` those in trouble first."""
     failures: tuple[RoundFailures, ...]
+    """The failures, newest round first."""
     stacks: dict[int, str]
+    """The stacks of the processes when the job hung last, by rank, as far as they fit into
+    `MAX_STACKS_SIZE` characters."""
     history: tuple[HistoryLine, ...]
+    """The events, newest first."""
     warnings: tuple[str, ...] = ()
+    """Problems of the master itself, and a pause between steps that is too long."""
     step_age: float | None = None
+    """Seconds since any rank finished a step; None before the first one of the round, and for a job
+    that has ended."""
     nodes_by_state: dict[str, int] = {}
+    """How many nodes there are in each state."""
     num_ranks: int = 0
+    """How many there are."""
 
     __repr__ = short_repr
 
 
 class JobLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A job in the list of all.
-
-    Attributes:
-        name: Its name.
-        phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
-        reason: The condition that it waits for, or the reason of its end.
-        num_nodes: Nodes that train.
-        step: The highest step that a rank has reported.
-        saved_step: The step of its newest checkpoint.
-    """
+    """A job in the list of all."""
 
     name: str
-    phase: str
-    reason: str
-    num_nodes: int
-    step: int | None
-    saved_step: int | None
+    phase: str  # `waiting`, `checking`, `running`, `hanging`, or how the job ended
+    reason: str  # the condition that it waits for, or the reason of its end
+    num_nodes: int  # nodes that train
+    step: int | None  # the highest step that a rank has reported
+    saved_step: int | None  # the step of its newest checkpoint
 
 
 def status_of(
@@ -266,17 +242,11 @@ def phase_of(job: Job) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is known of all nodes and ranks, of which a status shows some.
+    """What is known of all nodes and ranks, of which a status shows some."""
 
-    Attributes:
-        states: The state of each node, by id, in their order.
-        slow: Ranks that are slow, and how many times the median their steps take.
-        behind: Ranks that have finished fewer steps than others.
-    """
-
-    states: Mapping[int, str]
-    slow: Mapping[int, float]
-    behind: frozenset[int]
+    states: Mapping[int, str]  # the state of each node, by id, in their order
+    slow: Mapping[int, float]  # ranks that are slow, and how many times the median their steps take
+    behind: frozenset[int]  # ranks that have finished fewer steps than others
 
     def ranks(self, live: Live) -> list[int]:
         """All ranks that report steps, those in trouble first."""

@@ -21,33 +21,21 @@ FIRST_INTERVAL = 1.0
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A job at one time.
+    """A job at one time."""
 
-    Attributes:
-        time: When, in seconds since the epoch.
-        num_ranks: Ranks of the world.
-        step: The highest step of any rank.
-        step_seconds: The usual duration of a step.
-        goodput: The goodput until then.
-    """
-
-    time: float
-    num_ranks: int
-    step: int | None
-    step_seconds: float | None
-    goodput: float | None
+    time: float  # when, in seconds since the epoch
+    num_ranks: int  # ranks of the world
+    step: int | None  # the highest step of any rank
+    step_seconds: float | None  # the usual duration of a step
+    goodput: float | None  # the goodput until then
 
 
 class Trend(msgspec.Struct, frozen=True):
-    """Samples of a job, oldest first.
-
-    Attributes:
-        samples: The samples.
-        interval: Seconds between two of them, at least, if the number of ranks stays the same.
-    """
+    """Samples of a job, oldest first."""
 
     samples: tuple[Sample, ...] = ()
     interval: float = FIRST_INTERVAL
+    """Seconds between two of them, at least, if the number of ranks stays the same."""
 
 
 def num_ranks(nodes: Rendezvous) -> int:

@@ -223,11 +223,7 @@ class Warm:
         return channel
 
     def _receive(self, channel: socket.socket, seconds: float) -> dict[str, Any]:
-        """The next message of the server.
-
-        Raises:
-            OSError: If none comes, or it says that the server cannot go on.
-        """
+        """The next message of the server."""
         deadline = time.monotonic() + seconds
         if not select.select([channel], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             raise TimeoutError(f"no answer within {seconds:g} s")
@@ -275,13 +271,7 @@ class _Handler(SubprocessHandler):
 
 
 class _Popen(subprocess.Popen[bytes]):
-    """A process that is forked by a server if that can be, and else started as usual.
-
-    Args:
-        fork: Has it forked; its id, or None if there is no server.
-        args: What starts it as usual.
-        options: Of `Popen`.
-    """
+    """A process that is forked by a server if that can be, and else started as usual."""
 
     def __init__(self, fork: Callable[[], int | None], args: Sequence[str], **options: Any) -> None:
         self._fork = fork

@@ -14,24 +14,19 @@ class Alone:
     world_size = 1
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """See `Exchange.all_gather`."""
         return [data]
 
     def gather(self, data: bytes) -> list[bytes] | None:
-        """See `Exchange.gather`."""
         return [data]
 
     def scatter(self, data: list[bytes] | None) -> bytes:
-        """See `Exchange.scatter`."""
         assert data is not None
         return data[0]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """See `Exchange.broadcast`."""
         assert data is not None
         return data
 
     def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
-        """See `Exchange.swap`."""
         for leaving, arriving in zip(outgoing[0], incoming[0], strict=True):
             arriving[:] = leaving

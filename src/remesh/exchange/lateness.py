@@ -62,15 +62,11 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a call waits for other ranks.
+    """How long a call waits for other ranks."""
 
-    Attributes:
-        timeout: Seconds until it fails.
-        warn_after: Seconds until the first warning; each next one comes after twice the time.
-    """
-
-    timeout: float
+    timeout: float  # seconds until it fails
     warn_after: float = 10.0
+    """Seconds until the first warning; each next one comes after twice the time."""
 
     @property
     def mark_after(self) -> float:

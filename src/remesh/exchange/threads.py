@@ -154,27 +154,22 @@ class ThreadExchange:
         self._group = group
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """See `Exchange.all_gather`."""
         return [item for [item] in self._group.meet(self.rank, "all-gather", [data])]
 
     def gather(self, data: bytes) -> list[bytes] | None:
-        """See `Exchange.gather`."""
         items = [item for [item] in self._group.meet(self.rank, "gather", [data])]
         return items if self.rank == 0 else None
 
     def scatter(self, data: list[bytes] | None) -> bytes:
-        """See `Exchange.scatter`."""
         assert (data is not None) == (self.rank == 0)
         assert data is None or len(data) == self.world_size
         return self._group.meet(self.rank, "scatter", data or [])[0][self.rank]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """See `Exchange.broadcast`."""
         assert (data is not None) == (self.rank == 0)
         return self._group.meet(self.rank, "broadcast", [] if data is None else [data])[0][0]
 
     def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
-        """See `Exchange.swap`."""
         assert len(outgoing) == len(incoming) == self.world_size
         # Copies, because a rank that has what it came for may change its buffers.
         joined = [b"".join(map(bytes, buffers)) for buffers in outgoing]

@@ -64,17 +64,11 @@ _LONGEST_POLL = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Message:
-    """A tensor that is sent or received.
+    """A tensor that is sent or received."""
 
-    Attributes:
-        direction: `isend` or `irecv`.
-        rank: The other rank, in the group.
-        tensor: What is sent or filled.
-    """
-
-    direction: Callable[..., object]
-    rank: int
-    tensor: torch.Tensor
+    direction: Callable[..., object]  # `isend` or `irecv`
+    rank: int  # the other rank, in the group
+    tensor: torch.Tensor  # what is sent or filled
 
 
 class TorchGroup:
@@ -123,21 +117,17 @@ class TorchGroup:
 
     @property
     def rank(self) -> int:
-        """See `Exchange.rank`."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """See `Exchange.world_size`."""
         return len(self._global_ranks)
 
     @property
     def patience(self) -> float:
-        """See `LimitedWaits.patience`."""
         return min(self._limits.timeout, self._limits.warn_after)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """See `Exchange.all_gather`."""
         with self._explained("all-gather"):
             heads = self._all_gather_equal(
                 len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
@@ -155,13 +145,11 @@ class TorchGroup:
         return _split(joined, sizes)
 
     def gather(self, data: bytes) -> list[bytes] | None:
-        """See `Exchange.gather`."""
         with self._explained("gather"):
             parts = self._gather(data, self._all_sizes(len(data)))
         return parts if self._rank == 0 else None
 
     def scatter(self, data: list[bytes] | None) -> bytes:
-        """See `Exchange.scatter`."""
         sizes = [0] * self.world_size
         if self._rank == 0:
             assert data is not None
@@ -177,7 +165,6 @@ class TorchGroup:
             return data[0]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """See `Exchange.broadcast`."""
         assert (data is not None) == (self._rank == 0)
         own = b"" if data is None else data
         with self._explained("broadcast"):
@@ -185,7 +172,6 @@ class TorchGroup:
             return self._broadcast(own, size)
 
     def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
-        """See `Exchange.swap`."""
         assert len(outgoing) == len(incoming) == self.world_size
         for buffer, own in zip(incoming[self._rank], outgoing[self._rank], strict=True):
             buffer[:] = own
@@ -208,7 +194,6 @@ class TorchGroup:
                     buffer[:] = part
 
     def connect(self, device: str) -> bool:
-        """See `DeviceExchange.connect`."""
         backends = dict(
             item.split(":", 1) for item in dist.get_backend_config(self._group).split(",")
         )
@@ -228,7 +213,6 @@ class TorchGroup:
         outgoing: Sequence[Sequence[torch.Tensor]],
         incoming: Sequence[Sequence[torch.Tensor]],
     ) -> Callable[[], None]:
-        """See `DeviceExchange.begin_swap`."""
         messages = [
             _Message(direction, rank, tensor)
             for direction, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
@@ -362,12 +346,7 @@ class TorchGroup:
         )
 
     def _finish(self, work: dist.Work | None, *, of_first: bool = False) -> None:
-        """Wait for a collective, within the limits.
-
-        Args:
-            work: The collective.
-            of_first: Whether the other ranks wait for rank 0 only.
-        """
+        """Wait for a collective, within the limits."""
         assert work is not None  # this process is in the group
         began = time.monotonic()
         if self._is_done(work, self._limits.mark_after):

@@ -53,25 +53,20 @@ class RangeFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """See `io.IOBase`."""
         return True
 
     def seekable(self) -> bool:
-        """See `io.IOBase`."""
         return True
 
     def tell(self) -> int:
-        """See `io.IOBase`."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.IOBase`."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`."""
         stop = min(self._at + len(buffer), self._size)
         data = self._storage.read(self._path, self._start + self._at, self._start + stop)
         buffer[: len(data)] = data
@@ -81,19 +76,13 @@ class RangeFile(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What an archive holds.
+    """What an archive holds."""
 
-    Attributes:
-        where: What to call it in messages.
-        pickled: What was saved, as data.
-        storages: Position in the file and size in bytes of each storage.
-        allow: Names that the user allows its pickle.
-    """
-
-    where: str
-    pickled: Pickled
+    where: str  # what to call it in messages
+    pickled: Pickled  # what was saved, as data
     storages: Mapping[str, tuple[int, int]]
-    allow: Collection[str] = ()
+    """Position in the file and size in bytes of each storage."""
+    allow: Collection[str] = ()  # names that the user allows its pickle
 
     def value(self, tensor_of: Callable[[ArchivedTensor], object] | None = None) -> Any:
         """What was saved; see `restricted_pickle.resolved`."""
@@ -205,11 +194,7 @@ class _Entry:
         return self.info.file_size
 
     def start(self) -> int:
-        """Where its bytes begin.
-
-        Raises:
-            CorruptCheckpointError: If they are not in the archive.
-        """
+        """Where its bytes begin."""
         header = b""
         if 0 <= self.info.header_offset < self.num_bytes:
             self.file.seek(self.info.header_offset)

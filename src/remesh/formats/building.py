@@ -142,17 +142,12 @@ def _near(ranges: Sequence[Range]) -> list[list[int]]:
 
 @dataclass(slots=True)
 class IndexBuilder:
-    """Tensors, pieces and values as they are found.
+    """Tensors, pieces and values as they are found."""
 
-    Attributes:
-        storage: Where the checkpoint is.
-        listing: Sizes of files that a listing told; others are asked for.
-        document: The values so far.
-    """
-
-    storage: Storage
+    storage: Storage  # where the checkpoint is
     listing: Listing = field(default_factory=dict)
-    document: ValuesDocument = field(default_factory=ValuesDocument)
+    """Sizes of files that a listing told; others are asked for."""
+    document: ValuesDocument = field(default_factory=ValuesDocument)  # the values so far
     _tensors: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
     _aliases: dict[str, str] = field(default_factory=dict)

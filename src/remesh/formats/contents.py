@@ -10,16 +10,9 @@ from remesh.index import Index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """A checkpoint whose tensors have not been read yet.
+    """A checkpoint whose tensors have not been read yet."""
 
-    Attributes:
-        format: Name of its format.
-        index: Its tensors.
-        document: Everything else.
-        record: Its commit record, which remesh's own format alone has.
-    """
-
-    format: str
-    index: Index
-    document: ValuesDocument
-    record: CommitRecord | None = None
+    format: str  # name of its format
+    index: Index  # its tensors
+    document: ValuesDocument  # everything else
+    record: CommitRecord | None = None  # its commit record, which remesh's own format alone has

@@ -93,7 +93,6 @@ class DecompressedFiles(StorageView):
         return self._tables[path]
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Storage.read`."""
         table = self.table(path)
         if table is None:
             return self._storage.read(path, start, stop)
@@ -103,7 +102,6 @@ class DecompressedFiles(StorageView):
         return data.tobytes()
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
         table = self.table(path)
         if table is None:
             return self._storage.read_into(path, start, buffer)

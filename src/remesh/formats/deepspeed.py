@@ -162,36 +162,23 @@ def _folder(storage: Storage, files: Listing) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A pipeline stage; by default the only one.
+    """A pipeline stage; by default the only one."""
 
-    Attributes:
-        number: Its number in the names of files; empty for the only one.
-        is_first: Whether it is the first one.
-        is_last: Whether it is the last one.
-    """
-
-    number: str = ""
-    is_first: bool = True
-    is_last: bool = True
+    number: str = ""  # its number in the names of files; empty for the only one
+    is_first: bool = True  # whether it is the first one
+    is_last: bool = True  # whether it is the last one
 
 
 @dataclass(slots=True)
 class _Reader:
-    """One checkpoint while it is read.
+    """One checkpoint while it is read."""
 
-    Attributes:
-        builder: What is built.
-        base: The folder, with a slash at its end.
-        allow: See `remesh.formats.table.Source`.
-        prefix: Keys before all names: the tensor-parallel rank, if there are several.
-        groups: Names of the parameters of each group, as far as they are known.
-    """
-
-    builder: IndexBuilder
-    base: str
-    allow: Collection[str]
-    prefix: Path = ()
+    builder: IndexBuilder  # what is built
+    base: str  # the folder, with a slash at its end
+    allow: Collection[str]  # see `remesh.formats.table.Source`
+    prefix: Path = ()  # keys before all names: the tensor-parallel rank, if there are several
     groups: list[list[str]] = field(default_factory=list)
+    """Names of the parameters of each group, as far as they are known."""
 
     def open(self, name: str) -> RankFile:
         """Open a file with a dict in it."""
@@ -202,11 +189,7 @@ class _Reader:
     # -- by rank ------------------------------------------------------------------------------
 
     def read_ranks(self, names: Iterable[str]) -> None:
-        """Read the files of all ranks.
-
-        Raises:
-            CorruptCheckpointError: If some are missing or damaged.
-        """
+        """Read the files of all ranks."""
         models: dict[str, dict[int, str]] = {}
         optims: dict[str, dict[int, str]] = {}
         for name in names:
@@ -336,11 +319,7 @@ class _Reader:
                     add_flat_parts(self.builder, at, group[name], parts)
 
     def _cut_of(self, shard: Shard, number: int, num_parameters: int) -> Cut:
-        """How the parameters of a group are cut.
-
-        Raises:
-            CorruptCheckpointError: If there is not one padding for each of them.
-        """
+        """How the parameters of a group are cut."""
         if shard.cuts_parameters:
             return cut_parameters
         if not shard.paddings:
@@ -460,11 +439,7 @@ class _Reader:
     # -- universal ----------------------------------------------------------------------------
 
     def read_universal(self, names: Sequence[str]) -> None:
-        """Read a checkpoint that has a file for each parameter and state.
-
-        Raises:
-            CorruptCheckpointError: If a file is damaged.
-        """
+        """Read a checkpoint that has a file for each parameter and state."""
         models = sorted(filter(_MODEL.fullmatch, names))
         files = [self.open(name) for name in models]
         by_group = param_shapes(files[0]) if files else []

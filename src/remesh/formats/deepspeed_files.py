@@ -88,25 +88,16 @@ def param_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank holds of the optimizer.
-
-    Attributes:
-        file: Its file.
-        weights: The flattened float32 parameters of each group.
-        state: The state of each group, by key.
-        groups: The options of each group of the optimizer; none if they are not stored.
-        paddings: Elements behind each parameter of each group; empty if there are none.
-        cuts_parameters: Whether each parameter was cut, as ZeRO 3 does it, and not each group.
-        counts: Over how many ranks each group is cut, or one number for all; empty if not stored.
-    """
+    """What a rank holds of the optimizer."""
 
     file: RankFile
-    weights: Sequence[Any]
-    state: Sequence[Mapping[Any, Any]]
-    groups: Sequence[Any]
-    paddings: Sequence[Any]
-    cuts_parameters: bool
+    weights: Sequence[Any]  # the flattened float32 parameters of each group
+    state: Sequence[Mapping[Any, Any]]  # the state of each group, by key
+    groups: Sequence[Any]  # the options of each group of the optimizer; none if they are not stored
+    paddings: Sequence[Any]  # elements behind each parameter of each group; empty if there are none
+    cuts_parameters: bool  # whether each parameter was cut, as ZeRO 3 does it, and not each group
     counts: tuple[int, ...] = ()
+    """Over how many ranks each group is cut, or one number for all; empty if not stored."""
 
     @classmethod
     def of(cls, file: RankFile) -> Shard:

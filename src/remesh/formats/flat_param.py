@@ -92,11 +92,7 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
 
 
 def _family(storage: Storage, files: Iterable[str], family: str) -> list[str]:
-    """The files of a family, in the order of ranks.
-
-    Raises:
-        CorruptCheckpointError: If some are missing, or several checkpoints lie in one directory.
-    """
+    """The files of a family, in the order of ranks."""
     found = [match for path in files if (match := _FILE.fullmatch(path)) and match[1] == family]
     ranks = sorted(int(match[2]) for match in found)
     sizes = {int(match[3]) for match in found}
@@ -115,19 +111,12 @@ def _family(storage: Storage, files: Iterable[str], family: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """The part of a parameter that a rank has, as a flat meta file describes it.
+    """The part of a parameter that a rank has, as a flat meta file describes it."""
 
-    Attributes:
-        shape: Shape of the whole parameter.
-        unit: Name of the FSDP unit.
-        start: First element of the part in the rank's shard of the unit.
-        stop: One past its last element.
-    """
-
-    shape: tuple[int, ...]
-    unit: str
-    start: int
-    stop: int
+    shape: tuple[int, ...]  # shape of the whole parameter
+    unit: str  # name of the FSDP unit
+    start: int  # first element of the part in the rank's shard of the unit
+    stop: int  # one past its last element
 
 
 def _add_model(
@@ -184,11 +173,7 @@ def _check_version(
 
 
 def _read_slices(storage: Storage, path: str, allow: Collection[str]) -> dict[str, ParameterSlice]:
-    """What a flat meta file says.
-
-    Raises:
-        FormatVersionError: If the rank held experts of its own.
-    """
+    """What a flat meta file says."""
     where = f"{storage.url}/{path}"
     document = _mapping(_plain(storage, path, allow), where)
     units = _mapping(document.get("flat_param_meta", {}), where)
@@ -285,11 +270,7 @@ def _names(value: Any, storage: Storage) -> list[str]:
 
 
 def _part(array: StoredArray, start: int, stop: int, where: str) -> FlatPart:
-    """A range of the elements of a tensor of a safetensors file.
-
-    Raises:
-        CorruptCheckpointError: If it has no such range.
-    """
+    """A range of the elements of a tensor of a safetensors file."""
     if not 0 <= start <= stop <= math.prod(array.shape):
         raise CorruptCheckpointError(
             f"{where}: the range [{start}, {stop}) is not in a tensor of shape {array.shape}"
@@ -299,12 +280,7 @@ def _part(array: StoredArray, start: int, stop: int, where: str) -> FlatPart:
 
 
 def _plain(storage: Storage, path: str, allow: Collection[str]) -> Any:
-    """The content of a meta file: a pickle of plain values, or JSON.
-
-    Raises:
-        PickleRefusedError: If a pickle asks for more than plain values.
-        CorruptCheckpointError: If it is missing or neither.
-    """
+    """The content of a meta file: a pickle of plain values, or JSON."""
     where = f"{storage.url}/{path}"
     try:
         data = storage.read(path)

@@ -15,19 +15,12 @@ from remesh.state import Path, name_of
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """Elements of a flattened tensor that lie next to each other in a file.
+    """Elements of a flattened tensor that lie next to each other in a file."""
 
-    Attributes:
-        path: The file.
-        position: Byte at which they begin.
-        num_elements: How many there are.
-        dtype: Name of their element type.
-    """
-
-    path: str
-    position: int
-    num_elements: int
-    dtype: str
+    path: str  # the file
+    position: int  # byte at which they begin
+    num_elements: int  # how many there are
+    dtype: str  # name of their element type
 
     def range(self, start: int, stop: int) -> FlatPart:
         """Some of the elements."""

@@ -31,68 +31,54 @@ SmallFile = tuple[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A data file that gets its final name.
+    """A data file that gets its final name."""
 
-    Attributes:
-        path: The name under which it was written.
-        new: Its final name.
-    """
-
-    path: str
-    new: str
+    path: str  # the name under which it was written
+    new: str  # its final name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """A data file.
+    """A data file."""
 
-    Attributes:
-        path: Its name.
-        num_bytes: Its size.
-        rows: Rows of the stored boxes that lie in it, by position.
-        positions: Byte of the file at which each begins; of a shared file, at which the tensor of
-            each begins.
-        boxes: What lies there in place of the whole stored boxes, in global elements; what leaves
-            the stored box is written as zeros.
-        fillers: Position and content of all other bytes that this rank writes.
-        is_shared: Whether tensors lie there whole, and other ranks write their boxes of them.
-        checksums: First byte, end, and bytes at which a CRC-32 of that range stands, behind it.
-    """
-
-    path: str
-    num_bytes: int
-    rows: IntArray
+    path: str  # its name
+    num_bytes: int  # its size
+    rows: IntArray  # rows of the stored boxes that lie in it, by position
     positions: IntArray
+    """Byte of the file at which each begins; of a shared file, at which the tensor of each begins.
+    """
     boxes: tuple[Box, ...] | None = None
+    """What lies there in place of the whole stored boxes, in global elements; what leaves the
+    stored box is written as zeros."""
     fillers: tuple[tuple[int, bytes], ...] = ()
+    """Position and content of all other bytes that this rank writes."""
     is_shared: bool = False
+    """Whether tensors lie there whole, and other ranks write their boxes of them."""
     checksums: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """First byte, end, and bytes at which a CRC-32 of that range stands, behind it."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A file that one rank wrote: sent to rank 0, which makes the checkpoint of all parts.
-
-    Attributes:
-        path: The data file.
-        num_bytes: Its size.
-        positions: int64 positions of the boxes in it, as bytes.
-        digests: uint64 block digests, as bytes.
-        numbers: int64 numbers of the boxes in the rank's assignment, as bytes; None for all boxes
-            of it, in its order.
-        is_kept: Whether the file did not change since the save before, and was not written again.
-        stored_begin: int64 bytes of the stored file at which its blocks begin, as bytes; None if it
-            is not compressed.
-        stored_bytes: Size of the stored file; None if it is not compressed.
-    """
+    """A file that one rank wrote: sent to rank 0, which makes the checkpoint of all parts."""
 
     path: str
+    """The data file."""
     num_bytes: int
+    """Its size."""
     positions: bytes
+    """int64 positions of the boxes in it, as bytes."""
     digests: bytes
+    """uint64 block digests, as bytes."""
     numbers: bytes | None = None
+    """int64 numbers of the boxes in the rank's assignment, as bytes; None for all boxes of it, in
+    its order."""
     is_kept: bool = False
+    """Whether the file did not change since the save before, and was not written again."""
     stored_begin: bytes | None = None
+    """int64 bytes of the stored file at which its blocks begin, as bytes; None if it is not
+    compressed."""
     stored_bytes: int | None = None
+    """Size of the stored file; None if it is not compressed."""
 
     @property
     def stored_size(self) -> int:
@@ -133,29 +119,19 @@ def column_bytes(numbers: IntArray) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """What rank 0 knows of a save.
+    """What rank 0 knows of a save."""
 
-    Attributes:
-        save_id: Names the save.
-        cuts: The distinct boxes that are stored.
-        assignments: Rows of these that each rank writes, in the order of its files.
-        document: The values of all ranks.
-        grid: What the writer's `grid` made of the boxes.
-        metadata: What is recorded beside the state.
-        world_size: Number of ranks.
-        parts: The files of each rank, in rank order, when all of them are durable.
-        options: Options of the format.
-    """
-
-    save_id: str
-    cuts: Cuts
+    save_id: str  # names the save
+    cuts: Cuts  # the distinct boxes that are stored
     assignments: Sequence[IntArray]
-    document: ValuesDocument
-    grid: Grid
-    metadata: Mapping[str, object]
-    world_size: int
+    """Rows of these that each rank writes, in the order of its files."""
+    document: ValuesDocument  # the values of all ranks
+    grid: Grid  # what the writer's `grid` made of the boxes
+    metadata: Mapping[str, object]  # what is recorded beside the state
+    world_size: int  # number of ranks
     parts: Sequence[Sequence[Part]] = ()
-    options: Mapping[str, object] = field(default_factory=dict)
+    """The files of each rank, in rank order, when all of them are durable."""
+    options: Mapping[str, object] = field(default_factory=dict)  # options of the format
 
     @property
     def boxes(self) -> BoxTable:
@@ -165,66 +141,57 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A checkpoint that is where another one is to be saved.
+    """A checkpoint that is where another one is to be saved."""
 
-    Attributes:
-        what: What tells it from others, for messages.
-        save_id: The save that wrote it, if its files lie in a folder of their own.
-        paths: Its files besides, the one that makes it exist first.
-        is_fixed: Whether it cannot be replaced, because the names of its data files are fixed.
-    """
-
-    what: str
-    save_id: str = ""
-    paths: tuple[str, ...] = ()
+    what: str  # what tells it from others, for messages
+    save_id: str = ""  # the save that wrote it, if its files lie in a folder of their own
+    paths: tuple[str, ...] = ()  # its files besides, the one that makes it exist first
     is_fixed: bool = False
+    """Whether it cannot be replaced, because the names of its data files are fixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """How a format is written.
-
-    Attributes:
-        name: What a user calls it.
-        grid: What all ranks must know of the boxes of all ranks, made on rank 0 with the values and
-            the options of the format; may be empty. Raises a `StateError` if the format has no
-            form for something.
-        frames: The data files of a rank, given boxes, those rows of them that it writes, its
-            number, the save's id and the grid.
-        small_files: What rank 0 writes, or renames, when all data files are durable, in this order;
-            the last makes the checkpoint exist.
-        existing: The checkpoint of this format that is at a place, given the options of the format.
-            Raises a `CheckpointError` if it cannot be read.
-        early_files: What rank 0 writes while the data files are written.
-        is_committed: Whether the checkpoint at a place is that of a save; None if files do not
-            tell. Raises a `CheckpointError` if there is none.
-        has_folder: Whether all files but the last lie in the folder `data-<save id>`.
-        has_metadata: Whether metadata can be recorded beside the state.
-        has_digests: Whether the digests of the blocks of files are recorded, and a rank may write
-            several files.
-        has_checksums: Whether shared files hold checksums of their tensors. Then each has one
-            writer, which collects its tensors.
-        object_names: How files of which ranks write parts are named in a storage in which each file
-            has one writer: by the save (`by_save`), or, if it is a single file, at once by its
-            final name (`final`). Empty if each file of the format is written by one rank anyway.
-        is_beside_others: Whether checkpoints of other formats may be at the same place.
-        options: Names of the options that a caller may give.
-    """
+    """How a format is written."""
 
     name: str
+    """What a user calls it."""
     grid: Callable[[Cuts, ValuesDocument, Mapping[str, object]], Grid]
+    """What all ranks must know of the boxes of all ranks, made on rank 0 with the values and the
+    options of the format; may be empty. Raises a `StateError` if the format has no form for
+    something."""
     frames: Callable[[BoxTable, IntArray, int, str, Grid], Sequence[Frame]]
+    """The data files of a rank, given boxes, those rows of them that it writes, its number, the
+    save's id and the grid."""
     small_files: Callable[[Saved], Sequence[SmallFile | Rename]]
+    """What rank 0 writes, or renames, when all data files are durable, in this order; the last
+    makes the checkpoint exist."""
     existing: Callable[[Storage, Mapping[str, object]], Existing | None]
+    """The checkpoint of this format that is at a place, given the options of the format. Raises a
+    `CheckpointError` if it cannot be read."""
     early_files: Callable[[Saved], Sequence[SmallFile]] = lambda _saved: []
+    """What rank 0 writes while the data files are written."""
     is_committed: Callable[[Storage, str], bool] | None = None
+    """Whether the checkpoint at a place is that of a save; None if files do not tell. Raises a
+    `CheckpointError` if there is none."""
     has_folder: bool = False
+    """Whether all files but the last lie in the folder `data-<save id>`."""
     has_metadata: bool = False
+    """Whether metadata can be recorded beside the state."""
     has_digests: bool = False
+    """Whether the digests of the blocks of files are recorded, and a rank may write several files.
+    """
     has_checksums: bool = False
+    """Whether shared files hold checksums of their tensors. Then each has one writer, which
+    collects its tensors."""
     object_names: str = ""
+    """How files of which ranks write parts are named in a storage in which each file has one
+    writer: by the save (`by_save`), or, if it is a single file, at once by its final name
+    (`final`). Empty if each file of the format is written by one rank anyway."""
     is_beside_others: bool = False
+    """Whether checkpoints of other formats may be at the same place."""
     options: tuple[str, ...] = ()
+    """Names of the options that a caller may give."""
 
 
 def no_grid(_cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:

@@ -63,22 +63,13 @@ class _WeightMap(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Weights:
-    """A file with weights, or with the names of such files; in order of preference.
+    """A file with weights, or with the names of such files; in order of preference."""
 
-    Attributes:
-        number: Which of several models, as Accelerate numbers them: "" or `_1`.
-        stem: Number of the stem in `_STEMS`.
-        is_pickled: Whether it is a file of torch.save.
-        variant: "" or `.fp16`, say.
-        is_index: Whether it names the files.
-        name: Its name.
-    """
-
-    number: str
-    is_pickled: bool
-    variant: str
-    stem: int
-    is_index: bool
+    number: str  # which of several models, as Accelerate numbers them: "" or `_1`
+    is_pickled: bool  # whether it is a file of torch.save
+    variant: str  # "" or `.fp16`, say
+    stem: int  # number of the stem in `_STEMS`
+    is_index: bool  # whether it names the files
     name: str
 
 
@@ -153,11 +144,7 @@ def _weights_in(names: Iterable[str]) -> list[_Weights]:
 
 
 def _chosen(found: list[_Weights], where: str) -> _Weights:
-    """The one to read of those in a folder, which are sorted.
-
-    Raises:
-        StateError: If there are several variants, and none without a name.
-    """
+    """The one to read of those in a folder, which are sorted."""
     first = found[0]
     variants = sorted({one.variant for one in found})
     if first.variant and len(variants) > 1:

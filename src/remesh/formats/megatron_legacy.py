@@ -184,11 +184,7 @@ class _Joined:
 
     @classmethod
     def of(cls, parts: list[_Part]) -> _Joined:
-        """Join the models of all ranks.
-
-        Raises:
-            _CannotJoinError: If there is no rule for something.
-        """
+        """Join the models of all ranks."""
         places = [part.place for part in parts]
         num_stages, num_ranks = max(s for s, _ in places) + 1, max(t for _, t in places) + 1
         if len(set(places)) != len(parts) or len(parts) != num_stages * num_ranks:
@@ -269,11 +265,7 @@ class _Joined:
                 )
 
     def _cut_of(self, name: str, held: list[Held]) -> tuple[int | None, int]:
-        """The dim along which ranks cut a tensor, and how many blocks each has; None if it has all.
-
-        Raises:
-            _CannotJoinError: If there is no rule for it.
-        """
+        """The dim that ranks cut, and how many blocks each has; None if each has all of it."""
         if "experts." in name:
             raise _CannotJoinError(f"{shown(name)} is of an expert")
         (_, first), *others = held
@@ -293,11 +285,7 @@ class _Joined:
 
 
 def _dim_of(name: str) -> int | None:
-    """The dim along which ranks cut a tensor; None if all have the whole.
-
-    Raises:
-        _CannotJoinError: If there is no rule for it.
-    """
+    """The dim along which ranks cut a tensor; None if all have the whole."""
     if _is_norm(name):
         return None
     for pattern, dim in _RULES:

@@ -73,45 +73,26 @@ _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that belongs to a checkpoint.
+    """A file that belongs to a checkpoint."""
 
-    Attributes:
-        path: Relative to the checkpoint.
-        num_bytes: Its size as it is stored.
-        digest: xxh3-128 in hex; for data files, of the digests of the blocks of their content.
-    """
-
-    path: str
-    num_bytes: int
-    digest: str
+    path: str  # relative to the checkpoint
+    num_bytes: int  # its size as it is stored
+    digest: str  # xxh3-128 in hex; for data files, of the digests of the blocks of their content
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What `remesh.json` says.
+    """What `remesh.json` says."""
 
-    Attributes:
-        format: Always `remesh`.
-        version: Version of the format; readers refuse what is higher than they know.
-        save_id: Names the save, and its folder.
-        created: When it was committed, ISO 8601 in UTC.
-        world_size: Number of ranks that saved.
-        remesh_version: Version of the library that wrote it.
-        index: The index file.
-        values: The values file.
-        files: The data files.
-        metadata: What the user wanted to record: a JSON object.
-    """
-
-    format: str
-    version: int
-    save_id: str
-    created: str
-    world_size: int
-    remesh_version: str
-    index: FileRecord
-    values: FileRecord
-    files: tuple[FileRecord, ...]
-    metadata: dict[str, object] = {}
+    format: str  # always `remesh`
+    version: int  # version of the format; readers refuse what is higher than they know
+    save_id: str  # names the save, and its folder
+    created: str  # when it was committed, ISO 8601 in UTC
+    world_size: int  # number of ranks that saved
+    remesh_version: str  # version of the library that wrote it
+    index: FileRecord  # the index file
+    values: FileRecord  # the values file
+    files: tuple[FileRecord, ...]  # the data files
+    metadata: dict[str, object] = {}  # what the user wanted to record: a JSON object
 
 
 def data_folder(save_id: str) -> str:
@@ -194,26 +175,22 @@ class ObjectElement(msgspec.Struct, frozen=True):
 
 
 class ValuesDocument(msgspec.Struct):
-    """What `values.msgpack` holds, and what each rank knows of it before it is written.
-
-    Attributes:
-        values: Plain values by name, encoded by `remesh.values`.
-        lists: Lists of names of which ranks know parts.
-        objects: Elements of sharded objects by unique name.
-        paths: Path of each stored name that is not simply the name cut at its dots.
-        sequences: Paths of containers that are a `list` or a `tuple`.
-        aliases: Further names of tensors.
-        unchecked: Names of tensors and values that a repair has taken over although no digest
-            proves that they are what was saved; stored if there are any.
-    """
+    """What `values.msgpack` holds, and what each rank knows of it before it is written."""
 
     values: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
+    """Plain values by name, encoded by `remesh.values`."""
     lists: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """Lists of names of which ranks know parts."""
     objects: dict[str, ObjectElement] = msgspec.field(default_factory=dict)
+    """Elements of sharded objects by unique name."""
     paths: dict[str, list[str | int]] = msgspec.field(default_factory=dict)
+    """Path of each stored name that is not simply the name cut at its dots."""
     sequences: list[tuple[list[str | int], str]] = msgspec.field(default_factory=list)
-    aliases: dict[str, str] = msgspec.field(default_factory=dict)
+    """Paths of containers that are a `list` or a `tuple`."""
+    aliases: dict[str, str] = msgspec.field(default_factory=dict)  # further names of tensors
     unchecked: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Names of tensors and values that a repair has taken over although no digest proves that they
+    are what was saved; stored if there are any."""
 
     def encode(self) -> bytes:
         """The stored form, equal for equal documents."""

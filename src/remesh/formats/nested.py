@@ -28,23 +28,14 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclass(slots=True)
 class Nested:
-    """What was found, by stored name.
+    """What was found, by stored name."""
 
-    Attributes:
-        where: The file, for error messages.
-        max_chars: How many characters the names may have, together.
-        tensors: The tensors.
-        leaves: All other leaves.
-        paths: The path of each name.
-        sequences: Which containers are lists or tuples.
-    """
-
-    where: str
-    max_chars: int
+    where: str  # the file, for error messages
+    max_chars: int  # how many characters the names may have, together
     tensors: dict[str, ArchivedTensor] = field(default_factory=dict)
-    leaves: dict[str, object] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-    sequences: dict[Path, str] = field(default_factory=dict)
+    leaves: dict[str, object] = field(default_factory=dict)  # all other leaves
+    paths: dict[str, Path] = field(default_factory=dict)  # the path of each name
+    sequences: dict[Path, str] = field(default_factory=dict)  # which containers are lists or tuples
     _plain: dict[int, bool] = field(default_factory=dict)
 
     def visit(self, path: Path, node: Any) -> None:

@@ -71,59 +71,39 @@ codecs.lookup("raw_unicode_escape")
 
 @dataclass(frozen=True, slots=True)
 class LocalTensorMetadata:
-    """A box into which a tensor is cut.
+    """A box into which a tensor is cut."""
 
-    Attributes:
-        global_offset: Its offset in the tensor, in elements.
-        local_shape: Its shape.
-        dtype: Name of the element type.
-        global_shape: Shape of the tensor; None in checkpoints of early versions.
-        is_flattened: Whether only a range of the flattened box is stored.
-        flattened_range: That range, in elements.
-    """
-
-    global_offset: tuple[int, ...]
+    global_offset: tuple[int, ...]  # its offset in the tensor, in elements
     local_shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # name of the element type
     global_shape: tuple[int, ...] | None = None
-    is_flattened: bool = False
-    flattened_range: tuple[int, int] | None = None
+    """Shape of the tensor; None in checkpoints of early versions."""
+    is_flattened: bool = False  # whether only a range of the flattened box is stored
+    flattened_range: tuple[int, int] | None = None  # that range, in elements
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensorIndex:
-    """Names a stored box.
+    """Names a stored box."""
 
-    Attributes:
-        tensor_key: Name of the tensor.
-        global_offset: See `LocalTensorMetadata`.
-        is_flattened: See `LocalTensorMetadata`.
-        flattened_range: See `LocalTensorMetadata`.
-        replica_id: Number of the copy if copies are stored, counted from 0; else None.
-        local_shape: See `LocalTensorMetadata`; None in checkpoints of early versions.
-    """
-
-    tensor_key: str
-    global_offset: tuple[int, ...]
-    is_flattened: bool = False
-    flattened_range: tuple[int, int] | None = None
+    tensor_key: str  # name of the tensor
+    global_offset: tuple[int, ...]  # see `LocalTensorMetadata`
+    is_flattened: bool = False  # see `LocalTensorMetadata`
+    flattened_range: tuple[int, int] | None = None  # see `LocalTensorMetadata`
     replica_id: int | None = None
+    """Number of the copy if copies are stored, counted from 0; else None."""
     local_shape: tuple[int, ...] | None = None
+    """See `LocalTensorMetadata`; None in checkpoints of early versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a metadata file says.
+    """What a metadata file says."""
 
-    Attributes:
-        state_dict_metadata: The boxes of each tensor.
-        storage_metadata: The data file of each stored box.
-        flat_mapping: The keys that lead to each tensor in the nested state that was saved.
-    """
-
-    state_dict_metadata: Mapping[str, list[LocalTensorMetadata]]
-    storage_metadata: Mapping[LocalTensorIndex, str]
+    state_dict_metadata: Mapping[str, list[LocalTensorMetadata]]  # the boxes of each tensor
+    storage_metadata: Mapping[LocalTensorIndex, str]  # the data file of each stored box
     flat_mapping: Mapping[str, tuple[str, ...]] | None = None
+    """The keys that lead to each tensor in the nested state that was saved."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,17 +198,11 @@ def _range(value: Any, where: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """Where the elements of an array lie in a data file.
+    """Where the elements of an array lie in a data file."""
 
-    Attributes:
-        position: First byte.
-        num_bytes: Their bytes.
-        itemsize: Bytes of an element.
-    """
-
-    position: int
+    position: int  # first byte
     num_bytes: int
-    itemsize: int
+    itemsize: int  # bytes of an element
 
 
 def find_arrays(
@@ -285,9 +259,6 @@ def _skeleton(storage: Storage, files: Listing, path: str) -> bytes:
     """The pickle of a file with every byte string replaced by its position and length.
 
     Frames are left out, as their lengths no longer hold; they only help a reader to read ahead.
-
-    Raises:
-        CorruptCheckpointError: If the file is not a pickle.
     """
     reader = _Reader(storage, path, file_size(storage, files, path))
     copied = []
@@ -466,11 +437,7 @@ class _Arrays:
     known: dict[str, dict[str, StoredArray]] = field(default_factory=dict)
 
     def find(self, path: str, name: str) -> StoredArray:
-        """Where an array lies.
-
-        Raises:
-            CorruptCheckpointError: If the file is missing, damaged, or does not hold it.
-        """
+        """Where an array lies."""
         if path not in self.known:
             try:
                 self.known[path] = find_arrays(self.storage, self.files, path, allow=self.allow)
@@ -486,11 +453,7 @@ class _Arrays:
 
 
 def _tensor_of(where: str, boxes: list[LocalTensorMetadata]) -> tuple[str, tuple[int, ...]]:
-    """Dtype and global shape of a tensor.
-
-    Raises:
-        CorruptCheckpointError: If its boxes disagree, or the dtype is none that is known.
-    """
+    """Dtype and global shape of a tensor."""
     found = {(box.dtype, _global_shape(boxes, box)) for box in boxes}
     dtype, shape = min(found, default=("", ()))
     if len(found) != 1 or dtype not in BY_NAME:

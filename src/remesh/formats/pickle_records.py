@@ -82,32 +82,21 @@ class Rows:
 
     They are one item of a list in the place of many, or key and value of a dict in the place of
     many keys and values.
-
-    Attributes:
-        form: What they are.
-        columns: The values of their fields.
-        count: How many there are.
-        is_followed: Whether the pickle has begun one more.
     """
 
-    form: object
-    columns: list[list[Any]]
-    count: int
-    is_followed: bool
+    form: object  # what they are
+    columns: list[list[Any]]  # the values of their fields
+    count: int  # how many there are
+    is_followed: bool  # whether the pickle has begun one more
 
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What a pickle says.
-
-    Attributes:
-        root: None, booleans, numbers, text, bytes, lists, tuples, dicts, and the classes above.
-            Parts that the pickle shares are shared here, and may hold themselves. `Rows` are in it
-            only where the caller of `parse` has asked for them.
-        names: All names in it.
-        num_bytes: Length of the pickle.
-    """
+    """What a pickle says."""
 
     root: Any
-    names: frozenset[str]
-    num_bytes: int
+    """None, booleans, numbers, text, bytes, lists, tuples, dicts, and the classes above. Parts that
+    the pickle shares are shared here, and may hold themselves. `Rows` are in it only where the
+    caller of `parse` has asked for them."""
+    names: frozenset[str]  # all names in it
+    num_bytes: int  # length of the pickle

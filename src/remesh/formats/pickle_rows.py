@@ -43,13 +43,10 @@ _MAX_CACHED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """Which objects follow each other in a run: one of a class, or a key and a value by turns.
-
-    Attributes:
-        objects: The classes, each with its fields.
-    """
+    """Which objects follow each other in a run: one of a class, or a key and a value by turns."""
 
     objects: tuple[tuple[str, tuple[tuple[str, FieldKind], ...]], ...]
+    """The classes, each with its fields."""
 
     def columns(self) -> list[FieldKind]:
         """The kinds of the fields that are kept."""
@@ -105,19 +102,12 @@ def _reference(number: int) -> bytes:
 
 @dataclass(slots=True)
 class RowReader:
-    """One form in one pickle.
+    """One form in one pickle."""
 
-    Attributes:
-        form: What a row is.
-        data: The pickle.
-        memo: What it has put away, by number, as far as it may be taken again.
-        is_taken: For each number, whether it may be taken again.
-    """
-
-    form: RowForm
-    data: bytes
-    memo: dict[int, Any]
-    is_taken: bytearray
+    form: RowForm  # what a row is
+    data: bytes  # the pickle
+    memo: dict[int, Any]  # what it has put away, by number, as far as it may be taken again
+    is_taken: bytearray  # for each number, whether it may be taken again
     _num_seen: int = 0
     _pattern: re.Pattern[bytes] | None = None
     _sizes: dict[bytes, tuple[int, ...]] = field(default_factory=_Sizes)
@@ -158,12 +148,7 @@ class RowReader:
     def _set_texts(
         self, row: list[Any], texts: list[tuple[int, int]], count: int
     ) -> dict[int, str] | None:
-        """Put the texts of a row in the place of their opcodes.
-
-        Returns:
-            Those that stand in the row, by the numbers under which they are put away; None if
-            there is something else than a text.
-        """
+        """Put the texts of a row in the place of their opcodes."""
         new: dict[int, str] = {}
         for column, num_before in texts:
             opcode: bytes = row[column]

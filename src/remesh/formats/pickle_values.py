@@ -38,34 +38,21 @@ _EQUAL_HASHES = 64
 
 @dataclass(frozen=True, slots=True)
 class ArchivedStorage:
-    """A storage that lies beside the pickle in its archive.
+    """A storage that lies beside the pickle in its archive."""
 
-    Attributes:
-        key: Its name there.
-        dtype: Its element type, or None for bytes.
-    """
-
-    key: str
-    dtype: str | None
+    key: str  # its name there
+    dtype: str | None  # its element type, or None for bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ArchivedTensor:
-    """A tensor whose elements lie in a storage of the archive.
+    """A tensor whose elements lie in a storage of the archive."""
 
-    Attributes:
-        key: The storage's name in the archive.
-        dtype: Name of the element type.
-        offset: Element of the storage at which the tensor begins.
-        shape: Its shape.
-        strides: Elements of the storage between neighbours, dim by dim.
-    """
-
-    key: str
-    dtype: str
-    offset: int
+    key: str  # the storage's name in the archive
+    dtype: str  # name of the element type
+    offset: int  # element of the storage at which the tensor begins
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # elements of the storage between neighbours, dim by dim
 
 
 LEGACY_STORAGES = {

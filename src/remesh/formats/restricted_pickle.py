@@ -137,25 +137,17 @@ def refusal(type_name: str, where: str) -> PickleRefusedError:
 
 @dataclass(slots=True)
 class _Resolver:
-    """One pickle while its value is built.
+    """One pickle while its value is built."""
 
-    Attributes:
-        where: The file.
-        allow: Names that the user allows.
-        tensor_of: What an archived tensor becomes.
-        num_bytes: Length of the pickle.
-        refused: Why a node has no value, by its id.
-        made: The values of nodes, by id.
-        unknown: The stand-in for names that are not known.
-    """
-
-    where: str
-    allow: frozenset[str]
-    tensor_of: Callable[[ArchivedTensor], object] | None
-    num_bytes: int
+    where: str  # the file
+    allow: frozenset[str]  # names that the user allows
+    tensor_of: Callable[[ArchivedTensor], object] | None  # what an archived tensor becomes
+    num_bytes: int  # length of the pickle
     refused: dict[int, UnresolvedValue] = field(default_factory=dict)
-    made: dict[int, object] = field(default_factory=dict)
+    """Why a node has no value, by its id."""
+    made: dict[int, object] = field(default_factory=dict)  # the values of nodes, by id
     unknown: dict[str, UnresolvedValue] = field(default_factory=dict)
+    """The stand-in for names that are not known."""
 
     def value_of(self, root: Any) -> object:
         """The value of a node and all that is in it."""

@@ -43,21 +43,14 @@ _PARTS_KEY = "DCP_SHARDING_INFO"
 
 
 class StoredArray(NamedTuple):
-    """A tensor of a file, or a part of one.
+    """A tensor of a file, or a part of one."""
 
-    Attributes:
-        path: The file.
-        position: Byte of the file at which its elements begin.
-        shape: Its shape.
-        dtype: Name of its element type.
-        offset: Where it lies in the tensor that it is a part of; None if it is whole.
-    """
-
-    path: str
-    position: int
+    path: str  # the file
+    position: int  # byte of the file at which its elements begin
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # name of its element type
     offset: tuple[int, ...] | None = None
+    """Where it lies in the tensor that it is a part of; None if it is whole."""
 
 
 def recognise(paths: Iterable[str]) -> bool:

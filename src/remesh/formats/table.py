@@ -50,39 +50,30 @@ class Source:
     """A checkpoint to load, with its format or the classes that its pickles may import.
 
     Pass it instead of the path to `remesh.load` and `remesh.Checkpoint`.
-
-    Attributes:
-        path: A path, URL or storage, as everywhere.
-        format: Name of the format, if the place could be read as several.
-        allow: Qualified names (`package.module.Class`) that a pickle in the checkpoint may import
-            and call. A person who can write such a checkpoint can then do with this process what
-            these names can do.
     """
 
     path: Any
+    """A path, URL or storage, as everywhere."""
     format: str | None = None
+    """Name of the format, if the place could be read as several."""
     allow: tuple[str, ...] = ()
+    """Qualified names (`package.module.Class`) that a pickle in the checkpoint may import and call.
+    A person who can write such a checkpoint can then do with this process what these names can
+    do."""
 
     __repr__ = short_repr
 
 
 @dataclass(frozen=True)
 class Place:
-    """A source that has been opened, to be read once.
+    """A source that has been opened, to be read once."""
 
-    Attributes:
-        storage: Where the checkpoint is.
-        format: Name of its format, or None to look.
-        allow: See `Source`.
-        file: The file, if the source is a single one.
-        known: The files that count, if the caller has listed them; else all below the place.
-    """
-
-    storage: Storage
-    format: str | None = None
-    allow: tuple[str, ...] = ()
-    file: str = ""
+    storage: Storage  # where the checkpoint is
+    format: str | None = None  # name of its format, or None to look
+    allow: tuple[str, ...] = ()  # see `Source`
+    file: str = ""  # the file, if the source is a single one
     known: Listing | None = None
+    """The files that count, if the caller has listed them; else all below the place."""
 
     @property
     def url(self) -> str:
@@ -102,27 +93,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: What a user calls it.
-        looks_for: What marks a place that holds it, for messages.
-        recognise: Whether a directory has the mark; of a format that `is_file`, also whether a
-            file has it.
-        read: Reads what a place holds.
-        lists: Whether recognising it takes a listing; then it is asked only if all others fail.
-        writers: How it is written: one writer, or several where files for several systems are read
-            alike; none if it is only read.
-        is_file: Whether one file is a checkpoint, so that several can lie in one directory.
-    """
-
-    name: str
-    looks_for: str
+    name: str  # what a user calls it
+    looks_for: str  # what marks a place that holds it, for messages
     recognise: Callable[[Place], bool]
-    read: Callable[[Place], Contents]
+    """Whether a directory has the mark; of a format that `is_file`, also whether a file has it."""
+    read: Callable[[Place], Contents]  # reads what a place holds
     lists: bool = False
+    """Whether recognising it takes a listing; then it is asked only if all others fail."""
     writers: tuple[Writer, ...] = ()
+    """How it is written: one writer, or several where files for several systems are read alike;
+    none if it is only read."""
     is_file: bool = False
+    """Whether one file is a checkpoint, so that several can lie in one directory."""
 
     def is_at(self, place: Place) -> bool:
         """Whether a place has the mark of this format."""
@@ -342,10 +326,6 @@ def _opened(place: Place) -> tuple[Format, native.NativeFiles | None]:
     """The format of what is at a place, and the small files if that is the native one.
 
     A far storage is asked for both at the same time.
-
-    Raises:
-        CheckpointError: As `read_contents`.
-        StateError: As `read_contents`.
     """
     storage, rows, files = place.storage, list[Format](), list[native.NativeFiles]()
 

@@ -79,17 +79,11 @@ class _Entry:
 
 @dataclass(slots=True)
 class TorchArchive:
-    """The bytes of a `.pth` file around its tensors; checksums of tensors are zeros in them.
+    """The bytes of a `.pth` file around its tensors; checksums of tensors are zeros in them."""
 
-    Attributes:
-        tensors: The tensors, in order.
-        pickled: What `data.pkl` holds.
-        num_bytes: Size of the file.
-    """
-
-    tensors: Sequence[FileTensor]
-    pickled: bytes
-    num_bytes: int = field(init=False)
+    tensors: Sequence[FileTensor]  # the tensors, in order
+    pickled: bytes  # what `data.pkl` holds
+    num_bytes: int = field(init=False)  # size of the file
     _first: list[tuple[_Entry, bytes]] = field(init=False)
     _data: list[_Entry] = field(init=False)
     _last: tuple[_Entry, bytes] = field(init=False)

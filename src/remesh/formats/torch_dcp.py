@@ -369,11 +369,7 @@ class _Reader:
         self.builder.set_sequences(dict.fromkeys(numbered, "list"))
 
     def _true_shape(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor, which for flattened ones is not what the metadata calls its size.
-
-        Raises:
-            CorruptCheckpointError: If a flattened tensor's numbers do not fit each other.
-        """
+        """The shape of a tensor: of a flattened one it is not what the metadata calls its size."""
         if name not in self.flat_shapes:
             return size
         data = self.flat_shapes[name]

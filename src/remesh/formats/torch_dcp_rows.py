@@ -43,53 +43,34 @@ Numbers = tuple[int, ...]
 
 @dataclass(slots=True)
 class Places:
-    """Where the archives of chunks and values lie, a row each.
-
-    Attributes:
-        rows: The row of each chunk, by name and offset; the offset of a value is None.
-        path: Files, as the metadata names them.
-        start: First bytes.
-        num_bytes: Lengths.
-    """
+    """Where the archives of chunks and values lie, a row each."""
 
     rows: dict[str, dict[Numbers | None, int]] = field(default_factory=dict)
-    path: list[str] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-    num_bytes: list[int] = field(default_factory=list)
+    """The row of each chunk, by name and offset; the offset of a value is None."""
+    path: list[str] = field(default_factory=list)  # files, as the metadata names them
+    start: list[int] = field(default_factory=list)  # first bytes
+    num_bytes: list[int] = field(default_factory=list)  # lengths
 
 
 @dataclass(slots=True)
 class Chunks:
-    """Boxes of tensors, a row each.
-
-    Attributes:
-        tensor: Rows of the tensors in the index that is built.
-        offset: Where the boxes begin.
-        shape: Their shapes.
-        place: Rows of their places.
-    """
+    """Boxes of tensors, a row each."""
 
     tensor: list[int] = field(default_factory=list)
-    offset: list[Numbers] = field(default_factory=list)
+    """Rows of the tensors in the index that is built."""
+    offset: list[Numbers] = field(default_factory=list)  # where the boxes begin
     shape: list[Numbers] = field(default_factory=list)
-    place: list[int] = field(default_factory=list)
+    place: list[int] = field(default_factory=list)  # rows of their places
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the head of an archive says of the tensor that lies in it, row by row.
+    """What the head of an archive says of the tensor that lies in it, row by row."""
 
-    Attributes:
-        shape: The tensor's shape.
-        dtype: The name of its element type.
-        start: The byte of the archive at which it begins.
-        stop: One past its last byte.
-    """
-
-    shape: Numbers
-    dtype: str
-    start: int
-    stop: int
+    shape: Numbers  # the tensor's shape
+    dtype: str  # the name of its element type
+    start: int  # the byte of the archive at which it begins
+    stop: int  # one past its last byte
 
 
 @dataclass(slots=True)

@@ -17,17 +17,11 @@ from remesh.safetensors_file import encode_header
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a weight file.
-
-    Attributes:
-        name: Its name.
-        dtype: Name of its element type in the file.
-        shape: Its whole shape.
-    """
+    """A tensor of a weight file."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # name of its element type in the file
+    shape: tuple[int, ...]  # its whole shape
 
     @property
     def num_elements(self) -> int:
@@ -44,20 +38,14 @@ class FileTensor:
 class SafetensorsContent:
     """The bytes of a safetensors file before its tensors.
 
-    Attributes:
-        tensors: The tensors, in the order of the file.
-        num_bytes: Size of the file.
-        positions: Byte at which each tensor begins.
-        header: The first bytes of the file.
-
     Raises:
         UnsupportedValueError: If a tensor is of a type that such a file has no name for.
     """
 
-    tensors: Sequence[FileTensor]
-    num_bytes: int = field(init=False)
-    positions: list[int] = field(init=False)
-    header: bytes = field(init=False)
+    tensors: Sequence[FileTensor]  # the tensors, in the order of the file
+    num_bytes: int = field(init=False)  # size of the file
+    positions: list[int] = field(init=False)  # byte at which each tensor begins
+    header: bytes = field(init=False)  # the first bytes of the file
 
     def __post_init__(self) -> None:
         rows = []

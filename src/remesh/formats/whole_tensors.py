@@ -27,38 +27,26 @@ _NUMBER_AND_SUFFIX = re.compile(r"(-\d{5,}-of-\d{5,})?\.[^.]+$")
 
 
 class WholeFile(msgspec.Struct, frozen=True):
-    """A file.
+    """A file."""
 
-    Attributes:
-        name: Its final name.
-        num_bytes: Its size.
-        fillers: Position and content of all bytes that are not of tensors.
-        checksums: See `Frame.checksums`; zeros stand there in `fillers`.
-    """
-
-    name: str
-    num_bytes: int
-    fillers: list[tuple[int, bytes]]
+    name: str  # its final name
+    num_bytes: int  # its size
+    fillers: list[tuple[int, bytes]]  # position and content of all bytes that are not of tensors
     checksums: list[tuple[int, int, tuple[int, ...]]] = []
+    """See `Frame.checksums`; zeros stand there in `fillers`."""
 
 
 class WholeFiles(msgspec.Struct, frozen=True):
-    """All files.
-
-    Attributes:
-        files: The files.
-        places: For each tensor its file and its first byte there.
-        index: Name of the file that says which tensor lies in which file; empty if there is none.
-        writers: The rank that writes each file; empty if all ranks write all files.
-        names: Whether files are renamed when all are durable (`renamed`), have the id of the save
-            in their names (`by_save`), or have their final names at once (`final`).
-    """
+    """All files."""
 
     files: list[WholeFile]
-    places: dict[str, tuple[int, int]]
+    places: dict[str, tuple[int, int]]  # for each tensor its file and its first byte there
     index: str = ""
-    writers: list[int] = []
+    """Name of the file that says which tensor lies in which file; empty if there is none."""
+    writers: list[int] = []  # the rank that writes each file; empty if all ranks write all files
     names: str = "renamed"
+    """Whether files are renamed when all are durable (`renamed`), have the id of the save in their
+    names (`by_save`), or have their final names at once (`final`)."""
 
     def encode(self) -> Grid:
         """What all ranks get to know."""

@@ -67,21 +67,14 @@ Ask = Callable[[Job, tuple[Pod, ...]], Awaitable[Master | None]]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a look found and did.
+    """What a look found and did."""
 
-    Attributes:
-        job: The job after it; None if there is none.
-        pods: The pods before it.
-        master: What the master said.
-        actions: What was done.
-        wake: Seconds after which time alone may change the decision; None: it does not.
-    """
-
-    job: Job | None
-    pods: tuple[Pod, ...] = ()
-    master: Master | None = None
-    actions: tuple[Action, ...] = ()
+    job: Job | None  # the job after it; None if there is none
+    pods: tuple[Pod, ...] = ()  # the pods before it
+    master: Master | None = None  # what the master said
+    actions: tuple[Action, ...] = ()  # what was done
     wake: float | None = None
+    """Seconds after which time alone may change the decision; None: it does not."""
 
 
 async def look(cluster: Cluster, key: Key, ask: Ask, clock: Callable[[], datetime]) -> Look:

@@ -27,39 +27,22 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A pod of a job.
-
-    Attributes:
-        name: Its name.
-        uid: Differs for every pod.
-        role: What it is for.
-        index: Its node id, or the number of the master.
-        created: When it was created.
-        host: The Kubernetes node that it is bound to; empty before.
-        phase: As in its status.
-        reason: Why it is in that phase, or why its container waits.
-        message: The same in a sentence.
-        exit_code: Of its first container; None while that runs.
-        ready: Whether it is ready.
-        expires: When it is expected to be gone, if it is to be deleted.
-        memory: Bytes that its first container may use.
-        address: Its address in the network of the cluster; empty before it has one.
-    """
+    """A pod of a job."""
 
     name: str
-    uid: str
-    role: Role
-    index: int
-    created: datetime
-    host: str = ""
-    phase: str = "Pending"
-    reason: str = ""
-    message: str = ""
-    exit_code: int | None = None
-    ready: bool = False
-    expires: datetime | None = None
-    memory: int | None = None
-    address: str = ""
+    uid: str  # differs for every pod
+    role: Role  # what it is for
+    index: int  # its node id, or the number of the master
+    created: datetime  # when it was created
+    host: str = ""  # the Kubernetes node that it is bound to; empty before
+    phase: str = "Pending"  # as in its status
+    reason: str = ""  # why it is in that phase, or why its container waits
+    message: str = ""  # the same in a sentence
+    exit_code: int | None = None  # of its first container; None while that runs
+    ready: bool = False  # whether it is ready
+    expires: datetime | None = None  # when it is expected to be gone, if it is to be deleted
+    memory: int | None = None  # bytes that its first container may use
+    address: str = ""  # its address in the network of the cluster; empty before it has one
 
     @property
     def has_ended(self) -> bool:
@@ -84,29 +67,17 @@ class ProcessError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """What the master of a job says.
+    """What the master of a job says."""
 
-    Attributes:
-        epoch: `Status.epoch` of the job when it was asked.
-        outcome: `succeeded` or `failed`; empty while the job runs.
-        phase: Its phase, as `remesh status` prints it.
-        reason: Why, in a sentence.
-        round: Number of the world.
-        step: The highest step.
-        saved_step: The step of the newest checkpoint.
-        goodput: Share of the time that moved the training forward.
-        errors: The newest failures, newest first.
-    """
-
-    epoch: int
-    outcome: str = ""
-    phase: str = ""
-    reason: str = ""
-    round: int = 0
-    step: int | None = None
-    saved_step: int | None = None
-    goodput: float | None = None
-    errors: tuple[ProcessError, ...] = ()
+    epoch: int  # `Status.epoch` of the job when it was asked
+    outcome: str = ""  # `succeeded` or `failed`; empty while the job runs
+    phase: str = ""  # its phase, as `remesh status` prints it
+    reason: str = ""  # why, in a sentence
+    round: int = 0  # number of the world
+    step: int | None = None  # the highest step
+    saved_step: int | None = None  # the step of the newest checkpoint
+    goodput: float | None = None  # share of the time that moved the training forward
+    errors: tuple[ProcessError, ...] = ()  # the newest failures, newest first
 
 
 def _time(text: str | None) -> datetime | None:

@@ -242,17 +242,12 @@ def _settings() -> kopf.OperatorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorOptions:
-    """How the operator runs.
+    """How the operator runs."""
 
-    Attributes:
-        namespace: The only namespace whose jobs it sees; None: all.
-        metrics_port: Where `/metrics` and `/healthz` are served; 0: nowhere.
-        master_host: Where masters are reached; by default by the names of their services.
-    """
-
-    namespace: str | None = None
-    metrics_port: int = 0
+    namespace: str | None = None  # the only namespace whose jobs it sees; None: all
+    metrics_port: int = 0  # where `/metrics` and `/healthz` are served; 0: nowhere
     master_host: str | None = None
+    """Where masters are reached; by default by the names of their services."""
 
 
 async def run_operator(

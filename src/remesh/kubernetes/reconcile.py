@@ -116,17 +116,12 @@ Action: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows.
+    """What follows."""
 
-    Attributes:
-        status: The status to be written before the actions.
-        actions: What is to be done.
-        wake: Seconds after which time alone may change the decision; None: it does not.
-    """
-
-    status: Status
-    actions: tuple[Action, ...] = ()
+    status: Status  # the status to be written before the actions
+    actions: tuple[Action, ...] = ()  # what is to be done
     wake: float | None = None
+    """Seconds after which time alone may change the decision; None: it does not."""
 
 
 @dataclass(slots=True)

@@ -57,20 +57,16 @@ class CleanPolicy(StrEnum):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Where the job keeps its checkpoints: a volume, or an object store.
-
-    Attributes:
-        claim: A PersistentVolumeClaim that is mounted at `path` in all workers.
-        path: Where it is mounted.
-        url: Address of an object store, instead of a claim.
-        secret: A Secret whose keys become variables of the workers, such as the store's
-            credentials.
-    """
+    """Where the job keeps its checkpoints: a volume, or an object store."""
 
     claim: str | None = None
+    """A PersistentVolumeClaim that is mounted at `path` in all workers."""
     path: str = "/checkpoints"
+    """Where it is mounted."""
     url: str | None = None
+    """Address of an object store, instead of a claim."""
     secret: str | None = None
+    """A Secret whose keys become variables of the workers, such as the store's credentials."""
 
     @property
     def root(self) -> str:
@@ -79,15 +75,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Certificates of the master.
+    """Certificates of the master."""
 
-    Attributes:
-        secret: A Secret of type kubernetes.io/tls, with the key `ca.crt` besides.
-        ca_bundle: The certificates that the operator trusts, as PEM; the system's by default.
-    """
-
-    secret: str
+    secret: str  # a Secret of type kubernetes.io/tls, with the key `ca.crt` besides
     ca_bundle: str | None = None
+    """The certificates that the operator trusts, as PEM; the system's by default."""
 
     def trust(self) -> ssl.SSLContext | None:
         """The certificates that the operator trusts; None for the system's.
@@ -104,84 +96,52 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class MasterSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The master pod.
+    """The master pod."""
 
-    Attributes:
-        port: Port of the master and of its service.
-        state_claim: A PersistentVolumeClaim for the journal. Without it a master that is replaced
-            by another pod learns of the job from the agents.
-        args: Further options of `remesh master`.
-        template: Pod template; by default the image of the workers and little memory.
-    """
-
-    port: int = 29400
+    port: int = 29400  # port of the master and of its service
     state_claim: str | None = None
-    args: tuple[str, ...] = ()
+    """A PersistentVolumeClaim for the journal. Without it a master that is replaced by another pod
+    learns of the job from the agents."""
+    args: tuple[str, ...] = ()  # further options of `remesh master`
     template: dict[str, Any] = {}
+    """Pod template; by default the image of the workers and little memory."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The worker pods.
+    """The worker pods."""
 
-    Attributes:
-        args: Further options of `remesh run`.
-        template: Pod template. The first container runs the training; its command is `remesh` by
-            default.
-    """
-
-    args: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()  # further options of `remesh run`
     template: dict[str, Any]
+    """Pod template. The first container runs the training; its command is `remesh` by default."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What a user asks for.
+    """What a user asks for."""
 
-    Attributes:
-        script: The script and its arguments.
-        replicas: Workers that the job should have.
-        min_replicas: Fewest workers that can train; `replicas` by default.
-        max_replicas: Most workers; `replicas` by default.
-        node_unit: Worlds have a multiple of so many workers.
-        max_restarts: Restart budget of each worker, for its processes.
-        max_replacements: Worker pods that are replaced after failures that are charged.
-        check: Test workers before they train.
-        exclude_faulty_hosts: Keep pods off hosts that have proven faulty.
-        max_memory: A worker killed for memory is replaced by one with half as much memory again,
-            up to this quantity; None: never.
-        suspend: Give back all resources until this is false again.
-        clean_policy: Which pods are deleted when the job has finished.
-        pending_seconds: A worker that is not scheduled for so long is given up.
-        grow_seconds: After so long the job tries to have all workers again.
-        node_lost_seconds: Pods of a node that is not ready are replaced after so long.
-        drain_seconds: Time for a last checkpoint when a worker is asked to leave.
-        join_seconds: Without enough workers for so long, the job has failed.
-        checkpoint: Where checkpoints are kept.
-        tls: Certificates of the master.
-        master: The master pod.
-        worker: The worker pods.
-    """
-
-    script: tuple[str, ...]
-    replicas: int = 1
-    min_replicas: int | None = None
-    max_replicas: int | None = None
-    node_unit: int = 1
-    max_restarts: int = 3
-    max_replacements: int = 10
-    check: bool = False
-    exclude_faulty_hosts: bool = True
+    script: tuple[str, ...]  # the script and its arguments
+    replicas: int = 1  # workers that the job should have
+    min_replicas: int | None = None  # fewest workers that can train; `replicas` by default
+    max_replicas: int | None = None  # most workers; `replicas` by default
+    node_unit: int = 1  # worlds have a multiple of so many workers
+    max_restarts: int = 3  # restart budget of each worker, for its processes
+    max_replacements: int = 10  # worker pods that are replaced after failures that are charged
+    check: bool = False  # test workers before they train
+    exclude_faulty_hosts: bool = True  # keep pods off hosts that have proven faulty
     max_memory: str | None = None
-    suspend: bool = False
+    """A worker killed for memory is replaced by one with half as much memory again, up to this
+    quantity; None: never."""
+    suspend: bool = False  # give back all resources until this is false again
     clean_policy: CleanPolicy = CleanPolicy.RUNNING
-    pending_seconds: int = 300
-    grow_seconds: int = 300
-    node_lost_seconds: int = 30
-    drain_seconds: int = 60
-    join_seconds: int = 3600
-    checkpoint: Checkpoint | None = None
-    tls: Tls | None = None
-    master: MasterSpec = MasterSpec()
-    worker: WorkerSpec
+    """Which pods are deleted when the job has finished."""
+    pending_seconds: int = 300  # a worker that is not scheduled for so long is given up
+    grow_seconds: int = 300  # after so long the job tries to have all workers again
+    node_lost_seconds: int = 30  # pods of a node that is not ready are replaced after so long
+    drain_seconds: int = 60  # time for a last checkpoint when a worker is asked to leave
+    join_seconds: int = 3600  # without enough workers for so long, the job has failed
+    checkpoint: Checkpoint | None = None  # where checkpoints are kept
+    tls: Tls | None = None  # certificates of the master
+    master: MasterSpec = MasterSpec()  # the master pod
+    worker: WorkerSpec  # the worker pods
 
     @property
     def fewest(self) -> int:
@@ -200,15 +160,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """A worker that the job should have.
+    """A worker that the job should have."""
 
-    Attributes:
-        id: Its node id: its place in the order of ranks, and part of the name of its pod.
-        seen: Whether the pod has existed. A pod that was seen and is missing was deleted.
-    """
-
-    id: int
+    id: int  # its node id: its place in the order of ranks, and part of the name of its pod
     seen: bool = False
+    """Whether the pod has existed. A pod that was seen and is missing was deleted."""
 
 
 class ExcludedHost(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -251,83 +207,68 @@ class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What the operator knows of a job.
-
-    Attributes:
-        observed_generation: The generation of the spec that the status belongs to.
-        phase: The state of the job.
-        reason: Why, in a sentence.
-        conditions: Training, Degraded, Suspended, Complete and Failed.
-        replicas: Worker pods that run.
-        selector: Labels of the worker pods, for `kubectl scale`.
-        target: Workers that the job tries to have now: `spec.replicas`, or fewer after it shrank.
-        shrunk_at: When it shrank.
-        workers: The workers that the job should have.
-        next_worker: The next node id. Ids are not used again, see `reconcile`.
-        master: Number of the master pod.
-        master_seen: Whether that pod has existed.
-        master_failures: Master pods that failed.
-        master_failed_at: When the last one failed.
-        epoch: How often the job was suspended.
-        excluded_hosts: Hosts that are not used.
-        replacements: Workers that were replaced and charged.
-        replaced_at: When the last of them was.
-        memory: Bytes of memory of workers from now on; None: as in the template.
-        started: When the operator first saw the job.
-        finished: When the job ended.
-        training: How far the training is.
-        failures: The newest failures, newest first.
-    """
+    """What the operator knows of a job."""
 
     observed_generation: int = 0
+    """The generation of the spec that the status belongs to."""
     phase: Phase = Phase.PENDING
+    """The state of the job."""
     reason: str = ""
+    """Why, in a sentence."""
     conditions: tuple[Condition, ...] = ()
+    """Training, Degraded, Suspended, Complete and Failed."""
     replicas: int = 0
+    """Worker pods that run."""
     selector: str = ""
+    """Labels of the worker pods, for `kubectl scale`."""
     target: int | None = None
+    """Workers that the job tries to have now: `spec.replicas`, or fewer after it shrank."""
     shrunk_at: datetime | None = None
+    """When it shrank."""
     workers: tuple[Worker, ...] = ()
+    """The workers that the job should have."""
     next_worker: int = 0
+    """The next node id. Ids are not used again, see `reconcile`."""
     master: int = 0
+    """Number of the master pod."""
     master_seen: bool = False
+    """Whether that pod has existed."""
     master_failures: int = 0
+    """Master pods that failed."""
     master_failed_at: datetime | None = None
+    """When the last one failed."""
     epoch: int = 0
+    """How often the job was suspended."""
     excluded_hosts: tuple[ExcludedHost, ...] = ()
+    """Hosts that are not used."""
     replacements: int = 0
+    """Workers that were replaced and charged."""
     replaced_at: datetime | None = None
+    """When the last of them was."""
     memory: int | None = None
+    """Bytes of memory of workers from now on; None: as in the template."""
     started: datetime | None = None
+    """When the operator first saw the job."""
     finished: datetime | None = None
+    """When the job ended."""
     training: Training | None = None
+    """How far the training is."""
     failures: tuple[FailureEntry, ...] = ()
+    """The newest failures, newest first."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """An ElasticJob.
-
-    Attributes:
-        name: Its name.
-        namespace: Its namespace.
-        uid: Differs for every object.
-        version: Changes with every write (`resourceVersion`).
-        generation: Changes with every write of the spec.
-        deleting: Whether it is to be deleted.
-        finalizers: What keeps it until then.
-        spec: What the user asks for.
-        status: What the operator knows.
-    """
+    """An ElasticJob."""
 
     name: str
     namespace: str
-    uid: str
-    version: str = ""
-    generation: int = 1
-    deleting: bool = False
-    finalizers: tuple[str, ...] = ()
-    spec: Spec
-    status: Status = Status()
+    uid: str  # differs for every object
+    version: str = ""  # changes with every write (`resourceVersion`)
+    generation: int = 1  # changes with every write of the spec
+    deleting: bool = False  # whether it is to be deleted
+    finalizers: tuple[str, ...] = ()  # what keeps it until then
+    spec: Spec  # what the user asks for
+    status: Status = Status()  # what the operator knows
 
 
 def parse_job(data: Mapping[str, Any]) -> Job:

@@ -61,48 +61,28 @@ _Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class ScannedPiece:
-    """A piece of a data file.
+    """A piece of a data file."""
 
-    Attributes:
-        name: Its tensor.
-        dtype: Element type of the tensor.
-        shape: Global shape of the tensor.
-        box: Where the piece lies in the tensor.
-        position: First byte in the file.
-        num_bytes: Its size.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    position: int
-    num_bytes: int
+    name: str  # its tensor
+    dtype: str  # element type of the tensor
+    shape: tuple[int, ...]  # global shape of the tensor
+    box: Box  # where the piece lies in the tensor
+    position: int  # first byte in the file
+    num_bytes: int  # its size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScannedFile:
-    """A data file that was read.
+    """A data file that was read."""
 
-    Attributes:
-        path: Relative to the damaged checkpoint.
-        num_bytes: Its size, if it is compressed that of its content.
-        state: `sound` files can be used as they are.
-        problem: What is wrong with it, in words; empty if it is sound.
-        written: The digests of its blocks, and where they lie if it is compressed.
-        bad: Which blocks must not be used.
-        is_checked: Which blocks an old digest proves.
-        pieces: What it holds or should hold.
-    """
-
-    path: str
-    num_bytes: int
-    state: DataFileState
-    problem: str
-    written: WrittenFile
-    bad: _Flags
-    is_checked: _Flags
-    pieces: Sequence[ScannedPiece]
+    path: str  # relative to the damaged checkpoint
+    num_bytes: int  # its size, if it is compressed that of its content
+    state: DataFileState  # `sound` files can be used as they are
+    problem: str  # what is wrong with it, in words; empty if it is sound
+    written: WrittenFile  # the digests of its blocks, and where they lie if it is compressed
+    bad: _Flags  # which blocks must not be used
+    is_checked: _Flags  # which blocks an old digest proves
+    pieces: Sequence[ScannedPiece]  # what it holds or should hold
 
     def is_good(self, piece: ScannedPiece) -> bool:
         """Whether a piece is there and not known to be damaged."""
@@ -255,11 +235,7 @@ def _scan_file(
 
 
 def _table_of(contents: Storage, path: str) -> BlockTable | None:
-    """Where the blocks of a file lie; None if it is not compressed.
-
-    Raises:
-        CorruptCheckpointError: If its own table is damaged, or has blocks that cannot be digested.
-    """
+    """Where the blocks of a file lie; None if it is not compressed."""
     table = contents.table(path) if isinstance(contents, DecompressedFiles) else None
     if table is not None and table.block_size != BLOCK_SIZE:
         raise CorruptCheckpointError(
@@ -359,11 +335,7 @@ def _read_header(storage: Storage, path: str, size: int) -> Header:
 
 
 def _pieces_in(header: Header, path: str) -> list[ScannedPiece]:
-    """What a header says that its file holds.
-
-    Raises:
-        CorruptCheckpointError: If it is not the header of a data file, or contradicts itself.
-    """
+    """What a header says that its file holds."""
     try:
         described = msgspec.json.decode(
             header.metadata["pieces"],
@@ -384,12 +356,7 @@ def _piece_of(
     data_start: int,
     described: tuple[str, str, tuple[int, ...], tuple[int, ...]],
 ) -> ScannedPiece:
-    """The piece of one entry of a header.
-
-    Raises:
-        KeyError: If its type is unknown.
-        ValueError: If the numbers do not fit each other.
-    """
+    """The piece of one entry of a header."""
     name, type_name, shape, offset = described
     dtype = BY_NAME[type_name]
     extents = tuple(entry.shape[:-1] if dtype.pairs else entry.shape)
@@ -415,40 +382,27 @@ def _piece_of(
 
 @dataclass(frozen=True, slots=True)
 class LostTensor:
-    """A tensor that is not whole any more.
+    """A tensor that is not whole any more."""
 
-    Attributes:
-        name: Stored name.
-        dtype: Element type.
-        shape: Global shape.
-        holes: The boxes of which no good piece is left; empty if pieces contradict each other.
-        files: The files that hold or should hold the missing pieces, as far as they are known.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # stored name
+    dtype: str  # element type
+    shape: tuple[int, ...]  # global shape
     holes: tuple[Box, ...]
+    """The boxes of which no good piece is left; empty if pieces contradict each other."""
     files: tuple[str, ...]
+    """The files that hold or should hold the missing pieces, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScannedTensors:
-    """What the files hold, put together.
+    """What the files hold, put together."""
 
-    Attributes:
-        boxes: Pieces of the whole tensors, sorted by tensor.
-        file: Row of the file of each piece in the list of files.
-        position: First byte of each piece there.
-        unchecked: Names of whole tensors that no old digest proves, whether they are kept or not.
-        lost: The tensors that are not whole.
-    """
-
-    boxes: BoxTable
-    file: npt.NDArray[np.int64]
-    position: npt.NDArray[np.int64]
+    boxes: BoxTable  # pieces of the whole tensors, sorted by tensor
+    file: npt.NDArray[np.int64]  # row of the file of each piece in the list of files
+    position: npt.NDArray[np.int64]  # first byte of each piece there
     unchecked: tuple[str, ...]
-    lost: tuple[LostTensor, ...]
+    """Names of whole tensors that no old digest proves, whether they are kept or not."""
+    lost: tuple[LostTensor, ...]  # the tensors that are not whole
 
 
 _Kind = tuple[str, tuple[int, ...]]

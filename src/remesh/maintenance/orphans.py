@@ -59,60 +59,37 @@ RecordState = Literal["readable", "unreadable", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class ScannedEntry:
-    """A folder of a save, or a hidden file of a put.
+    """A folder of a save, or a hidden file of a put."""
 
-    Attributes:
-        path: Where it is.
-        kind: Which of the two.
-        modified: When it, or anything in it, was last changed: seconds since the epoch; None if
-            the storage does not say.
-        num_bytes: Its size.
-        files: Names of what is in the folder.
-        strange: Name of something in it that no save writes; empty if there is nothing.
-    """
-
-    path: str
-    kind: Literal["save", "put"]
+    path: str  # where it is
+    kind: Literal["save", "put"]  # which of the two
     modified: float | None
-    num_bytes: int
-    files: tuple[str, ...] = ()
-    strange: str = ""
+    """When it, or anything in it, was last changed: seconds since the epoch; None if the storage
+    does not say."""
+    num_bytes: int  # its size
+    files: tuple[str, ...] = ()  # names of what is in the folder
+    strange: str = ""  # name of something in it that no save writes; empty if there is nothing
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedDirectory:
-    """A directory that has something of remesh's in it.
+    """A directory that has something of remesh's in it."""
 
-    Attributes:
-        path: Where it is.
-        record: Whether it has a commit record, and whether that can be read.
-        referred: Names of the folders that the record refers to.
-        seen: What lies there.
-    """
-
-    path: str
-    record: RecordState
-    referred: frozenset[str]
-    seen: tuple[ScannedEntry, ...]
+    path: str  # where it is
+    record: RecordState  # whether it has a commit record, and whether that can be read
+    referred: frozenset[str]  # names of the folders that the record refers to
+    seen: tuple[ScannedEntry, ...]  # what lies there
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Something that no commit record refers to.
+    """Something that no commit record refers to."""
 
-    Attributes:
-        path: Where it is.
-        kind: A folder of a `save`, or a hidden file of a `put`.
-        age: Seconds since its last change; 0 if that is not known.
-        num_bytes: Its size.
-        kept: Why it must not be removed; empty if it may be.
-    """
-
-    path: str
-    kind: Literal["save", "put"]
-    age: float
-    num_bytes: int
-    kept: str
+    path: str  # where it is
+    kind: Literal["save", "put"]  # a folder of a `save`, or a hidden file of a `put`
+    age: float  # seconds since its last change; 0 if that is not known
+    num_bytes: int  # its size
+    kept: str  # why it must not be removed; empty if it may be
 
 
 def find_orphans(

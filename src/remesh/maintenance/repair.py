@@ -49,62 +49,55 @@ __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", 
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """State of a data file of a damaged checkpoint.
-
-    Attributes:
-        path: Relative to the damaged checkpoint.
-        state: `sound`, `damaged`, `truncated`, `unreadable` (nothing in it can be found) or
-            `missing`.
-        problem: What is wrong with it; empty if it is sound.
-    """
+    """State of a data file of a damaged checkpoint."""
 
     path: str
+    """Relative to the damaged checkpoint."""
     state: DataFileState
+    """`sound`, `damaged`, `truncated`, `unreadable` (nothing in it can be found) or `missing`."""
     problem: str
+    """What is wrong with it; empty if it is sound."""
 
     __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """The entries of a damaged checkpoint that can be saved, and those that are lost.
-
-    Attributes:
-        source: The damaged checkpoint.
-        target: The new one; empty as long as none is written.
-        save_id: Which save was looked at.
-        record: State of the commit record: `intact`, `damaged` or `missing`.
-        index: State of the index: these, or `decodes`: it can be read, but the record that has its
-            digest cannot.
-        values: State of the values file, likewise.
-        files: The data files.
-        saved: Names of the tensors that are saved.
-        unchecked: Names of tensors and values that are saved although no digest proves them. The
-            new checkpoint has these names, and loads and verifications tell them.
-        left_out: Names of tensors and values that seem whole and are left out, because no digest
-            proves them.
-        lost: The tensors that are not whole, and where their holes are.
-        lost_aliases: Further names of tensors that are lost.
-        num_values: Values, lists and objects that are saved.
-        num_bytes: Bytes of the tensors that are saved.
-        notes: What cannot be known.
-    """
+    """The entries of a damaged checkpoint that can be saved, and those that are lost."""
 
     source: str
+    """The damaged checkpoint."""
     target: str
+    """The new one; empty as long as none is written."""
     save_id: str
+    """Which save was looked at."""
     record: SmallFileState
+    """State of the commit record: `intact`, `damaged` or `missing`."""
     index: SmallFileState
+    """State of the index: these, or `decodes`: it can be read, but the record that has its digest
+    cannot."""
     values: SmallFileState
+    """State of the values file, likewise."""
     files: tuple[FileReport, ...]
+    """The data files."""
     saved: tuple[str, ...]
+    """Names of the tensors that are saved."""
     unchecked: tuple[str, ...]
+    """Names of tensors and values that are saved although no digest proves them. The new checkpoint
+    has these names, and loads and verifications tell them."""
     left_out: tuple[str, ...]
+    """Names of tensors and values that seem whole and are left out, because no digest proves them.
+    """
     lost: tuple[LostTensor, ...]
+    """The tensors that are not whole, and where their holes are."""
     lost_aliases: tuple[str, ...]
+    """Further names of tensors that are lost."""
     num_values: int
+    """Values, lists and objects that are saved."""
     num_bytes: int
+    """Bytes of the tensors that are saved."""
     notes: tuple[str, ...]
+    """What cannot be known."""
 
     __repr__ = short_repr
 
@@ -136,25 +129,22 @@ class RepairReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepairPlan:
-    """The input of `write_repaired`.
-
-    Attributes:
-        storage: The damaged checkpoint.
-        contents: The same, with compressed files as what they hold.
-        small: What there is of its small files.
-        files: Its data files.
-        tensors: What is whole.
-        document: The values of the new checkpoint.
-        report: The same for human readers.
-    """
+    """The input of `write_repaired`."""
 
     storage: Storage
+    """The damaged checkpoint."""
     contents: Storage
+    """The same, with compressed files as what they hold."""
     small: SmallFiles
+    """What there is of its small files."""
     files: tuple[ScannedFile, ...]
+    """Its data files."""
     tensors: ScannedTensors
+    """What is whole."""
     document: native.ValuesDocument
+    """The values of the new checkpoint."""
     report: RepairReport
+    """The same for human readers."""
 
     __repr__ = short_repr
 
@@ -461,7 +451,6 @@ class _StoredMemory:
 
     @property
     def carrier(self) -> CarrierDType:
-        """See `Memory.carrier`."""
         return self.dtype.carrier
 
     @property
@@ -470,7 +459,6 @@ class _StoredMemory:
         return
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`."""
         first, _, is_contiguous = flat_span(self.shape, box)
         assert is_contiguous
         data = np.empty(into.nbytes, np.uint8)

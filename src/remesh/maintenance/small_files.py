@@ -32,25 +32,17 @@ _Decoded = TypeVar("_Decoded")
 
 @dataclass(frozen=True, slots=True)
 class SmallFiles:
-    """The small files of a save, as far as there is anything of them.
+    """The small files of a save, as far as there is anything of them."""
 
-    Attributes:
-        save_id: Names the save.
-        record: The commit record, if it is readable.
-        index: The index, if it decodes.
-        document: The values, if they decode and are not known to be damaged.
-        record_state: What is known of the record; it carries its own digest.
-        index_state: What is known of the index. It may decode and be damaged all the same.
-        values_state: What is known of the values file.
-    """
-
-    save_id: str
-    record: native.CommitRecord | None
-    index: Index | None
+    save_id: str  # names the save
+    record: native.CommitRecord | None  # the commit record, if it is readable
+    index: Index | None  # the index, if it decodes
     document: native.ValuesDocument | None
-    record_state: SmallFileState
+    """The values, if they decode and are not known to be damaged."""
+    record_state: SmallFileState  # what is known of the record; it carries its own digest
     index_state: SmallFileState
-    values_state: SmallFileState
+    """What is known of the index. It may decode and be damaged all the same."""
+    values_state: SmallFileState  # what is known of the values file
 
     @property
     def trusted_index(self) -> Index | None:

@@ -34,15 +34,10 @@ Pin = Callable[[Buffer], Callable[[], None] | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """A chunk of an arena.
+    """A chunk of an arena."""
 
-    Attributes:
-        slot: Its place in the arena, counted in chunks.
-        buffer: Its memory.
-    """
-
-    slot: int
-    buffer: Buffer
+    slot: int  # its place in the arena, counted in chunks
+    buffer: Buffer  # its memory
 
 
 class Arena:
@@ -175,11 +170,7 @@ class Arena:
         return bool(self._free or self._fresh)
 
     def _resize(self, num_bytes: int) -> None:
-        """Let the shared file have room for more chunks.
-
-        Raises:
-            MemoryError: If the system refuses.
-        """
+        """Let the shared file have room for more chunks."""
         try:
             os.ftruncate(self.file, num_bytes)
         except OSError as error:

@@ -46,24 +46,17 @@ Range = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collection:
-    """What the ranks of a save hold together.
+    """What the ranks of a save hold together."""
 
-    Attributes:
-        exchange: The ranks.
-        index: All boxes; file `n` stands for what rank `n` holds.
-        held: The boxes that this rank holds, copies included.
-        memories: The memory of each.
-        waiting: Tensor, box and destination of what this rank lacks in the current round.
-        checksums: First byte, end, and bytes at which a CRC-32 of that range of the stream stands,
-            behind it; ascending.
-    """
-
-    exchange: Exchange
-    index: Index
-    held: BoxTable
-    memories: list[Memory]
+    exchange: Exchange  # the ranks
+    index: Index  # all boxes; file `n` stands for what rank `n` holds
+    held: BoxTable  # the boxes that this rank holds, copies included
+    memories: list[Memory]  # the memory of each
     waiting: list[tuple[int, Box, CarrierArray]] = field(default_factory=list)
+    """Tensor, box and destination of what this rank lacks in the current round."""
     checksums: list[Range] = field(default_factory=list)
+    """First byte, end, and bytes at which a CRC-32 of that range of the stream stands, behind it;
+    ascending."""
 
     def plan_transfer(self) -> Callable[[], None]:
         """Plan the transfer of all that ranks lack; returns what executes it. Both collective."""
@@ -83,19 +76,13 @@ class Collection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpreadMemory:
-    """A whole tensor of which other ranks hold boxes.
+    """A whole tensor of which other ranks hold boxes."""
 
-    Attributes:
-        collection: Where the boxes are.
-        tensor: Row of the tensor in its index.
-    """
-
-    collection: Collection
-    tensor: int
+    collection: Collection  # where the boxes are
+    tensor: int  # row of the tensor in its index
 
     @property
     def carrier(self) -> CarrierDType:
-        """See `Memory.carrier`."""
         return self.collection.index.tensors.dtype(self.tensor).carrier
 
     @property

@@ -38,21 +38,13 @@ _NUM_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBuffers:
-    """Memory for the messages of a plan, and what lies where in it.
+    """Memory for the messages of a plan, and what lies where in it."""
 
-    Attributes:
-        device: Where it is.
-        leaving: For the messages to others, turn by turn.
-        arriving: For those that others send.
-        outgoing: What the messages to others carry.
-        incoming: What those that others send carry.
-    """
-
-    device: Device
-    leaving: Sequence[DeviceBuffer]
-    arriving: Sequence[DeviceBuffer]
-    outgoing: Carried
-    incoming: Carried
+    device: Device  # where it is
+    leaving: Sequence[DeviceBuffer]  # for the messages to others, turn by turn
+    arriving: Sequence[DeviceBuffer]  # for those that others send
+    outgoing: Carried  # what the messages to others carry
+    incoming: Carried  # what those that others send carry
 
 
 def device_buffers(

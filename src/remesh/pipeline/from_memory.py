@@ -55,40 +55,25 @@ NUM_ARRIVING = 2
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A region that one rank takes from its memory.
+    """A region that one rank takes from its memory."""
 
-    Attributes:
-        want: `Regions.want` of it, as `TransferPlan.taken` numbers them.
-        box: The region.
-        held: Row of the box that the rank holds, and the part of that box.
-        num_bytes: Its size.
-    """
-
-    want: int
-    box: Box
-    held: tuple[int, Box]
-    num_bytes: int
+    want: int  # `Regions.want` of it, as `TransferPlan.taken` numbers them
+    box: Box  # the region
+    held: tuple[int, Box]  # row of the box that the rank holds, and the part of that box
+    num_bytes: int  # its size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTransfer:
-    """What one rank moves between memories.
+    """What one rank moves between memories."""
 
-    Attributes:
-        index: What lies in which imaginary file.
-        plan: What moves.
-        copies: All that this rank takes from its memory, sorted by turn.
-        turn: For each copy its turn; those of this rank are cut into tasks as if they were sent.
-        group_bytes_sent: Bytes of tensor data that all ranks send.
-        buffers: For the messages.
-    """
-
-    index: Index
-    plan: TransferPlan
-    copies: list[_Copy]
+    index: Index  # what lies in which imaginary file
+    plan: TransferPlan  # what moves
+    copies: list[_Copy]  # all that this rank takes from its memory, sorted by turn
     turn: IntArray
-    group_bytes_sent: int
-    buffers: MessageBuffers | DeviceBuffers
+    """For each copy its turn; those of this rank are cut into tasks as if they were sent."""
+    group_bytes_sent: int  # bytes of tensor data that all ranks send
+    buffers: MessageBuffers | DeviceBuffers  # for the messages
 
     @property
     def bytes_local(self) -> int:
@@ -179,14 +164,7 @@ class MemoryTransfer:
         sent: Container[int],
         copy: Callable[[Memory, Box, Memory, Box], None] = copy_box,
     ) -> Tasks:
-        """What this rank copies, to others and to itself.
-
-        Args:
-            memories: The memory of each box that it holds.
-            num_wanted: How many boxes it wants.
-            sent: Regions for others that need not be packed.
-            copy: Copies a region.
-        """
+        """What this rank copies, to others and to itself."""
         turn, first = np.unique(self.turn, return_index=True)
         bounds = [*first.tolist(), len(self.turn)]
 
@@ -277,17 +255,7 @@ def plan_between_memories(
 def _agree_on_turns(
     exchange: Exchange, num_messages: dict[int, int], num_bytes: int
 ) -> tuple[list[int], list[int], int]:
-    """Agree on the turns. Collective.
-
-    Args:
-        exchange: The ranks.
-        num_messages: How many messages this rank gets from each other rank.
-        num_bytes: Bytes of tensor data in them.
-
-    Returns:
-        The first turn of each distance and their number, the ranks that get messages from this one,
-        and the bytes that all ranks get.
-    """
+    """Agree on the turns. Collective."""
     world_size = exchange.world_size
 
     def join(replies: list[bytes]) -> list[bytes]:

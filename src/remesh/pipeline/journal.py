@@ -32,23 +32,16 @@ _UNKNOWN = bytes(_DIGEST)
 
 @dataclass(slots=True)
 class Journal:
-    """The chunks that one rank has written.
+    """The chunks that one rank has written."""
 
-    Attributes:
-        storage: Where the files are.
-        rank: The rank.
-        key: The digest of all that says which bytes are wanted.
-        save_id: Names the save; that of the earlier attempt, if there was one.
-        is_resumed: Whether files of an earlier attempt may be there.
-        num_reused: Bytes that need not be written again.
-    """
-
-    storage: Storage
+    storage: Storage  # where the files are
     rank: int
-    key: bytes
+    key: bytes  # the digest of all that says which bytes are wanted
     save_id: str = field(init=False)
+    """Names the save; that of the earlier attempt, if there was one."""
     is_resumed: bool = field(init=False, default=False)
-    num_reused: int = field(init=False, default=0)
+    """Whether files of an earlier attempt may be there."""
+    num_reused: int = field(init=False, default=0)  # bytes that need not be written again
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _found: bytes = field(init=False, default=b"")
     _slots: bytes = field(init=False, default=b"")

@@ -29,22 +29,15 @@ _TOKEN_BYTES = 16
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Where other processes find a file in memory.
-
-    Attributes:
-        machine: Names the kernel and the namespace in which `process` is a number; empty if there
-            is no file.
-        process: The process that has it open.
-        descriptor: Its descriptor there.
-        num_bytes: Its size.
-        token: What it begins with.
-    """
+    """Where other processes find a file in memory."""
 
     machine: str = ""
-    process: int = 0
-    descriptor: int = 0
-    num_bytes: int = 0
-    token: bytes = b""
+    """Names the kernel and the namespace in which `process` is a number; empty if there is no file.
+    """
+    process: int = 0  # the process that has it open
+    descriptor: int = 0  # its descriptor there
+    num_bytes: int = 0  # its size
+    token: bytes = b""  # what it begins with
 
 
 class SharedBuffers:

@@ -33,17 +33,11 @@ NUM_WRITERS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """A chunk of a file on its way from the stager to the writer.
+    """A chunk of a file on its way from the stager to the writer."""
 
-    Attributes:
-        number: Which chunk of the file it is.
-        num_bytes: Bytes of the file in it.
-        chunk: Where they are.
-    """
-
-    number: int
-    num_bytes: int
-    chunk: Chunk
+    number: int  # which chunk of the file it is
+    num_bytes: int  # bytes of the file in it
+    chunk: Chunk  # where they are
 
 
 class Stager:

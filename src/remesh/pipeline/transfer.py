@@ -64,21 +64,13 @@ _LOGGER = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """The regions of some messages, taken out of their columns.
+    """The regions of some messages, taken out of their columns."""
 
-    Attributes:
-        want: `Regions.want` of each region.
-        regions: Its box, carrier and position.
-        turn: Its turn.
-        first: `Messages.first`.
-        start: `Messages.start`.
-    """
-
-    want: Sequence[int] = ()
-    regions: Sequence[tuple[Box, CarrierDType, int]] = ()
+    want: Sequence[int] = ()  # `Regions.want` of each region
+    regions: Sequence[tuple[Box, CarrierDType, int]] = ()  # its box, carrier and position
     turn: Sequence[int] = ()
-    first: Sequence[int] = ()
-    start: Sequence[int] = ()
+    first: Sequence[int] = ()  # `Messages.first`
+    start: Sequence[int] = ()  # `Messages.start`
 
     @classmethod
     def by(cls, index: Index, messages: Messages) -> Carried:
@@ -97,59 +89,40 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageBuffers:
-    """Memory for the messages of a plan, and what lies where in it.
-
-    Attributes:
-        leaving: For the messages to others, turn by turn: a turn more than `num_arriving`.
-        arriving: For those that others send.
-        readers: The ranks that see `leaving`, and are sent nothing but where a message is there.
-        seen: The `leaving` of other ranks that this rank sees.
-        outgoing: What the messages to others carry.
-        incoming: What those that others send carry.
-    """
+    """Memory for the messages of a plan, and what lies where in it."""
 
     leaving: Sequence[Buffer]
-    arriving: Sequence[Buffer]
+    """For the messages to others, turn by turn: a turn more than `num_arriving`."""
+    arriving: Sequence[Buffer]  # for those that others send
     readers: Container[int]
-    seen: Mapping[int, Sequence[Buffer]]
-    outgoing: Carried = field(default_factory=Carried)
-    incoming: Carried = field(default_factory=Carried)
+    """The ranks that see `leaving`, and are sent nothing but where a message is there."""
+    seen: Mapping[int, Sequence[Buffer]]  # the `leaving` of other ranks that this rank sees
+    outgoing: Carried = field(default_factory=Carried)  # what the messages to others carry
+    incoming: Carried = field(default_factory=Carried)  # what those that others send carry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tasks:
-    """How one rank takes the regions of a plan from its sources.
-
-    Attributes:
-        turn: Turn of each task, ascending; from `TransferPlan.num_turns` on for this rank only.
-        num_bytes: What all of them read.
-        num_threads: Threads that perform them.
-        buffer_bytes: Size of the buffer of each thread.
-        perform: Performs a task, given its number, the buffer, where regions go
-            (`TransferPlan.taken`), and what to enter to write there; returns how much it read.
-        takes_ahead: Whether tasks begin before what they write to is free, as many as there are
-            threads.
-    """
+    """How one rank takes the regions of a plan from its sources."""
 
     turn: IntArray
-    num_bytes: int
-    num_threads: int
-    buffer_bytes: int
+    """Turn of each task, ascending; from `TransferPlan.num_turns` on for this rank only."""
+    num_bytes: int  # what all of them read
+    num_threads: int  # threads that perform them
+    buffer_bytes: int  # size of the buffer of each thread
     perform: Callable[[int, Buffer, Place, Writing], int]
+    """Performs a task, given its number, the buffer, where regions go (`TransferPlan.taken`), and
+    what to enter to write there; returns how much it read."""
     takes_ahead: bool = False
+    """Whether tasks begin before what they write to is free, as many as there are threads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Straight:
-    """Regions that one rank sends out of its tensors, and that it receives into its tensors.
+    """Regions that one rank sends out of its tensors, and that it receives into its tensors."""
 
-    Attributes:
-        sent: The bytes of regions of `TransferPlan.outgoing`, by row.
-        filled: The same of `TransferPlan.incoming`.
-    """
-
-    sent: Mapping[int, Buffer]
-    filled: Mapping[int, Buffer]
+    sent: Mapping[int, Buffer]  # the bytes of regions of `TransferPlan.outgoing`, by row
+    filled: Mapping[int, Buffer]  # the same of `TransferPlan.incoming`
 
 
 def request_regions(
@@ -323,17 +296,11 @@ def _wait(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Arrived:
-    """A message that is there.
+    """A message that is there."""
 
-    Attributes:
-        number: Its row in `TransferPlan.incoming`.
-        buffer: Where it lies.
-        start: Its first byte there.
-    """
-
-    number: int
-    buffer: Buffer
-    start: int
+    number: int  # its row in `TransferPlan.incoming`
+    buffer: Buffer  # where it lies
+    start: int  # its first byte there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -446,14 +413,7 @@ def _unpacker(
     writing: Writing,
     is_filled: Container[int],
 ) -> Callable[[Iterable[_Arrived]], None]:
-    """Fills this rank's memory from messages, as far as they are good.
-
-    Args:
-        carried: What the messages carry that this rank gets.
-        destinations: Where each wanted box goes.
-        writing: What is entered to write there.
-        is_filled: Regions that have been received there.
-    """
+    """Fills this rank's memory from messages, as far as they are good."""
     regions, want, first, start = carried.regions, carried.want, carried.first, carried.start
 
     def unpack(arrived: Iterable[_Arrived]) -> None:

@@ -44,36 +44,22 @@ MAX_EARLY = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilePiece:
-    """A box to be stored.
+    """A box to be stored."""
 
-    Attributes:
-        memory: Where its elements are.
-        shape: Shape of the box, at least one element.
-        dtype: Its element type.
-        position: Byte at which it begins in the file, a multiple of the element size.
-    """
-
-    memory: Memory
-    shape: tuple[int, ...]
-    dtype: DType
-    position: int
+    memory: Memory  # where its elements are
+    shape: tuple[int, ...]  # shape of the box, at least one element
+    dtype: DType  # its element type
+    position: int  # byte at which it begins in the file, a multiple of the element size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLayout:
-    """All that determines the bytes of a stream, which mostly is one data file.
+    """All that determines the bytes of a stream, which mostly is one data file."""
 
-    Attributes:
-        header: Its first bytes.
-        pieces: What follows, sorted by position, without gaps.
-        positions: Position of each piece.
-        num_bytes: Size of the whole stream.
-    """
-
-    header: bytes
-    pieces: Sequence[FilePiece]
-    positions: Sequence[int]
-    num_bytes: int
+    header: bytes  # its first bytes
+    pieces: Sequence[FilePiece]  # what follows, sorted by position, without gaps
+    positions: Sequence[int]  # position of each piece
+    num_bytes: int  # size of the whole stream
 
     @property
     def num_chunks(self) -> int:
@@ -116,36 +102,26 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamFiles:
-    """The files that a stream is cut into, and the ranges of it that lie in them.
+    """The files that a stream is cut into, and the ranges of it that lie in them."""
 
-    Attributes:
-        paths: Names of the files.
-        sizes: Their sizes.
-        file: The file of each range.
-        start: Byte of the stream at which each range begins, ascending.
-        position: Byte of the file at which it begins.
-        num_bytes: Its length; what the stream has between two ranges is not written.
-        is_shared: Whether other ranks write other ranges of the files. Otherwise each file is one
-            range, and does not exist before.
-        compress: How the files are compressed (`remesh.save`); None if they are not. Each begins
-            with a chunk if they are.
-        element_start: If they are compressed, bytes of the stream at which the size of its elements
-            changes, from 0 on, ascending.
-        element_bytes: The size of the elements from there on.
-        replaces: Whether files of these names, if there are any, are replaced.
-    """
-
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # names of the files
     sizes: tuple[int, ...]
-    file: IntArray
-    start: IntArray
-    position: IntArray
-    num_bytes: IntArray
+    file: IntArray  # the file of each range
+    start: IntArray  # byte of the stream at which each range begins, ascending
+    position: IntArray  # byte of the file at which it begins
+    num_bytes: IntArray  # its length; what the stream has between two ranges is not written
     is_shared: bool = False
+    """Whether other ranks write other ranges of the files. Otherwise each file is one range, and
+    does not exist before."""
     compress: Compress | None = None
+    """How the files are compressed (`remesh.save`); None if they are not. Each begins with a chunk
+    if they are."""
     element_start: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    """If they are compressed, bytes of the stream at which the size of its elements changes, from 0
+    on, ascending."""
     element_bytes: IntArray = field(default_factory=lambda: np.ones(1, np.int64))
-    replaces: bool = False
+    """The size of the elements from there on."""
+    replaces: bool = False  # whether files of these names, if there are any, are replaced
 
     @property
     def has_digests(self) -> bool:
@@ -194,15 +170,10 @@ def one_file(path: str, num_bytes: int) -> StreamFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileCopy:
-    """How a file may come to be without being written.
+    """How a file may come to be without being written."""
 
-    Attributes:
-        written: What is known of it, if it does.
-        make: Makes it; returns whether that was done.
-    """
-
-    written: WrittenFile
-    make: Callable[[], bool]
+    written: WrittenFile  # what is known of it, if it does
+    make: Callable[[], bool]  # makes it; returns whether that was done
 
 
 class ChunkWriter:

@@ -41,21 +41,13 @@ SHARING_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadAssignment:
-    """One rank's part of the assignment of windows to readers.
+    """One rank's part of the assignment of windows to readers."""
 
-    Attributes:
-        windows: The windows that it shares with others, ascending.
-        reader: The rank that reads each.
-        turn: The turn in which that rank sends what others need of it.
-        asked_by: Ranks that need something of what this one reads.
-        num_turns: Turns of the whole group.
-    """
-
-    windows: IntArray
-    reader: IntArray
-    turn: IntArray
-    asked_by: IntArray
-    num_turns: int
+    windows: IntArray  # the windows that it shares with others, ascending
+    reader: IntArray  # the rank that reads each
+    turn: IntArray  # the turn in which that rank sends what others need of it
+    asked_by: IntArray  # ranks that need something of what this one reads
+    num_turns: int  # turns of the whole group
 
     def rows_of(self, windows: IntArray) -> IntArray:
         """For each window its row here, or -1 if it is not shared."""

@@ -21,23 +21,14 @@ from remesh.tables import BoxTable, Cuts, TensorTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBoxes:
-    """What one rank holds.
+    """What one rank holds."""
 
-    Attributes:
-        tensors: The tensors that it knows.
-        tensor: Row in `tensors` of each box.
-        kind: Row of each box in what follows.
-        offsets: (kinds, d) offsets.
-        extents: (kinds, d) shapes.
-        roles: The role of boxes of each kind (`remesh.state.Role`).
-    """
-
-    tensors: TensorTable
-    tensor: IntArray
-    kind: IntArray
-    offsets: IntArray
-    extents: IntArray
-    roles: IntArray
+    tensors: TensorTable  # the tensors that it knows
+    tensor: IntArray  # row in `tensors` of each box
+    kind: IntArray  # row of each box in what follows
+    offsets: IntArray  # (kinds, d) offsets
+    extents: IntArray  # (kinds, d) shapes
+    roles: IntArray  # the role of boxes of each kind (`remesh.state.Role`)
 
     @classmethod
     def of(cls, boxes: BoxTable, roles: IntArray) -> LocalBoxes:
@@ -72,25 +63,15 @@ class LocalBoxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """Boxes of all ranks, a row for each box of each rank.
-
-    Attributes:
-        tensors: The tensors.
-        rank: The rank that holds each.
-        row: What tells a box from others of its rank: its row there, or what `Alike` says.
-        tensor: Row in `tensors` of each.
-        offsets: (rows, d) offsets.
-        extents: (rows, d) shapes.
-        roles: The role of each.
-    """
+    """Boxes of all ranks, a row for each box of each rank."""
 
     tensors: TensorTable
-    rank: IntArray
-    row: IntArray
-    tensor: IntArray
-    offsets: IntArray
-    extents: IntArray
-    roles: IntArray
+    rank: IntArray  # the rank that holds each
+    row: IntArray  # what tells a box from others of its rank: its row there, or what `Alike` says
+    tensor: IntArray  # row in `tensors` of each
+    offsets: IntArray  # (rows, d) offsets
+    extents: IntArray  # (rows, d) shapes
+    roles: IntArray  # the role of each
 
     @classmethod
     def by_all(
@@ -119,65 +100,41 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distinct:
-    """Distinct boxes, sorted by tensor, and the ranks that hold each.
+    """Distinct boxes, sorted by tensor, and the ranks that hold each."""
 
-    Attributes:
-        cuts: The boxes.
-        first: First holder of each box, and the number of holders; None if each box has one.
-        ranks: The ranks of the holders of the boxes of each tensor, sorted by box and rank.
-        row: `Held.row` of each holder.
-        by_first: Boxes that the first of their holders must write; None if each has one.
-    """
-
-    cuts: Cuts
+    cuts: Cuts  # the boxes
     first: IntArray | None
-    ranks: Lists
-    row: IntArray
+    """First holder of each box, and the number of holders; None if each box has one."""
+    ranks: Lists  # the ranks of the holders of the boxes of each tensor, sorted by box and rank
+    row: IntArray  # `Held.row` of each holder
     by_first: BoolArray | None
+    """Boxes that the first of their holders must write; None if each has one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Ranks that hold the same kinds of boxes of the same tensors; boxes are sorted by tensor.
-
-    Attributes:
-        ranks: The ranks.
-        order: Row of each box on these ranks.
-        tensor: Row of its tensor among all.
-        kind: Its kind.
-        place: Its number among the boxes of its tensor.
-    """
+    """Ranks that hold the same kinds of boxes of the same tensors; boxes are sorted by tensor."""
 
     ranks: list[int]
-    order: IntArray
-    tensor: IntArray
+    order: IntArray  # row of each box on these ranks
+    tensor: IntArray  # row of its tensor among all
     kind: IntArray
-    place: IntArray
+    place: IntArray  # its number among the boxes of its tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alike:
-    """Tensors that all ranks hold alike.
+    """Tensors that all ranks hold alike."""
 
-    Attributes:
-        tensors: All tensors.
-        sample: One tensor of each class, as a row of `tensors`.
-        of: The class of each tensor.
-        held: What ranks hold of the samples; `row` numbers boxes among those of their tensor.
-        group: The number of each rank's group.
-        keys: Number of a group times that of the tensors, plus a tensor that it holds; ascending.
-        starts: The first row of each of these in `rows`.
-        rows: Rows of boxes on the ranks of a group, by group and tensor.
-    """
-
-    tensors: TensorTable
-    sample: IntArray
-    of: IntArray
-    held: Held
-    group: IntArray
+    tensors: TensorTable  # all tensors
+    sample: IntArray  # one tensor of each class, as a row of `tensors`
+    of: IntArray  # the class of each tensor
+    held: Held  # what ranks hold of the samples; `row` numbers boxes among those of their tensor
+    group: IntArray  # the number of each rank's group
     keys: IntArray
-    starts: IntArray
-    rows: IntArray
+    """Number of a group times that of the tensors, plus a tensor that it holds; ascending."""
+    starts: IntArray  # the first row of each of these in `rows`
+    rows: IntArray  # rows of boxes on the ranks of a group, by group and tensor
 
     def expanded(self, found: Distinct) -> Distinct:
         """The distinct boxes of all tensors, given those of the samples."""
@@ -194,12 +151,7 @@ class Alike:
         return Distinct(cuts, first, ranks, self._rows(found, ranks), by_first)
 
     def _rows(self, found: Distinct, ranks: Lists) -> IntArray:
-        """Rows of the boxes of all tensors on the ranks that hold them.
-
-        Args:
-            found: The distinct boxes of the samples.
-            ranks: The ranks that hold those of all tensors.
-        """
+        """Rows of the boxes of all tensors on the ranks that hold them."""
         group = self.group[ranks.values] * len(self.tensors)
         begin, counts = ranks.starts, ranks.lengths
         bounds = np.concatenate(([0], np.cumsum(counts)))

@@ -35,60 +35,40 @@ MIN_ALIKE = 2
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """How a load cuts and merges reads.
-
-    Attributes:
-        window_bytes: Files are read in windows that begin at multiples of this, which is a
-            multiple of every digest block. No read crosses a window's end, so it bounds the buffer
-            of each reading thread, and no block is read twice.
-        gap_bytes: Bytes between two ranges that are read rather than skipped: on disks and object
-            stores a request costs as much as reading this much.
-        num_reads: Reads of a rank under way at a time.
-    """
+    """How a load cuts and merges reads."""
 
     window_bytes: int = 2 << 20
+    """Files are read in windows that begin at multiples of this, which is a multiple of every
+    digest block. No read crosses a window's end, so it bounds the buffer of each reading thread,
+    and no block is read twice."""
     gap_bytes: int = 256 << 10
-    num_reads: int = 8
+    """Bytes between two ranges that are read rather than skipped: on disks and object stores a
+    request costs as much as reading this much."""
+    num_reads: int = 8  # reads of a rank under way at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Reads, sorted by file and byte; regions of a run lie together.
+    """Reads, sorted by file and byte; regions of a run lie together."""
 
-    Attributes:
-        regions: What is read.
-        start: First byte of each region in its file.
-        stop: One past its last byte. The region is all of [start, stop) or lies strided in it.
-        first: First region of each run, and the number of regions.
-        run_start: First byte of each run, at a digest block's beginning.
-        run_stop: One past its last byte, at a digest block's or the file's end.
-        file: File of each run.
-    """
-
-    regions: Regions
-    start: IntArray
+    regions: Regions  # what is read
+    start: IntArray  # first byte of each region in its file
     stop: IntArray
-    first: IntArray
-    run_start: IntArray
-    run_stop: IntArray
-    file: IntArray
+    """One past its last byte. The region is all of [start, stop) or lies strided in it."""
+    first: IntArray  # first region of each run, and the number of regions
+    run_start: IntArray  # first byte of each run, at a digest block's beginning
+    run_stop: IntArray  # one past its last byte, at a digest block's or the file's end
+    file: IntArray  # file of each run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """What tells regions of files that are read alike apart.
+    """What tells regions of files that are read alike apart."""
 
-    Attributes:
-        part: For each region, its number among the wanted parts of pieces of its file.
-        first: The first wanted part of each file.
-        within: The number of each part's piece in its tensor.
-        corner: The offset of that piece.
-    """
-
-    part: IntArray
-    first: IntArray
-    within: IntArray
-    corner: IntArray
+    part: IntArray  # for each region, its number among the wanted parts of pieces of its file
+    first: IntArray  # the first wanted part of each file
+    within: IntArray  # the number of each part's piece in its tensor
+    corner: IntArray  # the offset of that piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,21 +78,15 @@ class LoadPlan:
     Files that hold alike, of which the same is wanted, are planned once: `runs` are those of one
     file of each kind. They have a row for each region, of which there may be many millions in all;
     `taken` makes the regions of some runs.
-
-    Attributes:
-        limits: How it was cut.
-        runs: Reads of files of each kind. Where there are `places`, their regions are relative to
-            the pieces, and `piece` is the first of the tensor.
-        run: What each run of the plan repeats; runs are sorted by file and byte.
-        file: The file of each run.
-        places: None if every file was planned.
     """
 
-    limits: ReadLimits
+    limits: ReadLimits  # how it was cut
     runs: Runs
-    run: IntArray
-    file: IntArray
-    places: _Places | None = None
+    """Reads of files of each kind. Where there are `places`, their regions are relative to the
+    pieces, and `piece` is the first of the tensor."""
+    run: IntArray  # what each run of the plan repeats; runs are sorted by file and byte
+    file: IntArray  # the file of each run
+    places: _Places | None = None  # None if every file was planned
 
     @property
     def num_runs(self) -> int:
@@ -380,16 +354,6 @@ def _cut_between_steps(
 
     A region's steps are those of the first dim in which it extends. Columns of what was saved in
     rows are thousands of such regions, so they are cut at once.
-
-    Args:
-        index: What is stored.
-        found: The regions.
-        start: First byte of each in its file.
-        stop: One past its last byte.
-        window_bytes: Length of the windows.
-
-    Returns:
-        The parts of regions without a step that lies in two windows; and which these are.
     """
     rows = index.rows(found.piece)
     dim = np.argmax(found.extents > 1, axis=1)[:, None]

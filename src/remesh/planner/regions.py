@@ -16,19 +16,12 @@ from remesh.tables import BoxTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """Boxes, each of which lies in one piece of an index, a row each.
+    """Boxes, each of which lies in one piece of an index, a row each."""
 
-    Attributes:
-        want: Number of the wanted box that each is a part of.
-        piece: Row in the index's pieces of each.
-        offsets: (rows, d) offset of each in its tensor.
-        extents: (rows, d) shape of each.
-    """
-
-    want: IntArray
-    piece: IntArray
-    offsets: IntArray
-    extents: IntArray
+    want: IntArray  # number of the wanted box that each is a part of
+    piece: IntArray  # row in the index's pieces of each
+    offsets: IntArray  # (rows, d) offset of each in its tensor
+    extents: IntArray  # (rows, d) shape of each
 
     def __len__(self) -> int:
         return len(self.piece)
@@ -73,21 +66,13 @@ class Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Wanted parts of pieces, for one of all wanted boxes that are alike; sorted by kind of box.
+    """Wanted parts of pieces, for one of all wanted boxes that are alike; sorted by kind of box."""
 
-    Attributes:
-        of: The kind of each wanted box.
-        kind: The kind of box of each part.
-        within: The number of its piece in the tensor.
-        offsets: (parts, d) offset of each in its tensor.
-        extents: (parts, d) shape of each.
-    """
-
-    of: IntArray
-    kind: IntArray
-    within: IntArray
-    offsets: IntArray
-    extents: IntArray
+    of: IntArray  # the kind of each wanted box
+    kind: IntArray  # the kind of box of each part
+    within: IntArray  # the number of its piece in the tensor
+    offsets: IntArray  # (parts, d) offset of each in its tensor
+    extents: IntArray  # (parts, d) shape of each
 
     def of_kinds(self, kinds: IntArray) -> tuple[IntArray, IntArray]:
         """Parts of some kinds of boxes: for each the place of its kind among these, and its row."""

@@ -32,17 +32,11 @@ def _no_rows() -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """Boxes that several ranks hold, one row for each of these ranks, sorted by box and rank.
+    """Boxes that several ranks hold, one row for each of these ranks, sorted by box and rank."""
 
-    Attributes:
-        box: Row of the box in the plan.
-        rank: The rank that holds it.
-        row: Its row in that rank's boxes.
-    """
-
-    box: IntArray = field(default_factory=_no_rows)
-    rank: IntArray = field(default_factory=_no_rows)
-    row: IntArray = field(default_factory=_no_rows)
+    box: IntArray = field(default_factory=_no_rows)  # row of the box in the plan
+    rank: IntArray = field(default_factory=_no_rows)  # the rank that holds it
+    row: IntArray = field(default_factory=_no_rows)  # its row in that rank's boxes
 
     def by_rank(self, world_size: int) -> list[IntArray]:
         """Rows of these that each rank holds, ascending."""
@@ -52,19 +46,12 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """Which rank writes which box.
+    """Which rank writes which box."""
 
-    Attributes:
-        cuts: The distinct boxes to store.
-        writers: Ranks that write the boxes of each tensor.
-        row: Row of each box in its writer's boxes.
-        copies: Boxes that several ranks hold.
-    """
-
-    cuts: Cuts
-    writers: Lists
-    row: IntArray
-    copies: Copies = field(default_factory=Copies)
+    cuts: Cuts  # the distinct boxes to store
+    writers: Lists  # ranks that write the boxes of each tensor
+    row: IntArray  # row of each box in its writer's boxes
+    copies: Copies = field(default_factory=Copies)  # boxes that several ranks hold
 
     def assignments(self, world_size: int) -> list[IntArray]:
         """Rows of this plan that each rank writes, in the order of its file.
@@ -88,16 +75,7 @@ class SavePlan:
         return found
 
     def _orders(self, lists: Lists) -> list[tuple[IntArray, IntArray]]:
-        """The orders of files to which ranks write boxes of all tensors that have certain lists.
-
-        Args:
-            lists: Numbers of lists in `writers`, ascending; one of which a rank writes several
-                boxes occurs as often.
-
-        Returns:
-            For each list of lists, and each box of such a file: the first row of its tensor, and
-            its entry in the list of lists.
-        """
+        """The orders of files to which ranks write boxes of all tensors that have certain lists."""
         by_width = np.argsort(-self.cuts.tensors.itemsizes, kind="stable")
         by_list = np.argsort(self.writers.number[by_width], kind="stable")
         rows = self.cuts.bounds[by_width]
@@ -168,11 +146,7 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
 
 
 def _distinct_boxes(held: Held) -> Distinct:
-    """The distinct boxes that ranks hold, checked.
-
-    Raises:
-        CoverageError: If a tensor is not covered exactly once by main replicas.
-    """
+    """The distinct boxes that ranks hold, checked."""
     filled = (held.extents > 0).all(axis=1)
     dims = range(held.extents.shape[1])
     keys = [held.extents[filled, dim] for dim in reversed(dims)]

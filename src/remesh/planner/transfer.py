@@ -37,29 +37,17 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """The messages that one rank sends, or those that it gets, sorted by turn.
+    """The messages that one rank sends, or those that it gets, sorted by turn."""
 
-    Attributes:
-        regions: What they carry, message after message.
-        position: First byte of each region in the buffer of its turn.
-        turn: Turn of each message, ascending.
-        peers: The ranks that each is sent to, or the one that sends it.
-        first: First region of each message, and the number of regions.
-        start: First byte of each message in the buffer of its turn.
-        stop: One past its last byte.
-        num_bytes: Bytes of tensor data, once for each peer.
-        sizes: Bytes of each region.
-    """
-
-    regions: Regions
-    position: IntArray
-    turn: IntArray
-    peers: list[tuple[int, ...]]
-    first: IntArray
-    start: IntArray
-    stop: IntArray
-    num_bytes: int
-    sizes: IntArray
+    regions: Regions  # what they carry, message after message
+    position: IntArray  # first byte of each region in the buffer of its turn
+    turn: IntArray  # turn of each message, ascending
+    peers: list[tuple[int, ...]]  # the ranks that each is sent to, or the one that sends it
+    first: IntArray  # first region of each message, and the number of regions
+    start: IntArray  # first byte of each message in the buffer of its turn
+    stop: IntArray  # one past its last byte
+    num_bytes: int  # bytes of tensor data, once for each peer
+    sizes: IntArray  # bytes of each region
 
     @classmethod
     def of(
@@ -151,22 +139,15 @@ class Messages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What one rank takes from its sources, for itself and for others, and what it gets.
+    """What one rank takes from its sources, for itself and for others, and what it gets."""
 
-    Attributes:
-        local: What it takes for itself.
-        outgoing: What it takes for others.
-        incoming: What others send; `want` is the number of the wanted box here.
-        num_turns: Turns of the whole group.
-        num_arriving: Turns whose messages may be on their way or not yet unpacked at a time, each
-            in a buffer of its own.
-    """
-
-    local: Regions
-    outgoing: Messages
-    incoming: Messages
-    num_turns: int
+    local: Regions  # what it takes for itself
+    outgoing: Messages  # what it takes for others
+    incoming: Messages  # what others send; `want` is the number of the wanted box here
+    num_turns: int  # turns of the whole group
     num_arriving: int = 1
+    """Turns whose messages may be on their way or not yet unpacked at a time, each in a buffer of
+    its own."""
 
     @classmethod
     def alone(cls, index: Index) -> TransferPlan:

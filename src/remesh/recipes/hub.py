@@ -97,17 +97,12 @@ def _models_in(node: Any, path: Path, said: str) -> Iterator[tuple[Path, str, An
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors of a module that are made together of tensors of the files.
+    """Tensors of a module that are made together of tensors of the files."""
 
-    Attributes:
-        converter: The entry of transformers' table.
-        sources: Names in the files, with a star for a number, in the order of the entry.
-        targets: Names in the module, by their number in the entry.
-    """
-
-    converter: Any
-    sources: list[str]
+    converter: Any  # the entry of transformers' table
+    sources: list[str]  # names in the files, with a star for a number, in the order of the entry
     targets: dict[int, str] = field(default_factory=dict)
+    """Names in the module, by their number in the entry."""
 
 
 def _statements(model: Any, prefix: str) -> list[str]:
@@ -137,11 +132,7 @@ def _statements(model: Any, prefix: str) -> list[str]:
 
 
 def _table_of(model: Any) -> list[Any]:
-    """The entries of transformers' table for a model.
-
-    Raises:
-        TransformError: If this transformers has none.
-    """
+    """The entries of transformers' table for a model."""
     try:
         from transformers import conversion_mapping
     except ImportError as error:

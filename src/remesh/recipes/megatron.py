@@ -95,13 +95,9 @@ def megatron_to_huggingface(config: Mapping[str, Any], stored: Mapping[str, _Sha
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What the configuration of a model says.
+    """What the configuration of a model says."""
 
-    Attributes:
-        config: The configuration.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the configuration
 
     def __post_init__(self) -> None:
         kind = self.config.get("model_type")

@@ -42,31 +42,18 @@ EQUAL = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a strategy is expected to give.
-
-    Attributes:
-        strategy: The strategy.
-        goodput: Mean over the simulated jobs: time of the steps that count ÷ all time.
-        lowest: Of the jobs.
-        highest: Of the jobs.
-        steps_lost_per_failure: Steps made again, per failure.
-        recovery_seconds: Median from a failure to the next step.
-        bytes_per_failure: Bytes that a recovery brings to nodes, on average.
-        blocked_share: Part of the time that saves and snapshots block training.
-        snapshot_bytes: Host memory of each node that snapshots take.
-        sources: Where states came from: part of the recoveries by source.
-    """
+    """What a strategy is expected to give."""
 
     strategy: Strategy
-    goodput: float
-    lowest: float
-    highest: float
-    steps_lost_per_failure: float
-    recovery_seconds: float
-    bytes_per_failure: float
-    blocked_share: float
-    snapshot_bytes: float
-    sources: dict[str, float]
+    goodput: float  # mean over the simulated jobs: time of the steps that count ÷ all time
+    lowest: float  # of the jobs
+    highest: float  # of the jobs
+    steps_lost_per_failure: float  # steps made again, per failure
+    recovery_seconds: float  # median from a failure to the next step
+    bytes_per_failure: float  # bytes that a recovery brings to nodes, on average
+    blocked_share: float  # part of the time that saves and snapshots block training
+    snapshot_bytes: float  # host memory of each node that snapshots take
+    sources: dict[str, float]  # where states came from: part of the recoveries by source
 
 
 def best_interval(

@@ -31,34 +31,21 @@ class FailureKind(StrEnum):
 class Cluster:
     """The machines of a job.
 
-    Attributes:
-        num_nodes: Nodes of the full world.
-        spares: Further nodes that wait for a place.
-        ranks_per_node: Training processes of a node.
-        nodes_per_rack: Nodes that a failure of a rack takes.
-        min_nodes: Fewest nodes that can train.
-        node_unit: The number of nodes that train is a multiple of this.
-        link: Bytes a second that a node receives from other nodes.
-        memory: Bytes a second that a node copies in its memory, all ranks together.
-        storage_write: Bytes a second that the storage takes from all nodes together.
-        storage_read: Bytes a second that it gives.
-        repair_seconds: Time after which a node that has failed is ready again.
-
     Raises:
         ValueError: If a number is not positive, or the numbers of nodes contradict each other.
     """
 
-    num_nodes: int
-    spares: int = 0
-    ranks_per_node: int = 8
-    nodes_per_rack: int = 16
-    min_nodes: int = 1
-    node_unit: int = 1
-    link: float = 25e9
-    memory: float = 40e9
-    storage_write: float = 100e9
-    storage_read: float = 100e9
-    repair_seconds: float = 4 * 3600.0
+    num_nodes: int  # nodes of the full world
+    spares: int = 0  # further nodes that wait for a place
+    ranks_per_node: int = 8  # training processes of a node
+    nodes_per_rack: int = 16  # nodes that a failure of a rack takes
+    min_nodes: int = 1  # fewest nodes that can train
+    node_unit: int = 1  # the number of nodes that train is a multiple of this
+    link: float = 25e9  # bytes a second that a node receives from other nodes
+    memory: float = 40e9  # bytes a second that a node copies in its memory, all ranks together
+    storage_write: float = 100e9  # bytes a second that the storage takes from all nodes together
+    storage_read: float = 100e9  # bytes a second that it gives
+    repair_seconds: float = 4 * 3600.0  # time after which a node that has failed is ready again
 
     def __post_init__(self) -> None:
         counts = self.num_nodes, self.ranks_per_node, self.nodes_per_rack, self.node_unit
@@ -81,23 +68,19 @@ class Cluster:
 class Workload:
     """What a job trains.
 
-    Attributes:
-        state_bytes: Bytes of the state, each element once: weights, moments, master weights.
-        step_seconds: Time of a step of the full world.
-        copies: How many nodes hold each element in a step's course: 1 if the state is fully
-            sharded, the number of data-parallel replicas if each of them holds all of it.
-        torn_share: Part of a step in which an interruption leaves ranks with different states.
-            Only an optimizer that communicates has such a part: without, ranks that have begun to
-            change their state end it by themselves.
-
     Raises:
         ValueError: If a number is out of its range.
     """
 
-    state_bytes: float
-    step_seconds: float
+    state_bytes: float  # bytes of the state, each element once: weights, moments, master weights
+    step_seconds: float  # time of a step of the full world
     copies: int = 1
+    """How many nodes hold each element in a step's course: 1 if the state is fully sharded, the
+    number of data-parallel replicas if each of them holds all of it."""
     torn_share: float = 0.0
+    """Part of a step in which an interruption leaves ranks with different states. Only an optimizer
+    that communicates has such a part: without, ranks that have begun to change their state end
+    it by themselves."""
 
     def __post_init__(self) -> None:
         if self.state_bytes <= 0 or self.step_seconds <= 0 or self.copies < 1:
@@ -108,19 +91,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure.
+    """One failure."""
 
-    Attributes:
-        time: Seconds since the start of the job.
-        kind: What fails.
-        first_node: The place of its node in the world, or of the rack's first node.
-        moment: Where in a step it happens, from 0 to 1.
-    """
-
-    time: float
-    kind: FailureKind
-    first_node: int
-    moment: float
+    time: float  # seconds since the start of the job
+    kind: FailureKind  # what fails
+    first_node: int  # the place of its node in the world, or of the rack's first node
+    moment: float  # where in a step it happens, from 0 to 1
 
 
 FailureRates = Mapping[FailureKind, float]

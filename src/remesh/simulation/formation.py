@@ -33,39 +33,25 @@ LONGEST: Final = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """How agents behave.
-
-    Attributes:
-        stop_seconds: Time until the processes of a node are out of the way: they have left the
-            training function, or have ended.
-        beat_seconds: Time between two heartbeats.
-        notice_seconds: Time until an agent notices that its own process has died.
-        latency: Longest time of a message.
-        heartbeat_timeout: Seconds of silence after which a node is lost.
-        save_seconds: Time of the checkpoint that is saved before a world grows.
-    """
+    """How agents behave."""
 
     stop_seconds: float
-    beat_seconds: float = 1.0
-    notice_seconds: float = 0.1
-    latency: float = 0.005
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    save_seconds: float = 0.0
+    """Time until the processes of a node are out of the way: they have left the training function,
+    or have ended."""
+    beat_seconds: float = 1.0  # time between two heartbeats
+    notice_seconds: float = 0.1  # time until an agent notices that its own process has died
+    latency: float = 0.005  # longest time of a message
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT  # seconds of silence after which a node is lost
+    save_seconds: float = 0.0  # time of the checkpoint that is saved before a world grows
 
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """What a failure took until there was a new world.
+    """What a failure took until there was a new world."""
 
-    Attributes:
-        noticed: Seconds until the master knew of it.
-        formed: Seconds until the next world was formed.
-        num_nodes: Its size.
-    """
-
-    noticed: float
-    formed: float
-    num_nodes: int
+    noticed: float  # seconds until the master knew of it
+    formed: float  # seconds until the next world was formed
+    num_nodes: int  # its size
 
 
 def form_again(

@@ -37,23 +37,17 @@ COPY_SHARE = 1.3
 class Strategy:
     """What a job does for its state.
 
-    Attributes:
-        name: In tables.
-        storage_every: Steps between two checkpoints in storage.
-        snapshot_every: Steps between two snapshots in memory; None for none.
-        replicas: On how many further nodes each file of a snapshot lies.
-        reenters: Processes that survive are entered again and keep their state; otherwise all end
-            and start anew.
-
     Raises:
         ValueError: If an interval is not positive, or replicas are negative.
     """
 
-    name: str
-    storage_every: int
-    snapshot_every: int | None = None
-    replicas: int = 0
+    name: str  # in tables
+    storage_every: int  # steps between two checkpoints in storage
+    snapshot_every: int | None = None  # steps between two snapshots in memory; None for none
+    replicas: int = 0  # on how many further nodes each file of a snapshot lies
     reenters: bool = False
+    """Processes that survive are entered again and keep their state; otherwise all end and start
+    anew."""
 
     def __post_init__(self) -> None:
         intervals = (self.storage_every, self.snapshot_every or 1)
@@ -63,53 +57,43 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """How long the parts of a recovery take that are not the master's.
-
-    Attributes:
-        start: From the start of a process to a training function that can resume: imports,
-            devices, model, compilation.
-        stop: Until processes have ended that are replaced.
-        leave: Until a process that is entered again has left its training function.
-        enter: Until it is ready to resume: process groups and what the function makes anew.
-        warm: Until a process that takes the place of another is ready, if its interpreter is warm.
-        straggler: How long a slow node is borne.
-        straggler_factor: By what steps take longer meanwhile.
-    """
+    """How long the parts of a recovery take that are not the master's."""
 
     start: float = 60.0
-    stop: float = 5.0
-    leave: float = 0.5
+    """From the start of a process to a training function that can resume: imports, devices, model,
+    compilation."""
+    stop: float = 5.0  # until processes have ended that are replaced
+    leave: float = 0.5  # until a process that is entered again has left its training function
     enter: float = 2.0
+    """Until it is ready to resume: process groups and what the function makes anew."""
     warm: float = 10.0
-    straggler: float = 3600.0
-    straggler_factor: float = 1.3
+    """Until a process that takes the place of another is ready, if its interpreter is warm."""
+    straggler: float = 3600.0  # how long a slow node is borne
+    straggler_factor: float = 1.3  # by what steps take longer meanwhile
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a job.
-
-    Attributes:
-        seconds: How long it ran.
-        goodput: Part of the time that went into steps that count, at the pace of the full world.
-        num_failures: Failures; one during a recovery counts too.
-        steps: Steps that count.
-        steps_lost: Steps that were made again.
-        recoveries: Seconds from each failure to the next step.
-        bytes_moved: Bytes that recoveries brought to nodes, over network or from storage.
-        sources: How often the state came from where.
-        waiting: Seconds without enough nodes.
-    """
+    """What became of a job."""
 
     seconds: float
+    """How long it ran."""
     goodput: float = 0.0
+    """Part of the time that went into steps that count, at the pace of the full world."""
     num_failures: int = 0
+    """Failures; one during a recovery counts too."""
     steps: int = 0
+    """Steps that count."""
     steps_lost: int = 0
+    """Steps that were made again."""
     recoveries: list[float] = field(default_factory=list)
+    """Seconds from each failure to the next step."""
     bytes_moved: float = 0.0
+    """Bytes that recoveries brought to nodes, over network or from storage."""
     sources: Counter[str] = field(default_factory=Counter)
+    """How often the state came from where."""
     waiting: float = 0.0
+    """Seconds without enough nodes."""
 
 
 def formation_seconds(
@@ -202,33 +186,15 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state that a job can go on from.
-
-    Attributes:
-        step: Its step.
-        source: Where it is: in storage, a snapshot, or live memory.
-    """
+    """A state that a job can go on from."""
 
     step: int
-    source: str
+    source: str  # where it is: in storage, a snapshot, or live memory
 
 
 @dataclass(slots=True)
 class _Job:
-    """A job that runs.
-
-    Attributes:
-        now: Seconds since its start.
-        step: Steps that count at `now`.
-        part: Part of the step after that which is done.
-        num_nodes: Nodes of the world.
-        spares: Further nodes that are ready.
-        repairs: When nodes come back that have failed: a heap.
-        slow_until: When the slow node is replaced; None if none is slow.
-        stored: The newest step in storage.
-        saving: A step whose save has not ended, and when it ends.
-        snapshot: The step of the newest snapshot.
-    """
+    """A job that runs."""
 
     cluster: Cluster
     workload: Workload
@@ -236,16 +202,17 @@ class _Job:
     durations: Durations
     formation: FormationSeconds
     outcome: Outcome
-    num_nodes: int
-    spares: int
-    now: float = 0.0
-    step: int = 0
-    part: float = 0.0
+    num_nodes: int  # nodes of the world
+    spares: int  # further nodes that are ready
+    now: float = 0.0  # seconds since its start
+    step: int = 0  # steps that count at `now`
+    part: float = 0.0  # part of the step after that which is done
     repairs: list[float] = field(default_factory=list)
-    slow_until: float | None = None
-    stored: int = 0
-    saving: tuple[int, float] | None = None
-    snapshot: int | None = None
+    """When nodes come back that have failed: a heap."""
+    slow_until: float | None = None  # when the slow node is replaced; None if none is slow
+    stored: int = 0  # the newest step in storage
+    saving: tuple[int, float] | None = None  # a step whose save has not ended, and when it ends
+    snapshot: int | None = None  # the step of the newest snapshot
 
     @property
     def node_bytes(self) -> float:

@@ -72,18 +72,14 @@ _KINDS = {
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """What the storages of a process in one bucket share.
+    """What the storages of a process in one bucket share."""
 
-    Attributes:
-        store: The obstore store with its connections.
-        latency: Seconds of the fastest request that read, a small one mostly; 0 before the first.
-        honours_conditions: Whether the store refuses a put under the condition that there is no
-            such object, if there is one; None before that is known.
-    """
-
-    store: ObjectStore
+    store: ObjectStore  # the obstore store with its connections
     latency: float = 0.0
+    """Seconds of the fastest request that read, a small one mostly; 0 before the first."""
     honours_conditions: bool | None = None
+    """Whether the store refuses a put under the condition that there is no such object, if there is
+    one; None before that is known."""
 
 
 def open_bucket(url: str, scheme: str, rest: str) -> tuple[Bucket, str]:

@@ -62,15 +62,10 @@ class Connecting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """How bytes are moved to or from a storage that is a network away.
+    """How bytes are moved to or from a storage that is a network away."""
 
-    Attributes:
-        size: Bytes of a request.
-        number: Requests under way at a time.
-    """
-
-    size: int
-    number: int
+    size: int  # bytes of a request
+    number: int  # requests under way at a time
 
 
 def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_number: int) -> Flow:

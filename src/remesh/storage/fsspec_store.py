@@ -64,11 +64,9 @@ class FsspecStorage:
 
     @property
     def url(self) -> str:
-        """See `Storage.url`."""
         return self._url
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Storage.list`."""
         return sorted(self.list_sizes(prefix))
 
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
@@ -91,7 +89,6 @@ class FsspecStorage:
         return sizes
 
     def list_directory(self, path: str = "") -> Directory:
-        """See `DirectoryListing.list_directory`."""
         place = self._path(path) if path else self._root
         try:
             self._files.invalidate_cache()
@@ -110,7 +107,6 @@ class FsspecStorage:
         return Directory(tuple(sorted(directories)), files)
 
     def size(self, path: str) -> int:
-        """See `Storage.size`."""
         place = self._path(path)
         try:
             self._files.invalidate_cache()
@@ -122,7 +118,6 @@ class FsspecStorage:
         return int(found["size"])
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Storage.read`."""
         assert start >= 0
         assert stop is None or stop >= 0
         place = self._path(path)
@@ -136,7 +131,6 @@ class FsspecStorage:
             return self._nothing_behind(path, start, error).tobytes()
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
         data = self.read_own(path, start, start + buffer.size)
         buffer[: data.size] = data
         return len(data)
@@ -156,7 +150,6 @@ class FsspecStorage:
         return np.frombuffer(found, np.uint8)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        """See `Storage.put`."""
         place = self._path(path)
         hidden = _beside(place, secrets.token_hex(8))
         # Some file systems in memory do not lock themselves.
@@ -204,7 +197,6 @@ class FsspecStorage:
         return StreamWriter(name, num_bytes, self._part_bytes, upload=upload, on_close=forget)
 
     def delete(self, path: str) -> None:
-        """See `Storage.delete`."""
         place = self._path(path)
         try:
             self._remove(place)
@@ -243,11 +235,7 @@ class FsspecStorage:
             self._files.rm_file(place)
 
     def _move_exclusively(self, hidden: str, place: str, name: str) -> None:
-        """Give a file its final name unless the name is taken.
-
-        Raises:
-            CheckpointExistsError: If it is taken.
-        """
+        """Give a file its final name unless the name is taken."""
         marker = _beside(place, place.rpartition("/")[2])
         try:
             self._files.open(marker, "xb").close()

@@ -83,11 +83,9 @@ class LocalStorage:
 
     @property
     def url(self) -> str:
-        """See `Storage.url`."""
         return str(self._root)
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Storage.list`."""
 
         def fail(error: OSError) -> None:
             # Others may remove directories while we look, and the root need not exist.
@@ -120,7 +118,6 @@ class LocalStorage:
         return Directory(tuple(sorted(directories)), files)
 
     def size(self, path: str) -> int:
-        """See `Storage.size`."""
         file = self._file(path)
         try:
             return file_size(file, file.stat())
@@ -130,7 +127,6 @@ class LocalStorage:
             raise _cannot_read(file, error) from error
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Storage.read`."""
         assert start >= 0
         assert stop is None or stop >= 0
         file = self._file(path)
@@ -142,7 +138,6 @@ class LocalStorage:
             raise _cannot_read(file, error) from error
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
         assert start >= 0
         file = self._file(path)
         try:
@@ -151,7 +146,6 @@ class LocalStorage:
             raise _cannot_read(file, error) from error
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        """See `Storage.put`."""
         file = self._file(path)
         self._make_parents(file)
         hidden = file.with_name(f"{_HIDDEN}{secrets.token_hex(8)}")
@@ -171,7 +165,6 @@ class LocalStorage:
         self.sync()
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> LocalWriter:
-        """See `Storage.create`."""
         assert not overwrite, "files of a directory are replaced by `rename`"
         file = self._file(path)
         self._make_parents(file)
@@ -183,7 +176,6 @@ class LocalStorage:
             raise _cannot_write(file, error) from error
 
     def open_shared(self, path: str, num_bytes: int) -> SharedWriter:
-        """See `SharedFiles.open_shared`."""
         file = self._file(path)
         self._make_parents(file)
         try:
@@ -192,7 +184,6 @@ class LocalStorage:
             raise _cannot_write(file, error) from error
 
     def rename(self, path: str, new: str) -> None:
-        """See `SharedFiles.rename`."""
         file, renamed = self._file(path), self._file(new)
         self._make_parents(renamed)
         try:
@@ -201,7 +192,6 @@ class LocalStorage:
             raise explain("rename", file, error) from error
 
     def lock(self, path: str) -> Callable[[], None] | None:
-        """See `SharedFiles.lock`."""
         file = self._file(path)
         self._make_parents(file)
         try:
@@ -226,7 +216,6 @@ class LocalStorage:
 
     @property
     def copies_at_once(self) -> bool:
-        """See `CopiedFiles.copies_at_once`."""
         return True
 
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
@@ -256,7 +245,6 @@ class LocalStorage:
                 raise explain("remove", file, error) from error
 
     def sync(self) -> None:
-        """See `Storage.sync`."""
         # The lock is held throughout: a caller that returns from here may rely on directories that
         # another thread has already taken from the set.
         with self._lock:
@@ -317,11 +305,7 @@ class LocalStorage:
             self._known |= changed
 
     def _not_known(self, directory: Path) -> Iterator[Path]:
-        """The directories above one that exists whose entries may not be durable yet.
-
-        Raises:
-            OSError: If the system fails.
-        """
+        """The directories above one that exists whose entries may not be durable yet."""
         while directory not in self._known and not directory.is_mount():
             directory = directory.parent
             # No save of this user makes entries where the user may not write, and a directory
@@ -355,12 +339,7 @@ def _cannot_write(file: Path, error: OSError) -> RemeshError:
 
 
 def _rename_exclusively(hidden: Path, file: Path) -> None:
-    """Give a file its final name unless the name is taken.
-
-    Raises:
-        CheckpointExistsError: If it is taken.
-        OSError: If the system fails.
-    """
+    """Give a file its final name unless the name is taken."""
     try:
         os.link(hidden, file)
     except FileExistsError as error:

@@ -138,7 +138,6 @@ class LocalWriter:
             raise
 
     def write(self, position: int, data: Buffer) -> None:
-        """See `Writer.write`."""
         assert self._open, f"{self._path} is closed"
         assert 0 <= position <= position + data.size <= self._num_bytes
         try:
@@ -148,7 +147,6 @@ class LocalWriter:
             raise explain("write", self._path, error) from error
 
     def finish(self, num_bytes: int | None = None) -> None:
-        """See `Writer.finish`."""
         assert self._open, f"{self._path} is closed"
         # A failed fsync must not be tried again, for the second may succeed without the bytes:
         # the file is closed either way, and `abort` still removes it.
@@ -164,7 +162,6 @@ class LocalWriter:
         self._done = True
 
     def abort(self) -> None:
-        """See `Writer.abort`."""
         if self._done:
             return
         self._done = True
@@ -224,7 +221,6 @@ class SharedWriter:
             raise
 
     def write(self, position: int, data: Buffer) -> None:
-        """See `Writer.write`."""
         assert 0 <= position <= position + data.size <= self._num_bytes
         try:
             _write_all(self._open[0], position, data)

@@ -41,30 +41,25 @@ class MemoryStorage:
         return f"memory://{id(self):x}"
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Storage.list`."""
         prefix_directory(prefix)
         with self._lock:
             return sorted(path for path in self._files if path.startswith(prefix))
 
     def size(self, path: str) -> int:
-        """See `Storage.size`."""
         return self._content(path).size
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Storage.read`."""
         assert start >= 0
         assert stop is None or stop >= 0
         return self._content(path)[start:stop].tobytes()
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
         assert start >= 0
         found = self._content(path)[start : start + buffer.size]
         buffer[: found.size] = found
         return found.size
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        """See `Storage.put`."""
         check_path(path)
         with self._lock:
             if path in self._unfinished or (path in self._files and not overwrite):
@@ -74,7 +69,6 @@ class MemoryStorage:
             self._files[path] = np.frombuffer(data, np.uint8)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> MemoryWriter:
-        """See `Storage.create`."""
         check_path(path)
         with self._lock:
             if (path in self._files and not overwrite) or path in self._unfinished:
@@ -84,7 +78,6 @@ class MemoryStorage:
         return MemoryWriter(self, path, content)
 
     def delete(self, path: str) -> None:
-        """See `Storage.delete`."""
         check_path(path)
         with self._lock:
             self._files.pop(path, None)
@@ -93,7 +86,6 @@ class MemoryStorage:
         """See `Storage.sync`; there is nothing to do."""
 
     def space(self) -> FileSystemSpace | None:
-        """See `Storage.space`."""
         if self._capacity is None:
             return None
         with self._lock:
@@ -141,19 +133,16 @@ class MemoryWriter:
     _open: bool = True
 
     def write(self, position: int, data: Buffer) -> None:
-        """See `Writer.write`."""
         assert self._open, f"{self._path} is closed"
         assert 0 <= position <= position + data.size <= self._content.size
         self._content[position : position + data.size] = data
 
     def finish(self, num_bytes: int | None = None) -> None:
-        """See `Writer.finish`."""
         assert self._open, f"{self._path} is closed"
         self._open = False
         self._storage._publish(self._path, num_bytes)  # noqa: SLF001 - two halves of one thing
 
     def abort(self) -> None:
-        """See `Writer.abort`."""
         if self._open:
             self._open = False
             self._storage._give_up(self._path)  # noqa: SLF001 - two halves of one thing

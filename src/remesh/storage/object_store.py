@@ -113,16 +113,13 @@ class ObjectStorage:
 
     @property
     def url(self) -> str:
-        """See `Storage.url`."""
         return self._url
 
     @property
     def latency(self) -> float:
-        """See `MeasuredLatency.latency`."""
         return self._bucket.latency
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Storage.list`."""
         return sorted(self.list_sizes(prefix))
 
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
@@ -157,7 +154,6 @@ class ObjectStorage:
         )
 
     def size(self, path: str) -> int:
-        """See `Storage.size`."""
         check_path(path)
         try:
             return self._objects.head(path)["size"]
@@ -165,7 +161,6 @@ class ObjectStorage:
             raise explain("read", self._name(path), error) from None
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Storage.read`."""
         assert start >= 0
         assert stop is None or stop >= 0
         check_path(path)
@@ -190,7 +185,6 @@ class ObjectStorage:
         return self._read_unchanged(path, read_once)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
         assert start >= 0
         check_path(path)
         return self._read_unchanged(path, lambda: self._read_object(path, start, buffer))
@@ -206,7 +200,6 @@ class ObjectStorage:
         return buffer[: self.read_into(path, start, buffer)]
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        """See `Storage.put`."""
         check_path(path)
         try:
             if overwrite:
@@ -221,7 +214,6 @@ class ObjectStorage:
             raise explain("write", self._name(path), error) from None
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> StreamWriter:
-        """See `Storage.create`."""
         check_path(path)
         name = self._name(path)
         with self._lock:
@@ -252,18 +244,15 @@ class ObjectStorage:
         )
 
     def connect(self, number: int) -> None:
-        """See `Connecting.connect`."""
         opening = partial(self._objects.open_connections, f"{_HIDDEN}none", number)
         ask_meanwhile(self, lambda: asyncio.run(opening()))
 
     @property
     def begins_unseen(self) -> bool:
-        """See `UnseenFiles.begins_unseen`."""
         return True
 
     @property
     def copies_at_once(self) -> bool:
-        """See `CopiedFiles.copies_at_once`."""
         return False
 
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
@@ -286,7 +275,6 @@ class ObjectStorage:
         return is_whole
 
     def delete(self, path: str) -> None:
-        """See `Storage.delete`."""
         check_path(path)
         try:
             self._objects.delete([path])
@@ -346,18 +334,7 @@ class ObjectStorage:
         num_read: int = 0,
         meta: ObjectMeta | None = None,
     ) -> int:
-        """Fill a buffer from one object; returns how many bytes there were.
-
-        Args:
-            path: The object.
-            start: Where to begin in it.
-            buffer: What to fill.
-            num_read: Bytes that are in the buffer already.
-            meta: The object that they are of.
-
-        Raises:
-            _ChangedError: If the object is not the same in all requests.
-        """
+        """Fill a buffer from one object; returns how many bytes there were."""
         while num_read < buffer.size:
             target = buffer[num_read : num_read + READ_BYTES]
             begin = start + num_read
@@ -376,12 +353,7 @@ class ObjectStorage:
         return num_read
 
     def _get(self, path: str, start: int, stop: int) -> tuple[Buffer, ObjectMeta | None]:
-        """The bytes [start, stop), at least one, by one request.
-
-        Returns:
-            Those that there are, read-only; and of which object, None if the range begins behind
-            its end.
-        """
+        """The bytes [start, stop), at least one, by one request."""
         answer = self._ask(path, start, lambda: self._objects.read(path, start, stop))
         if answer is None:
             return np.empty(0, np.uint8), None
@@ -400,14 +372,7 @@ class ObjectStorage:
             return None
 
     def _put_exclusively(self, path: str, data: bytes) -> bool:
-        """Put an object unless there is one, whatever the store does about conditions.
-
-        Returns:
-            Whether it is ours that is there now.
-
-        Raises:
-            CheckpointExistsError: If another writer is at it.
-        """
+        """Put an object unless there is one, whatever the store does about conditions."""
         if self._bucket.honours_conditions is None:
             probe = self._find_conditions()
             with asking(self, partial(self._remove_probe, probe)):

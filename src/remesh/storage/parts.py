@@ -92,7 +92,6 @@ class Parts:
         return self._buffer(number)[start : start + num_bytes]
 
     def filled(self, position: int, num_bytes: int) -> None:
-        """See `LendingWriter.filled`."""
         number, start = divmod(position, self._part_bytes)
         with self._changed:
             if self._failure is None:
@@ -249,16 +248,13 @@ class StreamWriter:
         return self._parts.lend(position, num_bytes)
 
     def filled(self, position: int, num_bytes: int) -> None:
-        """See `LendingWriter.filled`."""
         self._parts.filled(position, num_bytes)
 
     def end(self, num_bytes: int | None = None) -> None:
-        """See `EndingWriter.end`."""
         assert self._open, f"{self._name} is closed"
         self._parts.finish(num_bytes)
 
     def finish(self, num_bytes: int | None = None) -> None:
-        """See `Writer.finish`."""
         self.end(num_bytes)
         self._thread.join()
         self._close()
@@ -266,7 +262,6 @@ class StreamWriter:
             raise self._error
 
     def abort(self) -> None:
-        """See `Writer.abort`."""
         if self._open:
             self._parts.fail(GivenUpError())
             self._thread.join()

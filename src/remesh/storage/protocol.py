@@ -17,21 +17,17 @@ Buffer = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class FileSystemSpace:
-    """The free space in the file system of a storage.
-
-    Attributes:
-        identity: Equal for storages, on any rank, that share this space.
-        free_bytes: Bytes that may still be written.
-        directory: Equal on ranks that reach the same directory under the name of the root; empty
-            if that is not known.
-        existing: The nearest directory that exists at or above the root; empty if that is not
-            known.
-    """
+    """The free space in the file system of a storage."""
 
     identity: str
+    """Equal for storages, on any rank, that share this space."""
     free_bytes: int
+    """Bytes that may still be written."""
     directory: str = ""
+    """Equal on ranks that reach the same directory under the name of the root; empty if that is not
+    known."""
     existing: str = ""
+    """The nearest directory that exists at or above the root; empty if that is not known."""
 
     __repr__ = short_repr
 

@@ -27,15 +27,11 @@ class SizedListing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a listing says of a file.
+    """What a listing says of a file."""
 
-    Attributes:
-        num_bytes: Its size.
-        modified: When it was last changed, in seconds since the epoch; None if that is not known.
-    """
-
-    num_bytes: int
+    num_bytes: int  # its size
     modified: float | None
+    """When it was last changed, in seconds since the epoch; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,17 +28,12 @@ _FOLDER = ".remesh-doctor"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One thing that was tried.
+    """One thing that was tried."""
 
-    Attributes:
-        name: What.
-        status: `good`; `slow`, if remesh works around it; `bad`, if saves there are not safe.
-        detail: What was seen, and what follows.
-    """
-
-    name: str
+    name: str  # what
     status: Literal["good", "slow", "bad"]
-    detail: str
+    """`good`; `slow`, if remesh works around it; `bad`, if saves there are not safe."""
+    detail: str  # what was seen, and what follows
 
 
 def try_out(storage: Storage) -> list[Trial]:

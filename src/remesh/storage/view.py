@@ -17,7 +17,6 @@ class StorageView:
 
     @property
     def url(self) -> str:
-        """See `Storage.url`."""
         return self._storage.url
 
     def list(self, prefix: str = "") -> list[str]:
@@ -25,35 +24,27 @@ class StorageView:
         return self._storage.list(prefix)
 
     def size(self, path: str) -> int:
-        """See `Storage.size`."""
         return self._storage.size(path)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Storage.read`."""
         return self._storage.read(path, start, stop)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
         return self._storage.read_into(path, start, buffer)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        """See `Storage.put`."""
         self._storage.put(path, data, overwrite=overwrite)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> Writer:
-        """See `Storage.create`."""
         return self._storage.create(path, num_bytes, overwrite=overwrite)
 
     def delete(self, path: str) -> None:
-        """See `Storage.delete`."""
         self._storage.delete(path)
 
     def sync(self) -> None:
-        """See `Storage.sync`."""
         self._storage.sync()
 
     def space(self) -> FileSystemSpace | None:
-        """See `Storage.space`."""
         return self._storage.space()
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 - the names of the tests say what they test
 """What every storage and every exchange must do, as tests to inherit.
 
 Subclass a suite, supply its hook, and pytest runs the whole of it::
@@ -49,14 +48,11 @@ T = TypeVar("T")
 
 
 class StorageConformance:
-    """The suite for storages; supply `make_storage`.
-
-    Attributes:
-        finds_files_late: Whether `create` begins a file that exists already, and the writer raises
-            the error, as `Storage.create` allows a storage that is a network away.
-    """
+    """The suite for storages; supply `make_storage`."""
 
     finds_files_late: ClassVar[bool] = False
+    """Whether `create` begins a file that exists already, and the writer raises the error, as
+    `Storage.create` allows a storage that is a network away."""
 
     def make_storage(self, tmp_path: Path) -> Storage:
         """An empty storage; `tmp_path` is an empty directory that pytest removes."""

@@ -31,67 +31,55 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Matching calls raise.
-
-    Attributes:
-        operation: Name of the operation.
-        path: Pattern of paths, as in a shell.
-        number: The error number: `errno.ENOSPC` and `errno.EDQUOT` become `NoSpaceError`, any
-            other number (usually `errno.EIO`) a `StorageError`.
-        skip: How many matching calls go well first.
-        times: How many fail after that; None for all.
-    """
+    """Matching calls raise."""
 
     operation: str
+    """Name of the operation."""
     path: str = "*"
+    """Pattern of paths, as in a shell."""
     number: int = errno.EIO
+    """The error number: `errno.ENOSPC` and `errno.EDQUOT` become `NoSpaceError`, any other number
+    (usually `errno.EIO`) a `StorageError`."""
     skip: int = 0
+    """How many matching calls go well first."""
     times: int | None = None
+    """How many fail after that; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlipBit:
-    """One bit of each matching file is wrong.
-
-    Attributes:
-        path: Pattern of paths.
-        position: Byte of the file.
-        bit: Bit of the byte, 0 the lowest.
-        when: `"written"`: the wrong bit is stored. `"read"`: it is stored right and read wrong.
-    """
+    """One bit of each matching file is wrong."""
 
     path: str
+    """Pattern of paths."""
     position: int
+    """Byte of the file."""
     bit: int = 0
+    """Bit of the byte, 0 the lowest."""
     when: Literal["written", "read"] = "read"
+    """`"written"`: the wrong bit is stored. `"read"`: it is stored right and read wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Readers find the end of each matching file too early.
-
-    Attributes:
-        path: Pattern of paths.
-        num_bytes: Where it ends.
-    """
+    """Readers find the end of each matching file too early."""
 
     path: str
+    """Pattern of paths."""
     num_bytes: int
+    """Where it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Matching calls are delayed.
-
-    Attributes:
-        operation: Name of the operation.
-        seconds: How long they wait first.
-        path: Pattern of paths.
-    """
+    """Matching calls are delayed."""
 
     operation: str
+    """Name of the operation."""
     seconds: float
+    """How long they wait first."""
     path: str = "*"
+    """Pattern of paths."""
 
 
 StorageFault: TypeAlias = Fail | FlipBit | Truncate | Slow
@@ -125,28 +113,23 @@ class FaultyStorage:
 
     @property
     def url(self) -> str:
-        """See `Storage.url`."""
         return self._inner.url
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Storage.list`."""
         self.meet("list")
         return self._inner.list(prefix)
 
     def size(self, path: str) -> int:
-        """See `Storage.size`."""
         self.meet("size", path)
         return min(self._inner.size(path), self._end(path))
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Storage.read`."""
         self.meet("read", path)
         end = self._end(path)
         data = self._inner.read(path, min(start, end), end if stop is None else min(stop, end))
         return self.flip(path, start, data, when="read")
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
         self.meet("read_into", path)
         room = buffer[: max(self._end(path) - start, 0)]
         num_bytes = self._inner.read_into(path, start, room)
@@ -155,27 +138,22 @@ class FaultyStorage:
         return num_bytes
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        """See `Storage.put`."""
         self.meet("put", path)
         self._inner.put(path, self.flip(path, 0, data, when="written"), overwrite=overwrite)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> FaultyWriter:
-        """See `Storage.create`."""
         self.meet("create", path)
         return FaultyWriter(self, path, self._inner.create(path, num_bytes, overwrite=overwrite))
 
     def delete(self, path: str) -> None:
-        """See `Storage.delete`."""
         self.meet("delete", path)
         self._inner.delete(path)
 
     def sync(self) -> None:
-        """See `Storage.sync`."""
         self.meet("sync")
         self._inner.sync()
 
     def space(self) -> FileSystemSpace | None:
-        """See `Storage.space`."""
         self.meet("space")
         return self._inner.space()
 
@@ -239,18 +217,15 @@ class FaultyWriter:
         self._inner = inner
 
     def write(self, position: int, data: Buffer) -> None:
-        """See `Writer.write`."""
         self._storage.meet("write", self._path)
         right = data.tobytes()
         wrong = self._storage.flip(self._path, position, right, when="written")
         self._inner.write(position, data if wrong == right else np.frombuffer(wrong, np.uint8))
 
     def finish(self, num_bytes: int | None = None) -> None:
-        """See `Writer.finish`."""
         self._storage.meet("finish", self._path)
         self._inner.finish(num_bytes)
 
     def abort(self) -> None:
-        """See `Writer.abort`."""
         self._storage.meet("abort", self._path)
         self._inner.abort()

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 - the names of the tests say what they test
 """What every place for a lease must do, as tests to inherit.
 
 Subclass the suite, supply `open_leases`, and pytest runs the whole of it.

@@ -25,38 +25,28 @@ class RankDiedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Returned(Generic[T_co]):
-    """The rank's function returned.
-
-    Attributes:
-        value: The returned value.
-    """
+    """The rank's function returned."""
 
     value: T_co
+    """The returned value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The rank's function raised.
-
-    Attributes:
-        error: The exception; in a process that could not send it, a `RankFailedError` in its
-            place.
-        traceback: Its traceback on that rank, as text.
-    """
+    """The rank's function raised."""
 
     error: BaseException
+    """The exception; in a process that could not send it, a `RankFailedError` in its place."""
     traceback: str
+    """Its traceback on that rank, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The rank's process ended without a result.
-
-    Attributes:
-        exit_code: As in `subprocess`: negative for a signal.
-    """
+    """The rank's process ended without a result."""
 
     exit_code: int
+    """As in `subprocess`: negative for a signal."""
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -66,15 +56,12 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The rank still ran when the time was up.
-
-    Attributes:
-        seconds: The time that it had.
-        traceback: Where it was, as text, if that could be seen.
-    """
+    """The rank still ran when the time was up."""
 
     seconds: float
+    """The time that it had."""
     traceback: str = ""
+    """Where it was, as text, if that could be seen."""
 
 
 Outcome: TypeAlias = Returned[T] | Raised | Died | TimedOut

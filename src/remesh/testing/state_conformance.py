@@ -1,4 +1,3 @@
-# ruff: noqa: D102 - the names of the tests say what they test
 """What every format and every adapter must do, as tests to inherit.
 
 `FormatConformance` is for what turns files on disk into an `Index`; `AdapterConformance` for what

@@ -46,23 +46,14 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that is about to be made, or was made.
+    """A call that is about to be made, or was made."""
 
-    Attributes:
-        name: Of the function.
-        path: The file, relative to the directory that is watched; "" for that directory.
-        target: The second path of `link`, `rename` and `replace`.
-        flags: Of `open`.
-        position: Where `pwrite` begins; the size for `ftruncate` and `fallocate`.
-        data: The bytes that `pwrite` writes.
-    """
-
-    name: str
-    path: str
-    target: str = ""
-    flags: int = 0
-    position: int = 0
-    data: bytes = b""
+    name: str  # of the function
+    path: str  # the file, relative to the directory that is watched; "" for that directory
+    target: str = ""  # the second path of `link`, `rename` and `replace`
+    flags: int = 0  # of `open`
+    position: int = 0  # where `pwrite` begins; the size for `ftruncate` and `fallocate`
+    data: bytes = b""  # the bytes that `pwrite` writes
 
 
 Handler = Callable[[Call], int | None]

@@ -54,21 +54,18 @@ _log = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """The result of an export.
-
-    Attributes:
-        files: Names of the weight files.
-        num_tensors: Tensors in them.
-        num_bytes: Bytes of these tensors.
-        tied: Names that are not in a safetensors file because they are another's: alias → name.
-        seconds: How long it took.
-    """
+    """The result of an export."""
 
     files: tuple[str, ...]
+    """Names of the weight files."""
     num_tensors: int
+    """Tensors in them."""
     num_bytes: int
+    """Bytes of these tensors."""
     tied: Mapping[str, str]
+    """Names that are not in a safetensors file because they are another's: alias → name."""
     seconds: float
+    """How long it took."""
 
     __repr__ = short_repr
 
@@ -204,21 +201,13 @@ class _Weight(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of the files.
+    """A tensor of the files."""
 
-    Attributes:
-        names: Its names in the files; more than one if it is tied.
-        source: Its stored name in the state.
-        source_dtype: Name of its element type there.
-        dtype: Name of its element type in the files.
-        shape: Its whole shape.
-    """
-
-    names: tuple[str, ...]
-    source: str
-    source_dtype: str
-    dtype: str
-    shape: tuple[int, ...]
+    names: tuple[str, ...]  # its names in the files; more than one if it is tied
+    source: str  # its stored name in the state
+    source_dtype: str  # name of its element type there
+    dtype: str  # name of its element type in the files
+    shape: tuple[int, ...]  # its whole shape
 
 
 def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
@@ -300,11 +289,7 @@ def _choose(
     dtype: str | None,
     entries: Sequence[str],
 ) -> list[_Tensor]:
-    """The tensors that are exported, with their names in the files; the state has these entries.
-
-    Raises:
-        StateError: If there are none, two have one name, or peft has wrapped the layer of one.
-    """
+    """The tensors that are exported, with their names in the files; the state has these entries."""
     if dtype is not None and not torch_dtype(dtype).is_floating_point:
         raise StateError(f"weights cannot be exported as {dtype}; choose a floating-point dtype")
     owner_of: dict[str, str] = {}
@@ -348,11 +333,7 @@ def _choose(
 
 
 def _refuse_adapter(name: str) -> None:
-    """Refuse a weight whose layer peft has wrapped: `from_pretrained` ignores such names.
-
-    Raises:
-        StateError: If it is one.
-    """
+    """Refuse a weight whose layer peft has wrapped: `from_pretrained` ignores such names."""
     if any(key == "base_layer" or key.startswith("lora_") for key in name.split(".")):
         raise StateError(
             f"{name}: a weight of a peft model, whose names from_pretrained ignores\n"
@@ -416,32 +397,21 @@ def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Exported:
-    """A box of a tensor whose elements are cast, and must stay finite, on their way out.
+    """A box of a tensor whose elements are cast, and must stay finite, on their way out."""
 
-    Attributes:
-        memory: The box.
-        tensor: The tensor.
-    """
-
-    memory: Memory
+    memory: Memory  # the box
     tensor: _Tensor
 
     @property
     def carrier(self) -> CarrierDType:
-        """See `Memory.carrier`."""
         return BY_NAME[self.tensor.dtype].carrier
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`."""
         return self.memory.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`.
-
-        Raises:
-            StateError: If values became infinite in a narrow dtype.
-        """
+        """See `Memory.copy_out`."""
         tensor = self.tensor
         dtypes = () if tensor.dtype == tensor.source_dtype else (tensor.dtype,)
         values = np.empty(box.shape, self.memory.carrier)
@@ -456,11 +426,7 @@ class _Exported:
 
 
 def _check_finite(tensor: _Tensor, values: CarrierArray) -> None:
-    """Refuse values that became infinite on their way into a narrow dtype.
-
-    Raises:
-        StateError: If there are any.
-    """
+    """Refuse values that became infinite on their way into a narrow dtype."""
     dtype = torch_dtype(tensor.dtype)
     if not dtype.is_floating_point or dtype.itemsize > 2:
         return

@@ -52,19 +52,12 @@ def leave(manager: Manager) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """What the last call of `Manager.step` was given.
-
-    Attributes:
-        step: The step.
-        state: The user's state.
-        metrics: Its metrics.
-        fingerprint: Of the state at that moment; None without torch.
-    """
+    """What the last call of `Manager.step` was given."""
 
     step: int
-    state: Any
+    state: Any  # the user's state
     metrics: Mapping[str, float] | None
-    fingerprint: Fingerprint | None
+    fingerprint: Fingerprint | None  # of the state at that moment; None without torch
 
     def change(self) -> str:
         """What was changed in the state since, or nothing."""

@@ -68,27 +68,17 @@ class _Recovery(Resharder):
 
 @dataclass(slots=True)
 class Boundary:
-    """What a rank held when its last step was complete.
-
-    Attributes:
-        step: The step.
-        note: What a save would have recorded then.
-        parent: What `Manager` had as the parent of its saves.
-        keeper: Gives the state as it was.
-        rows: Random numbers, as they are saved.
-        role: Coordinates of this rank's role.
-        saved_at: When the last save began that was committed, by this process's monotonic clock.
-        is_clean: Whether no optimizer has begun to change it.
-    """
+    """What a rank held when its last step was complete."""
 
     step: int
-    note: ManagerNote
-    parent: str
-    keeper: Keeper
-    rows: Callable[[], Mapping[str, ShardedTensor]]
-    role: list[int]
+    note: ManagerNote  # what a save would have recorded then
+    parent: str  # what `Manager` had as the parent of its saves
+    keeper: Keeper  # gives the state as it was
+    rows: Callable[[], Mapping[str, ShardedTensor]]  # random numbers, as they are saved
+    role: list[int]  # coordinates of this rank's role
     saved_at: float
-    is_clean: bool = True
+    """When the last save began that was committed, by this process's monotonic clock."""
+    is_clean: bool = True  # whether no optimizer has begun to change it
 
     def make_room(self) -> bool:
         """Leave room for the next state; False if this one has to be given up for it."""
@@ -103,21 +93,13 @@ class Boundary:
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a rank has in memory.
+    """What a rank has in memory."""
 
-    Attributes:
-        step: The step; None if it has nothing.
-        note: Of the boundary, as JSON.
-        parent: See `Boundary`.
-        role: See `Boundary`.
-        unsaved_seconds: See `Source`.
-    """
-
-    step: int | None
-    note: bytes = b""
-    parent: str = ""
-    role: list[int] = []
-    unsaved_seconds: float = 0.0
+    step: int | None  # the step; None if it has nothing
+    note: bytes = b""  # of the boundary, as JSON
+    parent: str = ""  # see `Boundary`
+    role: list[int] = []  # see `Boundary`
+    unsaved_seconds: float = 0.0  # see `Source`
 
 
 def steps_on_offer(offers: list[Offer]) -> dict[int, list[int]]:
@@ -357,7 +339,6 @@ class Keeper:
         return state
 
     def make_room(self) -> bool:
-        """See `room.make_room`."""
         state = self.roll_back()
         is_kept = make_room(state)
         self._fingerprint = self._fingerprints.take(state)  # tensors may have moved

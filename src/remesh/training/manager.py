@@ -389,11 +389,7 @@ class Manager:
         metrics: Mapping[str, float] | None,
         fingerprint: Fingerprint | None,
     ) -> None:
-        """Note that a step is complete in the memory of this process, if live memory is used.
-
-        Raises:
-            WorldChangedError: If the training function has to be left.
-        """
+        """Note that a step is complete in the memory of this process, if live memory is used."""
         if self._live is not None:
             assert fingerprint is not None, "live memory needs torch"
             self._live.saved_at = self._saved_at
@@ -604,11 +600,7 @@ class Manager:
             raise failure
 
     def _check_open(self, call: str) -> None:
-        """Refuse a call after the end.
-
-        Raises:
-            StateError: If the manager is closed.
-        """
+        """Refuse a call after the end."""
         if self._closed:
             raise StateError(f"Manager.{call}: this manager {self._closed}; make a new one.")
 

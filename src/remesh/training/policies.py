@@ -107,40 +107,24 @@ def is_periodic(policies: Sequence[SavePolicy]) -> bool:
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What one rank tells the others when notes are exchanged.
+    """What one rank tells the others when notes are exchanged."""
 
-    Attributes:
-        reason: Why it wants a save; empty if it does not.
-        stop: Whether the training is to end after that save.
-        hold: Whether the training is to wait after that save.
-        failed: Whether a save has failed in its background.
-        next_look: Rank 0's proposal: the step after which notes are exchanged again.
-    """
-
-    reason: str = ""
-    stop: bool = False
-    hold: bool = False
-    failed: bool = False
-    next_look: int = 0
+    reason: str = ""  # why it wants a save; empty if it does not
+    stop: bool = False  # whether the training is to end after that save
+    hold: bool = False  # whether the training is to wait after that save
+    failed: bool = False  # whether a save has failed in its background
+    next_look: int = 0  # rank 0's proposal: the step after which notes are exchanged again
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDecision:
-    """What all ranks make of their notes.
+    """What all ranks make of their notes."""
 
-    Attributes:
-        reason: Why to save now; empty for no save.
-        stop: Whether the training is to end.
-        hold: Whether the training is to wait.
-        failed: Whether a save has failed in the background of some rank.
-        next_look: The step after which notes are exchanged again.
-    """
-
-    reason: str
-    stop: bool
-    hold: bool
-    failed: bool
-    next_look: int
+    reason: str  # why to save now; empty for no save
+    stop: bool  # whether the training is to end
+    hold: bool  # whether the training is to wait
+    failed: bool  # whether a save has failed in the background of some rank
+    next_look: int  # the step after which notes are exchanged again
 
 
 def combine(notes: Sequence[Note]) -> SaveDecision:

@@ -42,59 +42,52 @@ MAX_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The checkpoint from which a training run resumes.
-
-    Attributes:
-        info: The checkpoint.
-        step: Steps done.
-        passed_over: Newer checkpoints that could not be used, from the newest on: name and reason.
-        same_random: Whether every random stream goes on exactly where it was; otherwise some were
-            seeded anew (see `remesh.training.rng`).
-        trackers: Name → run of an experiment tracker, as it was saved; see
-            `remesh.training.trackers.resume_arguments`.
-        report: What the load did on this rank.
-        from_memory: Whether the checkpoint was a snapshot in the nodes' memory.
-        live: Whether the state came from the memory of the processes that continued.
-        held_bytes: If it did, the memory that the old tensors of this rank took until the new ones
-            were filled: what the resume needed besides the state, with a few buffers.
-    """
+    """The checkpoint from which a training run resumes."""
 
     info: CheckpointInfo
+    """The checkpoint."""
     step: int
+    """Steps done."""
     passed_over: tuple[tuple[str, str], ...]
+    """Newer checkpoints that could not be used, from the newest on: name and reason."""
     same_random: bool
+    """Whether every random stream goes on exactly where it was; otherwise some were seeded anew
+    (see `remesh.training.rng`)."""
     trackers: Mapping[str, TrackerRun]
+    """Name → run of an experiment tracker, as it was saved; see
+    `remesh.training.trackers.resume_arguments`."""
     report: RestoreReport
+    """What the load did on this rank."""
     from_memory: bool = False
+    """Whether the checkpoint was a snapshot in the nodes' memory."""
     live: bool = False
+    """Whether the state came from the memory of the processes that continued."""
     held_bytes: int = 0
+    """If it did, the memory that the old tensors of this rank took until the new ones were filled:
+    what the resume needed besides the state, with a few buffers."""
 
     __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What can be resumed from.
-
-    Attributes:
-        info: The checkpoint.
-        load: Loads it into a state; takes the further arguments of `remesh.load`. Collective.
-        kind: Where it is: in storage, a snapshot in the nodes' memory, or in the memory of the
-            processes themselves.
-        parent: Of a live state, what the next saves name as their parent.
-        held_bytes: Of a live state, what the tensors of this rank take.
-        unsaved_seconds: Of a live state, the time since the last save that was committed began.
-        random: Where random numbers are taken from if this lacks them: another source of the same
-            step.
-    """
+    """What can be resumed from."""
 
     info: CheckpointInfo
+    """The checkpoint."""
     load: Callable[..., Any]
+    """Loads it into a state; takes the further arguments of `remesh.load`. Collective."""
     kind: Literal["stored", "snapshot", "live"] = "stored"
+    """Where it is: in storage, a snapshot in the nodes' memory, or in the memory of the processes
+    themselves."""
     parent: str = ""
+    """Of a live state, what the next saves name as their parent."""
     random: Source | None = None
+    """Where random numbers are taken from if this lacks them: another source of the same step."""
     held_bytes: int = 0
+    """Of a live state, what the tensors of this rank take."""
     unsaved_seconds: float = 0.0
+    """Of a live state, the time since the last save that was committed began."""
 
 
 def in_order(

@@ -51,17 +51,14 @@ class KeepEvery:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Keep the best by a metric; of equal ones the newer. Those without the metric do not count.
-
-    Attributes:
-        metric: Its name, as given to `Manager.step` or `Manager.save`.
-        mode: Whether the smallest (`min`) or the largest (`max`) is best.
-        num_checkpoints: How many.
-    """
+    """Keep the best by a metric; of equal ones the newer. Those without the metric do not count."""
 
     metric: str
+    """Its name, as given to `Manager.step` or `Manager.save`."""
     mode: Literal["min", "max"] = "min"
+    """Whether the smallest (`min`) or the largest (`max`) is best."""
     num_checkpoints: int = 1
+    """How many."""
 
     def __post_init__(self) -> None:
         check_choice("KeepBest", "mode", self.mode, ("min", "max"))
@@ -98,15 +95,12 @@ def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class RetentionDecision:
-    """Whether a checkpoint is kept, and why.
-
-    Attributes:
-        info: The checkpoint.
-        reasons: Why it is kept; empty if it is to be removed.
-    """
+    """Whether a checkpoint is kept, and why."""
 
     info: CheckpointInfo
+    """The checkpoint."""
     reasons: tuple[str, ...]
+    """Why it is kept; empty if it is to be removed."""
 
     __repr__ = short_repr
 

@@ -45,23 +45,18 @@ _LOGGER = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class Randomness:
-    """The roles, generators and seed of a job's random numbers, for a manager.
-
-    Attributes:
-        role: Names of axes → (this process's coordinate, size): everything that decides what this
-            process draws. The same axes and sizes on every rank. Ranks with one role must draw the
-            same numbers; the first of them is stored, and if others differ at the first save, a
-            warning says so. None for the rank as the only axis; for a
-            device mesh see `role_in`.
-        generators: The user's own generators by name: `numpy.random.Generator`,
-            `numpy.random.RandomState`, `random.Random` or `torch.Generator`; the same names on
-            every rank.
-        seed: From which seeds are derived when the grid of roles has changed.
-    """
+    """The roles, generators and seed of a job's random numbers, for a manager."""
 
     role: Mapping[str, tuple[int, int]] | None = None
+    """Names of axes → (this process's coordinate, size): everything that decides what this process
+    draws. The same axes and sizes on every rank. Ranks with one role must draw the same numbers;
+    the first of them is stored, and if others differ at the first save, a warning says so. None
+    for the rank as the only axis; for a device mesh see `role_in`."""
     generators: Mapping[str, object] = field(default_factory=dict)
+    """The user's own generators by name: `numpy.random.Generator`, `numpy.random.RandomState`,
+    `random.Random` or `torch.Generator`; the same names on every rank."""
     seed: int = 0
+    """From which seeds are derived when the grid of roles has changed."""
 
     __repr__ = short_repr
 
@@ -88,19 +83,12 @@ def role_in(mesh: Any, axes: Sequence[str] | None = None) -> dict[str, tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A source of random numbers.
+    """A source of random numbers."""
 
-    Attributes:
-        take: A copy of its state.
-        encode: Such a copy as bytes.
-        set: Takes over a state as bytes.
-        seed: Begins anew from a 64-bit seed.
-    """
-
-    take: Callable[[], Any]
-    encode: Callable[[Any], bytes]
-    set: Callable[[bytes], None]
-    seed: Callable[[int], object]
+    take: Callable[[], Any]  # a copy of its state
+    encode: Callable[[Any], bytes]  # such a copy as bytes
+    set: Callable[[bytes], None]  # takes over a state as bytes
+    seed: Callable[[int], object]  # begins anew from a 64-bit seed
 
     def get(self) -> bytes:
         """Its state as bytes."""
@@ -225,15 +213,10 @@ def derived_seed(seed: int, step: int, stream: str, role: Mapping[str, tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """This process's role among those of the job.
+    """This process's role among those of the job."""
 
-    Attributes:
-        own: Names of axes → (coordinate, size).
-        replica: How many lower ranks have the same role.
-    """
-
-    own: Mapping[str, tuple[int, int]]
-    replica: int
+    own: Mapping[str, tuple[int, int]]  # names of axes → (coordinate, size)
+    replica: int  # how many lower ranks have the same role
 
     @property
     def grid(self) -> tuple[tuple[str, int], ...]:

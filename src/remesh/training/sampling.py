@@ -40,19 +40,17 @@ _BLOCK = 1 << 14
 class SampleOrder:
     """The order of the samples in each epoch; the same wherever it is computed.
 
-    Attributes:
-        kind: `in_order`: 0, 1, 2, ...; `feistel`: `remesh.training.permutation`, the same in all
-            versions; `torch_randperm`: that of `DistributedSampler`, as far as torch keeps it.
-        num_samples: How many samples an epoch has.
-        seed: Which of the shuffled orders; 0 <= seed < 2**63.
-
     Raises:
         ValueError: If a number is out of range.
     """
 
     kind: OrderKind
+    """`in_order`: 0, 1, 2, ...; `feistel`: `remesh.training.permutation`, the same in all versions;
+    `torch_randperm`: that of `DistributedSampler`, as far as torch keeps it."""
     num_samples: int
+    """How many samples an epoch has."""
     seed: int = 0
+    """Which of the shuffled orders; 0 <= seed < 2**63."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 0 or not 0 <= self.seed < 2**63:
@@ -309,11 +307,9 @@ class ResumableBatchSampler(Sampler[list[int]]):
         self.sampler.advance(num_samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """See `ResumableSampler.set_epoch`."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ResumableSampler.state_dict`."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

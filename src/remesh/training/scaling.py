@@ -42,19 +42,16 @@ _log = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """The decision on a change of the global batch.
-
-    Attributes:
-        rule: The rule that the user chose.
-        old: The global batch before.
-        new: The global batch from now on; its `accumulation` is what the training loop must do.
-        lr_factor: What every learning rate is multiplied by.
-    """
+    """The decision on a change of the global batch."""
 
     rule: ScalingRule
+    """The rule that the user chose."""
     old: GlobalBatch
+    """The global batch before."""
     new: GlobalBatch
+    """The global batch from now on; its `accumulation` is what the training loop must do."""
     lr_factor: float
+    """What every learning rate is multiplied by."""
 
     __repr__ = short_repr
 

@@ -22,18 +22,16 @@ _log = logging.getLogger("remesh")
 class GlobalBatch:
     """The samples of one step of the optimizer: ranks, batch size and accumulation.
 
-    Attributes:
-        world_size: Ranks that share the samples: those of the data-parallel axis.
-        batch_size: Samples of a batch of one rank.
-        accumulation: Batches of one rank whose gradients are added up for one step.
-
     Raises:
         ValueError: If one of them is not positive.
     """
 
     world_size: int
+    """Ranks that share the samples: those of the data-parallel axis."""
     batch_size: int = 1
+    """Samples of a batch of one rank."""
     accumulation: int = 1
+    """Batches of one rank whose gradients are added up for one step."""
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.batch_size, self.accumulation) < 1:

@@ -70,11 +70,7 @@ def resumable(
 
 
 def _seed_of(sampler: RandomSampler) -> int:
-    """The seed of a random sampler's order.
-
-    Raises:
-        StateError: If its order does not follow from a seed, or repeats samples.
-    """
+    """The seed of a random sampler's order."""
     if sampler.replacement or sampler.num_samples != len(sampler.data_source):
         raise StateError(
             "this RandomSampler draws samples several times or only some of them\nOnly an order "

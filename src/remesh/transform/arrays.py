@@ -102,11 +102,7 @@ def _agreed_value(
 
 
 def _check(resolved: Resolved, tensors: Mapping[str, Array], name: str) -> None:
-    """Compare what must agree, bit by bit.
-
-    Raises:
-        TransformError: If it does not.
-    """
+    """Compare what must agree, bit by bit."""
     checks = resolved.checks(name)
     if not checks:
         return

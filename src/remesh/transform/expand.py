@@ -47,21 +47,13 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A statement with plain names: what is executed.
-
-    Attributes:
-        statement: The statement.
-        position: Its place in the program, from 0.
-        binding: The numbers that placeholders stand for.
-        left: The operands that it reads; none if it adds.
-        right: The operands that it assigns; none if it deletes.
-    """
+    """A statement with plain names: what is executed."""
 
     statement: Statement
-    position: int
-    binding: Binding
-    left: tuple[Operand, ...]
-    right: tuple[Operand, ...]
+    position: int  # its place in the program, from 0
+    binding: Binding  # the numbers that placeholders stand for
+    left: tuple[Operand, ...]  # the operands that it reads; none if it adds
+    right: tuple[Operand, ...]  # the operands that it assigns; none if it deletes
 
     def error(
         self, message: str, at: Operand | Span | None = None, hints: Sequence[str] = ()

@@ -41,44 +41,28 @@ MAX_DEPTH = 150
 
 
 class Origin(NamedTuple):
-    """A box of a source and where it goes.
+    """A box of a source and where it goes."""
 
-    Attributes:
-        leaf: The source.
-        source_box: Box of the source.
-        steps: How its elements are rearranged.
-        box: Where it goes, in the requested tensor.
-        dtypes: Element types that its elements are converted to, in this order.
-        is_check: Whether the place is already filled by another piece, which must be equal.
-    """
-
-    leaf: Leaf
+    leaf: Leaf  # the source
     source_box: Box
-    steps: Rearrangement
-    box: Box
-    dtypes: tuple[str, ...]
-    is_check: bool
+    steps: Rearrangement  # how its elements are rearranged
+    box: Box  # where it goes, in the requested tensor
+    dtypes: tuple[str, ...]  # element types that its elements are converted to, in this order
+    is_check: bool  # whether the place is already filled by another piece, which must be equal
 
 
 class View(NamedTuple):
-    """A box of a node and how it lies in the tensor that was asked for.
+    """A box of a node and how it lies in the tensor that was asked for."""
 
-    Attributes:
-        offset: Offset of the box in the node.
-        extents: Shape of the box in the node.
-        order: For each axis of the tensor, which axis of the node it is; -1 if the node has no
-            such axis, which then has extent 1.
-        shift: For each axis of the tensor, what is added to the offset in the node.
-        dtypes: Element types that elements of the node are converted to, in this order.
-        is_check: See `Origin`.
-    """
-
-    offset: Shape
-    extents: Shape
+    offset: Shape  # offset of the box in the node
+    extents: Shape  # shape of the box in the node
     order: Shape
-    shift: Shape
+    """For each axis of the tensor, which axis of the node it is; -1 if the node has no such axis,
+    which then has extent 1."""
+    shift: Shape  # for each axis of the tensor, what is added to the offset in the node
     dtypes: tuple[str, ...]
-    is_check: bool
+    """Element types that elements of the node are converted to, in this order."""
+    is_check: bool  # see `Origin`
 
     def with_axis(self, axis: int, offset: int, extent: int, moved: int) -> View:
         """Another range of one axis, which lies `moved` further on in the tensor."""
@@ -133,17 +117,12 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A tensor.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype; None if the sources have only the optimizer state of what it is made of.
-        depth: How many operations are nested.
-    """
+    """A tensor."""
 
     shape: Shape
     dtype: str | None
-    depth: int
+    """Its dtype; None if the sources have only the optimizer state of what it is made of."""
+    depth: int  # how many operations are nested
 
     @property
     def children(self) -> tuple[Node, ...]:
@@ -178,11 +157,9 @@ class Leaf(Node):
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """See `Node.children`."""
         return ()
 
     def walk(self, view: View, found: list[Origin]) -> None:
-        """See `Node.walk`."""
         source_box = Box(view.offset, view.extents)
         box = view.place(source_box)
         steps = _rearrangement(view.order, len(view.extents), box.shape)
@@ -199,15 +176,12 @@ class Concatenated(Node):
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """See `Node.children`."""
         return self.parts
 
     def with_children(self, children: tuple[Node, ...]) -> Node:
-        """See `Node.with_children`."""
         return replace(self, parts=children)
 
     def walk(self, view: View, found: list[Origin]) -> None:
-        """See `Node.walk`."""
         axis, starts = self.axis, self.starts
         begin = view.offset[axis]
         end = begin + view.extents[axis]
@@ -228,11 +202,9 @@ class _OfOne(Node):
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """See `Node.children`."""
         return (self.node,)
 
     def with_children(self, children: tuple[Node, ...]) -> Node:
-        """See `Node.with_children`."""
         return replace(self, node=children[0])
 
 
@@ -244,7 +216,6 @@ class Sliced(_OfOne):
     start: int
 
     def walk(self, view: View, found: list[Origin]) -> None:
-        """See `Node.walk`."""
         axis, start = self.axis, self.start
         offset, extent = view.offset[axis] + start, view.extents[axis]
         self.node.walk(view.with_axis(axis, offset, extent, -start), found)
@@ -257,7 +228,6 @@ class Permuted(_OfOne):
     order: tuple[int, ...]
 
     def walk(self, view: View, found: list[Origin]) -> None:
-        """See `Node.walk`."""
         self.node.walk(view.unpermuted(self.order), found)
 
 
@@ -272,7 +242,6 @@ class Reshaped(_OfOne):
     axes: tuple[int, ...] | None
 
     def walk(self, view: View, found: list[Origin]) -> None:
-        """See `Node.walk`."""
         child = self.node
         if self.axes is not None:
             child.walk(view.with_axes(self.axes, len(child.shape)), found)
@@ -299,7 +268,6 @@ class Converted(_OfOne):
     dtype: str
 
     def walk(self, view: View, found: list[Origin]) -> None:
-        """See `Node.walk`."""
         self.node.walk(view._replace(dtypes=(self.dtype, *view.dtypes)), found)
 
 
@@ -311,11 +279,9 @@ class Tied(Node):
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """See `Node.children`."""
         return self.nodes
 
     def walk(self, view: View, found: list[Origin]) -> None:
-        """See `Node.walk`."""
         self.nodes[0].walk(view, found)
         for other in self.nodes[1:]:
             other.walk(view._replace(is_check=True), found)

@@ -25,20 +25,14 @@ MAX_BLOCKS = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fused(Operator):
-    """What both kinds have in common; the direction follows from the numbers of names.
+    """What both kinds have in common; the direction follows from the numbers of names."""
 
-    Attributes:
-        axis: The fused axis.
-        source_ranks: The tensor-parallel degree of a fused source, if the statement gives it.
-        target_ranks: That of a fused target.
-    """
-
-    axis: int
+    axis: int  # the fused axis
     source_ranks: int | None = None
-    target_ranks: int | None = None
+    """The tensor-parallel degree of a fused source, if the statement gives it."""
+    target_ranks: int | None = None  # that of a fused target
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [
             ("axis", self.axis),
             ("src_parts", self.source_ranks),
@@ -46,7 +40,6 @@ class _Fused(Operator):
         ]
 
     def opposite(self) -> Self:
-        """See `Operator.opposite`."""
         return replace(self, source_ranks=self.target_ranks, target_ranks=self.source_ranks)
 
     @property
@@ -56,7 +49,6 @@ class _Fused(Operator):
 
     @property
     def needs_targets(self) -> bool:
-        """See `Operator.needs_targets`."""
         return self.num_blocks is None
 
     def heads(self, extents: Sequence[int]) -> tuple[int, ...]:
@@ -64,7 +56,6 @@ class _Fused(Operator):
         raise NotImplementedError
 
     def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         ndim = len(values[0].node.shape)
         axis = full_axis(step, self.axis, ndim)
         check_alike(step, values, axis)
@@ -98,7 +89,6 @@ class FusedQkv(_Fused):
 
     @classmethod
     def parse(cls, given: Attributes) -> FusedQkv:
-        """See `Operator.parse`."""
         by_rank = "fused_qkv_old" in given.by_name
         macro = "fused_qkv_old" if by_rank else "fused_qkv"
         _check_counts(given, macro, 3, may_reorder=by_rank)
@@ -120,7 +110,6 @@ class FusedQkv(_Fused):
         )
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [
             ("fused_qkv_old" if self.by_rank else "fused_qkv", ""),
             ("num_heads", self.num_heads),
@@ -130,15 +119,12 @@ class FusedQkv(_Fused):
 
     @property
     def num_blocks(self) -> int | None:
-        """See `_Fused.num_blocks`."""
         return None if self.by_rank else self.num_kv_heads
 
     def heads(self, _extents: Sequence[int]) -> tuple[int, ...]:
-        """See `_Fused.heads`."""
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
     def explain(self) -> tuple[str, str]:
-        """See `Operator.explain`."""
         if self.by_rank:
             return "fused_qkv_old", (
                 f"along axis {self.axis}, for each tensor-parallel rank its query, key and value "
@@ -156,7 +142,6 @@ class FusedFfn(_Fused):
 
     @classmethod
     def parse(cls, given: Attributes) -> FusedFfn:
-        """See `Operator.parse`."""
         _check_counts(given, "fused_ffn", 2, may_reorder=True)
         return cls(
             axis=given.integer("axis", 1),
@@ -165,7 +150,6 @@ class FusedFfn(_Fused):
         )
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("fused_ffn", ""), *_Fused.attributes(self)]
 
     def heads(self, extents: Sequence[int]) -> tuple[int, ...]:
@@ -177,7 +161,6 @@ class FusedFfn(_Fused):
         return rows, rows
 
     def explain(self) -> tuple[str, str]:
-        """See `Operator.explain`."""
         return "fused_ffn", (
             f"along axis {self.axis}, for each tensor-parallel rank its rows of gate and of up"
         )

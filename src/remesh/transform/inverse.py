@@ -126,21 +126,15 @@ def _copy_of(name: Name, number: int, statement: Statement) -> Name:
 
 @dataclass(slots=True, eq=False)
 class _Version:
-    """What a name stands for between two assignments.
-
-    Attributes:
-        name: The name.
-        maker: The statement that assigned it; None for a source.
-        readers: Statements that read it, once for each time they name it.
-        overwriter: The statement that assigned the name again.
-        copies: Names under which it comes back, if more than one.
-    """
+    """What a name stands for between two assignments."""
 
     name: Name
-    maker: int | None
+    maker: int | None  # the statement that assigned it; None for a source
     readers: list[int] = field(default_factory=list)
-    overwriter: int | None = None
+    """Statements that read it, once for each time they name it."""
+    overwriter: int | None = None  # the statement that assigned the name again
     copies: list[Name] = field(default_factory=list)
+    """Names under which it comes back, if more than one."""
 
 
 class _History:
@@ -230,11 +224,7 @@ def _pattern(name: Name) -> Pattern:
 
 
 def _check_no_overlap(statements: Sequence[Statement]) -> None:
-    """No name with a wildcard may match a tensor that another name matches too.
-
-    Raises:
-        TransformError: If one may: it is then not known which statements touch what.
-    """
+    """No name with a wildcard may match a tensor that another name matches too."""
     wildcards: dict[str, dict[Key, tuple[Pattern, Name]]] = {}
     for statement in statements:
         for name in (*statement.left, *statement.right):

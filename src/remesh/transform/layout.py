@@ -110,11 +110,7 @@ class Layout:
         return TensorInfo(info.dtype, take(info.shape, back), num_pieces)
 
     def _target_of(self, name: str, number: int) -> tuple[TensorInfo, tuple[Step, ...]] | None:
-        """The target that `name`, as statement `number` assigned it, ends up in.
-
-        Returns:
-            The target and the steps on the way to it; None if there is no such target.
-        """
+        """The target that `name`, as statement `number` assigned it, ends up in."""
         assert self._targets is not None
         way: list[Step] = []
         while True:

@@ -26,16 +26,12 @@ AttributeValue = int | str | tuple[int, ...] | bool
 
 
 class Operator:
-    """What a statement does.
-
-    Attributes:
-        keeps_shape: Whether a result that is made of one tensor has its axes, in some order.
-        copies: Whether each result holds what each source does.
-    """
+    """What a statement does."""
 
     __slots__ = ()
     keeps_shape: ClassVar[bool] = True
-    copies: ClassVar[bool] = False
+    """Whether a result that is made of one tensor has its axes, in some order."""
+    copies: ClassVar[bool] = False  # whether each result holds what each source does
 
     @classmethod
     def parse(cls, given: Attributes) -> Operator:

@@ -31,11 +31,9 @@ class Rename(Operator):
     """`a -> b`: the same tensor under another name. `_ -> z` and `a -> _` have it too."""
 
     def apply(self, _step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         return values
 
     def opposite(self) -> Rename:
-        """See `Operator.opposite`."""
         return self
 
 
@@ -61,11 +59,9 @@ class Concat(Operator):
         return cls(axis) if given.left_is_many else Rename()
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("axis", self.axis)]
 
     def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         axis = full_axis(step, self.axis, len(values[0].node.shape))
         check_alike(step, values, axis)
         if len(values) == 1:
@@ -74,29 +70,24 @@ class Concat(Operator):
         return [Value(node, common_labels(step, values, axis))]
 
     def opposite(self) -> Split:
-        """See `Operator.opposite`."""
         return Split(self.axis)
 
     def undo(self) -> Split:
-        """See `Operator.undo`."""
         return Split(self.axis, from_targets=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Split(Operator):
-    """`a -> b, c, axis=0`: into equal parts, or into the given sizes.
-
-    Attributes:
-        axis: The axis that is cut.
-        sizes: Extents of the parts; None if they are equal.
-        from_targets: Whether the extents are those of the targets that the parts go to.
-        parts: How many parts a `*` on the right stands for.
-    """
+    """`a -> b, c, axis=0`: into equal parts, or into the given sizes."""
 
     axis: int
+    """The axis that is cut."""
     sizes: tuple[int, ...] | None = None
+    """Extents of the parts; None if they are equal."""
     from_targets: bool = False
+    """Whether the extents are those of the targets that the parts go to."""
     parts: int | None = None
+    """How many parts a `*` on the right stands for."""
 
     @classmethod
     def parse(cls, given: Attributes) -> Split:
@@ -110,12 +101,10 @@ class Split(Operator):
         return cls(axis, sizes, sizes is None, parts)
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         sizes = "targets" if self.from_targets else self.sizes
         return [("axis", self.axis), ("sizes", sizes), ("parts", self.parts)]
 
     def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         node = values[0].node
         axis = full_axis(step, self.axis, len(node.shape))
         sizes = self._sizes(step, node.shape, axis, layout)
@@ -154,17 +143,14 @@ class Split(Operator):
         return sizes
 
     def opposite(self) -> Concat:
-        """See `Operator.opposite`."""
         return Concat(self.axis)
 
     @property
     def needs_targets(self) -> bool:
-        """See `Operator.needs_targets`."""
         return self.from_targets
 
     @property
     def num_parts(self) -> int:
-        """See `Operator.num_parts`."""
         return self.parts or len(self.sizes or ())
 
 
@@ -182,17 +168,14 @@ class Stack(Operator):
 
     @classmethod
     def parse(cls, given: Attributes) -> Stack:
-        """See `Operator.parse`."""
         if given.right_is_many:
             raise Problem("stack takes one name on the right")
         return cls(given.integer("stack"))
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("stack", self.axis)]
 
     def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         check_alike(step, values, None)
         shape = values[0].node.shape
         axis = full_axis(step, self.axis, len(shape) + 1)
@@ -202,36 +185,27 @@ class Stack(Operator):
         return [Value(node, (*labels[:axis], None, *labels[axis:]))]
 
     def opposite(self) -> Unstack:
-        """See `Operator.opposite`."""
         return Unstack(self.axis)
 
 
 @dataclass(frozen=True, slots=True)
 class Unstack(Operator):
-    """`c -> a, b, unstack=0`: the axis at this place disappears.
-
-    Attributes:
-        axis: The axis.
-        parts: How many parts a `*` on the right stands for.
-    """
+    """`c -> a, b, unstack=0`: the axis at this place disappears."""
 
     keeps_shape: ClassVar[bool] = False
     axis: int
-    parts: int | None = None
+    parts: int | None = None  # how many parts a `*` on the right stands for
 
     @classmethod
     def parse(cls, given: Attributes) -> Unstack:
-        """See `Operator.parse`."""
         if given.left_is_many:
             raise Problem("unstack takes one name on the left")
         return cls(given.integer("unstack"), given.optional_positive("parts"))
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("unstack", self.axis), ("parts", self.parts)]
 
     def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         node, labels = values[0].node, values[0].axes
         axis = full_axis(step, self.axis, len(node.shape))
         _check_num_parts(step, self.parts)
@@ -248,12 +222,10 @@ class Unstack(Operator):
         ]
 
     def opposite(self) -> Stack:
-        """See `Operator.opposite`."""
         return Stack(self.axis)
 
     @property
     def num_parts(self) -> int:
-        """See `Operator.num_parts`."""
         return self.parts or 0
 
 
@@ -265,22 +237,18 @@ class Permute(Operator):
 
     @classmethod
     def parse(cls, given: Attributes) -> Permute:
-        """See `Operator.parse`."""
         given.check_one_to_one("permute")
         return cls(given.integers("permute"))
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("permute", self.axes)]
 
     def apply(self, _step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         node, labels = values[0].node, values[0].axes
         order = self.order(len(node.shape))
         return [Value(permute(node, order), tuple(labels[axis] for axis in order))]
 
     def opposite(self) -> Permute:
-        """See `Operator.opposite`."""
         ndim = len(self.axes)
         return Permute(inverse_order([axis % ndim for axis in self.axes]))
 
@@ -306,7 +274,6 @@ class Reshape(Operator):
 
     @classmethod
     def parse(cls, given: Attributes) -> Reshape:
-        """See `Operator.parse`."""
         given.check_one_to_one("reshape")
         shape = given.integers_or_targets("reshape")
         if min(shape or (), default=0) < 0:
@@ -314,11 +281,9 @@ class Reshape(Operator):
         return cls(shape)
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("reshape", "targets" if self.shape is None else self.shape)]
 
     def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         node, shape = values[0].node, self.shape
         if shape is None:
             shape = layout.result_shape(step, step.right[0])
@@ -340,12 +305,10 @@ class Reshape(Operator):
         return self
 
     def undo(self) -> Reshape:
-        """See `Operator.undo`."""
         return Reshape(None)
 
     @property
     def needs_targets(self) -> bool:
-        """See `Operator.needs_targets`."""
         return self.shape is None
 
 
@@ -358,19 +321,16 @@ class Cast(Operator):
 
     @classmethod
     def parse(cls, given: Attributes) -> Cast:
-        """See `Operator.parse`."""
         given.check_one_to_one("a cast")
         if "dtype" in given.by_name:
             return cls(given.dtype("dtype"))
         return cls(given.dtype("dst_dtype"), given.dtype("src_dtype"))
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         name = "dtype" if self.source_dtype is None else "dst_dtype"
         return [("src_dtype", self.source_dtype), (name, self.dtype)]
 
     def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         node, name = values[0].node, step.left[0].name
         if node.dtype is not None:
             if self.source_dtype is not None and node.dtype != self.source_dtype:
@@ -380,7 +340,6 @@ class Cast(Operator):
         return [Value(convert(node, self.dtype), values[0].axes)]
 
     def opposite(self) -> Cast:
-        """See `Operator.opposite`."""
         if self.source_dtype is None:
             raise Problem(
                 "a cast with dtype= does not say what to go back to",
@@ -389,7 +348,6 @@ class Cast(Operator):
         return Cast(self.source_dtype, self.dtype)
 
     def undo(self) -> Cast:
-        """See `Operator.undo`."""
         casts = (self.source_dtype, self.dtype)
         if None not in casts and casts[0] != casts[1] and casts not in _EXACT_CASTS:
             raise Problem(
@@ -406,23 +364,19 @@ class Tie(Operator):
 
     @classmethod
     def parse(cls, given: Attributes) -> Tie:
-        """See `Operator.parse`."""
         if given.right_is_many:
             raise Problem("tie takes one name on the right")
         return cls()
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("tie", "")]
 
     def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         check_alike(step, values, None)
         node = tied([value.node for value in values])
         return [Value(node, common_labels(step, values, None))]
 
     def opposite(self) -> Untie:
-        """See `Operator.opposite`."""
         return Untie()
 
 
@@ -434,21 +388,17 @@ class Untie(Operator):
 
     @classmethod
     def parse(cls, given: Attributes) -> Untie:
-        """See `Operator.parse`."""
         if given.left_is_many:
             raise Problem("untie takes one name on the left")
         return cls()
 
     def attributes(self) -> list[tuple[str, object]]:
-        """See `Operator.attributes`."""
         return [("untie", "")]
 
     def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        """See `Operator.apply`."""
         return values * len(step.right)
 
     def opposite(self) -> Tie:
-        """See `Operator.opposite`."""
         return Tie()
 
 
@@ -518,11 +468,7 @@ def _check_known(attribute: Attribute) -> None:
 
 
 def _leader(attributes: Sequence[Attribute]) -> Attribute | None:
-    """The attribute that names the operator; None if no attribute does, and there is none.
-
-    Raises:
-        Problem: If two operators are named, or an attribute belongs to none that is.
-    """
+    """The attribute that names the operator; None if no attribute does, and there is none."""
     leaders = [attribute for attribute in attributes if attribute.name in OPERATORS]
     # `axis` names an operator of its own unless it stands beside another.
     outer = [one for one in leaders if not any(_gives_way(one, other) for other in leaders)]

@@ -52,21 +52,13 @@ _MAX_OWNERS = 1000
 
 
 class State(NamedTuple):
-    """One optimizer state of one parameter.
+    """One optimizer state of one parameter."""
 
-    Attributes:
-        parameter: The parameter's name.
-        slot: Which state it is, by the name that all systems' names of it share.
-        before: Part of its name before the parameter.
-        after: Part of its name after the parameter.
-        owner: Part of the parameter's name before the part that the state's name repeats.
-    """
-
-    parameter: str
-    slot: str
-    before: str
-    after: str
-    owner: str
+    parameter: str  # the parameter's name
+    slot: str  # which state it is, by the name that all systems' names of it share
+    before: str  # part of its name before the parameter
+    after: str  # part of its name after the parameter
+    owner: str  # part of the parameter's name before the part that the state's name repeats
 
     def name_for(self, parameter: str) -> str:
         """The name of the same state of another parameter."""
@@ -104,17 +96,13 @@ class _Nested(NamedTuple):
 
 @dataclass(slots=True)
 class States:
-    """The optimizer states among some names.
+    """The optimizer states among some names."""
 
-    Attributes:
-        by_name: The state that a name stands for.
-        by_parameter: The names of the states of a parameter, by slot.
-        undecided: The possible states of each name whose parameter may be any of several.
-    """
-
-    by_name: dict[str, State] = field(default_factory=dict)
+    by_name: dict[str, State] = field(default_factory=dict)  # the state that a name stands for
     by_parameter: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """The names of the states of a parameter, by slot."""
     undecided: dict[str, tuple[State, ...]] = field(default_factory=dict)
+    """The possible states of each name whose parameter may be any of several."""
 
     def add(self, name: str, state: State) -> None:
         """Record what a name stands for."""

@@ -171,9 +171,6 @@ def _tokens(text: str, number: int) -> list[Token]:
     """Cut a text into tokens, blanks and `#` comments left out, with an END token last.
 
     A token of digits alone is a NAME: whether it is a number depends on where it stands.
-
-    Raises:
-        TransformError: If a character begins no token.
     """
     tokens: list[Token] = []
     position = 0

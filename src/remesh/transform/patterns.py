@@ -35,17 +35,11 @@ def form_of(name: str) -> tuple[str, Numbers]:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A name with wildcards, ready to be looked up.
+    """A name with wildcards, ready to be looked up."""
 
-    Attributes:
-        form: Its form, wildcards blanked out like numbers.
-        fixed: (place, number) of the numbers that are written out.
-        wildcards: (place, wildcard) of the others.
-    """
-
-    form: str
-    fixed: tuple[tuple[int, str], ...]
-    wildcards: tuple[tuple[int, Wildcard], ...]
+    form: str  # its form, wildcards blanked out like numbers
+    fixed: tuple[tuple[int, str], ...]  # (place, number) of the numbers that are written out
+    wildcards: tuple[tuple[int, Wildcard], ...]  # (place, wildcard) of the others
 
     @classmethod
     def of(cls, pieces: Sequence[str | Wildcard]) -> Pattern:

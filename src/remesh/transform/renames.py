@@ -145,13 +145,7 @@ def _renamed(rename: Rename, name: str) -> str | None:
 
 
 def _state_name(rename: Rename, name: str | None, state: State) -> str | None:
-    """The new name of an optimizer state, which also repeats the new name of its parameter.
-
-    Args:
-        rename: The rule.
-        name: The name of the state after the rule.
-        state: The state.
-    """
+    """The new name of an optimizer state, which also repeats the new name of its parameter."""
     parameter = _renamed(rename, state.parameter)
     if name is None or parameter is None:
         return None

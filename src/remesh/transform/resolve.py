@@ -97,9 +97,6 @@ class _Undone:
     and which names a star had stood for. Mostly the targets tell. For what never is a target, the
     original program is executed in its usual direction, which for names and shapes costs little,
     and only when the first such question comes.
-
-    Args:
-        execute: Executes it; None if there is none, or if its sources, the targets, are not known.
     """
 
     def __init__(self, execute: Callable[[], tuple[Bindings, _Groups]] | None) -> None:

@@ -18,22 +18,19 @@ _EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a source, and the box of a target that its elements make up.
-
-    Attributes:
-        source: Name of the source.
-        source_box: Box of the source.
-        steps: Permutations of axes and reshapes that bring the block into its new shape, in this
-            order. Mostly none or one permutation.
-        target_box: Where the block goes, in the target's global coordinates.
-        dtypes: Element types that the elements are converted to, in this order; may be empty.
-    """
+    """A box of a source, and the box of a target that its elements make up."""
 
     source: str
+    """Name of the source."""
     source_box: Box
+    """Box of the source."""
     steps: Rearrangement
+    """Permutations of axes and reshapes that bring the block into its new shape, in this order.
+    Mostly none or one permutation."""
     target_box: Box
+    """Where the block goes, in the target's global coordinates."""
     dtypes: tuple[str, ...] = ()
+    """Element types that the elements are converted to, in this order; may be empty."""
 
     __repr__ = short_repr
 
@@ -61,53 +58,45 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How a target is made.
+    """How a target is made."""
 
-    Attributes:
-        sources: Names of the sources that it is made of or must agree with.
-        node: Its expression; None for a plain value, which is that of any of the sources.
-        states: For optimizer state, which is made as `node` says of its parameter: the source of
-            the state by the source of the parameter. None if `node` is made of the sources.
-        dtype: Element type that such state is converted to; None if it is not converted.
-    """
-
-    sources: tuple[str, ...]
-    node: Node | None
+    sources: tuple[str, ...]  # names of the sources that it is made of or must agree with
+    node: Node | None  # its expression; None for a plain value, which is that of any of the sources
     states: Mapping[str, str] | None = None
+    """For optimizer state, which is made as `node` says of its parameter: the source of the state
+    by the source of the parameter. None if `node` is made of the sources."""
     dtype: str | None = None
+    """Element type that such state is converted to; None if it is not converted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resolved:
-    """A transformation of given sources into given targets.
-
-    Attributes:
-        sources: The sources by name; None for a plain value.
-        targets: The targets by name, likewise; where none were given, the outputs.
-        kept: Targets that keep their initial value, and why.
-        untouched: Targets that no statement touches: what becomes of them is what would without
-            a transformation.
-        missing: Targets for which there is no source, and why.
-        conflicts: Targets that are taken over as they are from a source of another shape or dtype,
-            and how these differ.
-        deleted: Sources that statements deleted, with their optimizer states.
-        unused_results: Names that statements assigned, which are no targets and were not read.
-        plans: The plan of each target.
-        resized: Targets that are one source in another size, where this is allowed, and the source.
-        unused: Sources that no target reads and no statement deleted.
-    """
+    """A transformation of given sources into given targets."""
 
     sources: Infos
+    """The sources by name; None for a plain value."""
     targets: Infos
+    """The targets by name, likewise; where none were given, the outputs."""
     kept: Mapping[str, str]
+    """Targets that keep their initial value, and why."""
     untouched: frozenset[str]
+    """Targets that no statement touches: what becomes of them is what would without a
+    transformation."""
     missing: Mapping[str, str]
+    """Targets for which there is no source, and why."""
     conflicts: Mapping[str, str]
+    """Targets that are taken over as they are from a source of another shape or dtype, and how
+    these differ."""
     deleted: tuple[str, ...]
+    """Sources that statements deleted, with their optimizer states."""
     unused_results: tuple[str, ...]
+    """Names that statements assigned, which are no targets and were not read."""
     plans: Mapping[str, Plan] = field(repr=False)
+    """The plan of each target."""
     resized: Mapping[str, str]
+    """Targets that are one source in another size, where this is allowed, and the source."""
     unused: tuple[str, ...]
+    """Sources that no target reads and no statement deleted."""
 
     __repr__ = short_repr
 

@@ -29,15 +29,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Wildcard:
-    """A run of digits to be found.
+    """A run of digits to be found."""
 
-    Attributes:
-        name: `*`, or the placeholder's name without `$`.
-        offset: Added to the number that the placeholder stands for.
-    """
-
-    name: str
-    offset: int = 0
+    name: str  # `*`, or the placeholder's name without `$`
+    offset: int = 0  # added to the number that the placeholder stands for
 
     def __str__(self) -> str:
         if self.name == STAR:
@@ -47,24 +42,17 @@ class Wildcard:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name in a statement.
+    """A name in a statement."""
 
-    Attributes:
-        pieces: Its text, cut at wildcards.
-        span: Where it stands, brackets and `^T` included.
-        array: The bounds of `name[start:stop]`, which stands for name_start ... name_(stop - 1).
-        axes: The labels of `name[in, out]`, one for each axis.
-        transposed: Whether all its axes are reversed. Only reversed programs have such names on
-            the right of an arrow.
-        quoted: Whether it was quoted, and so holds no wildcard.
-    """
-
-    pieces: tuple[str | Wildcard, ...]
-    span: Span
+    pieces: tuple[str | Wildcard, ...]  # its text, cut at wildcards
+    span: Span  # where it stands, brackets and `^T` included
     array: tuple[int, int] | None = None
-    axes: tuple[str, ...] | None = None
+    """The bounds of `name[start:stop]`, which stands for name_start ... name_(stop - 1)."""
+    axes: tuple[str, ...] | None = None  # the labels of `name[in, out]`, one for each axis
     transposed: bool = False
-    quoted: bool = False
+    """Whether all its axes are reversed. Only reversed programs have such names on the right of an
+    arrow."""
+    quoted: bool = False  # whether it was quoted, and so holds no wildcard
 
     @property
     def literal(self) -> str | None:
@@ -107,27 +95,16 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement.
+    """One statement."""
 
-    Attributes:
-        number: Its place among the statements as they were written, from 1.
-        text: The text that it is part of.
-        span: Where it stands there.
-        left: Names left of the arrow.
-        right: Names right of the arrow.
-        operator: The operator.
-        operator_span: Where the attribute that says so stands, for errors.
-        is_reversed: Whether left and right have been exchanged since it was written.
-    """
-
-    number: int
-    text: str
-    span: Span
-    left: tuple[Name, ...]
-    right: tuple[Name, ...]
+    number: int  # its place among the statements as they were written, from 1
+    text: str  # the text that it is part of
+    span: Span  # where it stands there
+    left: tuple[Name, ...]  # names left of the arrow
+    right: tuple[Name, ...]  # names right of the arrow
     operator: Operator
-    operator_span: Span
-    is_reversed: bool = False
+    operator_span: Span  # where the attribute that says so stands, for errors
+    is_reversed: bool = False  # whether left and right have been exchanged since it was written
 
     @property
     def adds(self) -> bool:

@@ -31,19 +31,16 @@ class Described(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A global tensor.
-
-    Attributes:
-        dtype: Name of the element type.
-        shape: Global shape.
-        num_pieces: Into how many ranges each axis is cut on the ranks or in storage. Only the
-            `fused_ffn` and `fused_qkv_old` macros look at it, for the tensor-parallel degree; None
-            stands for a tensor that is not cut.
-    """
+    """A global tensor."""
 
     dtype: str
+    """Name of the element type."""
     shape: tuple[int, ...]
+    """Global shape."""
     num_pieces: tuple[int, ...] | None = None
+    """Into how many ranges each axis is cut on the ranks or in storage. Only the `fused_ffn` and
+    `fused_qkv_old` macros look at it, for the tensor-parallel degree; None stands for a tensor
+    that is not cut."""
 
 
 Infos = Mapping[str, TensorInfo | None]

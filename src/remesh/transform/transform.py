@@ -42,18 +42,16 @@ class Transform:
         >>> state = {name: np.full((2, 3), name == "k") for name in "qkv"}
         >>> transform.apply(state)["qkv"].sum(axis=1).tolist()
         [0, 0, 3, 3, 0, 0]
-
-    Attributes:
-        statements: The statements, in order.
-        owners: See above.
-        undone: The statements that these undo, if they were made by `inverse`.
-        rename: A rule that becomes statements once the names of the sources are known (`bind`).
     """
 
     statements: tuple[Statement, ...]
+    """The statements, in order."""
     owners: Mapping[str, str]
+    """See above."""
     undone: tuple[Statement, ...] | None
+    """The statements that these undo, if they were made by `inverse`."""
     rename: Rename | None
+    """A rule that becomes statements once the names of the sources are known (`bind`)."""
 
     __repr__ = short_repr
 

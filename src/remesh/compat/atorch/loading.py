@@ -157,15 +157,11 @@ class ShardOptim:
 
 @dataclass(slots=True)
 class _Built:
-    """What is built in a context.
-
-    Attributes:
-        owners: By their ids, the modules that were given a parameter, a buffer or a module.
-        children: Ids of the modules that were given to others.
-    """
+    """What is built in a context."""
 
     owners: dict[int, nn.Module] = field(default_factory=dict)
-    children: set[int] = field(default_factory=set)
+    """By their ids, the modules that were given a parameter, a buffer or a module."""
+    children: set[int] = field(default_factory=set)  # ids of the modules that were given to others
 
 
 _BUILT: ContextVar[tuple[_Built, ...]] = ContextVar("modules built without memory", default=())
@@ -228,11 +224,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill(checkpoint: Checkpoint, prefix: str, module: nn.Module) -> None:
-    """Read what a module has of its tensors; takes the place of its `reset_parameters`.
-
-    Raises:
-        MismatchError: If a tensor is not stored, or in another shape or dtype.
-    """
+    """Read what a module has of its tensors; takes the place of its `reset_parameters`."""
     tensors = {f"model.{prefix}{name}": tensor for name, tensor in _own_tensors(module)}
     for entry in describe_local(tensors).tensors:
         if entry.name not in checkpoint.index:

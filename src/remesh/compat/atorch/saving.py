@@ -46,21 +46,14 @@ _Ranges = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """What this rank holds of a tensor: a range of its elements in row-major order.
+    """What this rank holds of a tensor: a range of its elements in row-major order."""
 
-    Attributes:
-        names: Its name in the file, and further names if it is tied.
-        entry: The tensor.
-        start: First element of the range.
-        stop: One past its last element.
-        file_shape: Shape of the range in the file; without dims if every rank has the same value.
-    """
-
-    names: list[str]
-    entry: TensorEntry
-    start: int
-    stop: int
+    names: list[str]  # its name in the file, and further names if it is tied
+    entry: TensorEntry  # the tensor
+    start: int  # first element of the range
+    stop: int  # one past its last element
     file_shape: tuple[int, ...]
+    """Shape of the range in the file; without dims if every rank has the same value."""
 
 
 def save_fsdp_flat_param(
@@ -145,11 +138,7 @@ def save_fsdp_optim_param(
 
 
 def _held(entry: TensorEntry, names: list[str]) -> _Held:
-    """The range of a tensor that this rank holds.
-
-    Raises:
-        StateError: If what it holds is no range.
-    """
+    """The range of a tensor that this rank holds."""
     start = stop = -1
     for part in entry.parts:
         first, last, is_contiguous = flat_span(entry.global_shape, part.box)
@@ -191,11 +180,7 @@ def _ranges_of(held: Sequence[_Held]) -> _Ranges:
 
 
 def _check_ranges(ranges: Sequence[_Ranges]) -> None:
-    """Check that the ranges of all ranks, in their order, are whole tensors.
-
-    Raises:
-        StateError: If they are not.
-    """
+    """Check that the ranges of all ranks, in their order, are whole tensors."""
     reached: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for rank, own in enumerate(ranges):
@@ -231,11 +216,7 @@ def _meta(held: Sequence[_Held], rank: int) -> dict[str, object]:
 
 
 def _state_key(name: str) -> str:
-    """The key of a tensor of optimizer state in its file.
-
-    Raises:
-        UnsupportedValueError: If it is no state of a parameter.
-    """
+    """The key of a tensor of optimizer state in its file."""
     if not name.startswith(_STATE):
         raise UnsupportedValueError(
             f"{name}: only tensors that belong to a parameter can be stored in this layout\nMake "
@@ -246,11 +227,7 @@ def _state_key(name: str) -> str:
 
 
 def _groups_of(description: Description) -> list[dict[str, object]]:
-    """The parameter groups of an optimizer.
-
-    Raises:
-        UnsupportedValueError: If an entry of the optimizer is neither state nor a group's option.
-    """
+    """The parameter groups of an optimizer."""
     groups: dict[int, dict[str, object]] = {}
     for name, value in {**description.merged_lists, **description.values}.items():
         number, _, option = name.removeprefix(_GROUPS).partition(".")
@@ -269,11 +246,7 @@ def _groups_of(description: Description) -> list[dict[str, object]]:
 
 
 def _refuse_existing(exchange: Exchange, storage: Storage, family: str) -> None:
-    """Refuse a directory that holds files of a kind already; rank 0 looks.
-
-    Raises:
-        CheckpointExistsError: If it does.
-    """
+    """Refuse a directory that holds files of a kind already; rank 0 looks."""
 
     def look() -> bytes:
         found = [path for path in storage.list() if path.startswith(f"{family}.")]
@@ -293,15 +266,7 @@ def _save(
     last_file: str,
     document: Callable[[], object],
 ) -> None:
-    """Write on every rank, check that it is complete, and write the last file.
-
-    Args:
-        exchange: The ranks.
-        storage: The directory.
-        write: Writes this rank's files; returns what they hold.
-        last_file: Name of the file without which the others are not read.
-        document: Its content, asked for on rank 0 when all ranks have written.
-    """
+    """Write on every rank, check that it is complete, and write the last file."""
 
     def each() -> bytes:
         ranges = write()

@@ -171,14 +171,7 @@ def _numbers(storage: Storage) -> list[int]:
 def _find(
     exchange: Exchange, path: str | os.PathLike[str], unique_id: int | None
 ) -> tuple[str, set[str]]:
-    """Where the checkpoint is that a number means, as rank 0 sees it.
-
-    Returns:
-        Its place; and if Paddle wrote it, the names of its tensors.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-    """
+    """Where the checkpoint is that a number means, as rank 0 sees it."""
 
     def look() -> bytes:
         storage = open_storage(path)

@@ -27,23 +27,15 @@ from remesh.tables import BoxTable, TensorTable
 
 
 class ShardInfo(NamedTuple):
-    """Where one weight lies.
+    """Where one weight lies."""
 
-    Attributes:
-        global_offset: See `ShardedWeight`.
-        local_shape: See `ShardedWeight`.
-        dtype: Name of the element type.
-        global_shape: See `ShardedWeight`.
-        is_flattened: See `ShardedWeight`.
-        flattened_range: First and one past the last element of the range, or None.
-    """
-
-    global_offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    dtype: str
-    global_shape: tuple[int, ...]
-    is_flattened: bool
+    global_offset: tuple[int, ...]  # see `ShardedWeight`
+    local_shape: tuple[int, ...]  # see `ShardedWeight`
+    dtype: str  # name of the element type
+    global_shape: tuple[int, ...]  # see `ShardedWeight`
+    is_flattened: bool  # see `ShardedWeight`
     flattened_range: tuple[int, int] | None = None
+    """First and one past the last element of the range, or None."""
 
 
 ShardInfos = Mapping[str, Sequence[ShardInfo]]

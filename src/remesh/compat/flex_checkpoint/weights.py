@@ -27,27 +27,19 @@ V = TypeVar("V")
 # `key` (pipeline stages) and hang attributes of their own on them (expert numbers).
 @dataclass(eq=False, repr=False)
 class ShardedWeight:
-    """One rank's box of a named global tensor.
+    """One rank's box of a named global tensor."""
 
-    Attributes:
-        key: Name of the global tensor, the same on every rank that holds a part of it.
-        local_tensor: The elements: a tensor of shape `local_shape`, or, if flattened, one dim
-            with the elements of `flattened_range`.
-        local_shape: Shape of the box.
-        global_shape: Shape of the global tensor.
-        global_offset: Offset of the box in the global tensor, in elements.
-        is_flattened: Whether the rank holds only a range of the flattened box, as optimizers do
-            that cut flattened tensors (sharding V2).
-        flattened_range: That range, in elements of the flattened box.
-    """
-
-    key: str
+    key: str  # name of the global tensor, the same on every rank that holds a part of it
     local_tensor: torch.Tensor
-    local_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
+    """The elements: a tensor of shape `local_shape`, or, if flattened, one dim with the elements of
+    `flattened_range`."""
+    local_shape: tuple[int, ...]  # shape of the box
+    global_shape: tuple[int, ...]  # shape of the global tensor
+    global_offset: tuple[int, ...]  # offset of the box in the global tensor, in elements
     is_flattened: bool = False
-    flattened_range: slice | None = None
+    """Whether the rank holds only a range of the flattened box, as optimizers do that cut flattened
+    tensors (sharding V2)."""
+    flattened_range: slice | None = None  # that range, in elements of the flattened box
 
     def __str__(self) -> str:
         return (
@@ -107,19 +99,12 @@ ShardedTensor = ShardedWeight
 
 @dataclass(frozen=True, slots=True)
 class ShardedWeightDesc:
-    """A `ShardedWeight` without its elements.
+    """A `ShardedWeight` without its elements."""
 
-    Attributes:
-        key: See `ShardedWeight`.
-        local_shape: See `ShardedWeight`.
-        global_shape: See `ShardedWeight`.
-        global_offset: See `ShardedWeight`.
-    """
-
-    key: str
-    local_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
+    key: str  # see `ShardedWeight`
+    local_shape: tuple[int, ...]  # see `ShardedWeight`
+    global_shape: tuple[int, ...]  # see `ShardedWeight`
+    global_offset: tuple[int, ...]  # see `ShardedWeight`
 
 
 def shard_weight(key: str, weight: torch.Tensor, axis: int, group: Any = None) -> ShardedWeight:

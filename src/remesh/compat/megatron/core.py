@@ -47,18 +47,11 @@ def as_checkpointing_exception() -> Iterator[None]:
 
 @dataclass
 class CheckpointingConfig:
-    """The formats that a checkpoint is written in; not what the application put into it.
+    """The formats that a checkpoint is written in; not what the application put into it."""
 
-    Attributes:
-        sharded_backend: Format of sharded tensors and objects.
-        sharded_backend_version: Its version.
-        common_backend: Format of the common state.
-        common_backend_version: Its version.
-    """
-
-    sharded_backend: str
+    sharded_backend: str  # format of sharded tensors and objects
     sharded_backend_version: int = 1
-    common_backend: str = "torch"
+    common_backend: str = "torch"  # format of the common state
     common_backend_version: int = 1
 
 

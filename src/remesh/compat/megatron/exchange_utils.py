@@ -28,19 +28,12 @@ EXCHANGE_ALGORITHMS = frozenset({"broadcast", "gather_rounds", "gather_object"})
 
 
 class ShardDistribution(NamedTuple):
-    """Which rank of a group does the work for each shard.
+    """Which rank of a group does the work for each shard."""
 
-    Attributes:
-        main_rank_for_shard: Shard → rank in the group.
-        shards_in_this_group: The shards that the group has work with.
-        shard_to_metadata: Shard → its description, without data.
-        all_ranks_for_shard: Shard → the ranks of the group that hold it.
-    """
-
-    main_rank_for_shard: dict[ShardId, int]
-    shards_in_this_group: set[ShardId]
-    shard_to_metadata: dict[ShardId, ShardedTensor]
-    all_ranks_for_shard: dict[ShardId, list[int]]
+    main_rank_for_shard: dict[ShardId, int]  # shard → rank in the group
+    shards_in_this_group: set[ShardId]  # the shards that the group has work with
+    shard_to_metadata: dict[ShardId, ShardedTensor]  # shard → its description, without data
+    all_ranks_for_shard: dict[ShardId, list[int]]  # shard → the ranks of the group that hold it
 
 
 def distribute_shards_to_ranks(
@@ -122,17 +115,7 @@ def _get_empty_tensor_for_exchange(
     unneeded_shards: Mapping[ShardId, ShardedTensor],
     loaded_tensors: dict[ShardId, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.device | None]:
-    """The tensor that a shard of another rank is received into, entered in `loaded_tensors`.
-
-    Args:
-        shard_id: The shard.
-        needed_shards: What this rank has to receive.
-        unneeded_shards: Descriptions of shards that others receive.
-        loaded_tensors: What this rank has; a shard that it does not need is not entered.
-
-    Returns:
-        The tensor, and its device if it is kept.
-    """
+    """The tensor that a shard of another rank is received into, entered in `loaded_tensors`."""
     if shard_id not in needed_shards:
         template = unneeded_shards[shard_id].without_data()
         template.init_data("cpu")

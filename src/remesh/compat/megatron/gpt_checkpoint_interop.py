@@ -32,19 +32,12 @@ _FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 
 @dataclass(frozen=True)
 class GPTCompatLayerMaps:
-    """Which GPT layer the layers of a hybrid model belong to.
+    """Which GPT layer the layers of a hybrid model belong to."""
 
-    Attributes:
-        attention_to_gpt: Number of an attention layer → GPT layer.
-        mlp_to_gpt: Number of an MLP or a mixture of experts → GPT layer.
-        fresh_init: Numbers of the layers without counterpart.
-        num_gpt_layers: Layers of the GPT model.
-    """
-
-    attention_to_gpt: Mapping[int, int]
-    mlp_to_gpt: Mapping[int, int]
-    fresh_init: frozenset[int]
-    num_gpt_layers: int
+    attention_to_gpt: Mapping[int, int]  # number of an attention layer → GPT layer
+    mlp_to_gpt: Mapping[int, int]  # number of an MLP or a mixture of experts → GPT layer
+    fresh_init: frozenset[int]  # numbers of the layers without counterpart
+    num_gpt_layers: int  # layers of the GPT model
 
     def gpt_layer(self, key: str) -> tuple[re.Match[str] | None, int | None]:
         """The layer number in a key and the GPT layer that it belongs to.

@@ -59,36 +59,34 @@ class ShardedBase(ABC):
 class ShardedTensor(ShardedBase):
     """Where a local tensor lies in a global one.
 
-    Attributes:
-        key: Name of the global tensor.
-        data: The local tensor, or None where only the description counts; one dim if
-            `flattened_range` is given.
-        dtype: Element type; that of `data`.
-        local_shape: Shape of the local shard, before flattening, without prepended axes.
-        global_shape: Shape of the global tensor, with prepended axes.
-        global_offset: Where the shard begins, in elements.
-        axis_fragmentations: Number of shards along each axis, or None if the shards are no grid.
-        replica_id: 0 or zeros on exactly one of the ranks that hold this shard.
-        prepend_axis_num: Number of axes that the global tensor has in front of the local ones.
-        allow_shape_mismatch: On load, accept a stored tensor of another global shape: what is not
-            stored becomes zeros, what does not fit is left out.
-        flattened_range: The elements of the flattened shard that `data` holds.
-
     Raises:
         CheckpointingException: If the fields contradict each other.
     """
 
     key: str
+    """Name of the global tensor."""
     data: torch.Tensor | None = field(repr=False)
+    """The local tensor, or None where only the description counts; one dim if `flattened_range` is
+    given."""
     dtype: torch.dtype
+    """Element type; that of `data`."""
     local_shape: tuple[int, ...]
+    """Shape of the local shard, before flattening, without prepended axes."""
     global_shape: tuple[int, ...]
+    """Shape of the global tensor, with prepended axes."""
     global_offset: tuple[int, ...]
+    """Where the shard begins, in elements."""
     axis_fragmentations: tuple[int, ...] | None
+    """Number of shards along each axis, or None if the shards are no grid."""
     replica_id: ReplicaId = 0
+    """0 or zeros on exactly one of the ranks that hold this shard."""
     prepend_axis_num: int = 0
+    """Number of axes that the global tensor has in front of the local ones."""
     allow_shape_mismatch: bool = False
+    """On load, accept a stored tensor of another global shape: what is not stored becomes zeros,
+    what does not fit is left out."""
     flattened_range: slice | None = None
+    """The elements of the flattened shard that `data` holds."""
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -410,22 +408,20 @@ LocalNonpersitentObject = LocalNonpersistentObject
 class ShardedObject(ShardedBase):
     """A value that is one element of a grid of values. The grid is never cut differently.
 
-    Attributes:
-        key: Name of the grid.
-        data: The value, or None where only the description counts.
-        global_shape: Shape of the grid.
-        global_offset: Place in the grid.
-        replica_id: See `ShardedTensor`.
-
     Raises:
         CheckpointingException: If shape and offset differ in length.
     """
 
     key: str
+    """Name of the grid."""
     data: Any
+    """The value, or None where only the description counts."""
     global_shape: tuple[int, ...]
+    """Shape of the grid."""
     global_offset: tuple[int, ...]
+    """Place in the grid."""
     replica_id: ReplicaId = 0
+    """See `ShardedTensor`."""
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -485,26 +481,24 @@ class ShardedTensorFactory(ShardedBase):
 
     The stored form must depend on the arguments of `build_fn` alone: optimizer state of the tensor
     is stored by the same factory with another key and other data.
-
-    Attributes:
-        key: Handed to `build_fn`.
-        data: The tensor in memory.
-        build_fn: Makes the stored form of `(key, data, replica_id, flattened_range)`: a sharded
-            dict or list.
-        merge_fn: Makes the tensor from the loaded dict or list.
-        replica_id: Handed to `build_fn`.
-        flattened_range: Handed to `build_fn`.
-        local_shape: Shape of the tensor before it was flattened; by default that of `data`. A copy
-            of a factory for flattened data, as `dataclasses.replace` makes it, keeps it.
     """
 
     key: str
+    """Handed to `build_fn`."""
     data: Any
+    """The tensor in memory."""
     build_fn: FactoryBuildFn
+    """Makes the stored form of `(key, data, replica_id, flattened_range)`: a sharded dict or list.
+    """
     merge_fn: FactoryMergeFn
+    """Makes the tensor from the loaded dict or list."""
     replica_id: ReplicaId = 0
+    """Handed to `build_fn`."""
     flattened_range: slice | None = None
+    """Handed to `build_fn`."""
     local_shape: tuple[int, ...] | None = None
+    """Shape of the tensor before it was flattened; by default that of `data`. A copy of a factory
+    for flattened data, as `dataclasses.replace` makes it, keeps it."""
 
     def __post_init__(self) -> None:
         if self.flattened_range is None and isinstance(self.data, torch.Tensor):

@@ -46,11 +46,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Enters a module under a second name.
-
-    Args:
-        name: The module's own name.
-    """
+    """Enters a module under a second name."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -60,15 +60,10 @@ class LocalStateError(CheckpointingException, AssertionError):
 
 @dataclass
 class MCoreTensorAwareStateDict(TensorAwareStateDict):  # type: ignore[misc]
-    """A sharded state dict whose tensors can be taken out and put in again.
+    """A sharded state dict whose tensors can be taken out and put in again."""
 
-    Attributes:
-        common: The common state.
-        sharded_state_dict: The sharded part; shards that another rank keeps have no data.
-    """
-
-    common: Any
-    sharded_state_dict: Any
+    common: Any  # the common state
+    sharded_state_dict: Any  # the sharded part; shards that another rank keeps have no data
     _is_hollow: bool = False
     _devices: dict[int, str] = field(default_factory=dict)
     """Number of a shard → device that its tensor came from, while it is out or on another one."""

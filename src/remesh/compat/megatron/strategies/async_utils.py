@@ -56,12 +56,7 @@ def _disable_gc() -> Iterator[None]:
 
 
 def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
-    """Let this process yield to others; what the system refuses is logged.
-
-    Args:
-        cpu_priority: Niceness to raise this process to, 0 to 19; None leaves it.
-        io_priority: Class of input and output, 1 real time, 2 best effort, 3 idle; None leaves it.
-    """
+    """Let this process yield to others; what the system refuses is logged."""
     try:
         if cpu_priority is not None:
             os.nice(max(0, cpu_priority - os.nice(0)))
@@ -74,26 +69,17 @@ def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
 
 
 class AsyncRequest(NamedTuple):
-    """A prepared save.
+    """A prepared save."""
 
-    Attributes:
-        async_fn: The slow half; None if there is nothing to do.
-        async_fn_args: Its positional arguments. What `preload_fn` returns takes the place of the
-            second.
-        finalize_fns: Called in order on every rank once `async_fn` has ended on all of them.
-        async_fn_kwargs: Keyword arguments of `async_fn`.
-        preload_fn: Copies the state out of the trainer's memory.
-        is_frozen: Whether the request is scheduled, so that nothing can be added.
-        call_idx: Number of the request in its queue.
-    """
-
-    async_fn: Callable[..., object] | None
+    async_fn: Callable[..., object] | None  # the slow half; None if there is nothing to do
     async_fn_args: tuple[Any, ...]
+    """Its positional arguments. What `preload_fn` returns takes the place of the second."""
     finalize_fns: list[Callable[[], object]]
-    async_fn_kwargs: Mapping[str, Any] = _NO_KWARGS
-    preload_fn: Callable[[], Any] | None = None
-    is_frozen: bool = False
-    call_idx: int = 0
+    """Called in order on every rank once `async_fn` has ended on all of them."""
+    async_fn_kwargs: Mapping[str, Any] = _NO_KWARGS  # keyword arguments of `async_fn`
+    preload_fn: Callable[[], Any] | None = None  # copies the state out of the trainer's memory
+    is_frozen: bool = False  # whether the request is scheduled, so that nothing can be added
+    call_idx: int = 0  # number of the request in its queue
 
     @classmethod
     def of(cls, request: Any) -> AsyncRequest:
@@ -239,7 +225,6 @@ class TemporalAsyncCaller(AsyncCaller):
         self._error: BaseException | None = None
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """See `AsyncCaller`."""
         self.call_idx = async_req.call_idx
 
         def work() -> None:
@@ -252,16 +237,13 @@ class TemporalAsyncCaller(AsyncCaller):
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """See `AsyncCaller`."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """See `AsyncCaller`."""
         if self._thread is not None:
             self._thread.join()
 
     def failure(self) -> BaseException | None:
-        """See `AsyncCaller`."""
         return self._error
 
     def close(self, abort: bool = False) -> None:
@@ -308,13 +290,11 @@ class PersistentAsyncCaller(AsyncCaller):
         return self._pipe
 
     def is_alive(self) -> bool:
-        """See `AsyncCaller`."""
         if self._pending and self._pipe is not None and self._pipe.poll():
             self._receive()
         return self._pending
 
     def wait(self) -> None:
-        """See `AsyncCaller`."""
         if self._pending:
             self._receive()
 
@@ -329,7 +309,6 @@ class PersistentAsyncCaller(AsyncCaller):
         self._error = RankFailedError(text) if text else None
 
     def failure(self) -> BaseException | None:
-        """See `AsyncCaller`."""
         return self._error
 
     def close(self, abort: bool = False) -> None:

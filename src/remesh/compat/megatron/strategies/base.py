@@ -98,7 +98,6 @@ class OneBackend(LoadStrategyBase):
     backend: str
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """See `LoadStrategyBase`."""
         if loaded_backend != self.backend:
             raise CheckpointingException(
                 f"{type(self).__name__} reads backend {self.backend!r}, not {loaded_backend!r}; "
@@ -106,7 +105,6 @@ class OneBackend(LoadStrategyBase):
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """See `LoadStrategyBase`."""
         if loaded_version != 1:
             raise CheckpointingException(
                 f"{self.backend} version {loaded_version} is not known, only version 1"

@@ -47,7 +47,7 @@ class CheckpointableShardedTensor(_Protocol):
     _sh_ten: ShardedTensor
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> Self:  # noqa: D102
+    def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> Self:
         made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, torch.Size(sh_ten.global_shape), dtype=data.dtype
         )
@@ -110,7 +110,7 @@ class LocalShardsContainer(_Protocol):
     _local_shards: list[CheckpointableShardedTensor]
 
     @staticmethod
-    def __new__(cls, local_shards: Sequence[CheckpointableShardedTensor]) -> Self:  # noqa: D102
+    def __new__(cls, local_shards: Sequence[CheckpointableShardedTensor]) -> Self:
         if not local_shards:
             raise CheckpointingException("a container of shards needs at least one")
         made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001

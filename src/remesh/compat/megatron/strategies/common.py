@@ -171,7 +171,6 @@ class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
         return found[0]
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        """See `LoadCommonStrategy`."""
         found: dict[str, ShardedObject] = {}
         for path in storage_of(checkpoint_dir).list():
             if path.endswith(".pt") and "/shard_" in path:

@@ -258,10 +258,8 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
             return open_shared(Alone(), source_of(checkpoint_dir, self.format))
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """See `LoadShardedStrategy`."""
         return dict(tensors_metadata(self.stored_state(checkpoint_dir)))
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """See `LoadShardedStrategy`."""
         stored = self.stored_state(checkpoint_dir)
         return {**objects_metadata(stored), **tensors_metadata(stored)}

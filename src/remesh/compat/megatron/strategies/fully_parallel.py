@@ -78,7 +78,6 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         return self.base_strategy.async_save(sharded_state_dict, checkpoint_dir)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """See `SaveShardedStrategy`."""
         self.apply_saving_parallelization(sharded_state_dict)
         self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 

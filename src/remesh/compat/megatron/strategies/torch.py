@@ -266,11 +266,7 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
 
 
 def _torch_metadata(storage: Storage) -> Metadata:
-    """The metadata in torch's own classes, so that torch's own pickle of them can be written.
-
-    Raises:
-        CorruptCheckpointError: If they are damaged.
-    """
+    """The metadata in torch's own classes, so that torch's own pickle of them can be written."""
     record = read_metadata(storage)
     try:
         found = Metadata(
