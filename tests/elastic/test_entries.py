@@ -235,6 +235,27 @@ def test_a_change_that_does_not_end_is_interrupted(
     run(train)
 
 
+def test_an_error_while_the_function_is_left_is_not_the_last_attempt(
+    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[int] = []
+
+    def break_at_last(_port: int) -> int:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise OSError(24, "Too many open files")
+        return 0
+
+    def train(job: TrainingJob) -> None:
+        if job.entries == 0:
+            beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
+            beside[0].start()
+            time.sleep(3600)
+
+    monkeypatch.setattr(entries, "break_collectives", break_at_last)
+    run(train)
+
+
 def test_what_hangs_while_the_function_is_left_is_interrupted_again(
     agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:

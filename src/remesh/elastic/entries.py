@@ -262,7 +262,12 @@ class _Entrance:
                 self._bell.wait()
                 continue
             called_at = time.monotonic() if called_at is None else called_at
-            self._bell.wait(self._call_out(time.monotonic() - called_at))
+            try:
+                pause = self._call_out(time.monotonic() - called_at)
+            except OSError as error:  # the system may have no descriptor to give at the moment
+                log.warning("the training function is not left yet: %s", error)
+                pause = RETRY_SECONDS
+            self._bell.wait(pause)
 
     def _call_out(self, seconds: float) -> float:
         """Try to get the main thread out; in how many seconds to try again."""
