@@ -223,7 +223,7 @@ class _Joined:
                 last = max(last, int(found["number"]))
                 new = f"{found['head']}{first_layer + int(found['number'])}{found['tail']}"
             if new in self.tensors or new in self.leaves:
-                raise _CannotJoinError(f"two stages have {name}")
+                raise _CannotJoinError(f"two stages have {shown(name)}")
             if name in first.tensors:
                 held = (model.tensors[name] for model in models)
                 self.tensors[new] = list(zip(ranks, held, strict=True))
