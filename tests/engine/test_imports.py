@@ -47,6 +47,7 @@ NEEDS_TORCH = (
     "remesh.exchange.torch_group",
     "remesh.testing",
     "remesh.training.export",
+    "remesh.training.fingerprints",
     "remesh.training.integrations",
     "remesh.training.live",
     "remesh.training.room",

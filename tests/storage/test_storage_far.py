@@ -21,7 +21,7 @@ from remesh.pipeline import limits_for
 from remesh.planner import ReadLimits, assignment
 from remesh.storage import Buffer, flow_for, open_storage
 from remesh.storage.buckets import _signing
-from remesh.storage.distance import BYTES_UNDER_WAY, CONNECTIONS, JOB_CONNECTIONS, connect
+from remesh.storage.distance import BYTES_UNDER_WAY
 from remesh.storage.object_store import NUM_UPLOADS, PART_BYTES, ObjectStorage
 from remesh.testing import run_ranks
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
@@ -87,19 +87,6 @@ class TestFlow:
 
     def test_a_local_storage_is_read_as_before(self) -> None:
         assert limits_for(None, 1 << 40) == ReadLimits()
-
-
-def test_the_connections_that_a_job_opens_in_advance_are_bounded() -> None:
-    class Opening(Far):
-        def connect(self, number: int) -> None:
-            opened.append(number)
-
-    for world_size in (1, 2, 8, 300, 1024, 1025, 100_000):
-        opened = list[int]()
-        connect(Opening(MemoryStore(), latency=0.1), world_size)
-        assert world_size * sum(opened) <= JOB_CONNECTIONS
-        assert opened or world_size > JOB_CONNECTIONS
-        assert opened == [CONNECTIONS] or world_size > JOB_CONNECTIONS // CONNECTIONS
 
 
 def shard(number: int, rank: int, dim: int) -> Any:
@@ -196,10 +183,8 @@ def server() -> Iterator[S3Server]:
 
 
 def test_the_debug_log_counts_what_a_server_of_others_received(
-    server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Connections that open in the background may do so when all is done.
-    monkeypatch.setattr(ObjectStorage, "connect", lambda _self, _number: None)
     url, data = f"s3://{BUCKET}/counted", np.arange(20 * MIB // 4, dtype=np.float32)
     storage = open_storage(url)
     server.methods.clear()

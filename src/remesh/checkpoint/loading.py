@@ -64,7 +64,7 @@ from remesh.planner import (
 )
 from remesh.progress import showing
 from remesh.state import Description
-from remesh.storage import Storage, connect, is_remote, latency_of
+from remesh.storage import Storage, is_remote, latency_of
 from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
@@ -145,7 +145,6 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     exchange = exchange_of(group)
     place = place_of(path)
     storage = place.storage
-    connect(storage, exchange.world_size)
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     rules = as_transform(transform)
     options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})

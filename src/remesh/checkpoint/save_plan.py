@@ -69,7 +69,6 @@ from remesh.storage import (
     Storage,
     ask_meanwhile,
     begins_unseen,
-    connect,
 )
 from remesh.tables import BoxTable, Cuts
 
@@ -258,7 +257,6 @@ def make_save_plan(
     def describe() -> bytes:
         if first is not None:
             first()
-        connect(storage, exchange.world_size)
         with collector_rests():
             return rank.describe(state)
 

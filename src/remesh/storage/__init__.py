@@ -24,7 +24,6 @@ from remesh.storage.buffers import touch as touch
 from remesh.storage.deletion import delete_files as delete_files
 from remesh.storage.distance import ask_meanwhile as ask_meanwhile
 from remesh.storage.distance import ask_together as ask_together
-from remesh.storage.distance import connect as connect
 from remesh.storage.distance import flow_for as flow_for
 from remesh.storage.distance import is_local as is_local
 from remesh.storage.distance import is_remote as is_remote

@@ -27,13 +27,6 @@ LINK_RATE = 2.5e9
 BYTES_UNDER_WAY = 256 << 20
 """Bytes that the requests of a process ask for, or send, at a time; the most of any latency."""
 
-CONNECTIONS = 8
-"""Connections that a rank opens in advance."""
-
-JOB_CONNECTIONS = 1024
-"""The same for all ranks of a job together: each costs a request, all of them arrive at once, and
-stores turn away more than some thousands a second."""
-
 _Answer = TypeVar("_Answer")
 
 
@@ -44,19 +37,6 @@ class MeasuredLatency(Protocol):
     @property
     def latency(self) -> float:
         """Seconds of the fastest small request so far; 0 if there was none."""
-        ...
-
-
-@runtime_checkable
-class Connecting(Protocol):
-    """What storages may have besides the methods of `Storage`."""
-
-    def connect(self, number: int) -> None:
-        """Open connections that are going to be needed, in the background.
-
-        Args:
-            number: How many at most, at least 1.
-        """
         ...
 
 
@@ -194,15 +174,3 @@ def asking(storage: Storage, question: Callable[[], _Answer]) -> Iterator[Callab
         yield answer
     finally:
         answer()
-
-
-def connect(storage: Storage, world_size: int) -> None:
-    """Let a storage that is a network away open connections while something else is done.
-
-    Args:
-        storage: The storage.
-        world_size: Ranks that do this at the same time; of many, each opens few or none.
-    """
-    storage, number = without_views(storage), min(CONNECTIONS, JOB_CONNECTIONS // world_size)
-    if number and isinstance(storage, Connecting):
-        storage.connect(number)

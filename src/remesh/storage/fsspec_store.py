@@ -26,7 +26,7 @@ import numpy as np
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError, StorageError
 from remesh.storage.parts import StreamWriter
-from remesh.storage.paths import check_path, prefix_directory
+from remesh.storage.paths import HIDDEN, check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import hide_secrets, shown_url
@@ -35,7 +35,6 @@ from remesh.storage.sizes import Directory, FileFacts
 PART_BYTES = 16 << 20
 """Bytes given to the file system at a time."""
 
-_HIDDEN = ".remesh-put-"
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -83,7 +82,7 @@ class FsspecStorage:
         sizes = {}
         for path, entry in found.items():
             relative = path[len(self._root) :].lstrip("/")
-            hidden = relative.rpartition("/")[2].startswith(_HIDDEN)
+            hidden = relative.rpartition("/")[2].startswith(HIDDEN)
             if relative and relative.startswith(prefix) and not hidden:
                 sizes[relative] = int(entry["size"])
         return sizes
@@ -310,4 +309,4 @@ def _time_of(entry: Mapping[str, object]) -> float | None:
 
 
 def _beside(place: str, name: str) -> str:
-    return f"{place.rpartition('/')[0]}/{_HIDDEN}{name}"
+    return f"{place.rpartition('/')[0]}/{HIDDEN}{name}"

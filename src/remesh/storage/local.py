@@ -48,13 +48,12 @@ from remesh.storage.local_io import (
     sync_directory,
     write_file,
 )
-from remesh.storage.paths import check_path, prefix_directory
+from remesh.storage.paths import HIDDEN, check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.room import is_in_memory, room_identity
 from remesh.storage.sizes import Directory, FileFacts
 
 _LOGGER = logging.getLogger("remesh")
-_HIDDEN = ".remesh-put-"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
@@ -95,7 +94,7 @@ class LocalStorage:
         found = []
         for directory, _, names in os.walk(self._root / prefix_directory(prefix), onerror=fail):
             below = Path(directory).relative_to(self._root)
-            found += [str(below / name) for name in names if not name.startswith(_HIDDEN)]
+            found += [str(below / name) for name in names if not name.startswith(HIDDEN)]
         return sorted(path for path in found if path.startswith(prefix))
 
     def list_directory(self, path: str = "") -> Directory:
@@ -148,7 +147,7 @@ class LocalStorage:
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         file = self._file(path)
         self._make_parents(file)
-        hidden = file.with_name(f"{_HIDDEN}{secrets.token_hex(8)}")
+        hidden = file.with_name(f"{HIDDEN}{secrets.token_hex(8)}")
         try:
             write_file(hidden, data)
             try:
@@ -358,7 +357,7 @@ def _rename_with_marker(hidden: Path, file: Path) -> None:
     A process that dies in between leaves the marker, and the name stays taken until it is
     removed: at most one writer succeeds, even then.
     """
-    marker = file.with_name(f"{_HIDDEN}{file.name}")
+    marker = file.with_name(f"{HIDDEN}{file.name}")
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
     except FileExistsError as error:

@@ -23,7 +23,6 @@ How it keeps the promises of `remesh.storage`:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import threading
@@ -40,7 +39,7 @@ from remesh.storage.buckets import FAILURES, Bucket, open_bucket
 from remesh.storage.distance import Flow, ask_meanwhile, ask_together, asking, flow_for
 from remesh.storage.objects import Objects
 from remesh.storage.parts import StreamWriter
-from remesh.storage.paths import check_path, prefix_directory
+from remesh.storage.paths import HIDDEN, check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import shown_url
@@ -63,7 +62,6 @@ READ_BYTES = 16 << 20
 """Bytes asked for at a time, so that the timeout of a request holds for any file."""
 
 _TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Azure wants it
-_HIDDEN = ".remesh-put-"
 _LOGGER = logging.getLogger("remesh")
 
 NUM_BEGINNINGS = 10
@@ -243,10 +241,6 @@ class ObjectStorage:
             name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
         )
 
-    def connect(self, number: int) -> None:
-        opening = partial(self._objects.open_connections, f"{_HIDDEN}none", number)
-        ask_meanwhile(self, lambda: asyncio.run(opening()))
-
     @property
     def begins_unseen(self) -> bool:
         return True
@@ -380,7 +374,7 @@ class ObjectStorage:
         if self._bucket.honours_conditions:
             return self._put_first(path, data)
         folder, _, name = path.rpartition("/")
-        claims = f"{folder}/{_HIDDEN}{name}-" if folder else f"{_HIDDEN}{name}-"
+        claims = f"{folder}/{HIDDEN}{name}-" if folder else f"{HIDDEN}{name}-"
         mine = claims + secrets.token_hex(8)
         self._objects.put(mine, b"")
         try:
@@ -397,7 +391,7 @@ class ObjectStorage:
 
     def _find_conditions(self) -> str:
         """Find out whether a put of an object that exists is refused; returns what to remove."""
-        probe = f"{_HIDDEN}probe-{secrets.token_hex(8)}"
+        probe = f"{HIDDEN}probe-{secrets.token_hex(8)}"
 
         def is_refused() -> bool:
             try:
@@ -495,7 +489,7 @@ def _is_hidden(path: str) -> bool:
 
     Consoles make empty objects for folders; that of the root itself has no relative path.
     """
-    return not path or path.rpartition("/")[2].startswith(_HIDDEN)
+    return not path or path.rpartition("/")[2].startswith(HIDDEN)
 
 
 def _rounded_up(num_bytes: int) -> int:

@@ -6,27 +6,20 @@ after a failure is not counted.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import obstore
 
-from remesh.storage.buckets import FAILURES, Bucket
+from remesh.storage.buckets import Bucket
 from remesh.storage.protocol import Buffer
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
-
-NEAR_SECONDS = 0.005
-"""A store that answers sooner is near: connections to it need not be opened in advance."""
-
-CONNECT_SECONDS = 5.0
-"""How long answers are waited for that only open connections."""
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -134,23 +127,6 @@ class Objects:
         self._count("DELETE", paths[0])
         keys = [self.key(path) for path in paths]
         obstore.delete(self._store, keys if len(keys) > 1 else keys[0])
-
-    async def open_connections(self, path: str, number: int) -> None:
-        """Ask for an object a few times at once; the answers do not matter.
-
-        A store that is near is asked once.
-        """
-
-        async def ask() -> None:
-            with suppress(*FAILURES), self._timed("HEAD", path):
-                await obstore.head_async(self._store, self.key(path))
-
-        asked = {asyncio.ensure_future(ask())}
-        if (await asyncio.wait(asked, timeout=NEAR_SECONDS))[1]:
-            asked.update(asyncio.ensure_future(ask()) for _ in range(number - 1))
-        _, late = await asyncio.wait(asked, timeout=CONNECT_SECONDS)
-        for one in late:
-            one.cancel()
 
     def _directory(self, path: str) -> str | None:
         return self.key(path).rstrip("/") or None

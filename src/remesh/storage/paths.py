@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from remesh.errors import StorageError
 
+HIDDEN = ".remesh-put-"
+"""How the names of files begin that a writer makes beside the final one; they are never listed."""
+
 
 def check_path(path: str) -> str:
     """The path itself, if it names a file below the root.
