@@ -335,11 +335,8 @@ def _print_jobs(found: list[JobLine], *, as_json: bool) -> None:
 def _last_step(now: Status) -> str:
     if now.step is None:
         return "none reported"
-    return (
-        f"{now.step}"
-        if now.step_age is None
-        else f"{now.step}, the last one {now.step_age:.0f} s ago"
-    )
+    age = "" if now.step_age is None else f", the last one {now.step_age:.0f} s ago"
+    return f"{now.step}{age}"
 
 
 def _print_status(now: Status) -> None:
