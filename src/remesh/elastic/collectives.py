@@ -66,11 +66,20 @@ def leave_groups() -> None:
 
 def _gloo_descriptors() -> set[int]:
     """The connected sockets that gloo's event loops watch."""
-    return {
-        descriptor
-        for descriptor, pointer in _watched().items()
-        if _is_of_gloo(pointer) and _ports_of(descriptor) is not None
-    }
+    watched = _watched()
+    if not watched:
+        return set()
+    found = _LIBRARY.findall(Path("/proc/self/maps").read_text())
+    libraries = [(int(begin, 16), int(end, 16)) for begin, end in found]
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return {
+            descriptor
+            for descriptor, pointer in watched.items()
+            if _is_of_class_in(libraries, memory, pointer) and _ports_of(descriptor) is not None
+        }
+    finally:
+        os.close(memory)
 
 
 def _watched() -> dict[int, int]:
@@ -87,17 +96,16 @@ def _watched() -> dict[int, int]:
     return found
 
 
-def _is_of_gloo(pointer: int) -> bool:
-    """Whether a pointer is to an object of a class of the library with gloo."""
+def _is_of_class_in(libraries: list[tuple[int, int]], memory: int, pointer: int) -> bool:
+    """Whether a pointer is to an object of a class of some libraries.
+
+    The memory is read through the kernel: the object may be gone, or the pointer be none.
+    """
     try:
-        # Read through the kernel: the object may be gone, or the pointer be none.
-        with open("/proc/self/mem", "rb", buffering=0) as memory:
-            first = os.pread(memory.fileno(), 8, pointer)
+        table = int.from_bytes(os.pread(memory, 8, pointer), sys.byteorder)
     except (OSError, OverflowError):
         return False
-    table = int.from_bytes(first, sys.byteorder)
-    ranges = _LIBRARY.findall(Path("/proc/self/maps").read_text())
-    return any(int(begin, 16) <= table < int(end, 16) for begin, end in ranges)
+    return any(begin <= table < end for begin, end in libraries)
 
 
 def _descriptors_at(port: int) -> set[int]:
