@@ -17,6 +17,7 @@ import remesh
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange
+from remesh.integrity import read_sealed
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
 from remesh.testing import FaultInjector, InjectedError, run_ranks
@@ -140,7 +141,9 @@ def test_waiting_raises_the_first_failure_and_notes_the_others(tmp_path: Path) -
 def noted_bytes(storage: MemoryStorage, rank: int) -> int:
     """How much a rank has noted that it has written."""
     paths = [path for path in storage.list() if path.endswith(f"/progress-{rank:05d}.msgpack")]
-    return sum(msgspec.msgpack.decode(storage.read(path))["written_bytes"] for path in paths)
+    return sum(
+        msgspec.msgpack.decode(read_sealed(storage, path))["written_bytes"] for path in paths
+    )
 
 
 def test_a_slow_save_names_the_slowest_rank(caplog: pytest.LogCaptureFixture) -> None:
