@@ -405,7 +405,7 @@ def test_a_part_that_is_gone_is_looked_for_in_storage(tmp_path: Path) -> None:
 def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
     tmp_path: Path, is_saved: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "remesh")
 
     def leave(world: World, rank: int) -> None:
         if is_saved:
