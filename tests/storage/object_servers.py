@@ -119,5 +119,9 @@ def make_bucket(endpoint: str, name: str = BUCKET) -> None:
     client = boto3.client("s3", endpoint_url=endpoint)
     try:
         client.create_bucket(Bucket=name)
+        # moto has one set of buckets a process: a server that has ended may have left uploads.
+        for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", []):
+            named = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+            client.abort_multipart_upload(Bucket=name, **named)
     finally:
         client.close()
