@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from remesh.compat.megatron.redirect import FROM_RELEASE
+
 PACKAGE = "megatron.core.dist_checkpointing"
 HOME = "remesh.compat.megatron"
 HOMES = ("megatron", "nemo")
@@ -64,7 +66,9 @@ def imported(path: Path, root: Path) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether the drop-in has a name, or the object that the name is an attribute of."""
+    """Whether the drop-in has a name, or the object that it is an attribute of, or leaves it."""
+    if any(f"{name}.".startswith(f"{module}.") for module in FROM_RELEASE):
+        return True
     parts = name.split(".")
     module, rest = importlib.import_module(HOME), parts
     while rest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,25 +25,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from remesh.compat.megatron import (
     CheckpointingException,
-    LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
+    install,
     load,
     save,
 )
 from remesh.compat.megatron.exchange_utils import distribute_shards_to_ranks
-from remesh.compat.megatron.gpt_checkpoint_interop import (
-    gpt_compatible_layer_maps,
-    retarget_fsdp_state_dict_to_gpt_checkpoint,
-    retarget_sharded_state_dict_to_gpt_checkpoint,
-)
+from remesh.compat.megatron.redirect import REPLACED
 from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue, _disable_gc
 from remesh.compat.megatron.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
-)
-from remesh.compat.megatron.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
 )
 from remesh.compat.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from remesh.compat.megatron.strategies.tensorstore import TensorStoreLoadShardedStrategy
@@ -53,7 +46,6 @@ from remesh.compat.megatron.strategies.torch import (
     get_async_strategy,
     sharded_tensor_to_torch_sharded_tensor,
 )
-from remesh.compat.megatron.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from remesh.exchange import Exchange
 from remesh.testing import run_processes
 from tests.compat.megatron.names import imported, missing
@@ -119,8 +111,35 @@ def test_shards_go_to_the_rank_that_has_least_to_do() -> None:
     }
 
 
+def _from_release(name: str) -> Any:
+    """A file of the installed Megatron over the drop-in; only for processes of their own.
+
+    Megatron Core itself, which takes seconds to import, and what needs a GPU are left out.
+    """
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    core = ModuleType("megatron.core")
+    core.__path__ = [f"{folder}/core" for folder in spec.submodule_search_locations]
+    sys.modules["megatron.core"] = core
+    install()
+    return importlib.import_module(f"{REPLACED}.{name}")
+
+
 def _tensor_aware(exchange: Exchange) -> None:
     rank = exchange.rank
+    extension: Any = ModuleType("nvidia_resiliency_ext.checkpointing.local.base_state_dict")
+    extension.TensorAwareStateDict = object
+    parts = extension.__name__.split(".")
+    for number in range(1, len(parts)):
+        name = ".".join(parts[:number])
+        sys.modules[name] = ModuleType(name)
+    sys.modules[extension.__name__] = extension
+    torch.cuda.synchronize = lambda *_: None
+    release = _from_release("tensor_aware_state_dict")
+    assert "site-packages" in release.__file__
+    assert release.ShardedTensor is ShardedTensor
+    taken_of = release.MCoreTensorAwareStateDict.from_state_dict
 
     def state(value: int) -> dict[str, object]:
         tensors = {
@@ -134,10 +153,10 @@ def _tensor_aware(exchange: Exchange) -> None:
         return {**tensors, "own": own, "rng": rng, "step": value}
 
     for algo in ("atomic", "fully_parallel"):
-        taken, distribution = MCoreTensorAwareStateDict.from_state_dict(state(5), algo=algo)
+        taken, distribution = taken_of(state(5), algo=algo)
         kept = taken.pop_tensors()
         assert taken.is_hollow
-        with pytest.raises(CheckpointingException, match="insert_tensors"):
+        with pytest.raises(AssertionError):
             taken.pop_tensors()
         # Fully parallel, a tensor that both ranks have is kept once.
         assert (len(kept) == 4) == (algo == "atomic")
@@ -152,17 +171,12 @@ def _tensor_aware(exchange: Exchange) -> None:
         assert [found[f"w{n}"].tolist() for n in range(3)] == [[5 + n] * 4 for n in range(3)]
         assert found["own"].tolist() == [5 + rank] * 2
         assert (found["rng"], found["step"]) == ({"rank": rank}, 5)
-        again, cached = MCoreTensorAwareStateDict.from_state_dict(
-            state(7), algo=algo, cached_metadata=distribution
-        )
-        assert cached is distribution
+        again, cached = taken_of(state(7), algo=algo, cached_metadata=distribution)
+        assert cached == distribution
         assert again.common_state_dict == {"step": 7}
     other = ShardedTensor.from_rank_offsets("own", torch.zeros(1), (0, 2 * rank + 1, 4))
-    for strict, error in (
-        ("assume_ok_unexpected", CheckpointingException),
-        ("log_all", AssertionError),
-    ):
-        with pytest.raises(error, match="own"):
+    for strict in ("assume_ok_unexpected", "log_all"):
+        with pytest.raises(AssertionError, match="own"):
             taken.to_state_dict({"own": other}, validate_access_integrity=False, strict=strict)
 
 
@@ -170,53 +184,26 @@ def test_local_checkpoints_take_tensors_apart_and_put_them_together() -> None:
     run_processes(2, _tensor_aware)
 
 
-def test_a_hybrid_model_finds_the_layers_of_a_gpt_checkpoint() -> None:
-    maps = gpt_compatible_layer_maps("M*-|M*-")
-    assert (maps.attention_to_gpt, maps.mlp_to_gpt) == ({1: 0, 4: 1}, {2: 0, 5: 1})
+def _shards_of_release(_: Exchange, folder: Path) -> None:
+    release = _from_release("strategies.checkpointable")
+    assert release.ShardedTensor is ShardedTensor
 
-    def weight(key: str) -> ShardedTensor:
-        return ShardedTensor.from_rank_offsets(key, torch.ones(4), (0, 1, 2))
-
-    state: dict[str, object] = {
-        name: weight(f"optimizer.state.exp_avg.decoder.{name}")
-        for name in ("layers.5.mlp.w", "layers.0.mixer.w", "final_norm.w")
-    }
-    state["extra"] = ShardedObject("decoder.layers.4.attention._extra_state", None, (1,), (0,))
-    retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
-    mlp, norm, extra = state["layers.5.mlp.w"], state["final_norm.w"], state["extra"]
-    assert isinstance(mlp, ShardedTensor)
-    assert isinstance(norm, ShardedTensor)
-    assert isinstance(extra, ShardedObject)
-    assert mlp.key == "optimizer.state.exp_avg.decoder.layers.mlp.w"
-    assert (mlp.global_shape, mlp.global_offset) == ((2, 8), (1, 4))
-    assert norm.key == "optimizer.state.exp_avg.decoder.final_layernorm.w"
-    assert extra.unique_key == "decoder.layers.attention._extra_state/shard_1_2"
-    assert isinstance(state["layers.0.mixer.w"], LocalNonpersistentObject)
-    names = {"module.decoder.layers.5.mlp.w": 1, "decoder.layers.0.mixer.w": 2, "lr": {"x": 3}}
-    stored = ["module.module.decoder.layers.1.mlp.w"]
-    assert retarget_fsdp_state_dict_to_gpt_checkpoint(names, maps, stored) == {
-        "module.module.decoder.layers.1.mlp.w": 1,
-        "lr": {},
-    }
-    for pattern, message in {"M*-/*": "MTP", "*-*E": "mixes", "**-": "equal", "*G-": "'G'"}.items():
-        with pytest.raises(ValueError, match=message):
-            gpt_compatible_layer_maps(pattern)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_shards_are_what_torch_saves(tmp_path: Path) -> None:
-    def shards(value: float) -> LocalShardsContainer:
+    def shards(value: float) -> Any:
         parts = [
             ShardedTensor.from_rank_offsets("w", torch.full((3,), value + n), (0, n, 2))
             for n in range(2)
         ]
-        return LocalShardsContainer([CheckpointableShardedTensor.from_sh_ten(p) for p in parts])
+        wrapped = [release.CheckpointableShardedTensor.from_sh_ten(part) for part in parts]
+        return release.LocalShardsContainer(wrapped)
 
-    save_with_torch({"w": shards(1)}, checkpoint_id=tmp_path)
+    save_with_torch({"w": shards(1)}, checkpoint_id=folder)
     target = shards(8)
-    load_with_torch({"w": target}, checkpoint_id=tmp_path)
-    found = [shard._sh_ten.data for shard in target._local_shards]
-    assert [part.tolist() for part in found if part is not None] == [[1.0] * 3, [2.0] * 3]
+    load_with_torch({"w": target}, checkpoint_id=folder)
+    assert [one._sh_ten.data.tolist() for one in target._local_shards] == [[1.0] * 3, [2.0] * 3]
+
+
+def test_shards_are_what_torch_saves(tmp_path: Path) -> None:
+    run_processes(1, _shards_of_release, tmp_path)
 
 
 def _async_save_of_torch(exchange: Exchange, folder: Path) -> None:

@@ -27,6 +27,7 @@ def own_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("own = True\n")
     (folder / "two_stage.py").write_text("")
+    (folder / "tensor_aware_state_dict.py").write_text("from .mapping import ShardedTensor\n")
     (folder.parent / "__init__.py").write_text("")
     (folder.parent / "layers.py").write_text(
         "from .dist_checkpointing.mapping import ShardedTensor\n"
@@ -51,7 +52,11 @@ def test_every_import_gives_the_drop_in_until_it_is_uninstalled() -> None:
     assert strategies.__name__ == "remesh.compat.megatron.strategies.torch"
     assert megatron.__spec__ is not None
     assert megatron.__spec__.name == "remesh.compat.megatron"
-    # What the drop-in lacks is not taken from Megatron.
+    # Of what the drop-in lacks, Megatron's own files are used where the list has them.
+    own = importlib.import_module(f"{NAME}.tensor_aware_state_dict")
+    assert own.ShardedTensor is megatron.ShardedTensor
+    with pytest.raises(ModuleNotFoundError, match="resharding"):
+        importlib.import_module(f"{NAME}.strategies.resharding")
     with pytest.raises(ModuleNotFoundError, match="two_stage"):
         importlib.import_module(f"{NAME}.two_stage")
     megatron.uninstall()

@@ -2,8 +2,9 @@
 
 `install` adds a finder to `sys.meta_path`, before all others. For that package and every module
 below it, the finder imports the module of the drop-in at the same place and enters that very module
-in `sys.modules`, so a class has one identity whichever name it is imported by. What the drop-in
-does not have is not found: parts of both packages are never mixed.
+in `sys.modules`, so a class has one identity whichever name it is imported by. The modules of
+`FROM_RELEASE` are files of the installed Megatron: they import what they stand on, `mapping`,
+`utils`, `validation` and others, and so get the drop-in's. Anything else is not found.
 
 Code that has imported a name keeps it. So `install` has to come before the first import of
 Megatron, and `uninstall` forgets Megatron's modules, which hold the drop-in.
@@ -16,13 +17,23 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from remesh.errors import StateError
 
 REPLACED = "megatron.core.dist_checkpointing"
 """The package whose imports are redirected."""
+
+FROM_RELEASE = frozenset(
+    {
+        "gpt_checkpoint_interop",
+        "strategies.checkpointable",
+        "strategies.resharding",
+        "tensor_aware_state_dict",
+    }
+)
+"""Modules below `REPLACED` that the installed release provides, those of them that it has."""
 
 _HOME = __package__
 
@@ -39,10 +50,20 @@ class _Finder(MetaPathFinder):
         """The module of the drop-in at the same place, or None for modules of other packages."""
         if fullname != REPLACED and not fullname.startswith(f"{REPLACED}."):
             return None
-        name = _HOME + fullname.removeprefix(REPLACED)
+        below = fullname.removeprefix(REPLACED)
+        if below.removeprefix(".") in FROM_RELEASE:
+            return _spec_from_release(fullname)
+        name = _HOME + below
         if importlib.util.find_spec(name) is None:
             return None
         return ModuleSpec(fullname, _Alias(name))
+
+
+def _spec_from_release(fullname: str) -> ModuleSpec | None:
+    """The file of the installed Megatron, or None if that release has none."""
+    above = sys.modules["megatron.core"]  # Python imports parents first
+    folders = fullname.removeprefix(f"{above.__name__}.").split(".")[:-1]
+    return PathFinder.find_spec(fullname, ["/".join([root, *folders]) for root in above.__path__])
 
 
 class _Alias(Loader):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, extract_matching_values
@@ -34,6 +37,16 @@ def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, Any, Any]:
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """`zip` of iterables of one length."""
     return zip(*args, strict=True)
+
+
+@contextmanager
+def debug_time(name: str, logger: logging.Logger | None = None) -> Iterator[None]:
+    """Log at level debug how long a block, or the function that this decorates, took."""
+    start = monotonic()
+    try:
+        yield
+    finally:
+        (logger or logging.getLogger(__name__)).debug("%s took %.4fs", name, monotonic() - start)
 
 
 def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:

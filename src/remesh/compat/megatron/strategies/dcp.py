@@ -6,9 +6,17 @@ For code that calls torch.distributed.checkpoint with its own planners or schedu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from operator import mul
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -23,7 +31,6 @@ from remesh.compat.megatron.strategies import (
     filesystem_async,
     state_dict_saver,
 )
-from remesh.compat.megatron.strategies.resharding import TensorReformulationMetadata
 
 
 class TorchDistException(CheckpointingException, CheckpointException):
@@ -79,8 +86,8 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
 def get_reformulation_metadata(
     sharded_state_dict: Any,  # noqa: ARG001 - the interface is Megatron's
     checkpoint_dir: Any,  # noqa: ARG001
-) -> dict[str, TensorReformulationMetadata]:
-    """The stored tensors that have to be cut before a load: none, see `resharding`."""
+) -> dict[str, Any]:
+    """The stored tensors that have to be cut before a load: none, the engine reads any boxes."""
     return {}
 
 
@@ -93,6 +100,52 @@ def _get_filesystem_reader(
     if cache_metadata:
         return cached_metadata_filesystem_reader.CachedMetadataFileSystemReader(checkpoint_dir)
     return FileSystemReader(checkpoint_dir)
+
+
+def sharded_tensor_to_torch_sharded_tensor(
+    sh_tens: Sequence[ShardedTensor], rank: int | None = None
+) -> TorchShardedTensor:
+    """This rank's shards of a tensor as a `ShardedTensor` of torch. Not collective.
+
+    Args:
+        sh_tens: The shards, of a regular grid.
+        rank: The rank of this process; by default that in the default process group.
+
+    Raises:
+        CheckpointingException: If one has no data or is a flattened range, or they are no grid.
+    """
+    rank = dist.get_rank() if rank is None else rank
+    elsewhere = (rank + 1) % dist.get_world_size()  # any rank but this one
+    data = []
+    for one in sh_tens:
+        if one.data is None or one.flattened_range is not None:
+            raise CheckpointingException(f"{one.key}: only a shard with data that is one box")
+        data.append(one.data[(None,) * one.prepend_axis_num].contiguous())
+    first = sh_tens[0]
+    if first.axis_fragmentations is None:
+        raise CheckpointingException(f"{first.key}: only shards of a grid")
+    local = [
+        Shard.from_tensor_and_offsets(tensor, list(one.global_offset), rank)
+        for tensor, one in zip(data, sh_tens, strict=True)
+    ]
+    here = {tuple(one.global_offset) for one in sh_tens}
+    shape = data[0].shape
+    places = product(*(range(count) for count in first.axis_fragmentations))
+    offsets = [tuple(map(mul, place, shape)) for place in places]
+    described = [
+        ShardMetadata(
+            list(offset),
+            list(shape),
+            f"rank:{rank if offset in here else elsewhere}/{data[0].device}",
+        )
+        for offset in offsets
+    ]
+    metadata = ShardedTensorMetadata(
+        described,
+        torch.Size(first.global_shape),
+        TensorProperties.create_from_tensor(data[0]),
+    )
+    return TorchShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)  # noqa: SLF001
 
 
 class MCoreSavePlanner(DefaultSavePlanner):

@@ -4,6 +4,9 @@ Megatron saves with it what is not made of its shards (`--ckpt-format fsdp_dtens
 Planning remembers what this rank writes, `get_save_function_and_args` gives the parts of an
 `AsyncRequest` that copy it to host memory and write the files, and the results are taken when all
 ranks have written; see `state_dict_saver`. The drop-in's own strategies do not use it.
+
+Megatron's own file does not copy tensors of the CPU: it relies on a process that is forked when the
+save is scheduled. The drop-in's queue runs threads, which would write what training has changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What Megatron asks about NVIDIA's resiliency extension and its saves in the background.
 
 The drop-in's saves are scheduled by the drop-in's own queue (`async_strategy="mcore"`), whether the
-extension is installed or not. Its local checkpoints are another matter; `tensor_aware_state_dict`
-serves them.
+extension is installed or not. Its local checkpoints are another matter: Megatron's own
+`tensor_aware_state_dict` serves them, over the drop-in's modules.
 """
 
 from __future__ import annotations

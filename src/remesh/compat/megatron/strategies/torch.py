@@ -41,9 +41,6 @@ from remesh.compat.megatron.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from remesh.compat.megatron.strategies.checkpointable import (
-    sharded_tensor_to_torch_sharded_tensor,
-)
 from remesh.compat.megatron.strategies.dcp import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
@@ -51,6 +48,7 @@ from remesh.compat.megatron.strategies.dcp import (
     _get_filesystem_reader,
     get_async_strategy,
     get_reformulation_metadata,
+    sharded_tensor_to_torch_sharded_tensor,
 )
 from remesh.compat.megatron.strategies.engine import (
     Describe,
