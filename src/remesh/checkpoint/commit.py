@@ -62,7 +62,7 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> l
         return []
     files = early_files(save)
     for path, data in files:
-        storage.put(path, data, overwrite=save.options.resumes)
+        storage.put(path, data, overwrite=False)
         emit("save.values_written", len(data))
     return [path for path, _ in files]
 
@@ -107,7 +107,7 @@ def begin_small_files(
     mark = others.pop() if others else None
     renames = [step for step in others if isinstance(step, Rename)]
     small = SmallFiles([step for step in others if not isinstance(step, Rename)], renames, mark)
-    overwrite = not writer_of(save.options.format).has_folder or save.options.resumes
+    overwrite = not writer_of(save.options.format).has_folder
 
     def write_one(path: str, data: bytes) -> None:
         storage.put(path, data, overwrite=overwrite)

@@ -3,8 +3,7 @@
 A conversion is a save whose tensors lie in another checkpoint: each is a memory that reads boxes of
 it (`stored_memory`), and everything else is what that checkpoint says. So plans, files, commit and
 errors are those of a save, tensors pass through a few buffers of some MiB, and digests of the
-source are checked while it is read. A conversion that is cut short leaves no checkpoint, and what
-it has written is used by the next attempt (`remesh.pipeline.journal`).
+source are checked while it is read. A conversion that is cut short leaves no checkpoint.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import fnmatch
 import importlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -24,7 +23,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from remesh import __version__, values
+from remesh import values
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import is_place
@@ -32,7 +31,7 @@ from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
 from remesh.checkpoint.renamed import renamed_lists, renamed_path, renamed_sequences
-from remesh.checkpoint.save_plan import PlanCache, SaveOptions
+from remesh.checkpoint.save_plan import PlanCache
 from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.checkpoint.stored_memory import StoredMemory, StoredSource
 from remesh.dtypes import BY_NAME
@@ -43,23 +42,14 @@ from remesh.formats import native
 from remesh.formats.contents import Contents
 from remesh.formats.decoding import decoded
 from remesh.formats.framing import Writer
-from remesh.formats.table import FORMATS, Place, Source, place_of, read_contents, writer_of
+from remesh.formats.table import FORMATS, Source, place_of, read_contents, writer_of
 from remesh.geometry import Box
 from remesh.index import Index
-from remesh.integrity import raw_digest
-from remesh.pipeline import JOURNALS, Compress, Journal
+from remesh.pipeline import Compress
 from remesh.sharded import ArrayLike, Part, ShardedObject
 from remesh.state import Description, Role, TensorEntry
-from remesh.storage import (
-    SharedFiles,
-    Storage,
-    list_directory,
-    open_storage,
-)
+from remesh.storage import Storage, open_storage
 from remesh.transform import Program, Resolved, Transform, arranged, as_transform
-
-LOCK_NAME = f"{JOURNALS}/lock"
-"""The file that a conversion holds while it writes to a directory."""
 
 MAX_COMPARED = 64 << 20
 """Bytes of a tensor that are compared with another one: it is read whole for that."""
@@ -86,8 +76,6 @@ class ConversionReport:
     unchecked: tuple[str, ...]
     """Names in the new checkpoint of what a repair had put into the source without a digest that
     proves it, or is made of that. Only remesh's own format marks them."""
-    num_reused: int = 0
-    """Bytes that an earlier attempt, which was killed, had written already."""
 
     __repr__ = short_repr
 
@@ -109,11 +97,9 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     """Write a checkpoint in another format. One process converts, or all of a group.
 
     Tensors are read and written a few MiB at a time. All other entries of the checkpoint are
-    copied unchanged, if the format takes them. The new checkpoint is committed last: a conversion
-    that is killed leaves none. A second attempt goes on where it was killed, if it has the same
-    arguments, writes to a directory of a file system and replaces nothing: what is there is read
-    and compared with digests that were noted beside it. When the checkpoint is committed it is
-    read once more and compared with its digests, if its format has any.
+    copied unchanged, if the format takes them. The new checkpoint is committed last, then read once
+    more and compared with its digests, if its format has any. A conversion that is killed leaves
+    what a killed `remesh.save` leaves: no checkpoint.
 
     Args:
         source: The checkpoint to convert: a path, URL or storage, or a `remesh.formats.Source`.
@@ -169,10 +155,10 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     options = options_of(
         overwrite, metadata, None, False, format, format_options, compress=compress
     )
-    bound = None if program is None else str(program.bind(_names_in(contents)))
-    told = (__version__, repr(options), bound, sorted(_names_in(contents)), exchange.world_size)
-    key = _key_of(place, contents, identity, told)
-    num_reused = _write(description, target, options, exchange, key, on_event)
+    share = _share_of(description, exchange.rank, exchange.world_size)
+    save_agreed(
+        share, target, options, group=exchange, cache=PlanCache(), on_event=on_event, is_shown=True
+    )
     index, verified = _read_again(target, writer, exchange)
     return ConversionReport(
         contents.format,
@@ -182,29 +168,7 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         sum(entry.num_bytes for entry in map(index.__getitem__, index)),
         verified,
         tuple(description.unchecked),
-        num_reused,
     )
-
-
-def _write(
-    description: Description,
-    target: Storage,
-    options: SaveOptions,
-    exchange: Exchange,
-    key: bytes,
-    on_event: OnEvent,
-) -> int:
-    """Save this rank's share of a description; how many bytes an earlier attempt had written."""
-    # Where the blocks of a compressed file lie is known when it is complete.
-    may_resume = not options.overwrite and options.compress is None
-    with _journal_at(target, may_resume, exchange, key) as journal:
-        options = dataclasses.replace(options, resumes=journal is not None and journal.is_resumed)
-        share = _share_of(description, exchange.rank, exchange.world_size)
-        cache = PlanCache(journal=journal)
-        save_agreed(
-            share, target, options, group=exchange, cache=cache, on_event=on_event, is_shown=True
-        )
-    return 0 if journal is None else journal.num_reused
 
 
 def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[Index, VerifyReport]:
@@ -244,52 +208,6 @@ def _warn_of_unchecked(description: Description, url: str, format_name: str) -> 
             listed(description.unchecked),
             format_name,
         )
-
-
-def _names_in(contents: Contents) -> list[str]:
-    """All names that are stored."""
-    document = contents.document
-    return [*contents.index, *document.values, *document.lists, *document.objects]
-
-
-def _key_of(place: Place, contents: Contents, identity: str, told: tuple[object, ...]) -> bytes:
-    """The digest of all that says which bytes a conversion writes.
-
-    Checkpoints of other systems have no identity; sizes and times of their files stand for it.
-    """
-    facts: list[object] = []
-    if not identity:
-        paths = [file.path for file in contents.index.files]
-        folders = sorted({path.rpartition("/")[0] for path in paths})
-        found = {folder: list_directory(place.storage, folder).files for folder in folders}
-        for path in paths:
-            folder, _, name = path.rpartition("/")
-            one = found[folder].get(name)
-            facts.append((path, None if one is None else (one.num_bytes, one.modified)))
-    return raw_digest(repr((place.storage.url, place.file, identity, facts, told)).encode())
-
-
-@contextmanager
-def _journal_at(
-    storage: Storage, may_resume: bool, exchange: Exchange, key: bytes
-) -> Iterator[Journal | None]:
-    """The journal of this rank, where one can be kept, until the conversion ends. Collective.
-
-    Two conversions with one journal would write to the same files, and one that fails would remove
-    those of the other. So rank 0 holds a lock; without one there is no journal.
-    """
-    with ExitStack() as held:
-
-        def lock() -> bytes:
-            release = storage.lock(LOCK_NAME) if isinstance(storage, SharedFiles) else None
-            if release is not None:
-                held.callback(release)
-            return b"locked" if release is not None else b""
-
-        if not (may_resume and run_on_one(exchange, lock)):
-            yield None
-        else:
-            yield held.enter_context(closing(Journal(storage, exchange.rank, key)))
 
 
 def _share_of(description: Description, rank: int, world_size: int) -> Description:

@@ -61,7 +61,7 @@ from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
 from remesh.geometry import IntArray
 from remesh.integrity import raw_digest
-from remesh.pipeline import Compress, Journal
+from remesh.pipeline import Compress
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.storage import (
@@ -93,7 +93,6 @@ class SaveOptions:
     without: tuple[str, ...] = ()  # small files that the caller writes by itself
     keeps: bool = False
     """Whether files that did not change since the last save of the `PlanCache` are kept."""
-    resumes: bool = False  # whether files of an earlier attempt may be there
     compress: Compress | None = None  # how data files are compressed; None if they are not
 
 
@@ -184,9 +183,6 @@ class PlanCache:
     hits: int = 0  # how often it was used
     met_in: str | None = None
     """URL of the directory in which ranks last found that they share it; None before."""
-    journal: Journal | None = None
-    """What this rank has written in an attempt that was killed; None if no attempt of the save is
-    to be continued."""
     history: History = field(default_factory=History)
     """What this rank knows of the last save that was committed."""
 
@@ -415,10 +411,8 @@ class _Rank:
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         kept = np.array([one.num_bytes_to_keep for one in described], dtype=np.int64)
         num_bytes = np.maximum(plan.bytes_per_rank(world_size) - kept, 0)
-        if self.options.resumes:
-            num_bytes[:] = 0  # the files have their room
         check_space(spaces, num_bytes, self.storage.url)
-        save_id = secrets.token_hex(6) if cache.journal is None else cache.journal.save_id
+        save_id = secrets.token_hex(6)
         grid, holders = plan_files(
             writer, self.storage, plan, document, self.options.format_options, world_size
         )
@@ -430,7 +424,7 @@ class _Rank:
         meets = meets and world_size > 1 and not is_one_directory(spaces)
         meets = meets and cache.met_in != _parent(self.storage.url)
         if meets:
-            self.storage.put(_meeting_path(save_id), b"", overwrite=self.options.resumes)
+            self.storage.put(_meeting_path(save_id), b"", overwrite=False)
         self.emit("save.planned")
         comparison = self.comparison(not self.is_known)
         compares = len(plan.copies.box) > 0 and (

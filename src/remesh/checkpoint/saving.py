@@ -43,7 +43,7 @@ from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.pipeline import Collection, Compress, Journal, fill_stream, write_collected
+from remesh.pipeline import Collection, Compress, fill_stream, write_collected
 from remesh.pipeline.write import ChunkWriter
 from remesh.progress import showing
 from remesh.storage import (
@@ -228,7 +228,7 @@ def _save_from(
 
     def begin_ahead(mine: RankSavePlan) -> None:
         if mine.stream.files.paths and mine.stream.collection is None:
-            ahead.append(_begin_files(storage, mine, cache.journal))
+            ahead.append(_begin_files(storage, mine))
 
     try:
         mine = make_save_plan(
@@ -245,7 +245,7 @@ def _save_from(
         for writer in ahead:
             writer.abort()
         raise
-    rank = _Rank(exchange, storage, mine, emit, cache.journal, *ahead)
+    rank = _Rank(exchange, storage, mine, emit, *ahead)
     try:
         rank.write_and_commit()
     except NotSharedError:
@@ -277,7 +277,6 @@ class _Rank:
     storage: Storage
     mine: RankSavePlan
     emit: Emit
-    journal: Journal | None
     writer: ChunkWriter | None = None
     parts: list[Part] = field(default_factory=list, init=False)
     early: list[str] = field(default_factory=list, init=False)
@@ -319,9 +318,7 @@ class _Rank:
             found = _collect(self.storage, self.mine, collection, self.emit, self.write_beside)
             self.parts.extend(found)
             return
-        found, self.wait = _fill(
-            self.storage, self.mine, self.emit, self.write_beside, self.begin, self.journal
-        )
+        found, self.wait = _fill(self.storage, self.mine, self.emit, self.write_beside, self.begin)
         self.parts.extend(found)
 
     def write_beside(self) -> None:
@@ -330,7 +327,7 @@ class _Rank:
 
     def begin(self) -> ChunkWriter:
         """My files, which may be begun already."""
-        self.writer = self.writer or _begin_files(self.storage, self.mine, self.journal)
+        self.writer = self.writer or _begin_files(self.storage, self.mine)
         return self.writer
 
     def join(self, replies: list[bytes]) -> list[bytes]:
@@ -391,18 +388,15 @@ def write(
     Raises:
         StorageError: If the storage fails.
     """
-    parts, wait = _fill(storage, mine, emit, beside, partial(_begin_files, storage, mine), None)
+    parts, wait = _fill(storage, mine, emit, beside, partial(_begin_files, storage, mine))
     if wait is not None:
         wait()
     return parts
 
 
-def _begin_files(
-    storage: Storage, mine: RankSavePlan, journal: Journal | None = None
-) -> ChunkWriter:
+def _begin_files(storage: Storage, mine: RankSavePlan) -> ChunkWriter:
     """This rank's files."""
-    stream, reopens = mine.stream, journal is not None and journal.is_resumed
-    return ChunkWriter(storage, stream.files, stream.layout.num_bytes, reopens=reopens)
+    return ChunkWriter(storage, mine.stream.files, mine.stream.layout.num_bytes)
 
 
 def _fill(
@@ -411,7 +405,6 @@ def _fill(
     emit: Emit,
     beside: Callable[[], None],
     begin: Callable[[], ChunkWriter],
-    journal: Journal | None,
 ) -> tuple[list[Part], Callable[[], None] | None]:
     """As `write`; also what waits until the files are durable, unless they are."""
     stream = mine.stream
@@ -420,8 +413,6 @@ def _fill(
         storage.sync()
         return list(mine.kept), None
     num_bytes = stream.layout.num_bytes
-    if journal is not None:
-        journal.begin(mine.save_id, stream.identity, stream.layout.num_chunks)
     emit("save.file_created", num_bytes)
     writer = begin()
     written = fill_stream(
@@ -430,7 +421,6 @@ def _fill(
         lambda size: emit("save.chunk_written", size),
         beside,
         copies=stored_copies(mine.tensors.memories),
-        journal=journal,
     )
     parts = [*mine.kept, *map(as_written, stream.parts, written)]
 

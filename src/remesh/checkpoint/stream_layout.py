@@ -72,20 +72,6 @@ class RankStream:
     collection: Collection | None = None
     """What the ranks hold together, if the rank collects the tensors of its files."""
 
-    @property
-    def identity(self) -> bytes:
-        """Equal for streams whose elements lie at the same places of the same files."""
-        files, layout = self.files, self.layout
-        columns = (files.file, files.start, files.position, files.num_bytes)
-        return b"".join(
-            [
-                repr((files.paths, files.sizes)).encode(),
-                *(column.tobytes() for column in columns),
-                np.array(layout.positions, np.int64).tobytes(),
-                layout.header,
-            ]
-        )
-
 
 def lay_out(
     frames: Sequence[Frame],

@@ -87,10 +87,10 @@ def convert(
     """Write the checkpoint SRC, of any format, to DST in another one.
 
     Tensors are read and written a few MiB at a time, so they need not fit in memory. DST is
-    committed last and read once more: a conversion that is killed leaves no checkpoint, and goes
-    on if it is started again with the same arguments. Processes of torchrun (torchrun
-    --nproc-per-node 4 -m remesh convert ...) share the work. The exit code is 1 if SRC is damaged,
-    2 if it cannot be read or the format does not take what it holds, else 0.
+    committed last and read once more: a conversion that is killed leaves no checkpoint. Processes
+    of torchrun (torchrun --nproc-per-node 4 -m remesh convert ...) share the work. The exit code
+    is 1 if SRC is damaged, 2 if it cannot be read or the format does not take what it holds, else
+    0.
     """
     opened = places.source(source)
     metadata = None
@@ -147,7 +147,6 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
             "num_tensors": report.num_tensors,
             "num_values": report.num_values,
             "num_bytes": report.num_bytes,
-            "num_reused": report.num_reused,
             "has_digests": report.verified.has_digests,
             "unchecked": list(report.unchecked),
         }
@@ -156,8 +155,6 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
     console = output.stdout_console()
     counts = f"{output.plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)}"
     others = f", {output.plural(report.num_values, 'value')}" if report.num_values else ""
-    if report.num_reused:
-        others += f"; {format_bytes(report.num_reused)} of an attempt that was cut short"
     checked = "compared with its digests" if report.verified.has_digests else "no digests"
     console.out(
         f"{output.printable(shown_url(target))}: {report.source_format} to {report.format}, "

@@ -17,7 +17,6 @@ from remesh.pipeline.collect import Collection, SpreadMemory, write_collected
 from remesh.pipeline.fill import fill_stream, has_digests, write_stream
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
-from remesh.pipeline.journal import JOURNALS, Journal
 from remesh.pipeline.read import Destination, limits_for, read_runs
 from remesh.pipeline.shared_buffers import machine
 from remesh.pipeline.write import (
@@ -30,13 +29,11 @@ from remesh.pipeline.write import (
 )
 
 __all__ = [
-    "JOURNALS",
     "Collection",
     "Compress",
     "Destination",
     "FileLayout",
     "FilePiece",
-    "Journal",
     "MemoryTransfer",
     "SpreadMemory",
     "StreamFiles",

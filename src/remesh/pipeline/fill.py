@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, raw_digest
+from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests
 from remesh.memory import CopyQueue
-from remesh.pipeline.journal import Journal
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
 from remesh.storage import Buffer, Storage
@@ -48,7 +47,6 @@ def fill_stream(
     meanwhile: Callable[[], None] | None = None,
     *,
     copies: Callable[[], CopyQueue] | None = None,
-    journal: Journal | None = None,
 ) -> list[WrittenFile]:
     """Write all chunks of a stream; `ChunkWriter.wait` then waits until the files are durable.
 
@@ -58,8 +56,6 @@ def fill_stream(
         on_chunk: Called after each chunk, in the thread that wrote it, with its size.
         meanwhile: What else is to be done, beside the writing.
         copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
-        journal: What an earlier attempt has written, and where to note what this one writes; None
-            for files that are compressed.
 
     Returns:
         What is known of each file.
@@ -82,16 +78,9 @@ def fill_stream(
             written.extend(writer.end())
 
     def write_chunk(number: int, buffer: Buffer) -> None:
-        if journal is not None and _is_written(journal, writer, number, layout, buffer):
-            on_chunk(min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
-            return
-        lent = None
-        if journal is None:
-            lent = writer.lend(number, min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
+        lent = writer.lend(number, min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
         chunk = _filled(layout, number, buffer if lent is None else lent, copies)
         writer.write(number, chunk, is_lent=lent is not None)
-        if journal is not None:
-            journal.add(number, raw_digest(chunk.data))
         on_chunk(len(chunk))
 
     try:
@@ -126,21 +115,6 @@ def has_digests(
 
     run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, look)
     return not differs.is_set()
-
-
-def _is_written(
-    journal: Journal, writer: ChunkWriter, number: int, layout: FileLayout, buffer: Buffer
-) -> bool:
-    """Whether an earlier attempt has written a chunk; if so, notice is taken of it."""
-    digest = journal.find(number)
-    if digest is None:
-        return False
-    chunk = buffer[: min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE)]
-    if not writer.restore(number, chunk) or raw_digest(chunk.data) != digest:
-        return False
-    writer.accept(number, chunk)
-    journal.count(len(chunk))
-    return True
 
 
 def _filled(

@@ -25,7 +25,6 @@ import numpy as np
 
 from remesh.compression import encode_block, encode_table, table_size
 from remesh.dtypes import DType
-from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, WrittenFile, block_digests
 from remesh.memory import Memory, QueuedMemory, contiguous_bytes
@@ -191,7 +190,6 @@ class ChunkWriter:
         files: The files.
         num_bytes: Bytes of the stream.
         copies: Which of them may be copies, by their numbers; all files begin with a chunk then.
-        reopens: Whether the files may be there already, with bytes that shall stay.
 
     Attributes:
         copied: Numbers of the files that are copies.
@@ -207,10 +205,7 @@ class ChunkWriter:
         files: StreamFiles,
         num_bytes: int,
         copies: Mapping[int, FileCopy] | None = None,
-        *,
-        reopens: bool = False,
     ) -> None:
-        self._is_opened = files.is_shared or reopens
         self.copied: set[int] = set()
         self._copies = dict(copies or {})
         self._storage = storage
@@ -323,17 +318,6 @@ class ChunkWriter:
             if not self._is_compressed:
                 self._count(file, len(part))
 
-    def restore(self, number: int, chunk: Buffer) -> bool:
-        """Fill a chunk with what the files have; whether they have all of it."""
-        chunk[:] = 0  # what lies between files
-        for file, position, part in self._parts(number, chunk):
-            try:
-                if self._storage.read_into(self._files.paths[file], position, part) < len(part):
-                    return False
-            except CheckpointNotFoundError:
-                return False
-        return True
-
     def _parts(self, number: int, chunk: Buffer) -> Iterator[tuple[int, int, Buffer]]:
         """File, position in it and bytes of what a chunk consists of."""
         start, files = number * CHUNK_SIZE, self._files
@@ -431,7 +415,7 @@ class ChunkWriter:
         with self._lock:
             if file not in self._open:
                 path, size = self._files.paths[file], self._files.sizes[file]
-                if self._is_opened:
+                if self._files.is_shared:
                     assert isinstance(self._storage, SharedFiles)
                     self._open[file] = self._storage.open_shared(path, size)
                 else:

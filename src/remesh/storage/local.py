@@ -25,7 +25,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,7 +42,6 @@ from remesh.storage.local_io import (
     explain,
     file_size,
     link_file,
-    lock_file,
     read_file,
     read_range,
     sync_directory,
@@ -55,7 +54,6 @@ from remesh.storage.sizes import Directory, FileFacts
 
 _LOGGER = logging.getLogger("remesh")
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 
@@ -189,29 +187,6 @@ class LocalStorage:
             file.replace(renamed)
         except OSError as error:
             raise explain("rename", file, error) from error
-
-    def lock(self, path: str) -> Callable[[], None] | None:
-        file = self._file(path)
-        self._make_parents(file)
-        try:
-            descriptor = lock_file(file)
-        except BlockingIOError as error:
-            raise StorageError(
-                f"cannot lock {file}: another process is writing there\nWait until it has ended, "
-                "or choose another place"
-            ) from error
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return None
-            raise _cannot_write(file, error) from error
-
-        def release() -> None:
-            try:
-                self.delete(path)
-            finally:
-                os.close(descriptor)
-
-        return release
 
     @property
     def copies_at_once(self) -> bool:

@@ -317,27 +317,6 @@ def write_file(path: Path, data: bytes) -> None:
         raise
 
 
-def lock_file(path: Path) -> int:
-    """A descriptor that holds the lock of a file, which is made if there is none.
-
-    Raises:
-        BlockingIOError: If another descriptor holds it.
-        OSError: If the system refuses; a file that was made for it may be left.
-    """
-    while True:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder may have removed the file meanwhile.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
 def link_file(source: Path, file: Path, num_bytes: int) -> None:
     """Give a durable file a second name.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -179,17 +178,6 @@ class SharedFiles(Protocol):
 
     def rename(self, path: str, new: str) -> None:
         """Give a file another name in one step; a file that has the name is replaced."""
-        ...
-
-    def lock(self, path: str) -> Callable[[], None] | None:
-        """Make a file and hold it, as one process at a time can; a process that ends lets it go.
-
-        Returns:
-            Removes the file and lets it go; None if the file system has no locks.
-
-        Raises:
-            StorageError: If another process holds it, or the storage fails.
-        """
         ...
 
 
