@@ -311,7 +311,7 @@ class Resharder:
         self.target_state, restored = fill_planned(plan, self._exchange, read, self._emit)
         reused = used[-1] in self._transfers
         self._transfers = used
-        if not compared and self._buffers != "mean":
+        if not compared:
             self._last = _LastPush(facts, plan)
         return restored, reused
 

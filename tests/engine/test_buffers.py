@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,8 +13,8 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
 
-Choice = Literal["rank0", "mean", "per_rank"]
-CHOICES: list[Choice] = ["rank0", "mean", "per_rank"]
+Choice = Literal["rank0", "per_rank"]
+CHOICES: list[Choice] = ["rank0", "per_rank"]
 
 
 def model_of(rank: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -66,13 +65,12 @@ def test_without_a_choice_the_error_names_it(how: str, tmp_path: Path) -> None:
     for outcome in run_ranks_outcomes(3, save, tmp_path, how, None):
         assert isinstance(outcome, Raised)
         assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
-        assert 'buffers="rank0", "mean" or "per_rank"' in str(outcome.error)
+        assert 'buffers="rank0" or "per_rank"' in str(outcome.error)
 
 
 OWN = [(float(rank), 2.0**rank, 10 + rank) for rank in range(5)]
 EXPECTED: dict[Choice, dict[int, list[tuple[float, float, int]]]] = {
     "rank0": {world: [OWN[0]] * world for world in (1, 2, 3, 5)},
-    "mean": {world: [(1.0, 7 / 3, 10)] * world for world in (1, 2, 3, 5)},
     "per_rank": {
         1: OWN[:1],
         2: OWN[:2],
@@ -95,34 +93,6 @@ def test_the_chosen_buffers_are_loaded_in_every_world_size(
             assert found == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_mean_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
-    def save_it(exchange: Exchange) -> None:
-        state = {"model": model_of(exchange.rank, dtype)}
-        remesh.save(state, tmp_path, buffers="mean", group=exchange)
-
-    run_ranks(3, save_it)
-    stored = remesh.Checkpoint(tmp_path).read("model.1.running_mean")
-    assert stored.dtype == dtype
-    assert stored.tolist() == [1.0] * 3
-
-
-def test_the_mean_is_over_the_ranks_that_have_a_buffer(tmp_path: Path) -> None:
-    """Stages of a pipeline have buffers of their own."""
-
-    def save_it(exchange: Exchange) -> None:
-        stage, replica = divmod(exchange.rank, 2)
-        norm = nn.BatchNorm1d(2)
-        norm.running_mean = torch.full((2,), 10.0 * stage + replica)
-        remesh.save({f"stage{stage}": norm}, tmp_path, buffers="mean", group=exchange)
-
-    run_ranks(4, save_it)
-    checkpoint = remesh.Checkpoint(tmp_path)
-    for stage in range(2):
-        mean = checkpoint.read_array(f"stage{stage}.running_mean")
-        np.testing.assert_array_equal(mean, [10 * stage + 0.5] * 2)
-
-
 def test_parameters_that_differ_are_an_error_whatever_is_chosen(tmp_path: Path) -> None:
     def save_it(exchange: Exchange) -> None:
         model = model_of(exchange.rank)
@@ -136,9 +106,9 @@ def test_parameters_that_differ_are_an_error_whatever_is_chosen(tmp_path: Path) 
 
 
 def test_a_choice_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(remesh.errors.StateError, match='must be "rank0", "mean", "per_rank"'):
+    with pytest.raises(remesh.errors.StateError, match='must be "rank0", "per_rank"'):
         remesh.save({}, tmp_path, buffers="median")  # type: ignore[arg-type]
-    with pytest.raises(remesh.errors.StateError, match='must be "rank0", "mean", "per_rank"'):
+    with pytest.raises(remesh.errors.StateError, match='must be "rank0", "per_rank"'):
         remesh.Saver(buffers="median")  # type: ignore[arg-type]
 
 
@@ -175,7 +145,7 @@ def train_sharded(_exchange: Exchange, path: str) -> list[tuple[float, float, in
 
 def test_sharded_training_with_batchnorm_is_saved_beside_the_training(tmp_path: Path) -> None:
     for rank, found in enumerate(run_processes(2, train_sharded, str(tmp_path))):
-        assert found == [OWN[0], (0.5, 1.5, 10), OWN[rank]]
+        assert found == [OWN[0], OWN[rank]]
 
 
 def train_replicated(_exchange: Exchange, path: str) -> None:

@@ -204,7 +204,7 @@ def _report(
         _LOGGER.warning(
             "copies of %d tensors differ between ranks, and one of them is stored\n"
             "They are %s%s. Pass verify_replicas=True to make that an error; for buffers, "
-            "buffers='rank0', 'mean' or 'per_rank' says which count",
+            "buffers='rank0' or 'per_rank' says which count",
             len(warned),
             ", ".join(shown),
             more,
@@ -216,7 +216,7 @@ def _message(name: str, ranks: tuple[int, int], box: Box, role: Role) -> str:
     what = f"{name}: ranks {first} and {other} hold different values of shape {box.shape}"
     buffers = (
         "If they are buffers of a module, such as the statistics of BatchNorm, say which count: "
-        'buffers="rank0", "mean" or "per_rank".'
+        'buffers="rank0" or "per_rank".'
     )
     if role is not Role.ASSUMED:
         return (

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.arguments import check_same_options
-from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
+from remesh.checkpoint.buffers import Buffers, choose_buffers
 from remesh.checkpoint.collecting import lay_out_collected, plan_files
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.documents import (
@@ -427,9 +427,8 @@ class _Rank:
             self.storage.put(_meeting_path(save_id), b"", overwrite=False)
         self.emit("save.planned")
         comparison = self.comparison(not self.is_known)
-        compares = len(plan.copies.box) > 0 and (
-            self.options.buffers == "mean"
-            or any(comparison.levels(held.roles).any() for held in cache.local_boxes)
+        compares = len(plan.copies.box) > 0 and any(
+            comparison.levels(held.roles).any() for held in cache.local_boxes
         )
         assignments = []
         by_rank = zip(cache.assignments, plan.copies.by_rank(world_size), strict=True)
@@ -453,7 +452,7 @@ class _Rank:
         return Comparison(self.options.compares, looks, self.options.buffers is not None)
 
     def look_at_copies(self, assignment: _WriteAssignment) -> None:
-        """Compare the copies that several ranks hold, or take their mean. Collective."""
+        """Compare the copies that several ranks hold. Collective."""
         cache = self.cache
         if assignment.shared is not None:
             cache.shared = np.frombuffer(assignment.shared, dtype=np.int64)
@@ -466,8 +465,6 @@ class _Rank:
         compare_copies(
             self.exchange, self.tensors, cache.shared, comparison, copies, cache.local_boxes
         )
-        if self.options.buffers == "mean":
-            take_mean(self.exchange, self.tensors, cache.shared, copies)
 
     def accept(self, assignment: _WriteAssignment, fingerprints: Sequence[bytes]) -> RankSavePlan:
         """Lay out my file."""

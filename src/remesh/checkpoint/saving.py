@@ -91,10 +91,10 @@ def save(  # noqa: PLR0913 - each option stands for itself
             `huggingface` it is the model's `config.json`; other formats of other systems cannot
             store it.
         buffers: Which buffers of modules are stored if those of ranks differ, such as running
-            statistics of BatchNorm: those of the lowest rank (`"rank0"`), the mean of all
-            (`"mean"`), or each rank's own (`"per_rank"`), which a load gives back to the rank of
-            the same number, and to others those of the lowest. None: they must be equal, or are
-            those that the framework takes (DDP: rank 0's).
+            statistics of BatchNorm: those of the lowest rank (`"rank0"`), or each rank's own
+            (`"per_rank"`), which a load gives back to the rank of the same number, and to others
+            those of the lowest. None: they must be equal, or are those that the framework takes
+            (DDP: rank 0's).
         verify_replicas: Compare every byte of all copies that ranks hold of one tensor, also of
             those that a framework or a description says are equal. Otherwise only plain tensors
             under one name are compared completely.
