@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.strided import Layout, contents_agree, shared_pairs
+from remesh.strided import Layout, shared_pairs
 
 BASE = 1 << 40
 
@@ -66,23 +66,6 @@ def test_pairs_that_share_a_byte(found: list[Layout]) -> None:
 def layout_of(array: npt.NDArray[Any]) -> Layout:
     address = array.__array_interface__["data"][0]
     return Layout("cpu", address, array.shape, array.strides, array.itemsize)
-
-
-def bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, array.itemsize)
-
-
-def test_contents_agree_where_they_meet() -> None:
-    memory = np.arange(12, dtype=np.int32)
-    rows, tail = memory.reshape(3, 4), memory[::-1][:5]
-    pair = layout_of(rows), layout_of(tail)
-    assert contents_agree(pair[0], bytes_of(rows), pair[1], bytes_of(tail))
-    assert contents_agree(pair[1], bytes_of(tail), pair[0], bytes_of(rows))
-    elsewhere, inside = rows.copy(), rows.copy()
-    elsewhere[0, 0] += 1
-    inside[2, 1] += 1
-    assert contents_agree(pair[0], bytes_of(elsewhere), pair[1], bytes_of(tail))
-    assert not contents_agree(pair[0], bytes_of(inside), pair[1], bytes_of(tail))
 
 
 def test_the_columns_of_a_matrix_share_nothing() -> None:

@@ -59,20 +59,6 @@ class Layout:
             _phantom(other.address, other.shape, other.strides, other.itemsize),
         )
 
-    def bytes_in(self, memory: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:
-        """The bytes of the elements in a flat array that stands for the memory from `start` on.
-
-        Returns:
-            A view of the shape of the array, with a last dim for the bytes of an element.
-        """
-        return np.ndarray(
-            (*self.shape, self.itemsize),
-            memory.dtype,
-            memory.data,
-            self.address - start,
-            (*self.strides, 1),
-        )
-
 
 def shared_pairs(
     layouts: Sequence[Layout], skip: Callable[[int, int], bool] = lambda _first, _second: False
@@ -93,27 +79,6 @@ def shared_pairs(
             if not skip(*pair) and layouts[earlier].shares_memory(layouts[number]):
                 yield pair
         reaching.append(span)
-
-
-def contents_agree(
-    first: Layout, its_bytes: npt.NDArray[Any], second: Layout, other_bytes: npt.NDArray[Any]
-) -> bool:
-    """Whether two arrays can have given contents at once: they are equal where memory is shared.
-
-    Args:
-        first: An array.
-        its_bytes: Its content: its shape, and a last dim for the bytes of an element.
-        second: Another one on the same device.
-        other_bytes: The content of the other one.
-    """
-    spans = first.span, second.span
-    start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
-    memory = np.zeros(stop - start, np.uint8)
-    is_known = np.zeros(stop - start, np.bool_)
-    first.bytes_in(memory, start)[...] = its_bytes
-    first.bytes_in(is_known, start)[...] = True
-    shared = second.bytes_in(is_known, start)
-    return bool((second.bytes_in(memory, start)[shared] == other_bytes[shared]).all())
 
 
 def _differences_meet_zero(dims: Sequence[tuple[int, int]], itemsize: int) -> bool:

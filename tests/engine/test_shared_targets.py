@@ -1,4 +1,4 @@
-"""Targets that share memory: what a load cannot fill with all that is stored, it refuses by name.
+"""Targets that share memory: a load refuses by name what it cannot fill with all that is stored.
 
 Ranks are threads.
 """
@@ -78,15 +78,19 @@ def test_views_that_share_memory_are_refused_by_their_names(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_what_was_saved_from_shared_memory_goes_back_into_it(case: str) -> None:
-    """Both views are stored, and where they meet they are equal."""
+def test_views_that_share_memory_are_refused_whatever_is_stored(case: str) -> None:
+    """Equal values do not help, unless both are one view."""
     memory = torch.arange(1.0, 25.0)
     storage = saved(SHARED[case](memory))
     target = torch.zeros(24)
     views = SHARED[case](target)
-    remesh.load(views, storage)
-    for name, view in SHARED[case](memory).items():
-        assert torch.equal(views[name], view), name
+    if case == "the same name":
+        remesh.load(views, storage)
+        assert torch.equal(views["x"], memory[:3])
+        return
+    with pytest.raises(remesh.MismatchError, match=r"\b[xy] and [xy]: different views"):
+        remesh.load(views, storage)
+    assert not target.any()
 
 
 class Tied(nn.Module):
@@ -108,10 +112,8 @@ def test_weights_tied_through_a_view() -> None:
     with pytest.raises(remesh.MismatchError, match=names):
         remesh.load({"model": target}, saved({"model": Tied(tied=False)}))
     assert torch.equal(target.embedding.weight, before)
-    source = Tied(tied=True)
-    remesh.load({"model": target}, saved({"model": source}))
-    assert torch.equal(target.embedding.weight, source.embedding.weight)
-    assert torch.equal(target.convolution.weight, source.convolution.weight)
+    with pytest.raises(remesh.MismatchError, match=names):
+        remesh.load({"model": target}, saved({"model": Tied(tied=True)}))
 
 
 @pytest.mark.parametrize(
@@ -130,15 +132,15 @@ def test_a_target_that_overlaps_itself_is_refused_by_its_name(target: Any) -> No
         remesh.load({"t": target}, saved({"t": stored}))
 
 
-def test_what_is_converted_cannot_be_compared() -> None:
+def test_views_of_what_is_converted_are_refused() -> None:
     memory = torch.zeros(4, dtype=torch.float64)
     storage = saved({"x": torch.ones(3), "y": torch.ones(3)})
-    with pytest.raises(remesh.MismatchError, match=r"(?s)[xy] and [xy].*converted"):
+    with pytest.raises(remesh.MismatchError, match=r"[xy] and [xy]: different views"):
         remesh.load({"x": memory[:3], "y": memory[1:]}, storage, cast=True)
     fused = remesh.Transform("a, b -> x, axis=0")
     storage = saved({"a": torch.ones(1), "b": torch.ones(2), "y": torch.ones(2)})
     float_memory = torch.zeros(4)
-    with pytest.raises(remesh.MismatchError, match=r"(?s)[xy] and [xy].*converted"):
+    with pytest.raises(remesh.MismatchError, match=r"[xy] and [xy]: different views"):
         remesh.load({"x": float_memory[:3], "y": float_memory[2:]}, storage, transform=fused)
     state = {"x": float_memory[:3], "y": float_memory[2:].new_zeros(2)}
     remesh.load(state, storage, transform=fused)
@@ -166,9 +168,9 @@ def views_of_a_buffer(draw: st.DrawFn) -> tuple[int, int, int]:
     return start, step, draw(st.integers(1, (11 - start) // step + 1))
 
 
-@given(st.lists(views_of_a_buffer(), min_size=2, max_size=4), st.sampled_from([1.0, 0.0]))
+@given(st.lists(views_of_a_buffer(), min_size=2, max_size=4), st.booleans())
 def test_a_load_that_returns_has_filled_everything(
-    places: list[tuple[int, int, int]], step: float
+    places: list[tuple[int, int, int]], differ: bool
 ) -> None:
     """Either all tensors hold what is stored for them, or the load fails and changes nothing."""
     memory = np.full(12, -1.0)
@@ -177,11 +179,16 @@ def test_a_load_that_returns_has_filled_everything(
         for n, (start, stride, size) in enumerate(places)
     }
     stored = {
-        name: 7 + step * (int(name) * 100 + np.arange(len(view))) for name, view in state.items()
+        name: 7.0 + differ * (int(name) * 100 + np.arange(len(view)))
+        for name, view in state.items()
     }
-    can_be_filled = step == 0 or len(
-        {start + stride * k for start, stride, size in places for k in range(size)}
-    ) == sum(size for *_, size in places)
+    # What names one view is one tensor.
+    views = set(places)
+    if differ and len(views) < len(places):
+        can_be_filled = False
+    else:
+        elements = {start + stride * k for start, stride, size in places for k in range(size)}
+        can_be_filled = len(elements) == sum(size for *_, size in views)
     try:
         remesh.load(state, saved(stored))
     except remesh.MismatchError:
@@ -230,11 +237,11 @@ def test_a_target_between_the_elements_of_the_source() -> None:
 def test_tied_targets_of_sources_on_another_rank(differ: bool) -> None:
     """They are brought here to be compared."""
     memory = torch.zeros(6)
-    targets: dict[str, Any] = {"a": memory, "b": memory, "c": memory.view(2, 3)}
+    targets: dict[str, Any] = {"a": memory, "b": memory}
 
     def run(exchange: Exchange) -> None:
         value = torch.arange(6.0)
-        source = {"a": value, "b": value.clone(), "c": value.view(2, 3) + differ}
+        source = {"a": value, "b": value + differ}
         sides: tuple[Any, Any] = (source, {}) if exchange.rank else ({}, targets)
         pushing = remesh.Resharder(*sides, group=exchange)
         for add in range(2):
@@ -249,5 +256,5 @@ def test_tied_targets_of_sources_on_another_rank(differ: bool) -> None:
         return
     for error in raised(run_ranks_outcomes(2, run)):
         assert isinstance(error, remesh.MismatchError)
-        assert "different views" in str(error)
+        assert "tied in the state" in str(error)
     assert not memory.any()

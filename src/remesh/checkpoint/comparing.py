@@ -1,12 +1,13 @@
-"""Targets of a load that share memory: which are harmless, and comparing what fills the others.
+"""Targets of a load that share memory, and comparing what fills tied ones.
 
 Two tensors of a state may be one memory: tied weights, and views of all kinds. A load fills one
 after the other, so where they share an element, the last one would win. They may be filled
 
 * if they share nothing but the span: rows of one matrix, its columns, every second element;
 * if both are filled with the same elements of the same stored tensor, each at the same place;
-* if what is stored for them is equal wherever they meet. That is known only by reading both, which
-  is done into memory of its own before anything in the state is touched.
+* if they are one view, tied weights above all, and what is stored for its names is equal. That is
+  known only by reading all of it, which is done into memory of its own before anything in the
+  state is touched.
 
 All else is an error that names the two.
 """
@@ -25,7 +26,7 @@ from remesh.index import Index
 from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import Destination
 from remesh.planner import LoadPlan, ReadLimits, plan_load
-from remesh.strided import Layout, contents_agree, shared_pairs
+from remesh.strided import Layout, shared_pairs
 from remesh.tables import BoxTable
 
 
@@ -90,9 +91,6 @@ class Filled:
     content: object
     """Equal for parts that are filled with elements of one tensor, stored or made, each part with
     the elements in its box."""
-    source: str | None
-    """The stored tensor whose elements are copied as they are; None if they are cast or otherwise
-    changed."""
 
 
 @dataclass(slots=True)
@@ -109,58 +107,31 @@ class Draft:
     """New rows that are filled with a mean of what is read."""
     checks: list[Check] = field(default_factory=list, init=False)  # what has to be equal then
 
-    def fill(
-        self, name: str, box: Box, memory: Memory, content: object, source: str | None
-    ) -> None:
+    def fill(self, name: str, box: Box, memory: Memory, content: object) -> None:
         """Note that memory is filled; see `Filled`."""
         layout = memory.layout
         if layout is not None:
-            self.filled.append(Filled(name, box, layout, content, source))
+            self.filled.append(Filled(name, box, layout, content))
 
     def compare(self, problem: str, first: CarrierArray, other: CarrierArray) -> None:
         """Compare two arrays of one shape, once they are read."""
         self.checks.append((problem, lambda: first.tobytes() == other.tobytes()))
 
 
-def compare_shared(draft: Draft, conflicts: list[str]) -> None:
-    """Find parts that share memory and could be filled with different values.
+def refuse_shared(filled: Sequence[Filled], conflicts: list[str]) -> None:
+    """Find parts that share memory and would be filled one over the other.
 
     Args:
-        draft: The parts that are filled; gets what has to be compared for that.
-        conflicts: Gets what cannot be compared.
+        filled: The parts that are filled.
+        conflicts: Gets what to say of each such pair.
     """
-    filled = draft.filled
     for one, other in shared_pairs([part.layout for part in filled]):
         first, second = filled[one], filled[other]
-        if _same_elements(first, second):
-            continue
-        names = first.name if first.name == second.name else f"{first.name} and {second.name}"
-        shared = f"{names}: different views that share memory"
-        if first.source is None or second.source is None:
+        if not _same_elements(first, second):
+            names = first.name if first.name == second.name else f"{first.name} and {second.name}"
             conflicts.append(
-                f"{shared}, and what fills them is converted, so it cannot be compared; "
-                "clone() one of them, or leave it out"
+                f"{names}: different views that share memory; clone() one of them, or leave it out"
             )
-            continue
-        problem = f"{shared}, but other values are stored for each; clone() one of them"
-        arrays = [
-            draft.comparing.array(part.source, part.box)
-            for part in (first, second)
-            if part.source is not None
-        ]
-        draft.checks.append((problem, _agreement(first.layout, second.layout, *arrays)))
-
-
-def _agreement(
-    first: Layout, second: Layout, its_values: CarrierArray, other_values: CarrierArray
-) -> Callable[[], bool]:
-    return lambda: contents_agree(first, _bytes_of(its_values), second, _bytes_of(other_values))
-
-
-def _bytes_of(array: CarrierArray) -> CarrierArray:
-    """The bytes of the elements of a contiguous array, in a last dim of their own."""
-    flat: CarrierArray = array.reshape(-1).view(np.uint8)
-    return flat.reshape(*array.shape, array.itemsize)
 
 
 def _same_elements(first: Filled, second: Filled) -> bool:

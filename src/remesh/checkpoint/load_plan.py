@@ -24,7 +24,7 @@ from remesh.checkpoint.comparing import (
     Filled,
     RankReads,
     Wanted,
-    compare_shared,
+    refuse_shared,
     source_in_target,
 )
 from remesh.checkpoint.local import casting_memory_of, memory_of, with_all_names
@@ -140,7 +140,7 @@ def match(
     for entry, target in made:
         assert isinstance(names, TransformedState)
         want_made(names, entry, target, draft)
-    compare_shared(draft, found.conflicts)
+    refuse_shared(draft.filled, found.conflicts)
     mismatch.refuse(stored, found, keep_missing=options.keep_missing)
     _refuse_reserved(reserved, draft.filled)
     filling = draft.filling.planned()
@@ -308,8 +308,6 @@ def _compare_tied(
 def _want(entry: TensorEntry, stored: StoredTensor, policy: str | None, draft: Draft) -> None:
     """Want this rank's part of a tensor from a stored one."""
     is_exact = stored.shape == entry.global_shape
-    is_copied = is_exact and stored.dtype == entry.dtype
-    source = stored.name if is_copied else None
     content = ("stored", draft.filling.index.row(stored.name))
     for part in entry.parts:
         if 0 in part.box.shape:
@@ -326,7 +324,7 @@ def _want(entry: TensorEntry, stored: StoredTensor, policy: str | None, draft: D
             draft.means.append(_mean_rows(part.box, memory, stored, draft))
         if box is not None:
             draft.filling.add(stored.name, box, Destination(part.box.offset, memory))
-        draft.fill(entry.name, part.box, memory, content, source)
+        draft.fill(entry.name, part.box, memory, content)
 
 
 def _mean_rows(box: Box, memory: Memory, stored: StoredTensor, draft: Draft) -> MeanRows:

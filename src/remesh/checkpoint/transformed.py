@@ -343,7 +343,7 @@ def want_made(names: TransformedState, entry: TensorEntry, name: str, draft: Dra
             )
             _want_region(region, part.box, memory, draft.filling)
         if regions:
-            draft.fill(entry.name, part.box, memory, ("made", name), None)
+            draft.fill(entry.name, part.box, memory, ("made", name))
         _compare_made(names.resolved, name, part.box, draft)
 
 
