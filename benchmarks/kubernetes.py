@@ -105,7 +105,7 @@ async def measure(num_jobs: int, num_workers: int) -> dict[str, float]:
     async def ask(job: Job, _pods: tuple[Pod, ...]) -> Master | None:
         return Master(epoch=job.status.epoch, phase="running", round=1, step=1)
 
-    operator = Operator(server, ask, Metrics(), lambda: True)
+    operator = Operator(server, ask, Metrics())
     server.on_change = operator.wake
     began, cpu = time.perf_counter(), time.process_time()
     for key in server.jobs:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from remesh.elastic.client import LOG_EVERY, Client, read_token
 from remesh.elastic.job import Policy
-from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient, beat_limit, next_beat
@@ -471,19 +470,12 @@ class TestOneLine:
         token = tmp_path / "token"
         token.write_text("wrong")
 
-        def make() -> Jobs:
-            return Jobs.only(Master(Policy(), Journal(":memory:")))
+        def make() -> Master:
+            return Master(Policy(), Journal(":memory:"))
 
         with ServerThread(make, ServerOptions(token="right")) as server:
             options = ("--master", server.url, "--token-file", str(token))
             assert "the token is missing or wrong" in self.errors_of_run(caplog, *options)
-
-    def test_none_of_several_masters(self, caplog: pytest.LogCaptureFixture) -> None:
-        with held_port() as first, held_port() as second:
-            urls = [f"http://127.0.0.1:{held.getsockname()[1]}" for held in (first, second)]
-            options = ("--master", ",".join(urls), "--master-patience", "0")
-            said = self.errors_of_run(caplog, *options)
-        assert all(f"the master at {url} does not answer" in said for url in urls)
 
     def test_an_address_of_no_node(self) -> None:
         from remesh.elastic import launch

@@ -17,7 +17,6 @@ import pytest
 from remesh.elastic.client import Client
 from remesh.elastic.connections import IDLE_SECONDS, REQUEST_SECONDS, Connections
 from remesh.elastic.job import Policy
-from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient
@@ -168,8 +167,8 @@ def beating_of(client: Client) -> int:
 def test_wrong_tokens_shut_nobody_out() -> None:
     """Those that know the token come from the same address, as behind a gateway."""
 
-    def make() -> Jobs:
-        return Jobs.only(Master(Policy(), Journal(":memory:")))
+    def make() -> Master:
+        return Master(Policy(), Journal(":memory:"))
 
     options = ServerOptions(token="right", max_requests_per_second=1.0)
     with ServerThread(make, options) as server:
@@ -201,8 +200,8 @@ class TestRepeats:
 def test_the_requests_of_a_node_are_counted_by_themselves() -> None:
     """Others behind the same address ask too often."""
 
-    def make() -> Jobs:
-        return Jobs.only(Master(Policy(heartbeat_timeout=600.0), Journal(":memory:")))
+    def make() -> Master:
+        return Master(Policy(heartbeat_timeout=600.0), Journal(":memory:"))
 
     # A bucket for one request, which is full again after five seconds.
     with ServerThread(make, ServerOptions(max_requests_per_second=0.2)) as server:

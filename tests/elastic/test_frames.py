@@ -25,7 +25,6 @@ from remesh.elastic.connections import REQUEST_SECONDS, Connections
 from remesh.elastic.frame_server import FrameServer
 from remesh.elastic.frames import FrameError, pack, split
 from remesh.elastic.job import Policy
-from remesh.elastic.jobs import Jobs, job_token
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.protocol import Beat, Join, RankReport, Waiting
@@ -46,8 +45,8 @@ JOIN = Join(
 BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankReport(step=1, age=0.1)})
 
 
-def make() -> Jobs:
-    return Jobs.only(Master(Policy(heartbeat_timeout=600.0), Journal(":memory:")))
+def make() -> Master:
+    return Master(Policy(heartbeat_timeout=600.0), Journal(":memory:"))
 
 
 @contextlib.contextmanager
@@ -233,26 +232,12 @@ class TestTokens:
             with contextlib.closing(Client(server.url, token="right")) as client:
                 assert isinstance(client.ask(JOIN), Waiting)
 
-    def test_that_of_a_job_opens_no_other(self, exchanged: list[bytes]) -> None:
-        def make_named() -> Jobs:
-            return Jobs({}, lambda _name: Master(Policy(), Journal(":memory:")))
-
-        with ServerThread(make_named, ServerOptions(token="all")) as server:
-            for job, token in (("one", job_token("all", "one")), ("two", "all")):
-                with contextlib.closing(Client(f"{server.url}/jobs/{job}", token=token)) as client:
-                    assert isinstance(client.ask(JOIN), Waiting)
-            assert len(exchanged) == 2
-            other = Client(f"{server.url}/jobs/two", token=job_token("all", "one"))
-            with contextlib.closing(other), pytest.raises(MasterError, match="missing or wrong"):
-                other.ask(JOIN)
-            assert len(exchanged) == 2
-
 
 class TestWithoutFrames:
     def test_a_master_of_another_version(
         self, monkeypatch: pytest.MonkeyPatch, exchanged: list[bytes]
     ) -> None:
-        monkeypatch.setattr(FrameServer, "job_of", lambda _server, _head: None)
+        monkeypatch.setattr(FrameServer, "is_upgrade", lambda _server, _head: False)
         with start() as server, contextlib.closing(Client(server.url)) as client:
             for _ in range(2):
                 assert isinstance(client.ask(JOIN), Waiting)

@@ -6,18 +6,13 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from remesh.elastic import handler
 from remesh.elastic.handler import Handler
-from remesh.elastic.job import Policy
-from remesh.elastic.jobs import Jobs
-from remesh.elastic.journal import Journal
-from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient
 from remesh.elastic.protocol import Assignment, BeatReply
 from remesh.elastic.rendezvous import Change, Node
-from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError
 
 ADDRESS = "127.0.0.1"
@@ -100,20 +95,6 @@ def test_an_address_that_cannot_be_resolved_is_refused() -> None:
     for wrong in ("no such host", "a..b"):
         with pytest.raises(ValueError, match=r"(?s)cannot be resolved .*\n.*--local-addr"):
             handler.check_address(wrong)
-
-
-def test_of_several_endpoints_the_first_does_not_exist() -> None:
-    def make() -> Jobs:
-        return Jobs.only(Master(Policy(), Journal(":memory:")))
-
-    with ServerThread(make, ServerOptions()) as server:
-        endpoint = f"http://no such host:1,{server.url}"
-        node = handler.make_node(RendezvousParameters("remesh", endpoint, "job", 1, 1), refuse)
-        try:
-            assert node.address == ADDRESS
-            assert node.join().num_nodes == 1
-        finally:
-            node.close()
 
 
 def refuse(*_: object) -> None:

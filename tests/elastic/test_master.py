@@ -23,7 +23,6 @@ from remesh.cli import cli
 from remesh.elastic import events, frames
 from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
-from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import ALIVE_SECONDS, hear
 from remesh.elastic.master import Master
@@ -59,8 +58,8 @@ def start(
     clock: Clock | None = None,
     **policy: Any,
 ) -> Iterator[ServerThread]:
-    def make() -> Jobs:
-        return Jobs.only(Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"), clock))
+    def make() -> Master:
+        return Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"), clock)
 
     with ServerThread(make, options or ServerOptions()) as server, connections_kept(server.url):
         yield server

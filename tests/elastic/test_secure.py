@@ -18,7 +18,6 @@ import pytest
 from remesh.elastic import launch
 from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
-from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Join, Request
@@ -144,8 +143,8 @@ def test_node_ids_begin_at_0(number: int, capsys: pytest.CaptureFixture[str]) ->
     )
     wrong = r"`int` >= [01] - at `\$.(node_id|num_processes)`"
 
-    def jobs() -> Jobs:
-        return Jobs.only(Master(Policy(), Journal(":memory:")))
+    def jobs() -> Master:
+        return Master(Policy(), Journal(":memory:"))
 
     with ServerThread(jobs, ServerOptions()) as server:
         for request in refused:

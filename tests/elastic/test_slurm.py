@@ -7,7 +7,6 @@ node, nodes die by them without a word to Slurm.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -251,31 +250,6 @@ def test_a_broken_node_is_excluded_and_another_has_more_processes(
     job.until_trained(0, 1, 2, round_after=number)
     assert sum(node.num_processes for node in job.client.status().nodes) == 4
     job.stop()
-
-
-@pytest.mark.nightly
-def test_of_two_masters_outside_the_job_one_dies(tmp_path: Path, slurm: Slurm) -> None:
-    run = Path(slurm.environment["RUN"])
-    run.mkdir()
-    (run / "token").write_text("a token of the test")
-    command = [str(Path(sys.executable).with_name("remesh")), "master", "--port", "0"]
-    command += ["--token-file", str(run / "token"), "--state", str(run / "state"), "--lease", "3"]
-    masters = {}
-    with contextlib.ExitStack() as stack:
-        for _ in range(2):
-            started = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-            stack.callback(started.kill)
-            assert started.stdout is not None
-            masters[started.stdout.readline().decode().strip()] = started
-        (run / "url").write_text(",".join(masters))
-        slurm.submit("1-2")
-        job = Job(slurm, tmp_path)
-        job.until_trained(1, 2)
-        assert job.client.url in masters, "the one that answered"
-        masters[job.client.url].kill()
-        job.until_trained(1, 2)
-        assert job.client.status().num_restarts == 0
-        job.stop()
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ loopback address (`pod.py`), and so does the operator.
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from lightkube.types import PatchType
 
 from remesh.cli import cli
 from remesh.kubernetes import client as jobs
-from remesh.kubernetes.api import EVENTS, JOBS, LEASES, PODS, SECRETS, SERVICES
+from remesh.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, SERVICES
 from remesh.kubernetes.manifests import NAME, manifests
 from remesh.kubernetes.observed import Pod, Role
 from remesh.kubernetes.resource import Job
@@ -150,7 +149,7 @@ class Bed:
     # Operators -----------------------------------------------------------------------------
 
     def start_operator(self) -> subprocess.Popen[bytes]:
-        command = [*REMESH, "operator", "--namespace", self.namespace, "--lease-seconds", "3"]
+        command = [*REMESH, "operator", "--namespace", self.namespace]
         command += ["--own-namespace", self.namespace, "--master-host", "127.0.0.1"]
         log = (self.directory / "operator.log").open("ab")
         environment = os.environ | {"KUBECONFIG": str(self._config)}
@@ -242,48 +241,27 @@ class Bed:
         except ApiError:
             return None
 
-    def apply_example(self, name: str, masters: tuple[int, ...] = ()) -> None:
-        """Apply manifests of examples/kubernetes, with what this test bed has.
-
-        Args:
-            name: The file.
-            masters: The port of each master. They have the address of this machine in common, so
-                each is a Deployment of its own. By default there is one.
-        """
+    def apply_example(self, name: str) -> None:
+        """Apply manifests of a file of examples/kubernetes, with what this test bed has."""
         file = Path(__file__).parents[2] / "examples" / "kubernetes" / name
         for manifest in jobs_of(list(yaml.safe_load_all(file.read_text()))):
             manifest["metadata"]["namespace"] = self.namespace
             match manifest["kind"]:
                 case "Deployment":
-                    self._apply_masters(manifest, masters or (self.port,))
+                    self._apply_master(manifest)
                 case "Job":
-                    self._apply_workers(manifest, masters or (self.port,))
-                case "ServiceAccount" | "Role" | "RoleBinding":
-                    self.apply(manifest)
+                    self._apply_workers(manifest)
 
-    def _apply_masters(self, manifest: dict[str, Any], ports: tuple[int, ...]) -> None:
-        assert manifest["spec"]["replicas"] == len(ports)
-        name = manifest["metadata"]["name"]
-        for number, port in enumerate(ports):
-            made = copy.deepcopy(manifest)
-            template = made["spec"]["template"]
-            spec = self._adapted(template["spec"])
-            if len(ports) > 1:
-                made["metadata"]["name"] = f"{name}-{number}"
-                made["spec"]["replicas"] = 1
-                labels = {"app": f"{name}-{number}"}
-                made["spec"]["selector"] = {"matchLabels": labels}
-                template["metadata"]["labels"] = labels
-                config = self.config_of(spec["serviceAccountName"])
-                spec["containers"][0]["env"] = [{"name": "KUBECONFIG", "value": str(config)}]
-            spec["nodeSelector"] = {"kubernetes.io/hostname": HEAD}
-            spec["containers"][0]["args"] += ["--port", str(port)]
-            self.apply(made)
+    def _apply_master(self, manifest: dict[str, Any]) -> None:
+        spec = self._adapted(manifest["spec"]["template"]["spec"])
+        spec["nodeSelector"] = {"kubernetes.io/hostname": HEAD}
+        spec["containers"][0]["args"] += ["--port", str(self.port)]
+        self.apply(manifest)
 
-    def _apply_workers(self, manifest: dict[str, Any], masters: tuple[int, ...]) -> None:
+    def _apply_workers(self, manifest: dict[str, Any]) -> None:
         container = self._adapted(manifest["spec"]["template"]["spec"])["containers"][0]
         args = container["args"]
-        args[args.index("--master") + 1] = ",".join(f"http://127.0.0.1:{each}" for each in masters)
+        args[args.index("--master") + 1] = f"http://127.0.0.1:{self.port}"
         args[args.index("8")] = "1"
         args[-1:] = ["--last-call", "2", str(TRAIN), str(self.directory), "numpy", "0.05"]
         self.apply(manifest)
@@ -295,13 +273,6 @@ class Bed:
             if volume.pop("persistentVolumeClaim", None):
                 volume["emptyDir"] = {}  # the scheduler looks for claims, and there are none
         return spec
-
-    def holder(self, lease: str) -> str:
-        """The instance that holds a lease; empty if there is none."""
-        try:
-            return str(self.client.get(LEASES, lease)["spec"].get("holderIdentity") or "")
-        except ApiError:
-            return ""
 
     def job(self, name: str) -> Job:
         return jobs.job(self.client, name)

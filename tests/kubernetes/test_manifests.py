@@ -104,6 +104,8 @@ def test_manifests_are_printed_and_written(tmp_path: Path) -> None:
         "Deployment",
     ]
     assert "registry.example/remesh:1" in done.stdout
+    deployment = printed[-1]["spec"]
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
     done = CliRunner().invoke(cli, ["manifests", "--kustomize", str(tmp_path), "--watch", "ml"])
     assert done.exit_code == 0, done.output
     base = yaml.safe_load((tmp_path / "kustomization.yaml").read_text())
@@ -262,7 +264,7 @@ def test_the_example_is_the_one_of_the_page_and_is_valid() -> None:
     assert resource.parse_job(manifest).spec.fewest == 2
 
 
-@pytest.mark.parametrize("name", ["master", "masters", "indexed-job", "jobset", "trainjob"])
+@pytest.mark.parametrize("name", ["master", "indexed-job", "jobset", "trainjob"])
 def test_manifests_without_the_operator_have_options_that_exist(name: str) -> None:
     documents = list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
     (container,) = containers_in(documents)

@@ -72,10 +72,6 @@ def job(name: str = "bad", **spec: Any) -> Job:
     return msgspec.structs.replace(make_job(**spec), name=name)
 
 
-async def no_master(_job: Job, _pods: tuple[Pod, ...]) -> Master | None:
-    return None
-
-
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(120):
         while not holds():  # noqa: ASYNC110 - many things make it true
@@ -110,7 +106,7 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
 
     async def trial() -> None:
         nonlocal is_broken
-        looking = Operator(clusters, ask, metrics, lambda: True)
+        looking = Operator(clusters, ask, metrics)
         clusters.wake = looking.wake
         try:
             looking.wake(Key("ml", "bad"))
@@ -126,22 +122,6 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
             await looking.close()
 
     asyncio.run(trial())
-
-
-def test_an_operator_that_does_not_lead_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "RETRY_SECONDS", (0.01, 0.02))
-    clusters, metrics = Clusters(), Metrics()
-
-    async def trial() -> None:
-        looking = Operator(clusters, no_master, metrics, lambda: False)
-        try:
-            looking.wake(Key("ml", "bad"))
-            await until(lambda: num_errors(metrics) >= 2)
-        finally:
-            await looking.close()
-
-    asyncio.run(trial())
-    assert clusters.of["bad"].num_requests == 0
 
 
 @pytest.mark.parametrize(
@@ -176,7 +156,7 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reas
             async def ask(asked: Job, _pods: tuple[Pod, ...]) -> Master | None:
                 return await masters.ask(asked, (running[asked.name],))
 
-            looking = Operator(clusters, ask, Metrics(), lambda: True)
+            looking = Operator(clusters, ask, Metrics())
             clusters.wake = looking.wake
             try:
                 for name in clusters.of:

@@ -50,7 +50,6 @@ _HOMES = {
     "check": "remesh.cli.run",
     "master": "remesh.cli.master",
     "status": "remesh.cli.master",
-    "token": "remesh.cli.master",
     "manifests": "remesh.cli.manifests",
     "operator": "remesh.cli.operator",
     "job": "remesh.cli.job",

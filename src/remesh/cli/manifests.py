@@ -39,8 +39,7 @@ def manifests(
 ) -> None:
     """Print what a Kubernetes cluster needs to run ElasticJobs.
 
-    That is the definition of the resource, the operator's account and rights, and its deployment of
-    two instances, one of which leads.
+    That is the definition of the resource, the operator's account and rights, and its deployment.
     """
     made = output.needs_kubernetes("remesh.kubernetes.manifests")
     parts: dict[str, list[dict[str, object]]] = {"crd": [], "rbac": [], "deployment": []}

@@ -9,14 +9,9 @@ import json
 import logging
 import resource
 import signal
-import socket
 import ssl
 import sys
-import uuid
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,13 +23,10 @@ from remesh.elastic.client import Client, read_token
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.rendezvous import Outcome
-from remesh.elastic.status import JobLine, Status
+from remesh.elastic.status import Status
 from remesh.errors import StorageError
 
 if TYPE_CHECKING:
-    from remesh.elastic.jobs import Jobs
-    from remesh.elastic.lease import Leases
-    from remesh.elastic.master import Authority
     from remesh.elastic.server import ServerOptions
 
 
@@ -105,10 +97,6 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     epilog=output.example(
         "remesh master --state job.sqlite",
         "remesh master --host 0.0.0.0 --token-file token --state job.sqlite",
-        "remesh master --host 0.0.0.0 --token-file token --state /shared/job --lease 5",
-        "remesh master --host 0.0.0.0 --token-file token --state /shared/job --lease 5 "
-        "--lease-object train-master",
-        "remesh master --host 0.0.0.0 --token-file token --state /var/jobs --jobs",
     )
 )
 @click.option(
@@ -116,24 +104,6 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     default=":memory:",
     metavar="FILE",
     help="Where the journal is kept, from which a restarted master continues.",
-)
-@click.option(
-    "--lease",
-    type=click.FloatRange(min=0.5),
-    metavar="SECONDS",
-    help="Share the directory --state with other masters: one leads, and another takes over after "
-    "so many seconds without a sign of it.",
-)
-@click.option(
-    "--lease-object",
-    metavar="[NAMESPACE/]NAME",
-    help="Have the lease in this Lease object of Kubernetes, not in the directory --state.",
-)
-@click.option(
-    "--jobs",
-    is_flag=True,
-    help="Serve several jobs, each at URL/jobs/NAME; a job begins when its first node joins. "
-    "--state names a directory.",
 )
 @click.option(
     "--on-excluded",
@@ -153,9 +123,6 @@ def master(
     options: ServerOptions,
     policy: Policy,
     state: str,
-    lease: float | None,
-    lease_object: str | None,
-    jobs: bool,
     on_excluded: str | None,
     end_with_job: bool,
 ) -> None:
@@ -171,23 +138,17 @@ def master(
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
-    if lease is not None and state == ":memory:":
-        raise click.UsageError("--lease needs --state DIRECTORY, which all masters share")
-    if lease is None and lease_object is not None:
-        raise click.UsageError("--lease-object needs --lease SECONDS")
-    if jobs and end_with_job:
-        raise click.UsageError("--end-with-job is for a master of one job, not for --jobs")
+    from remesh.elastic.master import Master
+    from remesh.elastic.server import serve
 
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
-        place = None if state == ":memory:" else Path(state)
-        serving = _Serving(policy, place, lease, lease_object, jobs, on_excluded)
-        served = await serving.serve(options, end_with_job=end_with_job)
-        ((_, ended),) = served.masters
-        world = ended.job.rendezvous
+        served = Master(policy, Journal(state), on_excluded=on_excluded)
+        await serve(served, options, click.echo, end_with_job=end_with_job)
+        world = served.job.rendezvous
         assert world is not None, "only a job that has begun can end"
         sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
 
@@ -198,84 +159,6 @@ def master(
         raise
     except OSError as error:
         raise StorageError(f"cannot listen on {options.host}:{options.port}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """What a master serves."""
-
-    policy: Policy  # how its jobs are treated
-    state: Path | None  # the journal, or the directory of journals; None: nothing is kept
-    lease: float | None  # seconds of the lease, if there are several masters
-    lease_object: str | None  # where it is in the cluster; in the directory by default
-    has_names: bool  # whether there are several jobs
-    on_excluded: str | None  # the command for nodes that are excluded
-
-    async def serve(self, options: ServerOptions, *, end_with_job: bool) -> Jobs:
-        """Serve until all jobs have ended, or this is cancelled."""
-        from remesh.elastic.server import serve
-        from remesh.elastic.standby import serve_in_turn
-
-        if self.lease is None:
-            jobs = self._open(self.state, None)
-            await serve(jobs, options, click.echo, end_with_job=end_with_job)
-            return jobs
-
-        def make(directory: Path, authority: Authority) -> Jobs:
-            place = directory if self.has_names else directory / "journal.sqlite"
-            return self._open(place, authority)
-
-        me = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-        assert self.state is not None
-        async with self._leases(self.state, self.lease) as leases:
-            return await serve_in_turn(
-                *(leases, self.state, me, self.lease, options, click.echo),
-                make=make,
-                end_with_job=end_with_job,
-            )
-
-    def _leases(self, directory: Path, seconds: float) -> AbstractAsyncContextManager[Leases]:
-        """The lease of the masters."""
-        from remesh.elastic.lease_files import LeaseFiles
-
-        if self.lease_object is None:
-            return contextlib.nullcontext(LeaseFiles(directory))
-        leases = output.needs_kubernetes("remesh.kubernetes.leases")
-        opened: AbstractAsyncContextManager[Leases] = leases.open_lease(self.lease_object, seconds)
-        return opened
-
-    def _open(self, place: Path | None, authority: Authority | None) -> Jobs:
-        """The jobs whose journals are at a place."""
-        from remesh.elastic.jobs import Jobs
-        from remesh.elastic.master import Master
-
-        def make(journal: Journal) -> Master:
-            return Master(self.policy, journal, authority=authority)
-
-        if self.has_names:
-            jobs = Jobs.in_directory(place, make)
-        else:
-            jobs = Jobs.only(make(Journal(":memory:" if place is None else place)))
-        jobs.on_excluded = self.on_excluded
-        return jobs
-
-
-@click.command(
-    epilog=output.example("remesh token first --token-file token > first.token"),
-)
-@click.argument("job", metavar="JOB")
-@click.option("--token-file", required=True, metavar="FILE", help="The master's own token.")
-def token(*, job: str, token_file: str) -> None:
-    """Print the token of one job of a master with several (`remesh master --jobs`).
-
-    It opens this job and no other. It is made of the job's name and the master's token: nothing has
-    to be stored, and it is valid as long as the master's own.
-    """
-    from remesh.elastic.jobs import is_name, job_token
-
-    if not is_name(job):
-        raise click.BadParameter(f"{job!r}: use letters, digits, and . _ - after the first")
-    click.echo(job_token(read_token(token_file), job))
 
 
 def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
@@ -290,46 +173,20 @@ def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | N
 
 
 @click.command(
-    epilog=output.example(
-        "remesh status http://127.0.0.1:29400", "remesh status http://127.0.0.1:29400 --jobs"
-    )
+    epilog=output.example("remesh status http://127.0.0.1:29400"),
 )
-@click.argument("url", metavar="URL[,URL...]")
+@click.argument("url", metavar="URL")
 @click.option("--token-file", metavar="FILE", help="The master's token.")
 @click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
-@click.option("--jobs", is_flag=True, help="List the jobs of a master with several.")
 @output.json_option
-def status(
-    *, url: str, token_file: str | None, tls_ca: str | None, jobs: bool, as_json: bool
-) -> None:
+def status(*, url: str, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
     """Show the state of a master's job."""
     client = Client(url, token=read_token(token_file), tls_ca=tls_ca)
-    if jobs:
-        _print_jobs(client.jobs(), as_json=as_json)
-        return
     now = client.status()
     if as_json:
         output.print_json(msgspec.to_builtins(now))
     else:
         _print_status(now)
-
-
-def _print_jobs(found: list[JobLine], *, as_json: bool) -> None:
-    if as_json:
-        output.print_json({"jobs": msgspec.to_builtins(found)})
-        return
-    rows = [
-        (
-            job.phase,
-            str(job.num_nodes),
-            "" if job.step is None else str(job.step),
-            "" if job.saved_step is None else str(job.saved_step),
-            output.printable(f"{job.name} {job.reason}".strip()),
-        )
-        for job in found
-    ]
-    columns = ("<phase", ">nodes", ">step", ">newest checkpoint", "<name")
-    output.print_table(output.stdout_console(), columns, rows)
 
 
 def _last_step(now: Status) -> str:

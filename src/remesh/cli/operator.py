@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import sys
-import uuid
 
 import click
 
@@ -20,7 +19,7 @@ from remesh.cli import output
 @click.option(
     "--own-namespace",
     envvar="POD_NAMESPACE",
-    help="Where its key and its lease are; by default $POD_NAMESPACE.",
+    help="Where its key is; by default $POD_NAMESPACE.",
 )
 @click.option("--metrics-port", default=0, help="Serve /metrics and /healthz here.")
 @click.option(
@@ -28,25 +27,16 @@ from remesh.cli import output
     metavar="HOST",
     help="Where masters are reached, for an operator outside of the cluster.",
 )
-@click.option(
-    "--lease-seconds",
-    default=15.0,
-    show_default=True,
-    type=click.FloatRange(min=1),
-    help="Silence of the leader after which another instance takes over.",
-)
 def operator(
     *,
     namespace: str | None,
     own_namespace: str | None,
     metrics_port: int,
     master_host: str | None,
-    lease_seconds: float,
 ) -> None:
     """Run the operator for the ElasticJobs of a Kubernetes cluster.
 
-    Runs in the cluster (see `remesh manifests`), or anywhere with a KUBECONFIG. Of several
-    instances one acts, and another takes over when it dies.
+    Runs in the cluster (see `remesh manifests`), or anywhere with a KUBECONFIG. Run one at a time.
     """
     instance = output.needs_kubernetes("remesh.kubernetes.instance")
     options = output.needs_kubernetes("remesh.kubernetes.operator").OperatorOptions(
@@ -57,10 +47,5 @@ def operator(
     )
     for noisy in ("httpx2", "kopf", "httpcore2"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    name = os.environ.get("POD_NAME") or socket.gethostname()
-    instance.main(
-        own_namespace=own_namespace,
-        identity=f"{name}-{uuid.uuid4().hex[:8]}",
-        lease_seconds=lease_seconds,
-        options=options,
-    )
+    identity = os.environ.get("POD_NAME") or socket.gethostname()
+    instance.main(own_namespace=own_namespace, identity=identity, options=options)

@@ -35,7 +35,7 @@ from remesh.elastic.protocol import (
     name_of,
     reply_of,
 )
-from remesh.elastic.status import JobLine, Status
+from remesh.elastic.status import Status
 from remesh.errors import MasterError, StorageError
 
 __all__ = ["Client", "read_token"]
@@ -130,12 +130,9 @@ class Client:
     """Sends requests to a master.
 
     Args:
-        url: Where it is, `http://host:port`, as it prints it, with `/jobs/NAME` if it has several
-            jobs. Several, with commas, are masters of
-            which one leads: a request goes to the next when one does not answer or stands by. Or
-            the path of a file that holds this: text with a slash and without `://` is a path. The
-            client waits for the file, and reads it again whenever the master does not answer: it
-            may have restarted elsewhere.
+        url: Where it is, `http://host:port`, as it prints it. Or the path of a file that holds
+            this: text with a slash and without `://` is a path. The client waits for the file, and
+            reads it again whenever the master does not answer: it may have restarted elsewhere.
         token: The master's token. Without one, that of a master which an agent (`remesh run`) of
             this user runs on this machine is found.
         tls_ca: A file of certificates to trust, for HTTPS; the system's by default.
@@ -173,8 +170,7 @@ class Client:
         is_path = "/" in url and "://" not in url
         self._url_file = Path(url) if is_path else None
         self._file_problem = ""  # why the file could not be used when it was last read
-        self._endpoints = self._at(self._await_url(self._url_file) if self._url_file else url)
-        self._endpoint = self._endpoints[0]
+        self._endpoint = self._at(self._await_url(self._url_file) if self._url_file else url)
         if not token and self._endpoint.host in ("127.0.0.1", "localhost"):
             token = token_of(self._endpoint.port)
         if token:
@@ -193,10 +189,7 @@ class Client:
         """The master's URL, as last known."""
         return self._endpoint.url
 
-    def _at(self, urls: str) -> tuple[_Endpoint, ...]:
-        return tuple(self._endpoint_of(url.strip()) for url in urls.split(","))
-
-    def _endpoint_of(self, url: str) -> _Endpoint:
+    def _at(self, url: str) -> _Endpoint:
         parts = _parts_of(url)
         assert parts.hostname is not None
         is_https = parts.scheme == "https"
@@ -229,27 +222,21 @@ class Client:
         """
         if self._url_file is None:
             return False
-        endpoints, problem = self._endpoints, ""
+        endpoint, problem = self._endpoint, ""
         try:
             url = _read_url(self._url_file)
-            endpoints = self._at(url) if url else endpoints
+            endpoint = self._at(url) if url else endpoint
         except (MasterError, StorageError) as error:
             problem = str(error)
         if problem and problem != self._file_problem:
             log.warning("%s; the master is still taken to be at %s", problem, self.url)
         self._file_problem = problem
-        if [each.url for each in endpoints] == [each.url for each in self._endpoints]:
+        if endpoint.url == self._endpoint.url:
             return False
         log.warning("the master is at %s now; it was at %s", url, self.url)
-        self._endpoints, self._endpoint = endpoints, endpoints[0]
+        self._endpoint = endpoint
         self.close()
         return True
-
-    def _turn_from(self, endpoint: _Endpoint) -> None:
-        """Go on with the next endpoint, unless another thread has done so."""
-        if self._endpoint is endpoint and len(self._endpoints) > 1:
-            number = self._endpoints.index(endpoint) + 1
-            self._endpoint = self._endpoints[number % len(self._endpoints)]
 
     def ask(
         self,
@@ -286,16 +273,6 @@ class Client:
         status: Status = self._decode(found, Status)
         return status
 
-    def jobs(self) -> list[JobLine]:
-        """The jobs of a master with several, whose URL names none of them.
-
-        Raises:
-            MasterError: If the request is refused, or no reply comes.
-        """
-        found = self._repeat("jobs", None, "list the jobs", REQUEST_TIMEOUT, None)
-        jobs: list[JobLine] = self._decode(found, list[JobLine])
-        return jobs
-
     def _repeat(
         self,
         name: str,
@@ -307,7 +284,6 @@ class Client:
         """Send a request until it is answered."""
         patience = self.patience if patience is None else patience
         began, logged_at = self._clock(), None
-        problems: list[str] = []
         while True:
             endpoint = self._endpoint
             try:
@@ -318,22 +294,18 @@ class Client:
                         waited = self._clock() - began
                         log.warning("the master answers again, after %.0f s", waited)
                     return reply
-                problems.append(f"{endpoint.url}: {reply.problem}")
+                problem = f"{endpoint.url}: {reply.problem}"
             except ssl.SSLCertVerificationError as error:
                 raise MasterError(f"{endpoint.url} is not trusted: {error}") from error
             except (OSError, http.client.HTTPException) as error:
                 status = 0
                 why = str(error) or type(error).__name__
-                problems.append(f"the master at {endpoint.url} does not answer ({why})")
+                problem = f"the master at {endpoint.url} does not answer ({why})"
             waited = self._clock() - began
             if self._has_moved():
                 continue
             if status and status not in _BUSY:
-                raise MasterError(problems[-1])
-            self._turn_from(endpoint)
-            if len(problems) < len(self._endpoints):
-                continue
-            problem, problems = "; ".join(problems), []
+                raise MasterError(problem)
             if waited >= patience:
                 if status:
                     raise MasterError(problem)
@@ -408,7 +380,7 @@ class Client:
             connection.request(method, target, body, self._headers)
             response = connection.getresponse()
             status, text, is_last = response.status, response.read(), response.will_close
-        if status not in _BUSY:  # as a master that stands by is
+        if status not in _BUSY:  # as a proxy is whose master is away
             _close_all(self._late)
         if is_last:
             connection.close()
@@ -430,20 +402,18 @@ class Client:
         """The address of this machine as others on the master's network reach it.
 
         Raises:
-            MasterError: If no master's host can be resolved and reached.
+            MasterError: If the master's host cannot be resolved and reached.
         """
-        problems = []
-        for endpoint in self._endpoints:
-            try:
-                family, kind, proto, _name, address = socket.getaddrinfo(
-                    endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
-                )[0]
-                with socket.socket(family, kind, proto) as probe:
-                    probe.connect(address)  # nothing is sent; this only chooses the way
-                    return str(probe.getsockname()[0])
-            except OSError as error:
-                problems.append(f"the master at {endpoint.url} cannot be reached: {error}")
-        raise MasterError("; ".join(problems))
+        endpoint = self._endpoint
+        try:
+            family, kind, proto, _name, address = socket.getaddrinfo(
+                endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
+            )[0]
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(address)  # nothing is sent; this only chooses the way
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise MasterError(f"the master at {endpoint.url} cannot be reached: {error}") from error
 
 
 def _connect(endpoint: _Endpoint) -> http.client.HTTPConnection:

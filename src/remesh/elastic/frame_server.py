@@ -21,14 +21,11 @@ import msgspec
 
 from remesh.elastic import frames
 from remesh.elastic.connections import Connection, Listener
-from remesh.elastic.jobs import Jobs, is_name, job_token
-from remesh.elastic.lease import NotLeadingError
 from remesh.elastic.master import Master, RequestError
-from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Join, Problem, Request, name_of
+from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Problem, Request, name_of
 
 log = logging.getLogger(__name__)
 
-STANDS_BY = "this master stands by, another one leads; name the addresses of both: URL,URL"
 TOO_MANY = "too many requests; ask again later"
 MAX_HEAD_BYTES = 8192
 """Longer heads of requests are left to the HTTP server."""
@@ -50,20 +47,18 @@ class Limit(Protocol):
         """Whether a request that a sender makes now is answered."""
 
 
-def is_trusted(given: str, token: str, job: str) -> bool:
-    """Whether a request carries the server's token, or that of the job to which it goes.
+def is_trusted(given: str, token: str) -> bool:
+    """Whether a request carries the server's token.
 
     Args:
         given: The header `Authorization`.
         token: The server's token; empty if requests need none.
-        job: The name of the job; empty if it has none.
     """
     if not token:
         return True
     # Bytes that are no text are kept in this way.
     sent = given.encode(errors="surrogateescape")
-    wanted = [token, job_token(token, job)] if job else [token]
-    return any(hmac.compare_digest(sent, f"Bearer {each}".encode()) for each in wanted)
+    return hmac.compare_digest(sent, f"Bearer {token}".encode())
 
 
 def sender_of(master: Master, request: Request[Any], address: str) -> str:
@@ -79,7 +74,7 @@ def sender_of(master: Master, request: Request[Any], address: str) -> str:
 class FrameServer:
     """What all connections with frames share."""
 
-    jobs: Jobs
+    master: Master
     token: str  # what requests must carry; empty: nothing
     limit: Limit  # limits the requests of each sender
     listener: Listener  # the connections
@@ -99,22 +94,17 @@ class FrameServer:
         for one in list(self.opened):
             one.close()
 
-    def job_of(self, head: bytes) -> str | None:
-        """The name of the job for which a valid request asks for frames; otherwise None."""
+    def is_upgrade(self, head: bytes) -> bool:
+        """Whether this is the head of a valid request for frames."""
         lines = head.decode("utf-8", errors="surrogateescape").split("\r\n")
         method, _, rest = lines[0].partition(" ")
         target, _, version = rest.partition(" ")
-        if (method, version) != ("GET", "HTTP/1.1") or not target.endswith(_TARGET):
-            return None
+        if (method, target, version) != ("GET", _TARGET, "HTTP/1.1"):
+            return False
         pairs = (line.partition(":") for line in lines[1:])
         headers = {name.lower(): value.strip() for name, _, value in pairs}
-        root = target.removesuffix(_TARGET)
-        job = root.removeprefix("/jobs/") if self.jobs.are_named else root
-        is_job = is_name(job) and root != job if self.jobs.are_named else not job
         wants = headers.get("upgrade") == frames.UPGRADE
-        if not (is_job and wants and is_trusted(headers.get("authorization", ""), self.token, job)):
-            return None
-        return job
+        return wants and is_trusted(headers.get("authorization", ""), self.token)
 
 
 class _Opening(asyncio.Protocol):
@@ -150,13 +140,12 @@ class _Opening(asyncio.Protocol):
             head, end, rest = self._data.partition(b"\r\n\r\n")
             if not end:
                 return
-            job = self._server.job_of(head)
-            if job is not None:
-                self._server.jobs.count_request(job)
+            if self._server.is_upgrade(head):
+                self._server.master.num_requests += 1
                 connection.begin_request()
                 connection.end_request(asyncio.get_running_loop().time())
                 transport.write(_ACCEPTED)
-                _go_on(transport, _Framed(self._server, job, connection), rest)
+                _go_on(transport, _Framed(self._server, connection), rest)
                 return
         _go_on(transport, self._http(), self._data)
 
@@ -172,9 +161,8 @@ def _go_on(transport: asyncio.Transport, protocol: asyncio.Protocol, data: bytes
 class _Framed(asyncio.Protocol):
     """A connection that speaks frames."""
 
-    def __init__(self, server: FrameServer, job: str, connection: Connection) -> None:
+    def __init__(self, server: FrameServer, connection: Connection) -> None:
         self._server = server
-        self._job = job
         self._connection = connection
         self._data = b""
         self._requests: list[bytes] = []
@@ -264,30 +252,21 @@ class _Framed(asyncio.Protocol):
 
     def _answer(self, request: Request[Any]) -> None:
         """Answer a request now, or begin to."""
-        jobs = self._server.jobs
-        jobs.count_request(self._job)
-        try:
-            master = jobs.get(self._job, begin=isinstance(request, Join))
-            if not self._server.limit.allows(sender_of(master, request, self._address)):
-                self._reply(Problem(TOO_MANY), 429)
-                return
-            reply = master.answer_now(request, self._connection.number)
-        except NotLeadingError:
-            self._reply(Problem(STANDS_BY), 503)
-        except RequestError as error:
-            self._reply(Problem(str(error)), error.status)
-        else:
-            if reply is not None:
-                self._reply(reply)
-                return
-            self._connection.begin_request()
-            self._running = self._loop.create_task(self._answer_later(master, request))
+        master = self._server.master
+        master.num_requests += 1
+        if not self._server.limit.allows(sender_of(master, request, self._address)):
+            self._reply(Problem(TOO_MANY), 429)
+            return
+        reply = master.answer_now(request, self._connection.number)
+        if reply is not None:
+            self._reply(reply)
+            return
+        self._connection.begin_request()
+        self._running = self._loop.create_task(self._answer_later(request))
 
-    async def _answer_later(self, master: Master, request: Request[Any]) -> None:
+    async def _answer_later(self, request: Request[Any]) -> None:
         try:
-            self._reply(await master.answer(request, self._connection.number))
-        except NotLeadingError:
-            self._reply(Problem(STANDS_BY), 503)
+            self._reply(await self._server.master.answer(request, self._connection.number))
         except RequestError as error:
             self._reply(Problem(f"{name_of(type(request))}: {error}"), error.status)
         except Exception:

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from remesh.elastic.job import Job
 
@@ -37,30 +37,28 @@ def exclusions_of(job: Job) -> dict[tuple[int, str], tuple[str, str]]:
 
 
 async def report_exclusions(
-    current: Callable[[], Iterable[tuple[str, Job]]], command: str, ending: asyncio.Event
+    current: Callable[[], Job], command: str, ending: asyncio.Event
 ) -> None:
     """Run a command for each node that a job excludes, until the master ends.
 
     Args:
-        current: The jobs as they are now, with their names.
-        command: For the shell; finds the node in `REMESH_NODE`, its id in `REMESH_NODE_ID`, why in
-            `REMESH_REASON`, and the name of the job in `REMESH_JOB`.
+        current: The job as it is now.
+        command: For the shell; finds the node in `REMESH_NODE`, its id in `REMESH_NODE_ID`, and why
+            in `REMESH_REASON`.
         ending: Set when the master ends. A command that runs then has `FINISH_SECONDS` to finish.
     """
-    told: set[tuple[str, int, str]] = set()
+    told: set[tuple[int, str]] = set()
     while not ending.is_set():
-        for job_name, job in current():
-            for (node_id, incarnation), (name, reason) in exclusions_of(job).items():
-                if ending.is_set() or (job_name, node_id, incarnation) in told:
-                    continue
-                told.add((job_name, node_id, incarnation))
-                what = {
-                    "REMESH_JOB": job_name,
-                    "REMESH_NODE": name,
-                    "REMESH_NODE_ID": str(node_id),
-                    "REMESH_REASON": reason,
-                }
-                await _run(command, what, name, ending)
+        for (node_id, incarnation), (name, reason) in exclusions_of(current()).items():
+            if ending.is_set() or (node_id, incarnation) in told:
+                continue
+            told.add((node_id, incarnation))
+            what = {
+                "REMESH_NODE": name,
+                "REMESH_NODE_ID": str(node_id),
+                "REMESH_REASON": reason,
+            }
+            await _run(command, what, name, ending)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ending.wait(), POLL_SECONDS)
 

@@ -28,7 +28,6 @@ from remesh.elastic.directories import MEMORY, snapshot_directory, token_file
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import PATIENCE, Handler, check_address, default_name
 from remesh.elastic.job import HangAction, Policy
-from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient
@@ -93,9 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
     ours = parser.add_argument_group("remesh")
     ours.add_argument(
         "--master",
-        metavar="URL[,URL...]|FILE",
-        help="the job's master, or masters of which one leads, or a file with that; its own by "
-        "default",
+        metavar="URL|FILE",
+        help="the job's master, or a file with its URL; its own by default",
     )
     ours.add_argument("--token-file", metavar="FILE", help="what the master wants to know")
     ours.add_argument("--tls-ca", metavar="FILE", help="trust certificates signed by this one")
@@ -254,7 +252,7 @@ def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
     )
     try:
         return ServerThread(
-            lambda: Jobs.only(Master(policy, Journal(options.state))),
+            lambda: Master(policy, Journal(options.state)),
             ServerOptions(port=options.port, token=token),
         )
     except StorageError:

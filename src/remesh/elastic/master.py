@@ -14,20 +14,20 @@ needed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from remesh.elastic import events
 from remesh.elastic.checks import RunningCheck
 from remesh.elastic.failures import FailureAction, FailureDecision
+from remesh.elastic.hooks import report_exclusions
 from remesh.elastic.job import (
     HistoryLine,
     Job,
@@ -38,7 +38,6 @@ from remesh.elastic.job import (
     node_of,
 )
 from remesh.elastic.journal import Journal
-from remesh.elastic.lease import NotLeadingError
 from remesh.elastic.live import (
     Live,
     events_of_time,
@@ -104,31 +103,6 @@ class RequestError(Exception):
         self.status = status
 
 
-class Authority(Protocol):
-    """Whether a master may act, where there are several."""
-
-    def leads(self) -> bool:
-        """Whether it may act now."""
-
-    def check(self) -> None:
-        """Return if later masters know what was written before this call.
-
-        Raises:
-            NotLeadingError: If they may not.
-        """
-
-
-class Alone:
-    """The authority of the only master."""
-
-    def leads(self) -> bool:
-        """It may always act."""
-        return True
-
-    def check(self) -> None:
-        """There are no others."""
-
-
 class SteadyClock:
     """Seconds since the epoch that never jump.
 
@@ -151,7 +125,7 @@ class Master:
         policy: How the job is treated.
         journal: Where the events of the job are kept.
         clock: The time; by default one that goes on where the journal ended.
-        authority: Whether it may act; it always may if it is the only one.
+        on_excluded: A command that is run for each node that is excluded (`hooks`).
     """
 
     def __init__(
@@ -159,10 +133,10 @@ class Master:
         policy: Policy,
         journal: Journal,
         clock: Callable[[], float] | None = None,
-        authority: Authority | None = None,
+        on_excluded: str | None = None,
     ) -> None:
         self._journal = journal
-        self._authority = Alone() if authority is None else authority
+        self._on_excluded = on_excluded
         self._job, last = journal.load(policy)
         for text in journal.warnings:
             log.warning(text)
@@ -214,15 +188,6 @@ class Master:
         """Whether the journal can be written."""
         return self._journal_failure is None
 
-    def check_leads(self) -> None:
-        """Return if this master may act.
-
-        Raises:
-            NotLeadingError: If it may not.
-        """
-        if not self._authority.leads():
-            raise NotLeadingError("this master does not lead any more")
-
     def apply(self, event: events.Event) -> None:
         """Apply an event to the job; `written` returns when it is durable."""
         now = self.clock()
@@ -240,11 +205,7 @@ class Master:
                 _wake(change, is_late=False)
 
     async def written(self) -> None:
-        """Wait until the events up to now are in the journal, or cannot be written.
-
-        Raises:
-            NotLeadingError: If another master may have taken over before they were.
-        """
+        """Wait until the events up to now are in the journal, or cannot be written."""
         if (self._pending or self._journal_failure is not None) and self._next_write is None:
             self._next_write = asyncio.create_task(self._write(self._last_write))
         task = self._next_write or self._last_write
@@ -259,7 +220,6 @@ class Master:
         batch, self._pending = self._pending, []
         now, loop = self.clock(), asyncio.get_running_loop()
         if self._journal_failure is not None and now < self._journal_failure.retry_at:
-            await loop.run_in_executor(None, self._authority.check)
             return  # the job has it, and is written whole later
         work = functools.partial(
             self._store, batch, self._job, now, self._journal_failure is not None
@@ -274,15 +234,12 @@ class Master:
     def _store(
         self, batch: list[tuple[float, events.Event]], job: Job, now: float, recover: bool
     ) -> None:
-        try:
-            if recover:
-                self._journal.recover(job, now)
-            elif batch:
-                self._journal.append(batch)
-                if self._journal.wants_snapshot(len(job.names)):
-                    self._journal.snapshot(job, batch[-1][0])
-        finally:
-            self._authority.check()
+        if recover:
+            self._journal.recover(job, now)
+        elif batch:
+            self._journal.append(batch)
+            if self._journal.wants_snapshot(len(job.names)):
+                self._journal.snapshot(job, batch[-1][0])
 
     def _record_journal_failure(self, text: str, now: float) -> None:
         old = self._journal_failure
@@ -308,8 +265,7 @@ class Master:
         """Write what is pending, and close the journal."""
         if self._journal_failure is not None:
             self._journal_failure.retry_at = -math.inf
-        with contextlib.suppress(NotLeadingError):
-            await self.written()
+        await self.written()
         try:
             self._journal.close()
         except StorageError as error:
@@ -336,6 +292,32 @@ class Master:
         if pause and not self._is_pausing:
             log.warning("%s; it may hang", pause)
         self._is_pausing = bool(pause)
+
+    async def keep_time(self, *, end_with_job: bool = False) -> None:
+        """Note several times a second that time passes, until this is cancelled.
+
+        Args:
+            end_with_job: Return when the job has ended and its agents have stopped sending.
+        """
+        ending = asyncio.Event()
+        telling = asyncio.create_task(self._tell_of_exclusions(ending))
+        try:
+            await self._keep_time(end_with_job=end_with_job)
+        finally:
+            ending.set()
+            await telling
+
+    async def _tell_of_exclusions(self, ending: asyncio.Event) -> None:
+        if self._on_excluded is not None:
+            await report_exclusions(lambda: self._job, self._on_excluded, ending)
+
+    async def _keep_time(self, *, end_with_job: bool) -> None:
+        loop = asyncio.get_running_loop()
+        while not (end_with_job and self.is_over):
+            due = loop.time() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+            self.tick(loop.time() - due)
+            await self.written()
 
     async def _until(self, answer: Callable[[], _T | None], seconds: float) -> _T | None:
         """Wait for an answer, computed anew whenever the job has changed in what nodes wait for."""
@@ -369,9 +351,7 @@ class Master:
 
         Raises:
             RequestError: If it is refused.
-            NotLeadingError: If another master may have taken over.
         """
-        self.check_leads()
         special = self._answers.get(type(request))
         if connection is not None and isinstance(request, NodeRequest | Join):
             pause = request.pause if isinstance(request, Beat) else None
@@ -390,7 +370,6 @@ class Master:
         if isinstance(request, NodeRequest):
             # A node that waits for the reply is alive, however long that takes.
             self._hear(request.node_id, request.incarnation)
-        self.check_leads()
         return cast("R", reply)
 
     def answer_now(self, request: Request[R], connection: int) -> R | None:
@@ -401,13 +380,9 @@ class Master:
         Args:
             request: The request.
             connection: Number of the connection by which it came.
-
-        Raises:
-            NotLeadingError: If another master may have taken over.
         """
         if not isinstance(request, Beat) or not self._is_all_written():
             return None
-        self.check_leads()
         now = self.clock()
         self._live.presence.hear(connection, request.incarnation, now, request.pause)
         hear(self._live, request.node_id, request.incarnation, now)

@@ -30,19 +30,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from remesh.elastic import connections, frame_server, frames
-from remesh.elastic.frame_server import STANDS_BY, TOO_MANY, FrameServer, is_trusted, sender_of
-from remesh.elastic.jobs import Jobs
-from remesh.elastic.lease import NotLeadingError
+from remesh.elastic.frame_server import TOO_MANY, FrameServer, is_trusted, sender_of
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
 from remesh.elastic.overview import Query, overview_of
-from remesh.elastic.protocol import (
-    PROTOCOL_VERSION,
-    PURPOSES,
-    Join,
-    Problem,
-    name_of,
-)
+from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Problem, name_of
 from remesh.elastic.repeats import RepeatFilter
 from remesh.elastic.status import Status, status_of
 
@@ -60,9 +52,7 @@ PAGE = (
     .read_text(encoding="utf-8")
     .replace("PROTOCOL_VERSION", str(PROTOCOL_VERSION))
 )
-"""One HTML page that fetches the status, or the list of jobs, every second, and nothing else."""
-PAGES = ("page", "list", "slash")
-"""The routes to it; it holds no secrets."""
+"""One HTML page that fetches the status every second, and nothing else. It holds no secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,27 +123,24 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
 
 
 def make_app(
-    jobs: Jobs, options: ServerOptions, listener: connections.Listener, limit: RateLimit
+    master: Master, options: ServerOptions, listener: connections.Listener, limit: RateLimit
 ) -> web.Application:
     """The web application of a server.
 
     Args:
-        jobs: Its jobs.
+        master: What it serves.
         options: How it can be reached.
         listener: Its connections.
         limit: Limits the requests of each sender.
     """
 
-    def seen(master: Master) -> Status:
+    def seen() -> Status:
         return status_of(master.job, master.live, master.clock(), master.warnings)
 
     async def status(request: web.Request) -> web.StreamResponse:
         if not limit.allows(request.remote or ""):
             return _too_many()
-        return _reply(seen(jobs.get(_name_of_job(request))))
-
-    async def list_jobs(request: web.Request) -> web.StreamResponse:
-        return _reply(jobs.lines()) if limit.allows(request.remote or "") else _too_many()
+        return _reply(seen())
 
     async def overview(request: web.Request) -> web.StreamResponse:
         if not limit.allows(request.remote or ""):
@@ -162,7 +149,6 @@ def make_app(
             query = msgspec.convert(dict(request.query), Query, strict=False)
         except msgspec.ValidationError as error:
             return _reply(Problem(f"overview: {error}"), 400)
-        master = jobs.get(_name_of_job(request))
         now = master.clock()
         return _reply(overview_of(master.job, master.live, now, master.warnings, query))
 
@@ -172,45 +158,22 @@ def make_app(
     async def metrics(request: web.Request) -> web.StreamResponse:
         if not limit.allows(request.remote or ""):
             return _too_many()
-        master = jobs.get(_name_of_job(request))
         failing = not master.is_written
-        text = render_metrics(seen(master), master.num_requests, journal_failing=failing)
+        text = render_metrics(seen(), master.num_requests, journal_failing=failing)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     app = web.Application(
-        middlewares=[_make_guard(jobs, options, listener)],
+        middlewares=[_make_guard(master, options, listener)],
         client_max_size=options.max_request_bytes,
     )
-    root = "/jobs/{job}" if jobs.are_named else ""
-    app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/status", status)
-    app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/overview", overview)
-    app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/{frames.NAME}", _refuse_frames)
-    app.router.add_post(f"{root}/v{PROTOCOL_VERSION}/{{name}}", _make_post(jobs, limit, listener))
-    app.router.add_route("*", root + r"/v{version:\d+}/{name}", _refuse_version)
-    app.router.add_get(f"{root}/metrics", metrics)
-    app.router.add_get(f"{root}/", page, name="page")
-    if jobs.are_named:
-        app.router.add_get(root, _add_slash, name="slash")
-        app.router.add_get(f"/v{PROTOCOL_VERSION}/jobs", list_jobs)
-        app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_nameless)
-        app.router.add_get("/", page, name="list")
+    app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
+    app.router.add_get(f"/v{PROTOCOL_VERSION}/overview", overview)
+    app.router.add_get(f"/v{PROTOCOL_VERSION}/{frames.NAME}", _refuse_frames)
+    app.router.add_post(f"/v{PROTOCOL_VERSION}/{{name}}", _make_post(master, limit, listener))
+    app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_version)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/", page, name="page")
     return app
-
-
-def _name_of_job(request: web.Request) -> str:
-    return request.match_info.get("job", "")
-
-
-async def _add_slash(request: web.Request) -> web.StreamResponse:
-    """The page fetches what lies beside it."""
-    return web.Response(status=307, headers={"Location": f"{_name_of_job(request)}/"})
-
-
-async def _refuse_nameless(_request: web.Request) -> web.StreamResponse:
-    text = (
-        "this master has several jobs: add /jobs/NAME to its URL (remesh status --jobs lists them)"
-    )
-    return _reply(Problem(text), 404)
 
 
 async def _refuse_version(request: web.Request) -> web.StreamResponse:
@@ -232,24 +195,18 @@ def _too_many() -> web.Response:
     return _reply(Problem(TOO_MANY), 429, {"Retry-After": "1"})
 
 
-def stands_by() -> web.Response:
-    """The reply of a master that does not lead."""
-    return _reply(Problem(STANDS_BY), 503)
-
-
-def _make_guard(jobs: Jobs, options: ServerOptions, listener: connections.Listener) -> Middleware:
-    """Refuses requests without the token, and those that do not arrive whole in time.
-
-    A master that does not lead refuses all.
-    """
+def _make_guard(
+    master: Master, options: ServerOptions, listener: connections.Listener
+) -> Middleware:
+    """Refuses requests without the token, and those that do not arrive whole in time."""
     wrong = RateLimit(MAX_WRONG_TOKENS)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        jobs.count_request(_name_of_job(request))
+        master.num_requests += 1
         given = request.headers.get("Authorization", "")
-        trusted = is_trusted(given, options.token, _name_of_job(request))
-        if not trusted and request.match_info.route.name not in PAGES:
+        trusted = is_trusted(given, options.token)
+        if not trusted and request.match_info.route.name != "page":
             if not wrong.allows(request.remote or ""):
                 return _too_many()
             log.warning("a request from %s has not the token", request.remote)
@@ -265,10 +222,6 @@ def _make_guard(jobs: Jobs, options: ServerOptions, listener: connections.Listen
             connection.begin_request()
         try:
             return await handler(request)
-        except NotLeadingError:
-            return stands_by()
-        except RequestError as error:
-            return _reply(Problem(str(error)), error.status)
         finally:
             if connection is not None:
                 connection.end_request(asyncio.get_running_loop().time())
@@ -276,8 +229,8 @@ def _make_guard(jobs: Jobs, options: ServerOptions, listener: connections.Listen
     return guard
 
 
-def _make_post(jobs: Jobs, limit: RateLimit, listener: connections.Listener) -> Handler:
-    """Decodes a request, has the master of its job answer it, and encodes the reply."""
+def _make_post(master: Master, limit: RateLimit, listener: connections.Listener) -> Handler:
+    """Decodes a request, has the master answer it, and encodes the reply."""
     decoders: dict[str, Callable[[bytes], Any]] = {
         name_of(kind): msgspec.json.Decoder(kind).decode for kind in PURPOSES
     }
@@ -293,7 +246,6 @@ def _make_post(jobs: Jobs, limit: RateLimit, listener: connections.Listener) -> 
             asked = decoders[name](await request.read())
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             return _reply(Problem(f"{name}: {error}"), 400)
-        master = jobs.get(_name_of_job(request), begin=isinstance(asked, Join))
         if not limit.allows(sender_of(master, asked, request.remote or "")):
             return _too_many()
         try:
@@ -307,31 +259,28 @@ def _make_post(jobs: Jobs, limit: RateLimit, listener: connections.Listener) -> 
 
 
 async def serve(
-    jobs: Jobs,
+    master: Master,
     options: ServerOptions,
     on_ready: Callable[[str], None],
     *,
     end_with_job: bool = False,
 ) -> None:
-    """Serve jobs until this is cancelled.
+    """Serve a master until this is cancelled.
 
     Args:
-        jobs: The jobs.
-        options: How they can be reached.
+        master: The master.
+        options: How it can be reached.
         on_ready: Is given the URL as soon as this listens.
-        end_with_job: Return when all jobs have ended and their agents have stopped sending.
-
-    Raises:
-        NotLeadingError: If another server may have taken over.
+        end_with_job: Return when the job has ended and its agents have stopped sending.
     """
     limit = RateLimit(options.max_requests_per_second)
 
     def app(listener: connections.Listener) -> web.Application:
-        return make_app(jobs, options, listener, limit)
+        return make_app(master, options, listener, limit)
 
     def framed(listener: connections.Listener) -> FrameServer:
         return FrameServer(
-            jobs=jobs,
+            master=master,
             token=options.token,
             limit=limit,
             listener=listener,
@@ -339,11 +288,11 @@ async def serve(
         )
 
     try:
-        async with listening(app, options, jobs.close_connection, framed) as port:
+        async with listening(app, options, master.close_connection, framed) as port:
             on_ready(url_of(options, port))
-            await jobs.keep_time(end_with_job=end_with_job)
+            await master.keep_time(end_with_job=end_with_job)
     finally:
-        await jobs.close()
+        await master.close()
 
 
 def url_of(options: ServerOptions, port: int) -> str:
@@ -357,7 +306,7 @@ async def listening(
     make: Callable[[connections.Listener], web.Application],
     options: ServerOptions,
     on_close: connections.OnClose,
-    framed: Callable[[connections.Listener], FrameServer] | None = None,
+    framed: Callable[[connections.Listener], FrameServer],
 ) -> AsyncIterator[int]:
     """Listen as long as the context lasts; gives the port.
 
@@ -365,7 +314,7 @@ async def listening(
         make: Makes the application.
         options: Where and how to listen.
         on_close: Called with each connection that is closed.
-        framed: Makes what serves frames on connections that ask for them, if they may.
+        framed: Makes what serves frames on connections that ask for them.
     """
     requests_log = logging.getLogger("remesh.elastic.requests")
     once = RepeatFilter()
@@ -377,16 +326,13 @@ async def listening(
     runner = web.AppRunner(make(listener), access_log=None, logger=requests_log)
     await runner.setup()
     assert runner.server is not None
-    accept: Callable[[], asyncio.Protocol] = runner.server
-    frame = None if framed is None else framed(listener)
-    if frame is not None:
-        accept = functools.partial(frame.accept, runner.server)
+    frame = framed(listener)
+    accept = functools.partial(frame.accept, runner.server)
     try:
         yield listener.listen(accept, options.host, options.port)
     finally:
         await listener.close()
-        if frame is not None:
-            frame.close()
+        frame.close()
         await runner.cleanup()
         for logger in quiet:
             logger.removeFilter(once)
@@ -396,7 +342,7 @@ class ServerThread:
     """A master that serves in a thread of this process, for jobs of one machine.
 
     Args:
-        make: Makes what it serves; called in the thread.
+        make: Makes the master; called in the thread.
         options: How it can be reached.
 
     Attributes:
@@ -406,7 +352,7 @@ class ServerThread:
         OSError: If it cannot listen.
     """
 
-    def __init__(self, make: Callable[[], Jobs], options: ServerOptions) -> None:
+    def __init__(self, make: Callable[[], Master], options: ServerOptions) -> None:
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
         listening: Future[str] = Future()
@@ -417,7 +363,7 @@ class ServerThread:
         self.url = listening.result()
 
     def _run(
-        self, make: Callable[[], Jobs], options: ServerOptions, listening: Future[str]
+        self, make: Callable[[], Master], options: ServerOptions, listening: Future[str]
     ) -> None:
         async def main() -> None:
             self._task = asyncio.current_task()

@@ -156,17 +156,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     __repr__ = short_repr
 
 
-class JobLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A job in the list of all."""
-
-    name: str
-    phase: str  # `waiting`, `checking`, `running`, `hanging`, or how the job ended
-    reason: str  # the condition that it waits for, or the reason of its end
-    num_nodes: int  # nodes that train
-    step: int | None  # the highest step that a rank has reported
-    saved_step: int | None  # the step of its newest checkpoint
-
-
 def status_of(
     job: Job,
     live: Live,

@@ -81,12 +81,6 @@ class EVENTS(GenericNamespacedResource):
     _api_info: ApiInfo = _api_info("", "v1", "Event", "events")
 
 
-class LEASES(GenericNamespacedResource):
-    """Leases."""
-
-    _api_info: ApiInfo = _api_info("coordination.k8s.io", "v1", "Lease", "leases")
-
-
 NOT_FOUND, CONFLICT = 404, 409
 
 

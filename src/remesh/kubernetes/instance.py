@@ -1,4 +1,4 @@
-"""Starting an operator: its key, its lease, its client."""
+"""Starting an operator: its key and its client."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import secrets
 
 from lightkube import AsyncClient
 
-from remesh.elastic.lease import Leader
 from remesh.errors import ClusterError
 from remesh.kubernetes.api import CONFLICT, SECRETS, ApiCluster, errors_of, read
-from remesh.kubernetes.leases import ApiLeases
-from remesh.kubernetes.manifests import KEY_SECRET, NAME
+from remesh.kubernetes.manifests import KEY_SECRET
 from remesh.kubernetes.operator import OperatorOptions, run_operator
 
 
 async def read_key(client: AsyncClient, namespace: str) -> bytes:
-    """The operator's key; made by the first instance that looks for it.
+    """The operator's key; made if there is none yet.
 
     Raises:
         ClusterError: If it can be neither read nor made.
@@ -39,19 +37,16 @@ async def read_key(client: AsyncClient, namespace: str) -> bytes:
     raise ClusterError(f"secret {namespace}/{KEY_SECRET} comes and goes")
 
 
-def main(
-    *, own_namespace: str | None, identity: str, lease_seconds: float, options: OperatorOptions
-) -> None:
-    """Run an operator until it is stopped, or loses the lease.
+def main(*, own_namespace: str | None, identity: str, options: OperatorOptions) -> None:
+    """Run an operator until it is stopped.
 
     Args:
-        own_namespace: Where its key and its lease are; by default where its account is.
-        identity: Its name, which no other instance has.
-        lease_seconds: Silence of the leader after which another instance takes over.
+        own_namespace: Where its key is; by default where its account is.
+        identity: Its name, for events.
         options: How it runs.
 
     Raises:
-        ClusterError: If there is no cluster, or it has lost the lease.
+        ClusterError: If there is no cluster.
     """
 
     async def run() -> None:
@@ -63,13 +58,8 @@ def main(
             await client.close()
 
     async def operate(client: AsyncClient) -> None:
-        own = own_namespace or client.namespace
-        key = await read_key(client, own)
-        leases = ApiLeases(client, own, NAME, lease_seconds)
-        leader = Leader(leases, identity, lease_seconds)
-        await run_operator(ApiCluster(client, key, identity), key, leader, options)
-        if not leader.leads():
-            raise ClusterError("the lease is lost; another instance leads")
+        key = await read_key(client, own_namespace or client.namespace)
+        await run_operator(ApiCluster(client, key, identity), key, options)
 
     with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
         asyncio.run(run())

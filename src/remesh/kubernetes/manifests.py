@@ -39,10 +39,8 @@ JOB_RULES = [
 OWN_RULES = [
     _rule("", ["secrets"], "create"),
     _rule("", ["secrets"], "get", resourceNames=[KEY_SECRET]),
-    _rule("coordination.k8s.io", ["leases"], "create"),
-    _rule("coordination.k8s.io", ["leases"], "get", "update", resourceNames=[NAME]),
 ]
-"""What it needs in its own namespace: its key, and the lease of the instance that leads."""
+"""What it needs in its own namespace: its key."""
 
 
 def manifests(*, image: str, namespace: str, watched: str | None = None) -> list[Manifest]:
@@ -132,7 +130,8 @@ def _deployment(image: str, namespace: str, watched: str | None) -> Manifest:
         "kind": "Deployment",
         "metadata": _named(namespace),
         "spec": {
-            "replicas": 2,  # one leads, the other takes over
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},  # never two at a time
             "selector": {"matchLabels": labels},
             "template": {
                 "metadata": {"labels": labels},

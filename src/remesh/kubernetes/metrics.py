@@ -21,7 +21,6 @@ class Metrics:
     """The metrics of one operator.
 
     Attributes:
-        leads: 1 while this instance leads.
         jobs: Jobs by phase.
         look_seconds: Durations of looks.
         actions: Actions by kind.
@@ -35,7 +34,6 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._phases: dict[Key, Phase] = {}
         own, prefix = self._registry, "remesh_operator_"
-        self.leads = Gauge(f"{prefix}leads", "1 while this instance leads", registry=own)
         self.jobs = Gauge(f"{prefix}jobs", "Jobs by phase", ["phase"], registry=own)
         self.look_seconds = Histogram(f"{prefix}look_seconds", "Durations of looks", registry=own)
         self.actions = Counter(f"{prefix}actions", "Actions by kind", ["kind"], registry=own)

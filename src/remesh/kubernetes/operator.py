@@ -8,7 +8,7 @@ lost, repeated or late change nothing but the time of a look.
 A look that fails, for whatever reason, concerns its job alone: the reason is in the log and on the
 job, and the task looks again after a pause. The other jobs go on.
 
-An instance that does not lead waits. One that loses the lease ends; Kubernetes starts it again.
+There is one instance: its Deployment has one replica, and starts another when that has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -26,7 +25,6 @@ import kopf
 import msgspec
 from aiohttp import web
 
-from remesh.elastic.lease import Leader
 from remesh.elastic.protocol import PROTOCOL_VERSION
 from remesh.elastic.status import Status as MasterStatus
 from remesh.errors import ClusterError
@@ -99,19 +97,15 @@ class Operator:
         cluster: The API server.
         ask: Asks the master of a job.
         metrics: What is counted.
-        leads: Whether this instance may act.
 
     Attributes:
         broken: Has the exception of the first task that ended by one, which none should.
     """
 
-    def __init__(
-        self, cluster: Cluster, ask: Ask, metrics: Metrics, leads: Callable[[], bool]
-    ) -> None:
+    def __init__(self, cluster: Cluster, ask: Ask, metrics: Metrics) -> None:
         self._cluster = cluster
         self._ask = ask
         self._metrics = metrics
-        self._leads = leads
         self._woken: dict[Key, asyncio.Event] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -163,7 +157,7 @@ class Operator:
         is_known = isinstance(error, ClusterError)
         text = str(error) if is_known else f"the operator failed: {type(error).__name__}: {error}"
         log.error("%s/%s: %s", *key, text, exc_info=None if is_known else error)
-        if text == shown or not self._leads():
+        if text == shown:
             return shown
         try:
             await self._cluster.show_problem(key, text[:MAX_MESSAGE])
@@ -173,8 +167,6 @@ class Operator:
         return text
 
     async def _look(self, key: Key) -> Look:
-        if not self._leads():
-            raise ClusterError("this instance does not lead")
         with self._metrics.look_seconds.time():
             found = await look(self._cluster, key, self._ask, _now)
         for action in found.actions:
@@ -234,7 +226,7 @@ def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True  # no rights on definitions and namespaces are needed
     settings.posting.enabled = False
-    settings.peering.standalone = True  # the lease decides
+    settings.peering.standalone = True  # there is one instance
     settings.watching.server_timeout = 600
     settings.watching.connect_timeout = 60
     return settings
@@ -250,15 +242,12 @@ class OperatorOptions:
     """Where masters are reached; by default by the names of their services."""
 
 
-async def run_operator(
-    cluster: Cluster, key: bytes, leader: Leader, options: OperatorOptions
-) -> None:
-    """Serve metrics, wait for the lease, then look after jobs; return when the lease is lost.
+async def run_operator(cluster: Cluster, key: bytes, options: OperatorOptions) -> None:
+    """Serve metrics and look after jobs.
 
     Args:
         cluster: The API server.
         key: The operator's key.
-        leader: This instance's part in the election.
         options: How it runs.
     """
     metrics = Metrics()
@@ -266,13 +255,9 @@ async def run_operator(
     async with contextlib.AsyncExitStack() as stack:
         if options.metrics_port:
             await stack.enter_async_context(_served(metrics, options.metrics_port))
-        log.info("waiting for the lease")
-        await leader.acquire()
-        log.info("this instance leads")
-        metrics.leads.set(1)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         masters = Masters(session, key, options.master_host)
-        operator = Operator(cluster, masters.ask, metrics, leader.leads)
+        operator = Operator(cluster, masters.ask, metrics)
         stack.push_async_callback(operator.close)
         watching = asyncio.create_task(
             kopf.operator(
@@ -282,8 +267,7 @@ async def run_operator(
                 namespaces=[] if options.namespace is None else [options.namespace],
             )
         )
-        keeping = asyncio.create_task(leader.keep())
-        parts = (watching, keeping, operator.broken)
+        parts = (watching, operator.broken)
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         for part in parts:
             part.cancel()

@@ -5,9 +5,8 @@
 * `FaultInjector` makes a chosen rank fail, die or stall at a named point; `FaultyStorage` makes
   a storage fail, corrupt or drag.
 * `remesh.testing.conformance` holds the suites that every storage and every exchange must pass,
-  `remesh.testing.state_conformance` those for formats and adapters, and
-  `remesh.testing.lease_conformance` that for leases; they need pytest, so they are not imported
-  here.
+  and `remesh.testing.state_conformance` those for formats and adapters; they need pytest, so they
+  are not imported here.
 """
 
 from remesh.testing.faults import FaultInjector, InjectedError
