@@ -26,10 +26,10 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root, with wha
     "cli": (4885, 3700),
     "compat": (6835, 4100),
     "demo": (1585, 1000),
-    "elastic": (9806, 6300),
+    "elastic": (9807, 6300),
     "exchange": (1264, 800),
     "formats": (9333, 7000),
-    "kubernetes": (3027, 2000),
+    "kubernetes": (3029, 2000),
     "maintenance": (1542, 1100),
     "pipeline": (3238, 2750),
     "planner": (1644, 1450),
@@ -37,7 +37,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root, with wha
     "simulation": (945, 700),
     "storage": (3631, 2600),
     "testing": (1948, 0),
-    "training": (5757, 4600),
+    "training": (5756, 4600),
     "transform": (5203, 4300),
 }
 

@@ -33,6 +33,10 @@ def test_outputs_are_current(name: str) -> None:
     assert UPDATE["updated"](name) == page, f"{name} is out of date; run python docs/update_cli.py"
 
 
+def test_the_page_has_a_section_for_each_command_and_no_other() -> None:
+    assert set(re.findall(r"^## remesh (\S+)$", PAGE, re.MULTILINE)) == set(COMMANDS)
+
+
 def test_the_runbook_leads_to_checkpoints_that_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,8 @@ async def report_exclusions(
             }
             await _run(command, what, name, ending)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ending.wait(), POLL_SECONDS)
+            async with asyncio.timeout(POLL_SECONDS):
+                await ending.wait()
 
 
 async def _run(command: str, what: dict[str, str], name: str, ending: asyncio.Event) -> None:

@@ -183,8 +183,10 @@ class Operator:
             RESYNC_SECONDS if found.wake is None else found.wake, RESYNC_SECONDS
         )
         while (left := ends - loop.time()) > 0:
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), min(left, POLL_SECONDS))
+                async with asyncio.timeout(min(left, POLL_SECONDS)):
+                    await woken.wait()
             if woken.is_set():
                 await asyncio.sleep(SETTLE_SECONDS)
                 return

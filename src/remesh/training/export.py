@@ -411,7 +411,6 @@ class _Exported:
         return self.memory.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`."""
         tensor = self.tensor
         dtypes = () if tensor.dtype == tensor.source_dtype else (tensor.dtype,)
         values = np.empty(box.shape, self.memory.carrier)
