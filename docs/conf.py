@@ -95,9 +95,9 @@ def _page_of(module: str) -> str:
 def restore_first_line(
     _app: Sphinx, what: str, _name: str, _value: object, _options: object, lines: list[str]
 ) -> None:
-    """Restore the first line of a property, from which Napoleon takes "text: ..." as its type."""
+    """Restore the first line of a field or property: Napoleon takes "text: ..." for a type."""
     kind = next((line for line in lines if line.startswith(":type:")), None)
-    if what == "property" and kind is not None:
+    if what in {"attribute", "property"} and kind is not None:
         lines.remove(kind)
         lines[0] = f"{kind.removeprefix(':type: ')}: {lines[0]}"
 

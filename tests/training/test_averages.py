@@ -20,6 +20,8 @@ from remesh import Manager
 from remesh.exchange import Alone
 from remesh.training_job import TrainingJob
 
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
+
 
 class Model(pl.LightningModule):
     """Also a plain module."""
