@@ -37,9 +37,9 @@ from torch.nn import functional
 
 import remesh
 from benchmarks.report import median, print_table, write_json
-from remesh.compression import decode_block, encode_block
+from remesh.core.compression import decode_block, encode_block
+from remesh.core.integrity import BLOCK_SIZE
 from remesh.events import Event
-from remesh.integrity import BLOCK_SIZE
 from remesh.storage import Buffer, FileSystemSpace, MemoryStorage, Writer
 
 WORDS, WIDTH, LAYERS, CONTEXT, BATCH = 4096, 256, 6, 64, 8

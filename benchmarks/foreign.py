@@ -45,9 +45,9 @@ import remesh
 from benchmarks.report import median, print_table, write_json
 from benchmarks.save_load import drop_cache, local_shards, measure, raw_read, raw_write
 from remesh.checkpoint import convert
-from remesh.geometry import Box
-from remesh.integrity import raw_digest
-from remesh.script import finish
+from remesh.core.geometry import Box
+from remesh.core.integrity import raw_digest
+from remesh.elastic.script import finish
 from remesh.sharding import Part
 
 TASKS = ("dcp", "huggingface", "convert", "inspect")

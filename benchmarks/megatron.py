@@ -33,7 +33,7 @@ from benchmarks.save_load import (
     shapes_of,
 )
 from remesh.compat import megatron as here
-from remesh.script import finish
+from remesh.elastic.script import finish
 
 DTYPES = {
     "model": torch.bfloat16,

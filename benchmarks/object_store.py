@@ -40,7 +40,7 @@ from benchmarks.contestants import Shards
 from benchmarks.report import median, print_table, write_json
 from benchmarks.s3_server import BUCKET, Running, environment, running
 from benchmarks.save_load import check, local_shards, measure, shapes_of
-from remesh.script import finish
+from remesh.elastic.script import finish
 
 SETTINGS = ((8 << 20, 8), (8 << 20, 32), (16 << 20, 8), (16 << 20, 16))
 """Bytes of a part, and parts under way at a time, of which the limit takes the fastest."""

@@ -30,15 +30,15 @@ import numpy as np
 
 from benchmarks.report import print_table, write_json
 from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index, StoredFile
+from remesh.core.integrity import BLOCK_SIZE
+from remesh.core.state import Role
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.formats import native
 from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
-from remesh.geometry import Box, IntArray
-from remesh.index import Index, StoredFile
-from remesh.integrity import BLOCK_SIZE
 from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save, touched_windows
-from remesh.state import Role
-from remesh.tables import BoxTable, TensorTable
 
 HIDDEN = 4096
 HEADER_BYTES = 4096

@@ -35,9 +35,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import remesh
 from benchmarks.report import median, print_table, write_json
 from benchmarks.save_load import measure, shapes_of
-from remesh.geometry import Box
+from remesh.core.geometry import Box
+from remesh.elastic.script import finish
 from remesh.pipeline import shared_buffers
-from remesh.script import finish
 
 State = dict[str, DTensor]
 KINDS = {

@@ -41,7 +41,7 @@ from benchmarks import contestants
 from benchmarks.chart import bar_chart, group_rows
 from benchmarks.contestants import Contestant, Shards
 from benchmarks.report import median, print_table, write_json
-from remesh.script import finish
+from remesh.elastic.script import finish
 from remesh.storage import LocalStorage, aligned_buffer
 
 BLOCK = 4 << 20

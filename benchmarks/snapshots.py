@@ -32,8 +32,8 @@ import torch.multiprocessing as mp
 import remesh
 from benchmarks.report import median, print_table, write_json
 from benchmarks.save_load import Options, local_bytes, make_state, measure
+from remesh.elastic.script import finish
 from remesh.run_info import SNAPSHOT_VARIABLE
-from remesh.script import finish
 
 Found = list[tuple[str, dict[str, float]]]
 """Contestant, and what was measured."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.report import print_table, write_json
 from remesh import Transform
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 from remesh.transform import Program, Region, Resolved, TensorInfo
 
 HIDDEN, INTERMEDIATE = 1024, 256

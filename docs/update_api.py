@@ -23,7 +23,7 @@ MODULES = {
     "remesh.background": "[guide](guide.md#background-saves)",
     "remesh.maintenance.repair": "[command line](cli.md#remesh-repair)",
     "remesh.formats": "[foreign formats](how-to/foreign-formats.md)",
-    "remesh.index": "[guide](guide.md#looking-inside)",
+    "remesh.core.index": "[guide](guide.md#looking-inside)",
     "remesh.resharding": "[guide](guide.md#live-resharding)",
     "remesh.transform": "[transformations](transform.md#which-bytes-a-target-needs)",
     "remesh.recipes": "[recipes](how-to/recipes.md)",
@@ -35,16 +35,15 @@ MODULES = {
     "remesh.training.integrations.torchtitan_style": "[torchtitan](how-to/torchtitan.md)",
     "remesh.catalog": "[manager](manager.md#what-to-keep)",
     "remesh.events": "[guide](guide.md#watching)",
-    "remesh.heartbeat": "[manager](manager.md#heartbeats)",
+    "remesh.elastic.heartbeat": "[manager](manager.md#heartbeats)",
     "remesh.run_info": "[torchrun](how-to/torchrun.md)",
-    "remesh.script": "[torchrun](how-to/torchrun.md)",
+    "remesh.elastic.script": "[torchrun](how-to/torchrun.md)",
     "remesh.elastic": "[elastic](elastic.md#processes-that-go-on)",
     "remesh.elastic.client": "[elastic](elastic.md)",
     "remesh.elastic.status": "[command line](cli.md#remesh-status)",
     "remesh.storage": "[guide](guide.md#where-and-how)",
     "remesh.exchange": "[guide](guide.md#where-and-how)",
     "remesh.exchange.torch_group": "[guide](guide.md#where-and-how)",
-    "remesh.testing": "CONTRIBUTING.md in the repository",
 }
 """The public modules, and the pages that explain them."""
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,9 @@ from click.testing import CliRunner
 import remesh
 from remesh.cli import cli
 from remesh.exchange import ThreadExchange
-from remesh.testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support import run_ranks
 
 BLOCK = re.compile(r"```console\n\$ (remesh[^\n]*)\n.*?```", re.DOTALL)
 TIME = re.compile(r"\b\d{4}-\d\d-\d\d([T ])\d\d:\d\d:\d\d\b")

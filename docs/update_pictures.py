@@ -26,6 +26,7 @@ import numpy as np
 import remesh
 from remesh.cli.drawing import columns_of
 from remesh.cli.meshes import parse_mesh
+from remesh.core.index import Piece
 from remesh.demo import picture
 from remesh.demo.model import ModelConfig
 from remesh.elastic import events
@@ -46,8 +47,9 @@ from remesh.elastic.replies import assignments_of, join_reply
 from remesh.elastic.status import status_of
 from remesh.events import Timeline
 from remesh.exchange import ThreadExchange
-from remesh.index import Piece
-from remesh.testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support import run_ranks
 
 PICTURES = Path(__file__).parent / "pictures"
 

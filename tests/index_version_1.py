@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remesh.index import Index
-from remesh.tables import decode_columns, encode_columns
+from remesh.core.index import Index
+from remesh.core.tables import decode_columns, encode_columns
 
 
 def version_1(index: Index) -> bytes:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from remesh.geometry import Box, boxes_of_flat_range
+from remesh.core.geometry import Box, boxes_of_flat_range
 
 Shape = tuple[int, ...]
 

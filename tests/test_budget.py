@@ -17,18 +17,19 @@ MAX_FUNCTION_LINES = 60
 SLACK = 60
 """Lines that a room may be below its budget before the budget must be lowered."""
 
-BUDGETS = {  # room: lines at most now, and in the end; "" is the root, with what becomes `core`
-    "": (6283, 6200),
+BUDGETS = {  # room: lines at most now, and in the end; "" is the root
+    "": (1516, 1200),
     "adapters": (3634, 3200),
-    "background": (2038, 1400),
+    "background": (2060, 1400),
     "catalog": (1028, 900),
-    "checkpoint": (7493, 4900),
+    "checkpoint": (7399, 4900),
     "cli": (4885, 3700),
     "compat": (6835, 4100),
+    "core": (4194, 5000),
     "demo": (1585, 1000),
-    "elastic": (9807, 6300),
+    "elastic": (10445, 6300),
     "exchange": (1264, 800),
-    "formats": (9333, 7000),
+    "formats": (9335, 7000),
     "kubernetes": (3029, 2000),
     "maintenance": (1542, 1100),
     "pipeline": (3238, 2750),
@@ -36,7 +37,6 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root, with wha
     "recipes": (534, 400),
     "simulation": (945, 700),
     "storage": (3631, 2600),
-    "testing": (1948, 0),
     "training": (5756, 4600),
     "transform": (5203, 4300),
 }

@@ -49,7 +49,7 @@ def test_the_first_minute_of_the_readme(tmp_path: Path, monkeypatch: pytest.Monk
     printed = []
     for num_ranks in (2, 4):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={num_ranks}", "-m", "remesh.script", "train.py"]
+        command += [f"--nproc-per-node={num_ranks}", "-m", "remesh.elastic.script", "train.py"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command,

@@ -18,16 +18,16 @@ import torch
 import zstandard
 
 import remesh
-from remesh import values
-from remesh.dtypes import DTYPES
+from remesh.core import values
+from remesh.core.dtypes import DTYPES
+from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.integrity import BLOCK_SIZE
+from remesh.core.packing import unpack
+from remesh.core.safetensors_file import ALIGNMENT, decode_header
+from remesh.core.tables import decode_columns
 from remesh.exchange import Exchange
 from remesh.formats import native
-from remesh.geometry import Box, boxes_of_flat_range
-from remesh.integrity import BLOCK_SIZE
-from remesh.packing import unpack
-from remesh.safetensors_file import ALIGNMENT, decode_header
-from remesh.tables import decode_columns
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

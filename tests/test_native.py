@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh import values
+from remesh.core import values
+from remesh.core.integrity import hex_digest
 from remesh.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -20,7 +21,6 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.formats.native import CommitRecord, FileRecord, ObjectElement, ValuesDocument
-from remesh.integrity import hex_digest
 
 
 def record_of(**changes: Any) -> CommitRecord:

@@ -15,17 +15,17 @@ import pytest
 import safetensors
 import torch
 
-from remesh.dtypes import BY_NAME, DTYPES
+from remesh.core.dtypes import BY_NAME, DTYPES
+from remesh.core.geometry import Box
+from remesh.core.index import Index, StoredFile
+from remesh.core.integrity import WrittenFile, block_digests, hex_digest
+from remesh.core.safetensors_file import decode_header
+from remesh.core.tables import BoxTable, Cuts, TensorTable
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats import native, native_writer
 from remesh.formats.framing import Part, part_of
 from remesh.formats.native import CommitRecord, FileRecord, ValuesDocument
-from remesh.geometry import Box
-from remesh.index import Index, StoredFile
-from remesh.integrity import WrittenFile, block_digests, hex_digest
-from remesh.safetensors_file import decode_header
 from remesh.storage import MemoryStorage
-from remesh.tables import BoxTable, Cuts, TensorTable
 from tests.test_native import example_document, plain, record_of
 
 # ---------------------------------------------------------------------------------------------

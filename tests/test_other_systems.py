@@ -42,7 +42,7 @@ sys.platform = "darwin"
 import remesh
 from remesh.cli import cli
 from remesh.errors import OptionError
-from remesh.host_memory import available_memory
+from remesh.core.host_memory import available_memory
 from click.testing import CliRunner
 
 state = {"w": np.arange(1 << 20, dtype=np.float32), "step": 1}

@@ -14,10 +14,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, pad_dims
+from remesh.core.index import Index, StoredFile
+from remesh.core.state import Role
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import CoverageError, StateError
-from remesh.geometry import Box, pad_dims
-from remesh.index import Index, StoredFile
 from remesh.planner import (
     LoadPlan,
     LocalBoxes,
@@ -30,8 +32,6 @@ from remesh.planner import (
     plan_save,
     touched_windows,
 )
-from remesh.state import Role
-from remesh.tables import BoxTable, TensorTable
 from tests.strategies import Shape, boxes_in, partitions, shapes
 
 Bytes = npt.NDArray[np.uint8]

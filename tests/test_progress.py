@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.events import LABEL_LENGTH, progress
 from remesh.exchange import Exchange
-from remesh.progress import LABEL_LENGTH, progress
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 
 class Terminal(io.StringIO):
@@ -55,7 +55,7 @@ def test_short_work_and_bars_that_are_turned_off_show_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     stream = terminal(monkeypatch, value)
-    monkeypatch.setattr("remesh.progress.SHOWN_AFTER", 3600.0)
+    monkeypatch.setattr("remesh.events.SHOWN_AFTER", 3600.0)
     run_ranks(2, save_and_load, tmp_path / "ck")
     assert stream.getvalue() == ""
 

@@ -16,8 +16,8 @@ from torch import nn
 import remesh
 from remesh._repr import short_repr
 from remesh.checkpoint import RestoreReport
+from remesh.core.index import Index
 from remesh.events import Timeline
-from remesh.index import Index
 from remesh.sharding import Box, NamedModule, Part, ShardedObject
 from remesh.transform import TensorInfo
 
@@ -47,7 +47,7 @@ def public_records() -> list[type]:
     """The public classes whose `repr` lists their fields."""
     found = {}
     for module in API["MODULES"]:
-        if ".integrations" in module or module == "remesh.testing":
+        if ".integrations" in module or module == "tests.support":
             continue
         for name in API["names_of"](module):
             value = getattr(importlib.import_module(module), name)

@@ -21,15 +21,11 @@ if TYPE_CHECKING:
     from remesh import events as events
     from remesh import exchange as exchange
     from remesh import formats as formats
-    from remesh import heartbeat as heartbeat
-    from remesh import index as index
     from remesh import recipes as recipes
     from remesh import resharding as resharding
     from remesh import run_info as run_info
-    from remesh import script as script
     from remesh import sharding as sharding
     from remesh import storage as storage
-    from remesh import testing as testing
     from remesh import training as training
     from remesh import transform as transform
     from remesh.background import Saver as Saver
@@ -37,6 +33,7 @@ if TYPE_CHECKING:
     from remesh.checkpoint import Checkpoint as Checkpoint
     from remesh.checkpoint import load as load
     from remesh.checkpoint import save as save
+    from remesh.core.sharded import ShardedTensor as ShardedTensor
     from remesh.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from remesh.errors import CorruptCheckpointError as CorruptCheckpointError
     from remesh.errors import MismatchError as MismatchError
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from remesh.errors import StorageError as StorageError
     from remesh.resharding import Resharder as Resharder
     from remesh.resharding import reshard as reshard
-    from remesh.sharded import ShardedTensor as ShardedTensor
     from remesh.training.manager import Manager as Manager
     from remesh.transform import Transform as Transform
 else:
@@ -63,7 +59,7 @@ else:
                 "StorageError",
             ),
             "remesh.resharding": ("Resharder", "reshard"),
-            "remesh.sharded": ("ShardedTensor",),
+            "remesh.core.sharded": ("ShardedTensor",),
             "remesh.training.manager": ("Manager",),
             "remesh.transform": ("Transform",),
         },
@@ -76,15 +72,11 @@ else:
             "events",
             "exchange",
             "formats",
-            "heartbeat",
-            "index",
             "recipes",
             "resharding",
             "run_info",
-            "script",
             "sharding",
             "storage",
-            "testing",
             "training",
             "transform",
         ),

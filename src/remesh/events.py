@@ -4,20 +4,27 @@
 happens, at each named moment. Progress displays, timelines and fault injection are built on it. An
 exception that it raises fails the save or load like any other error at that moment.
 
-`Timeline` is such a listener: it keeps every moment, and draws them for a trace viewer.
+Three things follow a save or load by its moments: a `Timeline` keeps them, and draws them for a
+trace viewer; `timed` logs how much and how long, and the time of each phase; `showing` draws a
+progress bar.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from remesh._repr import short_repr
+from remesh.run_info import run_info
 
 __all__ = ["LOAD_POINTS", "SAVE_POINTS", "Event", "Moment", "Timeline"]
 
@@ -188,3 +195,236 @@ def _slice(
     if began is None:
         return {"ph": "i", "s": "t", "ts": ended * 1e6, **common}
     return {"ph": "X", "ts": began * 1e6, "dur": (ended - began) * 1e6, **common}
+
+
+# ---------------------------------------------------------------------------------------------
+# Log lines: how much, how long, and the time of each phase
+# ---------------------------------------------------------------------------------------------
+
+_LOGGER = logging.getLogger("remesh")
+
+_PHASES: Final[Mapping[str, str]] = {
+    # `planned` is rank 0's alone; the other ranks know that it is over when they create their file.
+    "save.planned": "write",
+    "save.file_created": "write",
+    "save.file_finished": "commit",
+    "save.parts_gathered": "commit",
+    "load.opened": "plan",
+    "load.planned": "read",
+    "load.read": "apply",
+}
+"""The phase that begins at a moment; it is measured until the next one begins."""
+
+_COUNTED: Final = frozenset({"save.chunk_written", "load.run_read"})
+"""Moments whose bytes add up to this rank's share of the work that is done."""
+
+_OF_SAVE: Final = frozenset({"save.parts_gathered", "save.stored", "save.kept"})
+"""Moments whose bytes are those of all ranks."""
+
+
+def timed(
+    emit: Emit, what: str, rank: int, url: str, clock: Callable[[], float] = time.monotonic
+) -> Emit:
+    """An `Emit` that also takes the time, and logs it at the end.
+
+    Args:
+        emit: Called first.
+        what: `save` or `load`.
+        rank: The rank whose events these are.
+        url: The checkpoint.
+        clock: Seconds.
+    """
+    lock = threading.Lock()
+    started = clock()
+    phase, since = ("agree" if what == "save" else "open"), started
+    seconds: dict[str, float] = {}
+    num_bytes = 0
+    of_save: dict[str, int] = {}
+
+    def mark(point: str, size: int = 0) -> None:
+        nonlocal phase, since, num_bytes
+        emit(point, size)
+        now = clock()
+        with lock:
+            if point in _COUNTED:
+                num_bytes += size
+            if point in _OF_SAVE:
+                of_save[point] = size
+            begins = _PHASES.get(point)
+            is_end = point == f"{what}.done"
+            if is_end or (begins is not None and begins != phase):
+                seconds[phase] = seconds.get(phase, 0.0) + now - since
+                phase, since = begins or phase, now
+        if is_end:
+            details = ", ".join(f"{name} {took:.2f} s" for name, took in seconds.items())
+            share = _amount(num_bytes, now - started)
+            did = "wrote" if what == "save" else "read"
+            _LOGGER.debug("rank %d %s %s (%s): %s", rank, did, share, details, url)
+            if rank == 0 and what == "save":
+                written, kept = of_save["save.parts_gathered"], of_save.get("save.kept")
+                stored = of_save.get("save.stored", written)
+                more = f"; compressed to {stored / 1e6:.1f} MB" if stored < written else ""
+                more += f"; {kept / 1e6:.1f} MB did not change" if kept else ""
+                amount = _amount(written, now - started)
+                _LOGGER.info("saved %s (%s)%s: %s", amount, details, more, url)
+
+    return mark
+
+
+def _amount(num_bytes: int, seconds: float) -> str:
+    rate = num_bytes / 1e9 / seconds if seconds > 0 else 0.0
+    return f"{num_bytes / 1e6:.1f} MB in {seconds:.2f} s, {rate:.2f} GB/s"
+
+
+# ---------------------------------------------------------------------------------------------
+# Progress bars, for a person who watches a terminal
+#
+# A save or load in the foreground, and every command that reads or writes many bytes, shows a bar
+# if stderr is a terminal, on rank 0 alone. The bar appears when the work has taken a second, and is
+# removed when it ends, so short work and logs show nothing. It counts the bytes of rank 0; the
+# other ranks have about as many. `REMESH_PROGRESS=off` turns bars off, `REMESH_PROGRESS=on` shows
+# them at once.
+# ---------------------------------------------------------------------------------------------
+
+SHOWN_AFTER = 1.0
+"""Seconds of work before a bar appears."""
+
+LABEL_LENGTH = 30
+"""Characters of a label: a verb and a place, of which the end is shown if it is longer."""
+
+_TOTALS = frozenset({"save.file_created", "load.planned"})
+"""Moments whose size is that of the work to come."""
+
+
+def is_watched() -> bool:
+    """Whether a person sees the stderr of this process."""
+    with suppress(ValueError):  # a closed stream
+        return sys.stderr is not None and sys.stderr.isatty() and run_info().progress != "off"
+    return False
+
+
+@contextmanager
+def progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar while the block runs.
+
+    Args:
+        label: The work, as a verb, and its place.
+        num_bytes: How many bytes the work has.
+
+    Yields:
+        To be called, from any thread, with the number of bytes that were just done.
+    """
+    if not is_watched():
+        yield lambda _size: None
+        return
+    bar = _Bar(label)
+    bar.expect(num_bytes)
+    try:
+        yield bar.advance
+    finally:
+        bar.close()
+
+
+@contextmanager
+def showing(emit: Emit, verb: str, rank: int, url: str) -> Iterator[Emit]:
+    """Show a bar for the moments of a save or load while the block runs.
+
+    Args:
+        emit: Is called first with each moment.
+        verb: `saving` or `loading`.
+        rank: The rank whose events these are.
+        url: The checkpoint.
+
+    Yields:
+        The `Emit` to use in the block.
+    """
+    if rank != 0 or not is_watched():
+        yield emit
+        return
+    bar = _Bar(f"{verb} {url}")
+
+    def follow(point: str, num_bytes: int = 0) -> None:
+        emit(point, num_bytes)
+        if point in _TOTALS:
+            bar.expect(num_bytes)
+        elif point in _COUNTED:
+            bar.advance(num_bytes)
+
+    try:
+        yield follow
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """A bar that appears late. Thread-safe."""
+
+    def __init__(self, label: str) -> None:
+        verb, _, place = label.partition(" ")
+        room = LABEL_LENGTH - len(verb) - 1
+        self._label = f"{verb} {place if len(place) <= room else '...' + place[3 - room :]}"
+        delay = 0.0 if run_info().progress == "on" else SHOWN_AFTER
+        self._appears = time.monotonic() + delay
+        self._lock = threading.Lock()
+        self._total = self._done = 0
+        self._display: Any = None
+        self._is_closed = False
+
+    def expect(self, num_bytes: int) -> None:
+        """Add to the bytes of the work."""
+        with self._lock:
+            self._total += num_bytes
+            self._show()
+
+    def advance(self, num_bytes: int) -> None:
+        """Add to the bytes that are done."""
+        with self._lock:
+            self._done += num_bytes
+            self._show()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        with self._lock:
+            self._is_closed = True
+            if self._display is not None:
+                self._display.stop()
+
+    def _show(self) -> None:
+        if self._is_closed or time.monotonic() < self._appears:
+            return
+        if self._display is None:
+            self._display = _display()
+            self._display.add_task(_printable(self._label), total=None)
+            self._display.start()
+        [task] = self._display.task_ids
+        # Reads are of whole blocks, so more may be read than was asked for.
+        done = min(self._done, self._total) if self._total else self._done
+        self._display.update(task, total=self._total or None, completed=done)
+
+
+def _display() -> Any:
+    """A display of rich, which is imported only when a bar appears."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(12),
+        TaskProgressColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    return Progress(*columns, console=console, transient=True)
+
+
+def _printable(text: str) -> str:
+    """A label without control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)

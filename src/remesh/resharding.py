@@ -27,7 +27,6 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import numpy as np
 
-from remesh import values
 from remesh._repr import short_repr
 from remesh.checkpoint.buffers import Buffers, choose_buffers
 from remesh.checkpoint.comparing import RankReads
@@ -46,19 +45,20 @@ from remesh.checkpoint.local import (
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stored import StoredState
-from remesh.collector import collector_rests
+from remesh.core import values
+from remesh.core.collector import collector_rests
+from remesh.core.index import Index
+from remesh.core.integrity import raw_digest
+from remesh.core.sharded import ArrayLike
+from remesh.core.state import Description
+from remesh.core.strided import Layout
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
-from remesh.index import Index
-from remesh.integrity import raw_digest
 from remesh.pipeline import MemoryTransfer, plan_between_memories
-from remesh.sharded import ArrayLike
-from remesh.state import Description
 from remesh.storage import MemoryStorage
-from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
 __all__ = ["ReshardReport"]

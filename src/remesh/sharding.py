@@ -28,8 +28,13 @@ if TYPE_CHECKING:
         rename_shards,
         shard_weight,
     )
-    from remesh.geometry import Box
-    from remesh.sharded import LocalNonpersistentObject, Part, ShardedObject, ShardedTensorFactory
+    from remesh.core.geometry import Box
+    from remesh.core.sharded import (
+        LocalNonpersistentObject,
+        Part,
+        ShardedObject,
+        ShardedTensorFactory,
+    )
 else:
     from remesh._lazy import lazy_names
 
@@ -48,8 +53,8 @@ else:
                 "rename_shards",
                 "shard_weight",
             ),
-            "remesh.geometry": ("Box",),
-            "remesh.sharded": (
+            "remesh.core.geometry": ("Box",),
+            "remesh.core.sharded": (
                 "LocalNonpersistentObject",
                 "Part",
                 "ShardedObject",

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from remesh import values
 from remesh.adapters import describe_leaf, memory_of
-from remesh.dtypes import BY_NAME
-from remesh.geometry import Box
-from remesh.state import (
+from remesh.core import values
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.state import (
     Description,
     Path,
     Role,

@@ -19,7 +19,7 @@ from remesh.adapters import (
     default_sharded_state_dict,
     rename_shards,
 )
-from remesh.sharded import ShardedTensor
+from remesh.core.sharded import ShardedTensor
 
 HIDDEN, HEAD, NUM_HEADS, NUM_KV, INNER, VOCABULARY, NUM_EXPERTS = 4, 2, 4, 2, 8, 13, 4
 

@@ -14,12 +14,12 @@ from torch import nn
 
 import remesh
 from remesh.adapters import DescribedOptimizer, FlatSpan, Split, flat_partition
+from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.errors import DivergedReplicaError, MismatchError, StateError
 from remesh.exchange import Exchange
-from remesh.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks
 from tests.adapters.parallel_transformer import optimizer_with_state, randomise
+from tests.support import run_ranks
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 

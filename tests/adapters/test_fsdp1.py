@@ -34,10 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import remesh
 from remesh.adapters import DescribedOptimizer, NamedModule, describe_leaf
+from remesh.core.state import describe
 from remesh.errors import UnsupportedValueError
 from remesh.exchange import Exchange
-from remesh.state import describe
-from remesh.testing import run_processes
+from tests.support import run_processes
 
 State = dict[str, Any]
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from torch import nn
 
 from remesh.adapters import casting_memory_of, memory_of
 from remesh.adapters.memory import DeviceMemory, alias_key, check_strided
-from remesh.dtypes import BY_NAME, DTYPES
+from remesh.core.dtypes import BY_NAME, DTYPES
+from remesh.core.geometry import Box
+from remesh.core.memory import HostMemory, Memory
+from remesh.core.sharded import ArrayLike
 from remesh.errors import UnsupportedValueError
-from remesh.geometry import Box
-from remesh.memory import HostMemory, Memory
-from remesh.sharded import ArrayLike
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from remesh.adapters import describe_leaf
+from remesh.core.state import Role, describe
 from remesh.errors import NameCollisionError, StateError, UnsupportedValueError
-from remesh.state import Role, describe
 from tests.adapters.fake_checkpoint import FakeCheckpoint, capture, restore
 
 

@@ -17,12 +17,11 @@ from remesh.adapters import (
     rename_shards,
     shard_weight,
 )
+from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor
+from remesh.core.state import describe
 from remesh.errors import CoverageError, DivergedReplicaError, NameCollisionError, StateError
 from remesh.exchange import Exchange
-from remesh.sharded import LocalNonpersistentObject, ShardedTensor
-from remesh.state import describe
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks
 from tests.adapters.parallel_transformer import (
     NUM_EXPERTS,
     Layer,
@@ -31,6 +30,7 @@ from tests.adapters.parallel_transformer import (
     optimizer_with_state,
     randomise,
 )
+from tests.support import run_ranks
 
 NUM_LAYERS = 3
 ALL = range(NUM_EXPERTS)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from remesh.adapters import describe_leaf
+from remesh.core.sharded import LocalNonpersistentObject
+from remesh.core.state import Description, describe
 from remesh.errors import StateError
-from remesh.sharded import LocalNonpersistentObject
-from remesh.state import Description, describe
 from tests.adapters.fake_checkpoint import FakeCheckpoint, Restored, capture, restore
 
 Make = Callable[[Any], Optimizer]

@@ -16,12 +16,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from remesh.adapters import describe_leaf
+from remesh.core.state import Role, describe
 from remesh.errors import StateError
 from remesh.exchange import Exchange
-from remesh.state import Role, describe
-from remesh.testing import run_processes
 from tests.adapters.fake_checkpoint import Capture, Captured, FakeCheckpoint, capture, restore
 from tests.adapters.parallel_models import LAYOUTS, known_net, mesh_of
+from tests.support import run_processes
 
 WIDTHS = {2: (10, 3), 4: (10, 7, 5, 3, 1)}
 """World size → inner widths of the net."""

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from remesh.adapters import describe_leaf
+from remesh.core.sharded import LocalNonpersistentObject
+from remesh.core.state import describe
 from remesh.errors import UnsupportedValueError
-from remesh.sharded import LocalNonpersistentObject
-from remesh.state import describe
 from tests.adapters.fake_checkpoint import FakeCheckpoint, Restored, capture, restore
 
 Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024 - what old code uses

@@ -22,13 +22,12 @@ from remesh.adapters import (
     describe_leaf,
     shard_weight,
 )
+from remesh.core.geometry import Box
+from remesh.core.sharded import ShardedTensor
+from remesh.core.state import describe
 from remesh.errors import DivergedReplicaError, StateError
 from remesh.exchange import Exchange
-from remesh.geometry import Box
-from remesh.sharded import ShardedTensor
-from remesh.state import describe
 from remesh.storage import MemoryStorage
-from remesh.testing import run_processes, run_ranks
 from tests.adapters.parallel_transformer import (
     HEAD,
     HIDDEN,
@@ -40,6 +39,7 @@ from tests.adapters.parallel_transformer import (
     optimizer_with_state,
     randomise,
 )
+from tests.support import run_processes, run_ranks
 
 HEADS = ("transposed", "tied")
 

@@ -33,9 +33,9 @@ import torch
 
 import remesh
 from remesh.checkpoint import unchanged
+from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange
 from remesh.pipeline import Compress
-from remesh.sharded import ShardedTensor
 from tests.waiting import is_alive
 
 MAX_STEPS = 30

@@ -21,7 +21,6 @@ from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.pipeline import Compress
 from remesh.storage import MemoryStorage, Storage
-from remesh.testing import run_ranks
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.engine.small_checkpoint import (
     NUM_RANKS,
@@ -32,6 +31,7 @@ from tests.engine.small_checkpoint import (
     part_of_state,
     whole_state,
 )
+from tests.support import run_ranks
 
 Files = dict[str, bytes]
 

@@ -23,7 +23,9 @@ from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.formats import native_writer
 from remesh.storage import LocalStorage, MemoryStorage, Storage
-from remesh.testing import (
+from tests.campaigns.killed_saving import arrays_of, compress_of, part_of_state, whole_state
+from tests.campaigns.settings import dice_of, lengths, seed
+from tests.support import (
     Fail,
     FaultInjector,
     FaultyStorage,
@@ -32,8 +34,6 @@ from remesh.testing import (
     run_ranks,
     run_ranks_outcomes,
 )
-from tests.campaigns.killed_saving import arrays_of, compress_of, part_of_state, whole_state
-from tests.campaigns.settings import dice_of, lengths, seed
 from tests.waiting import wait_until
 
 NUM_RANKS = 3

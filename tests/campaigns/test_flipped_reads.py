@@ -24,11 +24,11 @@ import remesh
 from remesh.checkpoint import unchanged
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage
-from remesh.testing import FaultInjector, InjectedError, Raised, Returned, run_ranks_outcomes
 from tests.campaigns.killed_saving import arrays_of, compress_of, part_of_state, whole_state
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.campaigns.test_faults import stored_step
 from tests.flipped_reads import flip_reads
+from tests.support import FaultInjector, InjectedError, Raised, Returned, run_ranks_outcomes
 
 NUM_RANKS = 3
 Way = Literal["save", "async", "failing", "manager", "huggingface", "torch_dcp"]

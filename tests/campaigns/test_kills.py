@@ -14,7 +14,6 @@ import pytest
 
 import remesh
 from remesh.maintenance import orphans
-from remesh.testing import Died, Raised, TimedOut, run_processes_outcomes
 from tests.campaigns.killed_saving import (
     MAX_STEPS,
     Death,
@@ -25,6 +24,7 @@ from tests.campaigns.killed_saving import (
     whole_state,
 )
 from tests.campaigns.settings import dice_of, lengths, seed
+from tests.support import Died, Raised, TimedOut, run_processes_outcomes
 from tests.waiting import is_alive, wait_until
 
 WAYS: tuple[Way, ...] = ("save", "thread", "process")

@@ -11,12 +11,12 @@ from obstore.store import S3Store
 
 import remesh
 from remesh.storage.object_store import ObjectStorage
-from remesh.testing import Raised, Returned, run_ranks, run_ranks_outcomes
-from remesh.testing.outcomes import Outcome
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.campaigns.test_faults import load, save, stored_step
 from tests.storage.faulty_proxy import FAULTS, Fault, FaultyProxy, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
+from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
+from tests.support.outcomes import Outcome
 
 PART_BYTES = 5 << 20  # the smallest that S3 accepts
 

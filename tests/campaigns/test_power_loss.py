@@ -20,14 +20,14 @@ import torch
 
 import remesh
 from remesh.checkpoint import unchanged
+from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange
 from remesh.pipeline import Compress
-from remesh.sharded import ShardedTensor
 from remesh.storage import LocalStorage
-from remesh.testing import run_ranks
-from remesh.testing.power_loss import PowerLoss, write_state
-from remesh.testing.system_calls import Call, SystemCalls
 from tests.campaigns.settings import dice_of, lengths, seed
+from tests.support import run_ranks
+from tests.support.power_loss import PowerLoss, write_state
+from tests.support.system_calls import Call, SystemCalls
 
 NUM_RANKS = 2
 NUM_ROWS = 400

@@ -18,11 +18,11 @@ import pytest
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import Raised, Returned, run_ranks, run_ranks_outcomes
-from remesh.testing.outcomes import Outcome
-from remesh.testing.system_calls import Call, SystemCalls
 from tests.campaigns.test_power_loss import CHANGES, number_at, save_part
 from tests.descriptors import open_below
+from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
+from tests.support.outcomes import Outcome
+from tests.support.system_calls import Call, SystemCalls
 from tests.waiting import wait_until
 
 NUMBERS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import remesh
 from remesh.cli import cli
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 Run = Callable[..., Result]
 

@@ -14,7 +14,7 @@ import remesh
 from remesh._repr import format_bytes
 from remesh.catalog import natural_key
 from remesh.cli import output
-from remesh.values import UnresolvedValue
+from remesh.core.values import UnresolvedValue
 
 from .conftest import Run
 

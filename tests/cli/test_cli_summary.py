@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 
 import remesh
 from remesh.cli import summary
-from remesh.dtypes import BY_NAME
-from remesh.geometry import Box
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
 
 CODES: dict[int, npt.NDArray[Any]] = {
     1: np.arange(256, dtype=np.uint8),

@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result
 
 import remesh
+from remesh.core.integrity import BLOCK_SIZE
 from remesh.formats import native
-from remesh.integrity import BLOCK_SIZE
 from remesh.storage import open_storage
 
 from .conftest import data_files, flip_byte

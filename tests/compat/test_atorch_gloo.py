@@ -24,7 +24,7 @@ from remesh.compat.atorch import (
 )
 from remesh.errors import StateError
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
+from tests.support import run_processes
 
 
 class Scale(nn.Module):

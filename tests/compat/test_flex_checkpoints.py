@@ -25,8 +25,8 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.exchange import Alone, Exchange
-from remesh.testing import run_ranks
 from tests.compat.flex_layouts import Weights, cut, emptied, flat, numbers
+from tests.support import run_ranks
 
 
 def _save_then_load(exchange: Exchange, path: Path) -> None:

@@ -21,8 +21,8 @@ from remesh.compat.flex_checkpoint import (
 )
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
 from tests.compat.flex_layouts import Weights, cut, emptied, flat, numbers
+from tests.support import run_processes
 
 
 def _layer(rank: int) -> Weights:

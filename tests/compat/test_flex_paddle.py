@@ -30,8 +30,8 @@ from remesh.errors import (
 from remesh.exchange import Exchange
 from remesh.formats import paddle
 from remesh.storage import MemoryStorage, open_storage
-from remesh.testing import run_ranks
 from tests.compat.flex_layouts import Weights, cut, emptied, flat
+from tests.support import run_ranks
 
 DATA = Path(__file__).parents[1] / "data" / "paddle"
 CONTENT: dict[str, dict[str, Any]] = json.loads((DATA / "EXPECTED.json").read_text())

@@ -25,8 +25,8 @@ from remesh.errors import (
     TransformError,
 )
 from remesh.exchange import Exchange
-from remesh.testing import run_ranks
 from tests.compat.flex_layouts import Weights, cut, emptied, flat, numbers
+from tests.support import run_ranks
 
 
 def reshard(exchange: Exchange, source: Weights, wanted: Weights, **options: Any) -> None:

@@ -9,7 +9,7 @@ from remesh.compat import flex_checkpoint as flex
 from remesh.compat.flex_checkpoint import ShardedWeight, ShardedWeightDesc
 from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 
 def whole(key: str, tensor: torch.Tensor) -> ShardedWeight:

@@ -14,7 +14,7 @@ import remesh
 from remesh.compat import flex_checkpoint, megatron
 from remesh.errors import StateError
 from remesh.exchange import Exchange
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 Describe = Callable[["Cut", str], dict[str, Any]]
 

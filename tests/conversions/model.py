@@ -26,7 +26,7 @@ from remesh.adapters import (
     default_sharded_state_dict,
     rename_shards,
 )
-from remesh.sharded import ShardedTensor
+from remesh.core.sharded import ShardedTensor
 from tests.conversions.links import Link
 
 

@@ -9,10 +9,10 @@ import torch
 import remesh
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks
 from tests.conversions.jobs import Job
 from tests.conversions.layouts import Layout, put_together
 from tests.conversions.model import Shape
+from tests.support import run_ranks
 
 
 def filled(layout: Layout, shape: Shape, whole: dict[str, torch.Tensor]) -> list[Job]:

@@ -20,11 +20,11 @@ import remesh
 from remesh.adapters import DescribedOptimizer
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import Raised, run_ranks, run_ranks_outcomes
 from tests.conversions.jobs import Job
 from tests.conversions.layouts import BY_NAME, MASTER, MOMENTS, Layout, random_state, whole_shapes
 from tests.conversions.model import Chunk, Shape
 from tests.conversions.simulated import check, filled, load, save
+from tests.support import Raised, run_ranks, run_ranks_outcomes
 
 SMALL = Shape(num_layers=1, num_experts=2, num_chosen=1)
 DP2, DP4, TP4, PP4 = (BY_NAME[name] for name in ("dp2", "dp4", "tp4", "pp4"))

@@ -12,7 +12,6 @@ import torch
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
 from tests.conversions.jobs import Job, Links
 from tests.conversions.layouts import (
     BY_NAME,
@@ -25,6 +24,7 @@ from tests.conversions.layouts import (
 )
 from tests.conversions.model import Shape
 from tests.conversions.training import start, train
+from tests.support import run_processes
 
 NUM_STEPS = 3
 """Steps before and after the change of layout."""

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remesh.core.geometry import Box
 from remesh.demo import picture
 from remesh.demo.picture import Column, Curve, Mark, PlacedTensor
-from remesh.geometry import Box
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,7 +13,7 @@ from remesh.demo.model import ModelConfig, Transformer
 from remesh.demo.training import TrainConfig, batch_of, build, read_tokens, train_step
 from remesh.demo.worker import held_boxes
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
+from tests.support import run_processes
 
 NUM_STEPS = 4
 Layout = tuple[str, int]

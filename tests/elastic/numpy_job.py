@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange
-from remesh.sharded import ShardedTensor
 from tests.elastic.meeting import meet
 
 BATCH = 12

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remesh.elastic.client import LOG_EVERY, Client, read_token
+from remesh.elastic.heartbeat import Heartbeat, write_heartbeat
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
@@ -35,7 +36,6 @@ from remesh.elastic.protocol import (
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError, StorageError
-from remesh.heartbeat import Heartbeat, write_heartbeat
 from tests.waiting import wait_until
 
 BEAT = Beat(node_id=0, incarnation="a", round=1)

@@ -16,7 +16,7 @@ import pytest
 
 from remesh.elastic.agent import EXIT_JOB_FAILED
 from remesh.elastic.processes import Process
-from remesh.script import done_note
+from remesh.elastic.script import done_note
 from tests.campaigns.settings import share
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command

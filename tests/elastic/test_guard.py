@@ -14,7 +14,7 @@ import pytest
 import remesh
 from remesh.elastic import child, guard
 from remesh.elastic.directories import BEATS, agent_directory
-from remesh.heartbeat import AgentLock
+from remesh.elastic.heartbeat import AgentLock
 from tests.elastic.cluster import REMESH, kill
 from tests.elastic.zygote import Command
 from tests.waiting import is_alive, wait_until

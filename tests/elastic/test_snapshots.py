@@ -25,10 +25,10 @@ from remesh.exchange import ThreadExchange
 from remesh.pipeline import from_memory
 from remesh.run_info import RunInfo
 from remesh.storage import open_storage
-from remesh.testing import run_ranks
 from remesh.training import manager as manager_module
 from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
+from tests.support import run_ranks
 
 NUM_ROWS = 600
 

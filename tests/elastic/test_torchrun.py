@@ -25,7 +25,13 @@ class Torchrun(Cluster):
             *(TORCHRUN, "--rdzv-backend=remesh", f"--rdzv-endpoint={self.url}"),
             # torchrun charges a node whose processes fail because others have been stopped.
             *("--nnodes=1:3", "--max-restarts=20", f"--rdzv-conf={options}"),
-            *("--local-addr=127.0.0.1", "-m", "remesh.script", str(SCRIPT), str(self.directory)),
+            *(
+                "--local-addr=127.0.0.1",
+                "-m",
+                "remesh.elastic.script",
+                str(SCRIPT),
+                str(self.directory),
+            ),
         ]
 
     def kill_node(self, number: int) -> None:

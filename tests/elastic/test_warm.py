@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from remesh import script
-from remesh.elastic import child, guard
+from remesh.elastic import child, guard, script
 from remesh.elastic.warm import LATER, Warm, modules_of
 from tests.elastic.cluster import kill
 from tests.waiting import is_alive, wait_until

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from remesh.dtypes import DTYPES
+from remesh.core.dtypes import DTYPES
 
 TORCH_DTYPES: list[torch.dtype] = [getattr(torch, dtype.name) for dtype in DTYPES]
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 import remesh
+from remesh.core.geometry import IntArray
+from remesh.core.index import Index
 from remesh.exchange import Exchange
-from remesh.geometry import IntArray
-from remesh.index import Index
 from remesh.storage import Storage
 from tests.engine.bits import TORCH_DTYPES, random_tensor, zeros_like
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh.adapters.dtensor import Replicated, Sharded, StridedSharded, local_boxes
-from remesh.geometry import Box, boxes_of_flat_range
-from remesh.sharded import Part, ShardedTensor
+from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.sharded import Part, ShardedTensor
 
 Array = npt.NDArray[Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remesh.testing import Raised
+from tests.support import Raised
 
 
 def raised(outcomes: Sequence[object]) -> list[Exception]:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 import remesh
+from remesh.core.sharded import ShardedObject, ShardedTensor
 from remesh.exchange import Exchange
 from remesh.formats import native
-from remesh.sharded import ShardedObject, ShardedTensor
 from remesh.storage import LocalStorage, Storage
 
 NUM_RANKS = 2

@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from remesh.dtypes import BY_NAME, CarrierDType
-from remesh.geometry import Box
-from remesh.memory import CarrierArray
+from remesh.core.dtypes import BY_NAME, CarrierDType
+from remesh.core.geometry import Box
+from remesh.core.memory import CarrierArray
+from remesh.core.strided import Layout
 from remesh.pipeline import FileLayout, FilePiece, one_file
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
 from remesh.pipeline.stage import Filled, StagedWriter, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.storage import Buffer, MemoryStorage
-from remesh.strided import Layout
 
 PAGE = mmap.PAGESIZE
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+from tests.support import Raised, run_processes, run_ranks, run_ranks_outcomes
 
 Choice = Literal["rank0", "per_rank"]
 CHOICES: list[Choice] = ["rank0", "per_rank"]

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from remesh.collector import collector_rests
+from remesh.core.collector import collector_rests
 
 
 def test_it_rests_and_works_again() -> None:

@@ -11,13 +11,13 @@ from obstore.store import MemoryStore
 
 import remesh
 from remesh import catalog
+from remesh.core.geometry import Box
 from remesh.errors import RankFailedError, RemeshError
 from remesh.events import SAVE_POINTS, Event
 from remesh.exchange import Exchange
-from remesh.geometry import Box
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from remesh.storage.object_store import ObjectStorage
-from remesh.testing import (
+from tests.support import (
     Died,
     FaultInjector,
     InjectedError,

@@ -24,20 +24,19 @@ import remesh
 from remesh import catalog
 from remesh.checkpoint import convert, unchanged
 from remesh.cli import cli
-from remesh.compression import encode_table
+from remesh.core.compression import encode_table
+from remesh.core.geometry import Box
+from remesh.core.integrity import BLOCK_SIZE
 from remesh.errors import FormatVersionError, OptionError, StateError
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.table import WRITERS
-from remesh.geometry import Box
-from remesh.integrity import BLOCK_SIZE
 from remesh.maintenance import orphans
 from remesh.pipeline import Compress, one_file
 from remesh.pipeline.write import CHUNK_SIZE, MAX_EARLY, ChunkWriter
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
-from remesh.testing import Fail, FaultyStorage, InjectedError, Raised, run_ranks, run_ranks_outcomes
 from tests.engine.bits import bits_of
 from tests.engine.compressed import (
     COLUMNS,
@@ -50,6 +49,7 @@ from tests.engine.compressed import (
     truth,
 )
 from tests.engine.test_unchanged import Bytes, save_with, saver_of, tensors_of, training
+from tests.support import Fail, FaultyStorage, InjectedError, Raised, run_ranks, run_ranks_outcomes
 
 NUM_RANKS = 3
 Way = Literal["save", "thread", "process"]

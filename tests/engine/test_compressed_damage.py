@@ -18,25 +18,25 @@ from hypothesis import strategies as st
 
 import remesh
 from remesh.cli import cli
-from remesh.compression import (
+from remesh.core.compression import (
     MAX_BLOCK_BYTES,
     TABLE_END_BYTES,
     encode_table,
     table_size,
 )
+from remesh.core.geometry import IntArray
+from remesh.core.index import Index
+from remesh.core.integrity import BLOCK_SIZE
 from remesh.errors import CorruptCheckpointError
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.formats.decoding import read_table
-from remesh.geometry import IntArray
-from remesh.index import Index
-from remesh.integrity import BLOCK_SIZE
 from remesh.maintenance.repair import RepairReport, plan_repair, repair
 from remesh.storage import LocalStorage, MemoryStorage
-from remesh.testing import run_ranks
 from tests.engine.compressed import places_of, save_rows, stored_bytes, truth
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.trial import attempt, import_late_modules
+from tests.support import run_ranks
 
 NUM_FLIPS = 24
 

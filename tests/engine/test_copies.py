@@ -15,13 +15,13 @@ from torch import nn
 import remesh
 from remesh.adapters.memory import DeviceMemory, digest_of
 from remesh.checkpoint import copies, local
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.memory import Memory
+from remesh.core.sharded import Part
+from remesh.core.state import Role
 from remesh.exchange import Exchange
-from remesh.memory import Memory
-from remesh.sharded import Part
-from remesh.state import Role
 from remesh.storage import MemoryStorage
-from remesh.testing import Raised, run_ranks, run_ranks_outcomes
+from tests.support import Raised, run_ranks, run_ranks_outcomes
 
 
 def as_copies(monkeypatch: pytest.MonkeyPatch, role: Role) -> None:

@@ -19,7 +19,6 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.storage import LocalStorage, MemoryStorage
-from remesh.testing import run_ranks, run_ranks_outcomes
 from tests.engine.raised import raised
 from tests.engine.small_checkpoint import (
     KINDS,
@@ -31,6 +30,7 @@ from tests.engine.small_checkpoint import (
     part_of_state,
     save_part,
 )
+from tests.support import run_ranks, run_ranks_outcomes
 
 FLIPS_PER_FILE = 80
 

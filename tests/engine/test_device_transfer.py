@@ -20,13 +20,13 @@ import remesh
 from remesh.adapters.device import TorchDevice
 from remesh.adapters.memory import MOVABLE, DeviceMemory
 from remesh.checkpoint.devices import DeviceInUse, agree_on_devices, device_in_use
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.memory import Memory
+from remesh.core.sharded import dtype_name
 from remesh.exchange import Alone, Exchange
-from remesh.memory import Memory
 from remesh.pipeline.device_transfer import DeviceBuffers
-from remesh.sharded import dtype_name
-from remesh.testing import Died, Raised, run_processes, run_processes_outcomes
 from tests.engine.test_reshard import train_to_inference
+from tests.support import Died, Raised, run_processes, run_processes_outcomes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn)
 SHAPES = ((37, 11), (5, 3, 2), (1, 300))

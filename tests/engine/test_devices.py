@@ -12,9 +12,9 @@ import pytest
 import remesh
 from remesh.checkpoint import loading, save_plan
 from remesh.checkpoint.local import devices_of
-from remesh.dtypes import BY_NAME, CarrierDType
-from remesh.memory import CarrierArray, HostMemory, Memory
-from remesh.strided import Layout
+from remesh.core.dtypes import BY_NAME, CarrierDType
+from remesh.core.memory import CarrierArray, HostMemory, Memory
+from remesh.core.strided import Layout
 
 
 @dataclass

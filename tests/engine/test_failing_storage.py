@@ -14,18 +14,9 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange
-from remesh.sharded import ShardedTensor
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage, Storage
-from remesh.testing import (
-    Fail,
-    FaultyStorage,
-    FlipBit,
-    Raised,
-    Truncate,
-    run_ranks,
-    run_ranks_outcomes,
-)
 from tests.engine.raised import raised
 from tests.engine.small_checkpoint import (
     NUM_RANKS,
@@ -36,6 +27,15 @@ from tests.engine.small_checkpoint import (
     loading_error,
     save_part,
     whole_state,
+)
+from tests.support import (
+    Fail,
+    FaultyStorage,
+    FlipBit,
+    Raised,
+    Truncate,
+    run_ranks,
+    run_ranks_outcomes,
 )
 
 # ---------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange, ThreadGroup, protocol
 from remesh.storage import MemoryStorage
-from remesh.testing import (
+from tests.support import (
     FaultInjector,
     Outcome,
     returned_values,
@@ -387,7 +387,7 @@ def test_a_cancelled_rank_without_a_file_cancels_the_save(tmp_path: Path) -> Non
 STEPS = {protocol._attempt.__code__, SaveClient.stage.__code__, SaveServer.save.__code__}
 """What a failure cannot leave unnoticed; everything that may fail is called by one of them."""
 
-TOLD_BY = ("remesh.exchange.", "remesh.events", "remesh.testing.")
+TOLD_BY = ("remesh.exchange.", "remesh.events", "tests.support.")
 """Modules whose functions are what failures are made and told with."""
 
 TELLS = ("end_staging", "StagedWriter.end")

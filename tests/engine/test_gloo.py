@@ -35,7 +35,8 @@ import remesh
 from remesh.demo.model import ModelConfig, Transformer
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage
-from remesh.testing import (
+from tests.engine.bits import bits_of
+from tests.support import (
     Fail,
     FaultInjector,
     FaultyStorage,
@@ -44,7 +45,6 @@ from remesh.testing import (
     run_processes,
     run_processes_outcomes,
 )
-from tests.engine.bits import bits_of
 
 # Extents that four ranks do not share evenly: 31 rows of the embedding, 50 of the inner MLP.
 CONFIG = ModelConfig(

@@ -13,7 +13,7 @@ from torch import nn
 import remesh
 from remesh.exchange import Exchange
 from remesh.pipeline.device_transfer import DeviceBuffers
-from remesh.testing import run_processes
+from tests.support import run_processes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from remesh.errors import DivergedReplicaError
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import FaultInjector, InjectedError, run_ranks
+from tests.support import FaultInjector, InjectedError, run_ranks
 
 LIMIT = 120.0
 STATE: dict[str, Any] = {"w": np.arange(10.0)}

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.background.status_files import read_sealed
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange
-from remesh.integrity import read_sealed
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
-from remesh.testing import FaultInjector, InjectedError, run_ranks
+from tests.support import FaultInjector, InjectedError, run_ranks
 from tests.waiting import wait_until
 
 WORLD_SIZE = 2

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import remesh
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
 
 SHAPES = {"matrix": (3, 4), "scalar": (), "empty": (0, 3), "deep": (2, 1, 3, 1, 2)}

@@ -16,8 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import Optimizer, lr_scheduler
 
 import remesh
-from remesh.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from remesh.sharded import ShardedTensorFactory as Factory
+from remesh.core.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from remesh.core.sharded import ShardedTensorFactory as Factory
 from tests.engine.bits import bits_of_all
 from tests.engine.test_kinds import flat, load_exactly
 

@@ -13,7 +13,7 @@ from remesh.exchange import Alone, Exchange
 from remesh.pipeline import monitoring
 from remesh.pipeline.monitoring import WriteGate
 from remesh.storage import Buffer, MemoryStorage
-from remesh.testing import Raised, run_ranks_outcomes
+from tests.support import Raised, run_ranks_outcomes
 from tests.waiting import wait_until
 
 SIZE = 1000

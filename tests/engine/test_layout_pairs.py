@@ -10,8 +10,8 @@ import pytest
 import remesh
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks
 from tests.engine.layouts import ALL, LAYOUTS, SHAPES, SOME, Layout, targets_of, truth
+from tests.support import run_ranks
 
 
 def save_rank(exchange: Exchange, layout: Layout, storage: MemoryStorage) -> None:

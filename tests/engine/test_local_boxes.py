@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh import pieces
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
+from remesh.core import pieces
+from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.state import Role
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import CoverageError
-from remesh.geometry import Box, boxes_of_flat_range
 from remesh.planner import LocalBoxes, SavePlan, plan_save
-from remesh.state import Role
-from remesh.tables import BoxTable, TensorTable
 
 sizes = st.one_of(st.integers(0, 9), st.integers(2**31 - 2, 2**31 + 2), st.just(2**62))
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import remesh
-from remesh.dtypes import DTYPES
+from remesh.core.dtypes import DTYPES
+from remesh.core.sharded import Part, ShardedObject, ShardedTensor
 from remesh.exchange import Exchange
-from remesh.sharded import Part, ShardedObject, ShardedTensor
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks, run_ranks_outcomes
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
 from tests.engine.raised import raised
+from tests.support import run_ranks, run_ranks_outcomes
 
 StateOf = Callable[[int], Any]
 """Rank → its state."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import remesh
+from remesh.core.values import UnresolvedValue
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import Raised, run_ranks_outcomes
-from remesh.values import UnresolvedValue
+from tests.support import Raised, run_ranks_outcomes
 
 
 def test_an_object_without_a_main_replica_is_refused() -> None:

@@ -18,7 +18,7 @@ from remesh.formats import native
 from remesh.maintenance import orphans
 from remesh.maintenance.orphans import Orphan, RecordState, ScannedDirectory, ScannedEntry
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
-from remesh.testing import FaultInjector, FaultyStorage, run_ranks
+from tests.support import FaultInjector, FaultyStorage, run_ranks
 
 NOW = 1_000_000.0
 HOUR = 3600.0

@@ -13,7 +13,7 @@ from remesh.events import Event
 from remesh.formats import native
 from remesh.maintenance.orphans import DEFAULT_AGE
 from remesh.storage import LocalStorage, MemoryStorage, Storage
-from remesh.testing import FaultInjector, InjectedError
+from tests.support import FaultInjector, InjectedError
 
 REPLACED_AGE = 2 * DEFAULT_AGE
 

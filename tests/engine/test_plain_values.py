@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import remesh
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 INF = float("inf")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remesh.checkpoint.renamed import renamed_path, renamed_sequences
-from remesh.state import Path
+from remesh.core.state import Path
 
 GROUP: Path = ("optimizer", "param_groups", 0, "lr")
 

@@ -15,15 +15,15 @@ import pytest
 
 import remesh
 from remesh.checkpoint import convert
+from remesh.core.geometry import Box, subtract
+from remesh.core.integrity import BLOCK_SIZE
+from remesh.core.safetensors_file import decode_header
 from remesh.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from remesh.exchange import Exchange
 from remesh.formats import native, native_writer
-from remesh.geometry import Box, subtract
-from remesh.integrity import BLOCK_SIZE
 from remesh.maintenance.repair import RepairReport, plan_repair, repair
-from remesh.safetensors_file import decode_header
 from remesh.storage import LocalStorage, MemoryStorage
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 BLOCK_ELEMENTS = BLOCK_SIZE // 4
 

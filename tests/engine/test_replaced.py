@@ -13,6 +13,7 @@ import remesh
 from remesh import catalog
 from remesh.checkpoint.loading import load
 from remesh.cli.checking import check
+from remesh.core.sharded import ShardedTensor
 from remesh.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
@@ -22,10 +23,9 @@ from remesh.errors import (
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.maintenance.repair import plan_repair
-from remesh.sharded import ShardedTensor
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, Storage
-from remesh.testing import FaultyStorage, run_ranks, run_ranks_outcomes
 from tests.engine.raised import raised
+from tests.support import FaultyStorage, run_ranks, run_ranks_outcomes
 
 NUM_ROWS = 6
 

@@ -25,7 +25,9 @@ from remesh.exchange import Exchange
 from remesh.pipeline import from_memory, transfer
 from remesh.pipeline.shared_buffers import Offer, map_buffers
 from remesh.storage import Buffer
-from remesh.testing import (
+from tests.engine.layouts import ALL, LAYOUTS, SOME, Layout, targets_of
+from tests.engine.raised import raised
+from tests.support import (
     Died,
     Raised,
     run_processes,
@@ -33,8 +35,6 @@ from remesh.testing import (
     run_ranks,
     run_ranks_outcomes,
 )
-from tests.engine.layouts import ALL, LAYOUTS, SOME, Layout, targets_of
-from tests.engine.raised import raised
 
 WORLD_SIZE = 8
 

@@ -17,7 +17,7 @@ import remesh
 from remesh import ShardedTensor
 from remesh.exchange import Exchange
 from remesh.sharding import Box, LocalNonpersistentObject, Part
-from remesh.testing import run_processes
+from tests.support import run_processes
 
 OLD, DIM = 6, 4
 INITIAL = 9.0

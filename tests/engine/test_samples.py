@@ -16,7 +16,7 @@ import remesh
 from remesh.checkpoint.copies import SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS, sample_ranges
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import Raised, run_ranks_outcomes
+from tests.support import Raised, run_ranks_outcomes
 
 
 @given(st.lists(st.integers(0, 400), max_size=4), st.sampled_from([1, 2, 4, 8, 16]))

@@ -23,7 +23,8 @@ from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage, Storage
-from remesh.testing import (
+from tests.flipped_reads import first_readings, flip_reads
+from tests.support import (
     Died,
     FaultInjector,
     FaultyStorage,
@@ -33,7 +34,6 @@ from remesh.testing import (
     run_ranks,
     run_ranks_outcomes,
 )
-from tests.flipped_reads import first_readings, flip_reads
 from tests.waiting import wait_until
 
 WORLD_SIZE = 3

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import remesh
+from remesh.core.geometry import Box, IntArray
 from remesh.exchange import Exchange
-from remesh.geometry import Box, IntArray
 from remesh.pipeline import transfer
 from remesh.pipeline.shared_buffers import map_buffers
 from remesh.planner import (
@@ -32,7 +32,7 @@ from remesh.planner.assignment import (
     is_sharing_cheaper,
 )
 from remesh.storage import LocalStorage, MemoryStorage, Storage
-from remesh.testing import (
+from tests.support import (
     FaultyStorage,
     FlipBit,
     Raised,

@@ -18,7 +18,8 @@ from remesh.events import emitter, ignore
 from remesh.exchange import Exchange
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
 from remesh.storage.object_store import ObjectStorage
-from remesh.testing import (
+from remesh.training.export import export_weights
+from tests.support import (
     FaultyStorage,
     Raised,
     Truncate,
@@ -26,7 +27,6 @@ from remesh.testing import (
     run_ranks,
     run_ranks_outcomes,
 )
-from remesh.training.export import export_weights
 
 
 class OwnDisk(LocalStorage):

@@ -18,8 +18,8 @@ from torch import nn
 import remesh
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks, run_ranks_outcomes
 from tests.engine.raised import raised
+from tests.support import run_ranks, run_ranks_outcomes
 
 Views = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 

@@ -18,14 +18,14 @@ import pytest
 import torch.distributed as dist
 
 import remesh
+from remesh.core.geometry import Box
+from remesh.core.memory import CarrierArray, HostMemory
 from remesh.exchange import Alone, Exchange
 from remesh.exchange.torch_group import TorchGroup
-from remesh.geometry import Box
-from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline import monitoring
 from remesh.pipeline.monitoring import MonitoredRead
 from remesh.storage import Buffer, LocalStorage, MemoryStorage
-from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+from tests.support import Raised, run_processes, run_ranks, run_ranks_outcomes
 from tests.waiting import wait_until
 
 

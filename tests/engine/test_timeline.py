@@ -13,7 +13,7 @@ import numpy as np
 import remesh
 from remesh.events import CHUNK_POINTS, LOAD_POINTS, SAVE_POINTS, Event, Timeline
 from remesh.exchange import Exchange
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 ROWS = 1 << 21
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint.timing import timed
+from remesh.events import timed
 from remesh.exchange import Exchange
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 ROWS = 300_000
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import remesh
 from remesh.errors import MismatchError, RemeshError
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
 from tests.adapters import torchao_jobs as jobs
 from tests.adapters.test_wrapper_subclasses import Scaled
+from tests.support import run_processes
 
 Facts = dict[str, Any]
 

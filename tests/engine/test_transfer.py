@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index, StoredFile
+from remesh.core.memory import CarrierArray, HostMemory
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import RankFailedError
 from remesh.exchange import Exchange, run_on_all
-from remesh.geometry import Box, IntArray
-from remesh.index import Index, StoredFile
-from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline import Destination, from_memory, plan_between_memories
 from remesh.pipeline import transfer as engine
 from remesh.planner import (
@@ -26,8 +27,7 @@ from remesh.planner import (
     transfer,
     turns_of_distances,
 )
-from remesh.tables import BoxTable, TensorTable
-from remesh.testing import Raised, run_ranks, run_ranks_outcomes
+from tests.support import Raised, run_ranks, run_ranks_outcomes
 
 SIZE = 1000
 

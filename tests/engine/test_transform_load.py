@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import remesh
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+from tests.support import Raised, run_processes, run_ranks, run_ranks_outcomes
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 16, 24
 HEAD_DIM = DIM // HEADS

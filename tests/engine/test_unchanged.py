@@ -22,7 +22,7 @@ from remesh.exchange import Exchange
 from remesh.maintenance import repair
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage, Storage
-from remesh.testing import InjectedError, run_ranks, run_ranks_outcomes
+from tests.support import InjectedError, run_ranks, run_ranks_outcomes
 
 WIDTH = 1088
 

@@ -20,13 +20,13 @@ from remesh.events import Event, Timeline
 from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
-from remesh.testing import (
+from tests.support import (
     FaultInjector,
     InjectedError,
     run_processes_outcomes,
     run_ranks,
 )
-from remesh.testing.outcomes import Died, Returned
+from tests.support.outcomes import Died, Returned
 from tests.waiting import is_alive, wait_until
 
 WORLD_SIZE = 2

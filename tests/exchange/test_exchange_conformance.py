@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import pytest
 import torch.distributed as dist
+from tests.support import Outcome, Raised, Returned, run_processes_outcomes, run_ranks_outcomes
+from tests.support.conformance import ExchangeConformance
 
 from remesh.exchange import Alone, Exchange
 from remesh.exchange.torch_group import TorchGroup
-from remesh.testing import Outcome, Raised, Returned, run_processes_outcomes, run_ranks_outcomes
-from remesh.testing.conformance import ExchangeConformance
 
 T = TypeVar("T")
 

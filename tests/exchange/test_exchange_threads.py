@@ -5,10 +5,10 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
 
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.exchange import Exchange, ThreadGroup, run_joined, run_on_all, run_on_one
-from remesh.testing import Raised, Returned, run_ranks, run_ranks_outcomes
 
 
 def _talk(exchange: Exchange, calls: list[str]) -> list[object]:

@@ -7,12 +7,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support import Died, Raised, Returned, run_processes, run_processes_outcomes
 
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.exchange import torch_group as module
 from remesh.exchange.torch_group import TorchGroup
-from remesh.testing import Died, Raised, Returned, run_processes, run_processes_outcomes
 
 
 def _message(rank: int, size: int) -> bytes:

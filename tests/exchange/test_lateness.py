@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import run_processes
 from tests.waiting import wait_until
 
 from remesh.errors import ExchangeError
@@ -24,7 +25,6 @@ from remesh.exchange.lateness import (
     find_absent,
 )
 from remesh.exchange.torch_group import TorchGroup
-from remesh.testing import run_processes
 
 
 class DictStore:

@@ -85,7 +85,7 @@ def play(hour: Hour) -> None:
     hour.write("train.py", TRAIN)
     shown = ["optimizer steps {1}", "first line:"]
     torchrun = "python -m torch.distributed.run --standalone --nproc-per-node 2"
-    hour.run(f"{torchrun} -m remesh.script train.py", shows=shown)
+    hour.run(f"{torchrun} -m remesh.elastic.script train.py", shows=shown)
     hour.run("remesh diff hf exported")
     hour.run(
         "remesh plan run/step_00000007 --draw layout.html", shows=["it loads"], says=["written"]

@@ -29,7 +29,7 @@ from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.maintenance.orphans import find_orphans, scan
 from remesh.sharding import ShardedObject
-from remesh.testing import Died, run_processes_outcomes, run_ranks
+from tests.support import Died, run_processes_outcomes, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -23,13 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import remesh
+from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointError, CorruptCheckpointError, RemeshError
 from remesh.formats import table
 from remesh.formats.pickle_reader import parse
 from remesh.formats.pickle_values import KNOWN, MAKERS, ArchivedStorage, ArchivedTensor
 from remesh.formats.restricted_pickle import max_parts, resolved
 from remesh.formats.table import Source
-from remesh.values import UnresolvedValue
 from tests.formats import hostile
 from tests.formats.auditing import audited
 from tests.formats.hostile import CHECKPOINTS, archive, call, mapping, name, number, text

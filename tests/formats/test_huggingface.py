@@ -25,8 +25,8 @@ from remesh.cli import cli
 from remesh.errors import FormatVersionError, StateError
 from remesh.exchange import Exchange
 from remesh.formats import Source
-from remesh.testing import run_processes
 from remesh.training import export_weights
+from tests.support import run_processes
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,9 +23,9 @@ from remesh.exchange import Exchange
 from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
-from remesh.testing import run_processes, run_ranks
 from remesh.training import export_weights
 from tests.storage.object_servers import BUCKET, ENVIRONMENT, s3_server
+from tests.support import run_processes, run_ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import run_processes, run_ranks
+from tests.support import run_processes, run_ranks
 
 Contents = dict[str, tuple[str, bytes]]
 

@@ -18,7 +18,7 @@ import remesh
 from remesh.errors import StateError
 from remesh.exchange import Exchange
 from remesh.formats import paddle_writer
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 WHOLE = {
     "linear.weight": torch.arange(24.0).reshape(4, 6),

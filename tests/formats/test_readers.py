@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+from remesh.core.index import Index
 from remesh.formats.table import FORMATS, place_of, read_contents
-from remesh.index import Index
 from remesh.storage import Storage
-from remesh.testing.state_conformance import Arrays, FormatConformance
+from tests.support.state_conformance import Arrays, FormatConformance
 
 ELSEWHERE = {
     "remesh": "tests/testing/test_state_conformance.py",

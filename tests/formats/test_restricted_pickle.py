@@ -21,12 +21,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remesh import values
+from remesh.core import values
+from remesh.core.values import UnresolvedValue
 from remesh.errors import CorruptCheckpointError, PickleRefusedError
 from remesh.formats import pickle_writer
 from remesh.formats.pickle_reader import parse
 from remesh.formats.restricted_pickle import loads, resolved
-from remesh.values import UnresolvedValue
 
 
 def read(data: bytes, *, allow: tuple[str, ...] = (), lenient: bool = False) -> Any:

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import remesh
-from remesh.dtypes import DTYPES
+from remesh.core.dtypes import DTYPES
+from remesh.core.index import Index
 from remesh.formats.archive import row_major_pieces, scan_head
 from remesh.formats.archive_writer import frame, tensor_pickle
-from remesh.index import Index
 from remesh.sharding import Box, Part
 from remesh.storage import LocalStorage, Storage
-from remesh.testing.state_conformance import Arrays, FormatConformance
+from tests.support.state_conformance import Arrays, FormatConformance
 
 # torch says so whenever it saves without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -12,7 +12,7 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.formats.table import WRITERS
 from remesh.pipeline.write import CHUNK_SIZE
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 ROWS = 3 * CHUNK_SIZE // 8  # so that chunks of a stream begin and end inside of files
 FORMATS = sorted(WRITERS)

@@ -12,11 +12,11 @@ import torch
 import zarr
 
 import remesh
+from remesh.core.index import Index
 from remesh.exchange import Exchange
-from remesh.index import Index
 from remesh.storage import LocalStorage, Storage
-from remesh.testing import run_ranks
-from remesh.testing.state_conformance import Arrays, FormatConformance
+from tests.support import run_ranks
+from tests.support.state_conformance import Arrays, FormatConformance
 
 
 def write_config(folder: Path) -> None:

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, Serializat
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import run_ranks
 from tests.compat.test_atorch_files import write, write_optimizer
 from tests.compat.test_flex_paddle import DATA
 from tests.formats.test_megatron_legacy import whole_model
 from tests.formats.test_megatron_legacy import write as write_megatron_legacy
 from tests.fuzz.files import Files, files_in
 from tests.matrix.writers import DEEPSPEED
+from tests.support import run_ranks
 
 COMMON = {
     "iteration": 7,

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from remesh.core.index import Index
+from remesh.core.integrity import BLOCK_SIZE, block_digests, digest_of_digests, hex_digest
+from remesh.core.packing import pack, unpack
+from remesh.core.tables import decode_columns, encode_columns
 from remesh.formats import native
 from remesh.formats.decoding import decoded
-from remesh.index import Index
-from remesh.integrity import BLOCK_SIZE, block_digests, digest_of_digests, hex_digest
-from remesh.packing import pack, unpack
-from remesh.tables import decode_columns, encode_columns
 from tests.campaigns.test_damage import DAMAGES
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.pickles import change_archive, change_pickle

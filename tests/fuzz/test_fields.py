@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from remesh.core.integrity import hex_digest
 from remesh.formats import native
-from remesh.integrity import hex_digest
 from tests.campaigns.settings import dice_of, seed, share
 from tests.fuzz.checkpoints import make_checkpoint
 from tests.fuzz.files import Files

@@ -21,9 +21,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import remesh
+from remesh.core.index import Index, StoredFile
+from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import CheckpointError, CoverageError
-from remesh.index import Index, StoredFile
-from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from tests.fuzz.checkpoints import make_checkpoint
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.mutations import forge, record_file

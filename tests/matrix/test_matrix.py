@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import (
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
 from tests.matrix.model import Model, optimizer_of, steps
 from tests.matrix.writers import DEEPSPEED, RECORDED, WRITERS
+from tests.support import run_processes
 
 # Lightning says so where Slurm is installed.
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")

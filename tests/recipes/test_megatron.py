@@ -23,11 +23,11 @@ from remesh.recipes import (
     huggingface_to_module,
     megatron_to_huggingface,
 )
-from remesh.testing import run_processes
 from remesh.transform import TensorInfo
 from tests.compat.megatron.interop_jobs import megatron_on_cpu
 from tests.recipes.models import KINDS, logits_of, make, shard
 from tests.recipes.test_transformers import tensors_in
+from tests.support import run_processes
 
 pytest.importorskip("transformers", minversion="5")
 pytestmark = [

@@ -17,8 +17,8 @@ from remesh.checkpoint import convert
 from remesh.errors import MismatchError, TransformError
 from remesh.exchange import Exchange
 from remesh.recipes import hub, huggingface_to_module, module_to_huggingface
-from remesh.testing import run_processes
 from tests.recipes.models import has_experts, logits_of, make, shard
+from tests.support import run_processes
 
 pytest.importorskip("transformers", minversion="5")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from remesh.storage import LocalStorage, MemoryStorage, Storage
-from remesh.testing import FaultyStorage
-from remesh.testing.conformance import StorageConformance
+from tests.support import FaultyStorage
+from tests.support.conformance import StorageConformance
 
 
 class TestLocalStorage(StorageConformance):

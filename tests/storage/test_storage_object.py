@@ -43,9 +43,9 @@ from remesh.storage.buckets import CLIENT, RETRIES
 from remesh.storage.object_store import ObjectStorage
 from remesh.storage.parts import Parts
 from remesh.storage.remote_errors import explain
-from remesh.testing import Fail, FaultyStorage, run_ranks
 from tests.storage.faulty_proxy import Fault, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
+from tests.support import Fail, FaultyStorage, run_ranks
 
 PART = 5 << 20
 """The smallest part that S3 accepts."""

@@ -14,7 +14,7 @@ from remesh.storage import LocalStorage, MemoryStorage, is_local, open_storage
 from remesh.storage.buckets import Bucket, open_bucket
 from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
-from remesh.testing import FaultyStorage
+from tests.support import FaultyStorage
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_other_objects(place: object) -> None:
 
 def test_storage_and_exchange_import_no_torch() -> None:
     code = (
-        "import sys, remesh.storage, remesh.exchange, remesh.testing\n"
+        "import sys, remesh.storage, remesh.exchange, tests.support\n"
         "sys.exit('torch' in sys.modules or 'pytest' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

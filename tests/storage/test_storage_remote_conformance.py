@@ -13,8 +13,8 @@ from obstore.store import MemoryStore
 from remesh.storage import Storage, open_storage
 from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
-from remesh.testing.conformance import StorageConformance
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
+from tests.support.conformance import StorageConformance
 
 _prefixes = itertools.count()
 

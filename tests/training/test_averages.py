@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from remesh import Manager
+from remesh.elastic.training_job import TrainingJob
 from remesh.exchange import Alone
-from remesh.training_job import TrainingJob
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
 

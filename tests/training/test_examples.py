@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import Died, run_processes, run_processes_outcomes
+from tests.support import Died, run_processes, run_processes_outcomes
 from tests.training.example import PowerCutError, load_example, wait_for_last_saves
 
 Weights = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ import torch
 import remesh
 from remesh.catalog import CheckpointInfo
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
+from tests.support import run_processes
 from tests.training.example import PowerCutError, load_example, wait_for_last_saves
 
 pl = pytest.importorskip("lightning.pytorch")

@@ -19,7 +19,7 @@ from safetensors.torch import load, load_file
 from torch import nn
 
 import remesh
-from remesh.dtypes import BY_NAME, DTYPES
+from remesh.core.dtypes import BY_NAME, DTYPES
 from remesh.errors import StateError, StorageError, UnsupportedValueError
 from remesh.exchange import Exchange, ThreadExchange
 from remesh.formats.weight_files import FileTensor, file_names, split_into_files
@@ -28,9 +28,9 @@ from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage
 from remesh.storage.local_io import SharedWriter
-from remesh.testing import Fail, FaultyStorage, run_processes, run_ranks
 from remesh.training import export
 from remesh.training.export import export_weights
+from tests.support import Fail, FaultyStorage, run_processes, run_ranks
 
 
 class Small(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from remesh.sharded import ShardedTensor
+from remesh.core.sharded import ShardedTensor
 from remesh.training import fingerprints
 from remesh.training.fingerprints import Fingerprints
 

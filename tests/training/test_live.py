@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import remesh
 from remesh.catalog import ManagerNote
 from remesh.checkpoint.copies import sample_ranges
+from remesh.core.sharded import ShardedTensor
+from remesh.elastic.training_job import TrainingJob
 from remesh.errors import WorldChangedError
 from remesh.exchange import Alone, Exchange
 from remesh.run_info import RunInfo
-from remesh.sharded import ShardedTensor
-from remesh.testing import run_ranks
 from remesh.training import (
     Randomness,
     ResumableBatchSampler,
@@ -35,7 +35,7 @@ from remesh.training import (
 from remesh.training import manager as manager_module
 from remesh.training.live import Offer, has_all_roles, steps_on_offer
 from remesh.training.policies import EverySeconds
-from remesh.training_job import TrainingJob
+from tests.support import run_ranks
 
 
 class World:

@@ -21,6 +21,7 @@ import torch
 
 import remesh
 from remesh import catalog
+from remesh.elastic.heartbeat import read_heartbeat, request, request_file
 from remesh.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -34,15 +35,14 @@ from remesh.errors import (
 )
 from remesh.events import Event
 from remesh.exchange import Alone, ThreadExchange
-from remesh.heartbeat import read_heartbeat, request, request_file
 from remesh.storage import LocalStorage, open_storage
-from remesh.testing import run_ranks
 from remesh.training import manager as manager_module
 from remesh.training.manager import Manager
 from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals, SavePolicy
 from remesh.training.resuming import MAX_FAILURES
 from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from remesh.training.rng import Randomness
+from tests.support import run_ranks
 from tests.waiting import wait_until
 
 

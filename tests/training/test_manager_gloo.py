@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from remesh import catalog
+from remesh.elastic.heartbeat import read_heartbeat
 from remesh.exchange.torch_group import TorchGroup
-from remesh.heartbeat import read_heartbeat
 from remesh.storage import open_storage
-from remesh.testing import run_processes
 from remesh.training.manager import Manager
 from remesh.training.policies import EverySeconds, OnSignals
+from tests.support import run_processes
 
 
 def build() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
+from tests.support import run_processes
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "minimind.py"
 
@@ -159,7 +159,16 @@ def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
     minimind.train(minimind.parse_args([*words, "--save-dir", str(tmp_path / "checkpoints")]))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launch, "-m", "remesh.script", str(SCRIPT), *words, "--from-resume", "--epochs", "2"],
+        [
+            *launch,
+            "-m",
+            "remesh.elastic.script",
+            str(SCRIPT),
+            *words,
+            "--from-resume",
+            "--epochs",
+            "2",
+        ],
         check=False,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

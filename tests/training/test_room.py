@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from remesh.elastic.training_job import TrainingJob
 from remesh.training import room
 from remesh.training.fingerprints import Fingerprints
 from remesh.training.live import Boundary, Keeper
 from remesh.training.room import HOST, bytes_by_device, make_room, must_move, tensors_of
-from remesh.training_job import TrainingJob
 
 GPU = torch.device("cuda", 0)
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import remesh
 from remesh.errors import StateError
 from remesh.exchange import ThreadExchange
-from remesh.testing import run_ranks
 from remesh.training import sampling
 from remesh.training.permutation import key_of, shuffled
 from remesh.training.sampling import (
@@ -25,6 +24,7 @@ from remesh.training.sampling import (
     SampleOrder,
     SkipBatchSampler,
 )
+from tests.support import run_ranks
 
 GOLDEN = (
     [5, 2, 8, 6, 0, 4, 9, 7, 1, 3],

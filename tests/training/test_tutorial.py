@@ -45,7 +45,7 @@ def test_the_script_of_the_tutorial_goes_on_in_every_launch(tmp_path: Path) -> N
             "remesh": ["-c", "from remesh.cli import main; main()"],
         }[program]
         if program == "torchrun":  # whose processes may abort after their work
-            words[words.index("train.py") :] = ["-m", "remesh.script", *words[-2:]]
+            words[words.index("train.py") :] = ["-m", "remesh.elastic.script", *words[-2:]]
         done = subprocess.run(
             [sys.executable, *start, *words],
             check=False,

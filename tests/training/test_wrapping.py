@@ -21,9 +21,9 @@ from torch.utils.data import (
 import remesh
 from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange, ThreadExchange
-from remesh.testing import run_processes, run_ranks
 from remesh.training.sampling import ResumableBatchSampler, ResumableSampler
 from remesh.training.wrapping import PerRankState, resumable
+from tests.support import run_processes, run_ranks
 
 OLD_WARNING = "ignore:'set_vital' is deprecated:UserWarning"
 """torchdata 0.11 calls a function that torch 2.13 wants to drop."""

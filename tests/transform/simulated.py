@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 from remesh.transform import Region, Resolved
 from remesh.transform.arrays import arranged
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from remesh import RemeshError
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 from remesh.transform import arrays
 from tests.transform.cases import CASES, VALID, Setting, setting_of, tensor_of
 from tests.transform.simulated import Array, cut_evenly, move, pieces_of

@@ -14,11 +14,11 @@ import torch
 
 import remesh
 from remesh import RemeshError, ShardedTensor
+from remesh.core.geometry import Box
 from remesh.exchange import Exchange
-from remesh.geometry import Box
 from remesh.sharding import Part
-from remesh.testing import run_processes
 from remesh.transform import TensorInfo
+from tests.support import run_processes
 from tests.transform.cases import CASES, Case, Setting, setting_of, tensor_of
 from tests.transform.simulated import Array, cut_evenly
 

@@ -12,12 +12,12 @@ import torch
 
 import remesh
 from remesh import ShardedTensor, Transform
+from remesh.core.geometry import Box
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import TransformError, UnsupportedValueError
-from remesh.geometry import Box
-from remesh.tables import BoxTable, TensorTable
-from remesh.testing import run_ranks
 from remesh.transform import TensorInfo, infos_of_boxes
 from remesh.transform.tensor_info import infos_of
+from tests.support import run_ranks
 
 FUSE = Transform("a^T, b -> c, axis=0")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from remesh import Transform
+from remesh.core.geometry import Box
 from remesh.errors import TransformError
-from remesh.geometry import Box
 from remesh.transform import TensorInfo
 from tests.transform.simulated import Array, cut_evenly, fetch, pieces_of
 

@@ -14,7 +14,7 @@ import torch
 import remesh
 from remesh import Transform
 from remesh.errors import TransformError
-from remesh.testing import run_ranks
+from tests.support import run_ranks
 
 
 @pytest.mark.parametrize(

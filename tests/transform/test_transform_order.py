@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 from remesh.transform.rearrange import (
     Permute,
     Rearrangement,

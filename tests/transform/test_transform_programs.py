@@ -8,8 +8,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from remesh import Transform
+from remesh.core.geometry import Box
 from remesh.errors import TransformError
-from remesh.geometry import Box
 from remesh.transform import Resolved, TensorInfo
 from tests.strategies import boxes_in, partitions
 from tests.transform.programs import Program, programs

@@ -1,8 +1,8 @@
-"""Adapters: what torch objects mean in terms of `remesh.state`.
+"""Adapters: what torch objects mean in terms of `remesh.core.state`.
 
-`describe_leaf` is the leaf describer that `remesh.state.describe` takes: it recognises tensors,
-modules, optimizers, generators and objects with a state dict, each of which has a module here.
-`memory_of` gives the pipeline the memory of what was described.
+`describe_leaf` is the leaf describer that `remesh.core.state.describe` takes: it recognises
+tensors, modules, optimizers, generators and objects with a state dict, each of which has a module
+here. `memory_of` gives the pipeline the memory of what was described.
 
 Describing never communicates: every rank tells what it holds itself.
 
@@ -39,7 +39,7 @@ from remesh.adapters.tensor_parallel import (
     shard_weight,
 )
 from remesh.adapters.zero import describe_zero_redundancy, is_zero_redundancy
-from remesh.state import Path, Rebuild, Walk, is_placeholder
+from remesh.core.state import Path, Rebuild, Walk, is_placeholder
 
 __all__ = [
     "Block",

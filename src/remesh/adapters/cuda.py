@@ -33,7 +33,7 @@ def finish_work(devices: Sequence[str]) -> None:
 
 
 class CudaCopies:
-    """Copies out of devices on streams of their own; a `remesh.memory.CopyQueue`.
+    """Copies out of devices on streams of their own; a `remesh.core.memory.CopyQueue`.
 
     Args:
         devices: Those that hold the tensors.

@@ -37,9 +37,9 @@ from remesh._repr import short_repr
 from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
 from remesh.adapters.tensor_subclass import unwrapped
 from remesh.adapters.wrappers import entry_names, inner_attribute
+from remesh.core.geometry import Box
+from remesh.core.sharded import Part, ShardedTensor
 from remesh.errors import StateError
-from remesh.geometry import Box
-from remesh.sharded import Part, ShardedTensor
 
 Names = Mapping[str, str] | Callable[[str], str]
 """New names: beginnings of names, up to a dot, and what they become; or a function of names."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from remesh.adapters.memory import MOVABLE, DeviceMemory
-from remesh.dtypes import CarrierDType
+from remesh.core.dtypes import CarrierDType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchBuffer:
-    """A tensor of bytes; a `remesh.memory.DeviceBuffer`."""
+    """A tensor of bytes; a `remesh.core.memory.DeviceBuffer`."""
 
     tensor: torch.Tensor
 
@@ -29,7 +29,7 @@ class TorchBuffer:
 
 
 class TorchDevice:
-    """A `remesh.memory.Device`.
+    """A `remesh.core.memory.Device`.
 
     Args:
         name: As torch calls it, with its number.

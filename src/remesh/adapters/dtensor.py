@@ -34,10 +34,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from remesh.adapters.memory import alias_key, check_strided
 from remesh.adapters.tensor_subclass import unwrapped
+from remesh.core.geometry import Box
+from remesh.core.sharded import Part
+from remesh.core.state import TENSOR_RECORD, Path, Role, Walk, name_of
 from remesh.errors import StateError
-from remesh.geometry import Box
-from remesh.sharded import Part
-from remesh.state import TENSOR_RECORD, Path, Role, Walk, name_of
 
 Segment = tuple[int, int]
 """First index and length of a run of indices of one dim."""

@@ -8,8 +8,8 @@ for those of a wrapped module; DeepSpeed's stage 3 does it for each parameter al
 
 What a slice is made of follows from where the parameters lie in the buffer (`FlatSpan`) and where
 the slice begins. A range of a flattened tensor is a few boxes of it, each contiguous in the slice
-(`remesh.geometry.boxes_of_flat_range`), so `flat_partition` gives for each parameter that the slice
-touches a `ShardedTensor` of views of it. Gaps and padding belong to no parameter and vanish.
+(`remesh.core.geometry.boxes_of_flat_range`), so `flat_partition` gives for each parameter that the
+slice touches a `ShardedTensor` of views of it. Gaps and padding belong to no parameter and vanish.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 from remesh._repr import short_repr
 from remesh.adapters.tensor_parallel import Split, shard_parts
+from remesh.core.geometry import boxes_of_flat_range
+from remesh.core.sharded import Part, ShardedTensor
 from remesh.errors import StateError
-from remesh.geometry import boxes_of_flat_range
-from remesh.sharded import Part, ShardedTensor
 
 
 @dataclass(frozen=True, slots=True)

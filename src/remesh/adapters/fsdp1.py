@@ -4,7 +4,7 @@
 FSDP1 flattens the parameters of each wrapped module into one flat parameter, pads it and gives
 every rank an equal slice. What a slice holds of which original parameter is in the flat parameter's
 own metadata, so nothing is gathered: each range of a flattened parameter is a few boxes of it
-(`remesh.geometry.boxes_of_flat_range`), and these are views of the slice. Without sharding
+(`remesh.core.geometry.boxes_of_flat_range`), and these are views of the slice. Without sharding
 (`NO_SHARD`) the slice is everything.
 
 An optimizer over such a module knows either the flat parameters or, with `use_orig_params=True`,
@@ -36,9 +36,9 @@ from remesh.adapters.nested import describe_copy
 from remesh.adapters.placed import Placed, add_shards
 from remesh.adapters.tensor import describe_tensor, is_in_parts
 from remesh.adapters.wrappers import entry_names
+from remesh.core.sharded import Part, ShardedTensor
+from remesh.core.state import Loaded, Path, Rebuild, Role, Walk, name_of
 from remesh.errors import UnsupportedValueError
-from remesh.sharded import Part, ShardedTensor
-from remesh.state import Loaded, Path, Rebuild, Role, Walk, name_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Memories over torch tensors and numpy arrays, and which tensors can have one.
 
-The pipeline copies carrier arrays (`remesh.dtypes`): arrays whose bytes are right and whose
+The pipeline copies carrier arrays (`remesh.core.dtypes`): arrays whose bytes are right and whose
 element type may be an unsigned stand-in. A CPU tensor is therefore seen, without a copy, as a
 numpy array of the carrier type. Memory of a device is reached box by box: torch copies between
 the device and the given host array. On both sides of that copy the elements are called integers
@@ -20,12 +20,12 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.core.dtypes import BY_NAME, CarrierDType
+from remesh.core.geometry import Box
+from remesh.core.memory import CarrierArray, HostMemory, Memory, memory_of_numpy
+from remesh.core.sharded import ArrayLike, dtype_name
+from remesh.core.strided import Layout
 from remesh.errors import UnsupportedValueError
-from remesh.geometry import Box
-from remesh.memory import CarrierArray, HostMemory, Memory, memory_of_numpy
-from remesh.sharded import ArrayLike, dtype_name
-from remesh.strided import Layout
 
 _DIGEST_CHUNK = 32 << 20
 """Bytes of a tensor that are digested at a time; a multiple of 8."""
@@ -192,7 +192,7 @@ def casting_memory_of(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in `remesh.dtypes`.
+    """The torch dtype of a name in `remesh.core.dtypes`.
 
     Raises:
         UnsupportedValueError: If this torch does not have it.

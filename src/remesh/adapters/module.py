@@ -38,8 +38,7 @@ from remesh.adapters.placed import Placed, add_shards
 from remesh.adapters.tensor import describe_tensor, is_in_parts
 from remesh.adapters.tensor_subclass import forget_scale
 from remesh.adapters.wrappers import entry_names, ignored_by_ddp
-from remesh.errors import NameCollisionError
-from remesh.state import (
+from remesh.core.state import (
     Loaded,
     Path,
     Rebuild,
@@ -48,6 +47,7 @@ from remesh.state import (
     name_of,
     role_of,
 )
+from remesh.errors import NameCollisionError
 
 
 def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:

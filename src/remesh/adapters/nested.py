@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from remesh import values
 from remesh.adapters.memory import torch_dtype
 from remesh.adapters.tensor import describe_tensor, is_in_parts
 from remesh.adapters.tensor_subclass import new_like
-from remesh.dtypes import BY_NAME
-from remesh.state import (
+from remesh.core import values
+from remesh.core.dtypes import BY_NAME
+from remesh.core.state import (
     TENSOR_RECORD,
     Loaded,
     Path,

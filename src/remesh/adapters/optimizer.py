@@ -47,9 +47,8 @@ from remesh.adapters.optimizer_state import (
 )
 from remesh.adapters.placed import Placed
 from remesh.adapters.tensor_subclass import is_of_torchao
-from remesh.errors import StateError
-from remesh.sharded import LocalNonpersistentObject, ShardedTensor
-from remesh.state import (
+from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor
+from remesh.core.state import (
     Loaded,
     Path,
     Rebuild,
@@ -58,6 +57,7 @@ from remesh.state import (
     name_of,
     role_of,
 )
+from remesh.errors import StateError
 
 _log = logging.getLogger("remesh")
 _MAX_LISTED = 3

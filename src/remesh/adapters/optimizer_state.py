@@ -35,9 +35,8 @@ from remesh.adapters.nested import (
     visit_with_role,
 )
 from remesh.adapters.placed import Placed, add_shards
-from remesh.errors import StateError
-from remesh.geometry import Box
-from remesh.state import (
+from remesh.core.geometry import Box
+from remesh.core.state import (
     TENSOR_RECORD,
     Path,
     Rebuild,
@@ -47,6 +46,7 @@ from remesh.state import (
     assemble,
     name_of,
 )
+from remesh.errors import StateError
 
 NO_OPTIONS = frozenset({"params", "param_names"})
 """Entries of a group that say what is in it."""

@@ -13,8 +13,8 @@ import torch
 
 from remesh.adapters.declared import local_of
 from remesh.adapters.memory import alias_key, check_strided
-from remesh.sharded import ArrayLike, Part, ShardedTensor, dtype_name
-from remesh.state import Path, Role, TensorEntry, Walk, name_of
+from remesh.core.sharded import ArrayLike, Part, ShardedTensor, dtype_name
+from remesh.core.state import Path, Role, TensorEntry, Walk, name_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from remesh.adapters.nested import describe_copy
-from remesh.state import (
+from remesh.core.state import (
     Loaded,
     Path,
     Rebuild,

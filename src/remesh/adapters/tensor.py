@@ -34,10 +34,9 @@ from remesh.adapters.tensor_subclass import (
     record_of,
     unwrapped,
 )
-from remesh.errors import UnsupportedValueError
-from remesh.geometry import Box, flat_span
-from remesh.sharded import Part
-from remesh.state import (
+from remesh.core.geometry import Box, flat_span
+from remesh.core.sharded import Part
+from remesh.core.state import (
     TENSOR_RECORD,
     Loaded,
     Path,
@@ -46,6 +45,7 @@ from remesh.state import (
     Walk,
     name_of,
 )
+from remesh.errors import UnsupportedValueError
 
 
 def describe_tensor(

@@ -25,9 +25,9 @@ import torch
 from remesh._repr import short_repr
 from remesh.adapters.declared import parts_of
 from remesh.adapters.dtensor import Segment, boxes_of_segments
+from remesh.core.geometry import Box
+from remesh.core.sharded import Part, ShardedTensor
 from remesh.errors import StateError
-from remesh.geometry import Box
-from remesh.sharded import Part, ShardedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from remesh.core.sharded import dtype_name
 from remesh.errors import UnsupportedValueError
-from remesh.sharded import dtype_name
 
 _SCALE = "_precomputed_scale"
 """Attribute of a float8 weight: its scale, worked out before the forward pass."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from remesh.adapters.optimizer import describe_optimizer
-from remesh.state import Loaded, Path, Rebuild, Walk
+from remesh.core.state import Loaded, Path, Rebuild, Walk
 
 _HOME = "torch.distributed.optim.zero_redundancy_optimizer"
 

@@ -26,10 +26,10 @@ from remesh.background.protocol import (
     ToServer,
     WriteTask,
 )
+from remesh.core.memory import CopyQueue
 from remesh.errors import RankFailedError
 from remesh.events import Emit
 from remesh.formats.framing import Part
-from remesh.memory import CopyQueue
 from remesh.pipeline import Collection, FileLayout
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.collect import CollectingStager

@@ -41,14 +41,13 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import check_compress, options_of, save_agreed
-from remesh.checkpoint.timing import timed
+from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
-from remesh.events import Emit, OnEvent, emitter, ignore
+from remesh.events import Emit, OnEvent, emitter, ignore, timed
 from remesh.exchange import Exchange
 from remesh.formats.framing import Part
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.host_memory import available_memory
 from remesh.pipeline import Compress
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE

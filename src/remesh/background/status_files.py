@@ -1,6 +1,6 @@
 """Status files of a background save, in the folder of its data files.
 
-Each has a digest of its content (`remesh.integrity.seal`). A file whose bytes are not what was
+Each has a digest of its content (`seal`). A file whose bytes are not what was
 written is read again; if they stay wrong, the save fails.
 
 In the background there are no collectives: the ranks of a save learn of each other through the
@@ -25,13 +25,13 @@ from contextlib import suppress
 
 import msgspec
 
+from remesh.core.integrity import NUM_READINGS, raw_digest
 from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError, StorageError
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats.building import exists
 from remesh.formats.framing import Part
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
-from remesh.integrity import read_sealed, seal
 from remesh.storage import Storage, delete_files
 
 
@@ -180,3 +180,26 @@ class StatusFiles:
     def _path(self, kind: str, rank: int) -> str:
         of_save = kind == "committed" or (kind == "failed" and rank == 0)
         return f"{self._folder}/{kind if of_save else f'{kind}-{rank:05d}'}.msgpack"
+
+
+def seal(data: bytes) -> bytes:
+    """The content of a small file that `read_sealed` reads."""
+    return raw_digest(data) + data
+
+
+def read_sealed(storage: Storage, path: str) -> bytes:
+    """What `seal` was given for a file.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such file.
+        StorageError: If the storage fails, or its bytes are not what was written.
+    """
+    for _ in range(NUM_READINGS):
+        found = storage.read(path)
+        if found[:16] == raw_digest(found[16:]):
+            return found[16:]
+    raise StorageError(
+        f"{path}: its bytes are not what was written, in each of {NUM_READINGS} readings\n"
+        f"It was read from {storage.url}. Look for errors of the disk, the network or the memory "
+        "there, and save again; the previous checkpoint is untouched."
+    )

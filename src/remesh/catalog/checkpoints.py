@@ -38,6 +38,7 @@ from typing import Protocol, Self, TypeVar
 import msgspec
 
 from remesh._repr import short_repr
+from remesh.core.integrity import NUM_READINGS, hex_digest
 from remesh.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -48,7 +49,6 @@ from remesh.errors import (
 from remesh.formats import native
 from remesh.formats.building import exists
 from remesh.formats.checks import MALFORMED
-from remesh.integrity import NUM_READINGS, hex_digest
 from remesh.storage import Storage, delete_files, open_storage
 
 _LOGGER = logging.getLogger("remesh")

@@ -21,6 +21,7 @@ from remesh.catalog.files import (
     describe_findings,
     files_of,
 )
+from remesh.core.integrity import repair_advice
 from remesh.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
@@ -30,7 +31,6 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.formats.table import FORMATS, Place, format_at
-from remesh.integrity import repair_advice
 from remesh.storage import (
     Directory,
     Storage,

@@ -18,8 +18,8 @@ import re
 from collections.abc import Container, Iterable
 from typing import Literal
 
+from remesh.core.state import Role, TensorEntry
 from remesh.errors import StateError
-from remesh.state import Role, TensorEntry
 
 Buffers = Literal["rank0", "per_rank"]
 """Whose buffers a checkpoint gets."""

@@ -12,17 +12,17 @@ from dataclasses import replace
 
 from remesh.checkpoint.local import LocalTensors
 from remesh.checkpoint.stream_layout import RankStream, lay_out
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index
+from remesh.core.memory import Memory
+from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange
 from remesh.formats.framing import Frame, Grid, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.whole_tensors import decode_files, give_to_ranks
-from remesh.geometry import Box, IntArray
-from remesh.index import Index
-from remesh.memory import Memory
 from remesh.pipeline import Collection, SpreadMemory
 from remesh.planner import SavePlan
 from remesh.storage import SharedFiles, Storage
-from remesh.tables import BoxTable
 
 
 def plan_files(

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from remesh.checkpoint.resizing import MeanRows
-from remesh.dtypes import BY_NAME
-from remesh.geometry import Box
-from remesh.index import Index
-from remesh.memory import CarrierArray, HostMemory, Memory
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.memory import CarrierArray, HostMemory, Memory
+from remesh.core.strided import Layout, shared_pairs
+from remesh.core.tables import BoxTable
 from remesh.pipeline import Destination
 from remesh.planner import LoadPlan, ReadLimits, plan_load
-from remesh.strided import Layout, shared_pairs
-from remesh.tables import BoxTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from remesh import values
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import is_place
@@ -34,7 +33,12 @@ from remesh.checkpoint.renamed import renamed_lists, renamed_path, renamed_seque
 from remesh.checkpoint.save_plan import PlanCache
 from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.checkpoint.stored_memory import StoredMemory, StoredSource
-from remesh.dtypes import BY_NAME
+from remesh.core import values
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.sharded import ArrayLike, Part, ShardedObject
+from remesh.core.state import Description, Role, TensorEntry
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone, Exchange, run_on_one
@@ -43,11 +47,7 @@ from remesh.formats.contents import Contents
 from remesh.formats.decoding import decoded
 from remesh.formats.framing import Writer
 from remesh.formats.table import FORMATS, Source, place_of, read_contents, writer_of
-from remesh.geometry import Box
-from remesh.index import Index
 from remesh.pipeline import Compress
-from remesh.sharded import ArrayLike, Part, ShardedObject
-from remesh.state import Description, Role, TensorEntry
 from remesh.storage import Storage, open_storage
 from remesh.transform import Program, Resolved, Transform, arranged, as_transform
 

@@ -1,6 +1,6 @@
 """Comparing the copies of a tensor that several ranks hold.
 
-What counts depends on who says that the copies are equal (`remesh.state.Role`):
+What counts depends on who says that the copies are equal (`remesh.core.state.Role`):
 
 * None does: plain tensors under one name on several ranks (`ASSUMED`). Every save compares
   digests of all their bytes, and fails if they differ.
@@ -27,12 +27,12 @@ import numpy as np
 import xxhash
 
 from remesh.checkpoint.local import LocalTensors
+from remesh.core.geometry import Box, IntArray, boxes_of_flat_range
+from remesh.core.memory import DigestedMemory, Memory, contiguous_bytes
+from remesh.core.state import Role
 from remesh.errors import DivergedReplicaError
 from remesh.exchange import Exchange, run_joined
-from remesh.geometry import Box, IntArray, boxes_of_flat_range
-from remesh.memory import DigestedMemory, Memory, contiguous_bytes
 from remesh.planner import Copies, LocalBoxes
-from remesh.state import Role
 
 Compares = Literal["sampled", "whole", "equal", "all"]
 """What a save compares: stretches of assumed copies; all of them, with a look at the others; all of

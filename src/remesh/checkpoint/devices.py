@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from remesh.core.memory import Device, HostMemory, Memory
 from remesh.exchange import DeviceExchange, Exchange
-from remesh.memory import Device, HostMemory, Memory
 from remesh.pipeline import machine
 
 

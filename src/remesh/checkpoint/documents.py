@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from remesh import values
+from remesh.core import values
+from remesh.core.state import Description
 from remesh.errors import CoverageError, NameCollisionError, StateError
 from remesh.formats import native
-from remesh.state import Description
 
 
 def document_of(description: Description, aliases: Mapping[str, str]) -> native.ValuesDocument:

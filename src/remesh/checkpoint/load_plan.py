@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from remesh import values
 from remesh.checkpoint import mismatch
 from remesh.checkpoint.comparing import (
     Check,
@@ -32,14 +31,15 @@ from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.resizing import MeanRows, fitting_patterns, has_size_of, policies_of, refusal
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.transformed import TransformedState, match_made, want_made
-from remesh.dtypes import BY_NAME
+from remesh.core import values
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Index, StoredTensor
+from remesh.core.memory import Memory
+from remesh.core.state import TENSOR_RECORD, Description, TensorEntry
+from remesh.core.strided import Layout
 from remesh.errors import StateError
-from remesh.geometry import Box
-from remesh.index import Index, StoredTensor
-from remesh.memory import Memory
 from remesh.pipeline import Destination
-from remesh.state import TENSOR_RECORD, Description, TensorEntry
-from remesh.strided import Layout
 from remesh.transform import Transform
 
 Names = StoredState | TransformedState

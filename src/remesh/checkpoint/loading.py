@@ -43,17 +43,18 @@ from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
 from remesh.checkpoint.stored import StoredState, limits_of_ranks
-from remesh.checkpoint.timing import timed
 from remesh.checkpoint.transformed import describe_transformed
-from remesh.collector import collector_rests
+from remesh.core.collector import collector_rests
+from remesh.core.geometry import BoolArray, Box
+from remesh.core.index import Index
+from remesh.core.state import Description
+from remesh.core.strided import Layout
 from remesh.errors import MismatchError
-from remesh.events import Emit, OnEvent, emitter, ignore
+from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.decoding import decoded
 from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
-from remesh.geometry import BoolArray, Box
-from remesh.index import Index
 from remesh.pipeline import read_together
 from remesh.planner import (
     LOCAL_EXCHANGE_COST,
@@ -62,10 +63,7 @@ from remesh.planner import (
     assign_readers,
     assign_readers_if_cheaper,
 )
-from remesh.progress import showing
-from remesh.state import Description
 from remesh.storage import Storage, is_remote, latency_of
-from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
 _LOGGER = logging.getLogger("remesh")

@@ -15,25 +15,25 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from remesh.errors import NameCollisionError, StateError
-from remesh.exchange import Alone, Exchange
-from remesh.geometry import Box, IntArray
-from remesh.memory import (
+from remesh.core.geometry import Box, IntArray
+from remesh.core.memory import (
     CopyQueue,
     HostMemory,
     Memory,
     memory_of_numpy,
 )
-from remesh.pipeline.arena import Pin
-from remesh.sharded import ArrayLike
-from remesh.state import (
+from remesh.core.sharded import ArrayLike
+from remesh.core.state import (
     Description,
     Role,
     Stored,
     TensorEntry,
     describe,
 )
-from remesh.tables import BoxTable, TensorTable
+from remesh.core.tables import BoxTable, TensorTable
+from remesh.errors import NameCollisionError, StateError
+from remesh.exchange import Alone, Exchange
+from remesh.pipeline.arena import Pin
 
 
 def exchange_of(group: Any) -> Exchange:
@@ -57,7 +57,7 @@ def exchange_of(group: Any) -> Exchange:
 
 
 def describe_local(state: Any, stored: Stored | None = None) -> Description:
-    """Describe this rank's state (see `remesh.state.describe`), unless it is a description."""
+    """Describe this rank's state (see `remesh.core.state.describe`), unless it is a description."""
     if isinstance(state, Description):
         return state
     if "torch" not in sys.modules:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from remesh.geometry import IntArray
-from remesh.integrity import raw_digest
-from remesh.packing import pack, unpack
+from remesh.core.geometry import IntArray
+from remesh.core.integrity import raw_digest
+from remesh.core.packing import pack, unpack
+from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.planner import LocalBoxes
-from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 
 
 class BoxesMessage(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> BoxesMessage:
 
     Args:
         boxes: Its boxes.
-        roles: The role of each (`remesh.state.Role`).
+        roles: The role of each (`remesh.core.state.Role`).
     """
     held = LocalBoxes.of(boxes, roles)
     columns = held.tensors.columns() | {"box.tensor": held.tensor, "box.kind": held.kind}

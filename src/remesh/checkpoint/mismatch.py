@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-from remesh import values
 from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
+from remesh.core import values
 from remesh.errors import MismatchError
 from remesh.recipes.hub import suggested_call
 

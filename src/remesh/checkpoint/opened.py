@@ -12,24 +12,24 @@ from typing import Any, Literal
 
 import numpy as np
 
-from remesh import values
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
 from remesh.checkpoint.stored import StoredState, limits_of_ranks, read_boxes
-from remesh.coverage import faulty_tensors
-from remesh.dtypes import BY_NAME
+from remesh.core import values
+from remesh.core.coverage import faulty_tensors
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Index, StoredTensor
+from remesh.core.integrity import Damage, find_damage, names_in_range
+from remesh.core.memory import CarrierArray
+from remesh.core.state import Path, assemble
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
 from remesh.formats.building import exists
 from remesh.formats.decoding import decoded
 from remesh.formats.table import place_of, read_contents
-from remesh.geometry import Box
-from remesh.index import Index, StoredTensor
-from remesh.integrity import Damage, find_damage, names_in_range
-from remesh.memory import CarrierArray
 from remesh.pipeline.workers import run_workers
 from remesh.planner import ReadLimits
-from remesh.state import Path, assemble
 from remesh.storage import Buffer, latency_of
 
 VERIFY_BYTES = 8 << 20

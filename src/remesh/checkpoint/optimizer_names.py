@@ -24,14 +24,14 @@ from typing import Any
 
 import msgspec
 
-from remesh import values
 from remesh.checkpoint.local import describe_local
 from remesh.checkpoint.renamed import renamed_sequences
 from remesh.checkpoint.stored import StoredState
+from remesh.core import values
+from remesh.core.index import Index
+from remesh.core.state import Description, Path, name_of
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange, run_on_all
-from remesh.index import Index
-from remesh.state import Description, Path, name_of
 
 _GROUPS = "param_groups"
 _NO_OPTIONS = frozenset({"params", "param_names"})

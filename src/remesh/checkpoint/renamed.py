@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from remesh.core.index import Index
+from remesh.core.state import Path, cut_name, name_of
 from remesh.errors import StateError
-from remesh.index import Index
-from remesh.state import Path, cut_name, name_of
 from remesh.transform import Resolved, find_states, short_name
 
 

@@ -17,10 +17,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from remesh.core.geometry import Box
+from remesh.core.memory import CarrierArray, Memory
+from remesh.core.state import TensorEntry
 from remesh.errors import StateError
-from remesh.geometry import Box
-from remesh.memory import CarrierArray, Memory
-from remesh.state import TensorEntry
 
 Policy = Literal["keep", "zeros", "mean"]
 """What becomes of new elements."""

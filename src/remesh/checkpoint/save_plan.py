@@ -52,15 +52,16 @@ from remesh.checkpoint.unchanged import (
     own_files,
     sources_of,
 )
-from remesh.collector import collector_rests
+from remesh.core.collector import collector_rests
+from remesh.core.geometry import IntArray
+from remesh.core.integrity import raw_digest
+from remesh.core.tables import BoxTable, Cuts
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, Writer
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
-from remesh.geometry import IntArray
-from remesh.integrity import raw_digest
 from remesh.pipeline import Compress
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
@@ -70,7 +71,6 @@ from remesh.storage import (
     ask_meanwhile,
     begins_unseen,
 )
-from remesh.tables import BoxTable, Cuts
 
 
 @dataclass(frozen=True, slots=True)

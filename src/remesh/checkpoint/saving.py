@@ -35,17 +35,15 @@ from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.sharing import check_seen
 from remesh.checkpoint.stored_memory import stored_copies
-from remesh.checkpoint.timing import timed
-from remesh.compression import check_library
+from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
-from remesh.events import Emit, OnEvent, emitter, ignore
+from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
 from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.pipeline import Collection, Compress, fill_stream, write_collected
 from remesh.pipeline.write import ChunkWriter
-from remesh.progress import showing
 from remesh.storage import (
     Storage,
     ask_meanwhile,

@@ -38,7 +38,12 @@ from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import decode_parts, write
 from remesh.checkpoint.stored import StoredState
-from remesh.dtypes import CarrierDType
+from remesh.core.dtypes import CarrierDType
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index, StoredFile
+from remesh.core.memory import CarrierArray
+from remesh.core.strided import Layout
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -49,9 +54,6 @@ from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.formats.framing import Part, SmallFile
-from remesh.geometry import Box, IntArray
-from remesh.index import Index, StoredFile
-from remesh.memory import CarrierArray
 from remesh.pipeline import Destination, plan_between_memories, read_together
 from remesh.planner import (
     ReadAssignment,
@@ -61,8 +63,6 @@ from remesh.planner import (
     plan_load,
 )
 from remesh.storage import Storage, Writer
-from remesh.strided import Layout
-from remesh.tables import BoxTable, TensorTable
 
 ROOT_NAME = "root"
 """A file beside the checkpoints of a place that says where else the job saves to, for agents."""

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from remesh._repr import format_bytes
+from remesh.core.geometry import IntArray
 from remesh.errors import NoSpaceError
-from remesh.geometry import IntArray
 from remesh.storage import FileSystemSpace
 
 

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from remesh import values
-from remesh.dtypes import BY_NAME
+from remesh.core import values
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.memory import CarrierArray, HostMemory
+from remesh.core.state import Path, assemble, name_of
+from remesh.core.tables import BoxTable
 from remesh.formats import native
-from remesh.geometry import Box
-from remesh.index import Index
-from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline import Destination, limits_for, read_runs
 from remesh.planner import ReadLimits, plan_load
-from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage, latency_of
-from remesh.tables import BoxTable
 
 
 @dataclass(slots=True, eq=False)
 class StoredState:
-    """Index and values of a checkpoint; what `remesh.state.Stored` asks for."""
+    """Index and values of a checkpoint; what `remesh.core.state.Stored` asks for."""
 
     url: str  # where it is stored, for messages
     index: Index  # the tensors

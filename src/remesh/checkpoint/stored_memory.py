@@ -17,17 +17,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.core.dtypes import BY_NAME, CarrierDType
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
+from remesh.core.strided import Layout
+from remesh.core.tables import BoxTable
 from remesh.errors import UnsupportedValueError
 from remesh.formats import native
-from remesh.geometry import Box
-from remesh.index import Index
-from remesh.memory import CarrierArray, CopyQueue, HostMemory, Memory
 from remesh.pipeline import Destination, limits_for, read_runs
 from remesh.planner import plan_load
 from remesh.storage import Storage, latency_of
-from remesh.strided import Layout
-from remesh.tables import BoxTable
 from remesh.transform import Region, Resolved, arranged
 
 _Wanted = tuple[str, Box, CarrierArray]
@@ -125,7 +125,7 @@ class StoredCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredMemory:
-    """A whole tensor that is read box by box; `remesh.memory.QueuedMemory`."""
+    """A whole tensor that is read box by box; `remesh.core.memory.QueuedMemory`."""
 
     source: StoredSource  # what it is read from
     name: str  # its name, after the transformation if there is one

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from remesh.checkpoint.local import LocalTensors
-from remesh.dtypes import BY_NAME, DTYPES, CarrierDType, DType
+from remesh.core.dtypes import BY_NAME, DTYPES, CarrierDType, DType
+from remesh.core.geometry import Box, IntArray, flat_runs
+from remesh.core.memory import CarrierArray, HostMemory, Memory
+from remesh.core.strided import Layout
 from remesh.formats.framing import Frame, Part, column_bytes
-from remesh.geometry import Box, IntArray, flat_runs
-from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import (
     Collection,
     Compress,
@@ -26,7 +27,6 @@ from remesh.pipeline import (
     whole_files,
 )
 from remesh.storage import ALIGNMENT
-from remesh.strided import Layout
 
 _BYTE = BY_NAME["uint8"]
 

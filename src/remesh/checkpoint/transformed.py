@@ -29,16 +29,16 @@ from remesh.checkpoint.comparing import Draft, Wanted
 from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of
 from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
-from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.core.dtypes import BY_NAME, CarrierDType
+from remesh.core.geometry import Box
+from remesh.core.memory import CarrierArray, HostMemory, Memory
+from remesh.core.state import Description, Path, TensorEntry, cut_name, name_of
+from remesh.core.strided import Layout
+from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange, run_on_all
-from remesh.geometry import Box
-from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import Destination
 from remesh.planner import merge_tensors
-from remesh.state import Description, Path, TensorEntry, cut_name, name_of
-from remesh.strided import Layout
-from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.transform import (
     Region,
     Resolved,

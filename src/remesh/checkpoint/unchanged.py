@@ -39,11 +39,11 @@ import numpy.typing as npt
 from remesh.checkpoint.local import LocalTensors
 from remesh.checkpoint.stored_memory import stored_copies
 from remesh.checkpoint.stream_layout import lay_out
+from remesh.core.geometry import IntArray
+from remesh.core.integrity import BLOCK_SIZE, WrittenFile, raw_digest
 from remesh.errors import CheckpointNotFoundError, StorageError
 from remesh.formats.framing import Frame, Grid, Part, Writer, as_written
 from remesh.formats.native import data_path
-from remesh.geometry import IntArray
-from remesh.integrity import BLOCK_SIZE, WrittenFile, raw_digest
 from remesh.pipeline import has_digests
 from remesh.pipeline.write import FileCopy
 from remesh.storage import CopiedFiles, Storage, delete_files

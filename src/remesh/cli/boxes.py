@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import click
 
+from remesh.core.geometry import Box
 from remesh.errors import StateError
-from remesh.geometry import Box
 
 _BOUNDS = re.compile(r"\s*(?:(?P<index>[0-9]+)|(?P<start>[0-9]*)\s*:\s*(?P<stop>[0-9]*))\s*")
 

@@ -15,14 +15,14 @@ from remesh import catalog
 from remesh.catalog import Finding
 from remesh.checkpoint import Checkpoint
 from remesh.cli import places
+from remesh.core.integrity import Damage, hex_digest, repair_advice
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     RemeshError,
 )
+from remesh.events import progress
 from remesh.formats import native
-from remesh.integrity import Damage, hex_digest, repair_advice
-from remesh.progress import progress
 from remesh.storage import Storage, open_storage, shown_url
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from remesh.checkpoint import Checkpoint
 from remesh.cli import summary
-from remesh.dtypes import BY_NAME
-from remesh.geometry import Box
-from remesh.index import Index
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.values import unread
 from remesh.transform import Region, Resolved, Transform, arranged
-from remesh.values import unread
 
 _Array = summary.Array
 

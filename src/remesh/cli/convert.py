@@ -14,14 +14,14 @@ from remesh.checkpoint import Checkpoint, ConversionReport
 from remesh.checkpoint import convert as convert_checkpoint
 from remesh.cli import output, places
 from remesh.cli.transforms import json_object, transform_option
+from remesh.core.index import Index
+from remesh.elastic.script import finish
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats.huggingface_writer import CONFIG_NAME
 from remesh.formats.table import WRITERS
-from remesh.index import Index
 from remesh.pipeline import Compress
 from remesh.recipes import huggingface_to_megatron, megatron_to_huggingface
 from remesh.run_info import run_info
-from remesh.script import finish
 from remesh.storage import open_storage, shown_url
 from remesh.transform import Transform
 

@@ -12,8 +12,8 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
 from remesh.cli.comparing import Comparison, TensorDifference, Tolerance, compare
 from remesh.cli.transforms import transform_option
+from remesh.events import progress
 from remesh.formats import native
-from remesh.progress import progress
 from remesh.storage import shown_url
 from remesh.transform import Transform
 

@@ -13,8 +13,8 @@ import click
 from remesh import __version__
 from remesh._repr import format_bytes
 from remesh.cli import output
+from remesh.core.host_memory import available_memory
 from remesh.errors import RemeshError
-from remesh.host_memory import available_memory
 from remesh.run_info import run_info
 from remesh.storage import open_storage, shown_url
 from remesh.storage.trial import Trial, meet, try_out

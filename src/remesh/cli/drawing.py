@@ -10,10 +10,10 @@ import click
 
 from remesh.cli import output
 from remesh.cli.meshes import Mesh, boxes_of_rank
+from remesh.core.geometry import Box
+from remesh.core.index import Index
 from remesh.demo import picture
 from remesh.demo.picture import Column, PlacedTensor
-from remesh.geometry import Box
-from remesh.index import Index
 
 MAX_LEGEND = 16
 

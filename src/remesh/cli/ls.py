@@ -22,9 +22,9 @@ from remesh.cli.measures import (
 )
 from remesh.cli.pieces import piece_document, piece_lines
 from remesh.cli.summary import Statistics, elements_by_part
+from remesh.core.integrity import repair_advice
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
-from remesh.integrity import repair_advice
 from remesh.storage import open_storage, shown_url
 
 

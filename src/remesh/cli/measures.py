@@ -11,9 +11,9 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, summary
-from remesh.geometry import Box
-from remesh.index import Index
-from remesh.progress import progress
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.events import progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from fnmatch import fnmatchcase
 import numpy as np
 import numpy.typing as npt
 
+from remesh.core.geometry import IntArray
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import StateError
-from remesh.geometry import IntArray
-from remesh.tables import BoxTable, TensorTable
 
 KINDS = ("dp", "fsdp", "tp", "ep", "pp")
 _INPUT_CUT = re.compile(

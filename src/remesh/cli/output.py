@@ -20,8 +20,8 @@ import click
 import numpy as np
 from rich.console import Console
 
+from remesh.core.values import UnresolvedValue
 from remesh.errors import CorruptCheckpointError, CoverageError, MismatchError, RemeshError
-from remesh.values import UnresolvedValue
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 """The option that all commands have."""

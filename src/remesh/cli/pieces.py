@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from remesh._repr import format_bytes
 from remesh.cli import output
-from remesh.index import Piece
+from remesh.core.index import Piece
 
 
 def piece_document(piece: Piece) -> dict[str, object]:

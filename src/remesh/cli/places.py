@@ -12,9 +12,9 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.catalog import Finding
 from remesh.checkpoint import Checkpoint
+from remesh.core.index import Index
 from remesh.formats import native
 from remesh.formats.table import FORMATS, Source, formats_at, place_of
-from remesh.index import Index
 from remesh.storage import Storage, shown_url
 
 _FORMAT = f"{__name__}.format"

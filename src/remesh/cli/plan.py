@@ -15,12 +15,12 @@ from remesh.cli import output, places
 from remesh.cli.drawing import columns_of, drawing, largest, write_page
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.transforms import transform_option
+from remesh.core.index import Index
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.demo import picture
 from remesh.errors import CoverageError, StateError
-from remesh.index import Index
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.storage import shown_url
-from remesh.tables import BoxTable, TensorTable
 from remesh.transform import Resolved, Transform
 
 MAX_DRAWN = 12

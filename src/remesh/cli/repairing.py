@@ -10,7 +10,7 @@ from rich.console import Console
 
 from remesh._repr import format_bytes
 from remesh.cli import output
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 from remesh.maintenance.repair import RepairReport, plan_repair, write_repaired
 
 EXIT_LOST = 1

@@ -14,13 +14,13 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.cli.boxes import BoxText, parse_box
 from remesh.cli.pieces import piece_document, piece_lines
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Piece
+from remesh.core.state import TENSOR_RECORD
 from remesh.errors import StateError
+from remesh.events import progress
 from remesh.formats import native
-from remesh.geometry import Box
-from remesh.index import Piece
-from remesh.progress import progress
-from remesh.state import TENSOR_RECORD
 from remesh.storage import shown_url
 
 NUM_FIRST_ELEMENTS = 10

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh.checkpoint import Checkpoint
-from remesh.dtypes import BY_NAME
-from remesh.geometry import Box, boxes_of_flat_range
-from remesh.index import Index
-from remesh.memory import CarrierArray
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.index import Index
+from remesh.core.memory import CarrierArray
 
 Array = npt.NDArray[Any]
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 
 NUM_COLOURS = 8
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from remesh.catalog import step_name
 from remesh.checkpoint import Checkpoint
+from remesh.core.geometry import Box
 from remesh.demo import picture
 from remesh.demo.runs import (
     LOGS_NAME,
@@ -36,7 +37,6 @@ from remesh.demo.runs import (
     refusal_of,
     summarise,
 )
-from remesh.geometry import Box
 
 DRAWN = (
     "embedding.weight",

@@ -16,9 +16,23 @@ three import torch.
 
 `entries` is what a training script uses: a function that is entered again in the same process when
 the world changes. `reentry` is its pure part, `orders` and `collectives` are its connections to the
-agent and to torch.
+agent and to torch. `script` runs a training script and ends it; `heartbeat` is what the process and
+its agent tell each other through small files.
 """
 
-from remesh.elastic.entries import TrainingJob, run
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from remesh.elastic.entries import run as run
+    from remesh.elastic.training_job import TrainingJob as TrainingJob
+else:
+    from remesh._lazy import lazy_names
+
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {"remesh.elastic.entries": ("run",), "remesh.elastic.training_job": ("TrainingJob",)},
+    )
 
 __all__ = ["TrainingJob", "run"]

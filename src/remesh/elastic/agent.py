@@ -42,6 +42,7 @@ from remesh.elastic import child, guard, processes, reentry
 from remesh.elastic.directories import BEATS, agent_directory
 from remesh.elastic.failures import MAX_MESSAGE, FailureAction, ProcessFailure, restart_pause
 from remesh.elastic.handler import Handler
+from remesh.elastic.heartbeat import Heartbeat, Request, clear_request, read_heartbeat, request
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient, NodeRejectedError
 from remesh.elastic.orders import read_report, send_order
 from remesh.elastic.orders import remove as remove_orders
@@ -51,7 +52,6 @@ from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.stacks import Stacks
 from remesh.elastic.warm import Warm
 from remesh.errors import MasterError
-from remesh.heartbeat import Heartbeat, Request, clear_request, read_heartbeat, request
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@
 
 Before that it asks the kernel to kill the process when its agent dies, so that no orphan goes on
 training (`guard.py` does the same for what the process starts), and says in the environment where
-heartbeats, snapshots and the note that the work is done (see `remesh.script`) go. It is run by
-path, in an interpreter without `site`, and must import nothing but the standard library.
+heartbeats, snapshots and the note that the work is done (see `remesh.elastic.script`) go. It is run
+by path, in an interpreter without `site`, and must import nothing but the standard library.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The agent makes them, tells its processes where they are, and removes them when 
 memory stays taken. It holds a lock on each, which the kernel releases however the agent ends. So a
 directory that can be locked belongs to no living agent: the next agent on the machine removes it,
 and a training process that can lock it, or finds it gone from where it was made, has lost its agent
-(`remesh.heartbeat.AgentLock`).
+(`remesh.elastic.heartbeat.AgentLock`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from remesh.heartbeat import directory_mark
+from remesh.elastic.heartbeat import directory_mark
 
 log = logging.getLogger(__name__)
 

@@ -38,9 +38,9 @@ from remesh.elastic.collectives import break_collectives, leave_groups
 from remesh.elastic.failures import Patterns
 from remesh.elastic.orders import LOOK_SECONDS, Bell, read_order, remove, write_report
 from remesh.elastic.reentry import Act, Enter, Order, Report, next_act
+from remesh.elastic.training_job import TrainingJob
 from remesh.errors import WorldChangedError
 from remesh.run_info import RunInfo, run_info
-from remesh.training_job import TrainingJob
 
 __all__ = ["TrainingJob", "run"]
 

@@ -17,7 +17,7 @@ its own, and random numbers that were not drawn before. The kernel goes on showi
 of this server for it, so the process writes the name of its heartbeat file there (`guard`).
 
 The file is run by path with the interpreter of the training, which may not have remesh, so it
-imports nothing but the standard library and `remesh.script`, by path as well.
+imports nothing but the standard library and `remesh.elastic.script`, by path as well.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _open_device() -> str:
 
 
 def _load_script() -> ModuleType:
-    """`remesh.script`, which need not be installed for this interpreter."""
+    """`remesh.elastic.script`, which need not be installed for this interpreter."""
     path = Path(__file__).resolve().parents[1] / "script.py"
     spec = importlib.util.spec_from_file_location("_remesh_script", path)
     assert spec is not None

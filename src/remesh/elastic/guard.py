@@ -14,7 +14,8 @@ group and its parent: the environment names the heartbeat file of its rank, whic
 For one that was forked the kernel shows the environment of that from which it was forked, so
 `fork_server.py` writes the name of the file there. A process that is meant to outlive the training,
 as the one that writes a checkpoint, is started without the variable. A training process without it
-is not found here; its manager notices that the agent is gone (`remesh.heartbeat.AgentLock`).
+is not found here; its manager notices that the agent is gone
+(`remesh.elastic.heartbeat.AgentLock`).
 
 The file is run by path, in an interpreter without `site`, and must import nothing but the standard
 library.

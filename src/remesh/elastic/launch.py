@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from remesh import script
+from remesh.elastic import script
 from remesh.elastic.agent import EXIT_JOB_FAILED, REENTRY_SECONDS, Agent, handle_sigterm
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.directories import MEMORY, snapshot_directory, token_file
@@ -229,7 +229,7 @@ def _preload_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _use_runner(options: argparse.Namespace) -> None:
-    """Let `remesh.script` run the script or module that the options name."""
+    """Let `remesh.elastic.script` run the script or module that the options name."""
     kind = ["-m"] if options.module else []
     options.training_script_args = [
         *kind,

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from remesh.elastic.client import Client
+from remesh.elastic.heartbeat import read_heartbeat
 from remesh.elastic.job import Policy
 from remesh.elastic.protocol import (
     Assignment,
@@ -40,7 +41,6 @@ from remesh.elastic.protocol import (
 )
 from remesh.elastic.rendezvous import Outcome
 from remesh.errors import MasterError, StorageError
-from remesh.heartbeat import read_heartbeat
 
 log = logging.getLogger(__name__)
 

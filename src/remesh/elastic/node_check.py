@@ -43,7 +43,7 @@ MEET_SECONDS = 30.0
 PASSED, FAILED = "passed", ""
 """Values of the round store: results of the probe of a node."""
 
-COMMAND = (sys.executable, "-m", "remesh.script", "-m", "remesh.elastic.node_check")
+COMMAND = (sys.executable, "-m", "remesh.elastic.script", "-m", "remesh.elastic.node_check")
 
 
 class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from remesh.elastic.failures import MAX_MESSAGE
-from remesh.script import done_note
+from remesh.elastic.script import done_note
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The stacks of all threads of the processes of a node.
 
 py-spy reads them from outside, if it is installed and the kernel permits it. Otherwise a process
-writes them on a signal, if it has a handler (`remesh.heartbeat.answer_stack_requests`, which
-`remesh.Manager` calls).
+writes them on a signal, if it has a handler (`remesh.elastic.heartbeat.answer_stack_requests`,
+which `remesh.Manager` calls).
 
 All processes are looked at at once, in threads, within one limit. Meanwhile a process may end, and
 its id become that of another: each is known by an open directory of `/proc`, which stays its own.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from remesh.heartbeat import STACK_SIGNAL, catches, stacks_file
+from remesh.elastic.heartbeat import STACK_SIGNAL, catches, stacks_file
 
 PY_SPY_SECONDS = 3.0
 ANSWER_SECONDS = 2.0

@@ -28,8 +28,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from remesh import script
-from remesh.elastic import fork_server
+from remesh.elastic import fork_server, script
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +176,7 @@ class Warm:
         """Have a process forked.
 
         Args:
-            words: The script as `remesh.script` takes it.
+            words: The script as `remesh.elastic.script` takes it.
             environment: Its variables.
             descriptors: Its standard files.
 

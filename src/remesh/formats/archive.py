@@ -24,14 +24,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import IntArray, strides_of
+from remesh.core.values import UnresolvedValue, decode, encode
 from remesh.errors import CorruptCheckpointError, FormatVersionError, RemeshError
 from remesh.formats import pickle_reader, restricted_pickle
 from remesh.formats.pickle_records import Pickled
 from remesh.formats.pickle_values import ArchivedTensor
-from remesh.geometry import IntArray, strides_of
 from remesh.storage import Storage
-from remesh.values import UnresolvedValue, decode, encode
 
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 LOCAL_MAGIC = b"PK\x03\x04"

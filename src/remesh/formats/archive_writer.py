@@ -19,13 +19,13 @@ import sys
 import zlib
 from collections.abc import Sequence
 
-from remesh import values
-from remesh.dtypes import DType
+from remesh.core import values
+from remesh.core.dtypes import DType
+from remesh.core.geometry import strides_of
 from remesh.errors import UnsupportedValueError
 from remesh.formats.archive import LOCAL_HEADER, LOCAL_MAGIC
 from remesh.formats.pickle_values import LEGACY_STORAGES
 from remesh.formats.pickle_writer import Call, Global, PersistentId, dumps
-from remesh.geometry import strides_of
 
 ALIGNMENT = 64
 """Elements begin at a multiple of this in the file, as torch aligns them in an archive."""
@@ -127,7 +127,7 @@ def archive_of(value: object, name: str) -> bytes:
     """A whole archive of a plain value, as `torch.save` writes it.
 
     Args:
-        value: A value that `remesh.values` can store.
+        value: A value that `remesh.core.values` can store.
         name: What it is called, for the error message.
 
     Raises:

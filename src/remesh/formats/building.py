@@ -1,7 +1,7 @@
 """What readers of foreign formats build: an index and a values document, piece by piece.
 
 A reader finds tensors, pieces and values in whatever order its files have them, and tells an
-`IndexBuilder`. Nested values are taken apart as `remesh.state` takes a state apart, so that a
+`IndexBuilder`. Nested values are taken apart as `remesh.core.state` takes a state apart, so that a
 checkpoint of another system has the names that the same state would have in one of remesh.
 
 A value that cannot be had (its class is refused, or it has no encoding) is kept as an unresolved
@@ -19,9 +19,14 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from remesh import values
 from remesh._repr import shown
-from remesh.dtypes import BY_NAME
+from remesh.core import values
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, IntArray, pad_dims, row_products
+from remesh.core.index import Index, StoredFile, checked
+from remesh.core.state import Path, name_of
+from remesh.core.tables import BoxTable, TensorTable
+from remesh.core.values import UnresolvedValue
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -35,12 +40,7 @@ from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.nested import take_apart
 from remesh.formats.pickle_values import ArchivedTensor
-from remesh.geometry import Box, IntArray, pad_dims, row_products
-from remesh.index import Index, StoredFile, checked
-from remesh.state import Path, name_of
 from remesh.storage import Storage
-from remesh.tables import BoxTable, TensorTable
-from remesh.values import UnresolvedValue
 
 NUM_THREADS = 16
 """Requests at a time: the ranges are small, so what counts is how long a request takes."""

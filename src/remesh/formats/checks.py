@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from remesh._repr import shown
+from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS
+from remesh.core.state import MAX_PATH, Path
 from remesh.errors import CorruptCheckpointError, FormatVersionError
-from remesh.geometry import MAX_DIMS, MAX_ELEMENTS
-from remesh.state import MAX_PATH, Path
 
 T = TypeVar("T")
 

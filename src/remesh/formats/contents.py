@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from remesh.core.index import Index
 from remesh.formats.native import CommitRecord, ValuesDocument
-from remesh.index import Index
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,9 +2,10 @@
 
 `decoded` gives a storage in which all files of an index can be read as its positions say.
 
-In remesh's own format, files may be compressed block by block (`remesh.compression`); the index
-says where each block lies. A read decodes the blocks that its range meets. A block that cannot be
-decoded reads as bytes that do not have its digest, so that it is found like any other damage.
+In remesh's own format, files may be compressed block by block (`remesh.core.compression`); the
+index says where each block lies. A read decodes the blocks that its range meets. A block that
+cannot be decoded reads as bytes that do not have its digest, so that it is found like any other
+damage.
 
 A tensor of another system may be stored as a number in a pickle. An index says of each piece which
 bytes of which file it is, so a reader names a file that is not there, whose name spells its bytes.
@@ -18,16 +19,16 @@ from functools import partial
 
 import numpy as np
 
-from remesh.compression import (
+from remesh.core.compression import (
     TABLE_END_BYTES,
     BlockTable,
     decode_block,
     decode_table,
     size_of_stored_table,
 )
+from remesh.core.index import Index
+from remesh.core.integrity import Digests, block_digests
 from remesh.formats.checks import damaged
-from remesh.index import Index
-from remesh.integrity import Digests, block_digests
 from remesh.storage import Buffer, Storage, StorageView, buffer_bytes_for, read_range
 
 _CONSTANT = re.compile(r"#bytes-((?:[0-9a-f]{2}){1,16})")

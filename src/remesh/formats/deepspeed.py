@@ -51,6 +51,8 @@ from typing import Any
 import numpy as np
 
 from remesh._repr import shown
+from remesh.core.geometry import Box
+from remesh.core.state import Path, name_of
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import check_name, damaged, integers
@@ -71,8 +73,6 @@ from remesh.formats.deepspeed_files import (
 from remesh.formats.flat_parts import add_flat_parts
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.formats.torch_file import open_archive
-from remesh.geometry import Box
-from remesh.state import Path, name_of
 from remesh.storage import Storage
 
 NAME = "deepspeed"

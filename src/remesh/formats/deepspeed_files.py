@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import shown
+from remesh.core.values import UnresolvedValue
 from remesh.errors import FormatVersionError
 from remesh.formats.archive import Archive
 from remesh.formats.checks import check_name, damaged, integers
 from remesh.formats.flat_parts import FlatPart
 from remesh.formats.pickle_values import ArchivedTensor
-from remesh.values import UnresolvedValue
 
 NOT_READ = (
     "parameters that are cut over other ranks than the rest, in a way that is not read; make a "

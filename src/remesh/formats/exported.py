@@ -15,11 +15,11 @@ import functools
 import re
 from collections.abc import Mapping
 
+from remesh.core.tables import Cuts
 from remesh.formats import huggingface_writer, torch_file_writer, whole_tensors
 from remesh.formats.framing import Existing, Grid, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.storage import Storage, list_directory
-from remesh.tables import Cuts
 
 SAFETENSORS, PTH = "exported safetensors", "exported pth"
 

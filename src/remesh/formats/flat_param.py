@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import shown
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.state import name_of
+from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
 from remesh.formats.building import IndexBuilder, Listing
@@ -34,9 +36,7 @@ from remesh.formats.checks import check_name, damaged, decode_json, integers
 from remesh.formats.contents import Contents
 from remesh.formats.flat_parts import FlatPart, add_flat_parts
 from remesh.formats.safetensors import StoredArray, read_arrays
-from remesh.state import name_of
 from remesh.storage import Storage
-from remesh.values import UnresolvedValue
 
 NAME = "flat_param"
 LOOKS_FOR = "files flat_param.RRRRR-WWWWW or optim_param.RRRRR-WWWWW (ATorch's FSDP checkpoints)"

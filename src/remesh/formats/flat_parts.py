@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import boxes_of_flat_range
+from remesh.core.state import Path, name_of
 from remesh.errors import CorruptCheckpointError
 from remesh.formats.building import IndexBuilder
-from remesh.geometry import boxes_of_flat_range
-from remesh.state import Path, name_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index
+from remesh.core.integrity import WrittenFile
+from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import CheckpointError
 from remesh.formats.building import exists
 from remesh.formats.native import ValuesDocument
-from remesh.geometry import Box, IntArray
-from remesh.index import Index
-from remesh.integrity import WrittenFile
 from remesh.storage import Storage
-from remesh.tables import BoxTable, Cuts
 
 Grid = bytes
 """What all ranks must know of the boxes of all ranks, as the writer encodes it."""

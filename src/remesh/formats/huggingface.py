@@ -28,12 +28,12 @@ from itertools import groupby
 
 import msgspec
 
+from remesh.core.state import Path, name_of
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import safetensors, torch_dcp, torch_file
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import damaged, decode_json
 from remesh.formats.contents import Contents
-from remesh.state import Path, name_of
 from remesh.storage import Storage
 
 NAME = "huggingface"

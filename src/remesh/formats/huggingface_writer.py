@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from remesh.core.tables import Cuts, TensorTable
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import whole_tensors
 from remesh.formats.building import exists
@@ -37,7 +38,6 @@ from remesh.formats.whole_tensors import (
     written_name,
 )
 from remesh.storage import Storage
-from remesh.tables import Cuts, TensorTable
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors that a file has at most, if nothing is said."""

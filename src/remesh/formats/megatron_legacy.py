@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import shown
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats.archive import Archive
 from remesh.formats.building import IndexBuilder, Listing
@@ -41,7 +42,6 @@ from remesh.formats.contents import Contents
 from remesh.formats.nested import Nested, take_apart
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.formats.torch_file import open_archive
-from remesh.geometry import Box
 from remesh.storage import Storage
 
 NAME = "megatron_legacy"

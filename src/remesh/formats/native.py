@@ -5,7 +5,7 @@
     step_00001000/
       remesh.json                      the commit record, written last
       data-5f3a9c1e07b2/               everything of one save, under its save id
-        index.safetensors              the index (`remesh.index`)
+        index.safetensors              the index (`remesh.core.index`)
         values.msgpack                 what is not a tensor (`ValuesDocument`)
         00000.safetensors ...          the tensors, a file for each rank that wrote some
 
@@ -32,8 +32,18 @@ from typing import TypeVar
 
 import msgspec
 
-from remesh import values
 from remesh._repr import shown
+from remesh.core import values
+from remesh.core.index import Index
+from remesh.core.integrity import (
+    NUM_READINGS,
+    Damage,
+    digest_of_digests,
+    hex_digest,
+    names_in_stored_range,
+    repair_advice,
+)
+from remesh.core.state import MAX_PATH, Path, cut_name
 from remesh.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -44,16 +54,6 @@ from remesh.errors import (
     NameCollisionError,
     StorageError,
 )
-from remesh.index import Index
-from remesh.integrity import (
-    NUM_READINGS,
-    Damage,
-    digest_of_digests,
-    hex_digest,
-    names_in_stored_range,
-    repair_advice,
-)
-from remesh.state import MAX_PATH, Path, cut_name
 from remesh.storage import Storage, ask_together
 
 FORMAT_NAME = "remesh"
@@ -178,7 +178,7 @@ class ValuesDocument(msgspec.Struct):
     """What `values.msgpack` holds, and what each rank knows of it before it is written."""
 
     values: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
-    """Plain values by name, encoded by `remesh.values`."""
+    """Plain values by name, encoded by `remesh.core.values`."""
     lists: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Lists of names of which ranks know parts."""
     objects: dict[str, ObjectElement] = msgspec.field(default_factory=dict)

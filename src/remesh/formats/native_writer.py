@@ -14,8 +14,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from remesh import __version__, safetensors_file
-from remesh.dtypes import DTYPES
+from remesh import __version__
+from remesh.core import safetensors_file
+from remesh.core.dtypes import DTYPES
+from remesh.core.geometry import IntArray
+from remesh.core.index import Index, StoredFile
+from remesh.core.integrity import BLOCK_SIZE, WrittenFile, hex_digest
+from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import CheckpointNotFoundError
 from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, SmallFile, Writer, no_grid
 from remesh.formats.native import (
@@ -31,11 +36,7 @@ from remesh.formats.native import (
     file_digests,
     read_record,
 )
-from remesh.geometry import IntArray
-from remesh.index import Index, StoredFile
-from remesh.integrity import BLOCK_SIZE, WrittenFile, hex_digest
 from remesh.storage import Storage
-from remesh.tables import BoxTable, Cuts
 
 
 def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:

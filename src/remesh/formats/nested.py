@@ -1,10 +1,10 @@
 """Taking what another system nested apart: leaves with the keys on the way to each of them.
 
-It is done as `remesh.state` takes a state apart, so that a foreign checkpoint has the names that
-the same state would have in one of remesh: dicts always, lists and tuples where they hold more than
-plain values. A key that is neither text nor a 64-bit integer cannot be part of a path. A dict with
-such keys is one plain value if it can be; if there are tensors in it, each odd key stands in the
-path as Python shows it.
+It is done as `remesh.core.state` takes a state apart, so that a foreign checkpoint has the names
+that the same state would have in one of remesh: dicts always, lists and tuples where they hold more
+than plain values. A key that is neither text nor a 64-bit integer cannot be part of a path. A dict
+with such keys is one plain value if it can be; if there are tensors in it, each odd key stands in
+the path as Python shows it.
 
 What is shared is looked at once. Names repeat the keys above them, so their length is bounded, too.
 """
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from remesh import values
+from remesh.core import values
+from remesh.core.state import Path, name_of
 from remesh.errors import CorruptCheckpointError, NameCollisionError
 from remesh.formats.pickle_values import ArchivedTensor
-from remesh.state import Path, name_of
 
 MAX_PATH = 100
 MIN_NAME_CHARS = 1 << 24
@@ -69,7 +69,7 @@ class Nested:
         return not self._is_plain(node)
 
     def _is_plain(self, node: Any) -> bool:
-        """Whether `remesh.values` can store the node with all that is in it."""
+        """Whether `remesh.core.values` can store the node with all that is in it."""
         found = self._plain.get(id(node))
         if found is None:
             if isinstance(node, Mapping):

@@ -30,8 +30,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remesh._repr import shown
-from remesh.coverage import faulty_tensors
-from remesh.dtypes import BY_NAME
+from remesh.core.coverage import faulty_tensors
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -45,7 +46,6 @@ from remesh.formats.contents import Contents
 from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_values import numbers, numpy_dtype
 from remesh.formats.safetensors import read_arrays
-from remesh.geometry import Box, boxes_of_flat_range
 from remesh.storage import Storage
 
 NAME = "paddle"

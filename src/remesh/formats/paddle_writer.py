@@ -19,17 +19,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from remesh.dtypes import DType
+from remesh.core.dtypes import DType
+from remesh.core.geometry import Box, IntArray
+from remesh.core.safetensors_file import encode_header
+from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import UnsupportedValueError
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.huggingface_writer import check_is_weights
 from remesh.formats.native import ValuesDocument
 from remesh.formats.paddle import METADATA_NAME, checkpoint_numbers, metadata_name
 from remesh.formats.pickle_writer import Global, New, dumps
-from remesh.geometry import Box, IntArray
-from remesh.safetensors_file import encode_header
 from remesh.storage import Storage, list_directory
-from remesh.tables import BoxTable, Cuts
 
 NAME = "paddle_safetensors"
 NUMBER = 0

@@ -4,7 +4,7 @@ A maker takes a record whose parts are values already and gives a value, of one 
 `is_value` knows. It reads what it is given as data: numbers are checked, texts are looked up in
 sets or tables that stand here, and an error is raised for all that cannot be. Nothing here calls,
 or returns, what a text of the file names. Values of torch become torch's own only in a program
-that has imported torch, as everywhere in remesh, by the tables of `remesh.values`.
+that has imported torch, as everywhere in remesh, by the tables of `remesh.core.values`.
 
 The form of the pickles of numpy, torch and Python's own types was read off their own pickles.
 """
@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.values import UnresolvedValue, decode, encode
 from remesh.errors import CorruptCheckpointError, PickleRefusedError
 from remesh.formats.pickle_records import Name, Record
-from remesh.values import UnresolvedValue, decode, encode
 
 MAX_DIMS = 64
 _MAX_EXTENT = 2**62

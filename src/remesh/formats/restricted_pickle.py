@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from remesh.core.values import UnresolvedValue, enum_member
 from remesh.errors import CheckpointError, CorruptCheckpointError, PickleRefusedError
 from remesh.formats.pickle_literals import describe as describe_error
 from remesh.formats.pickle_reader import parse
@@ -41,7 +42,6 @@ from remesh.formats.pickle_values import (
     constant,
     is_value,
 )
-from remesh.values import UnresolvedValue, enum_member
 
 MAX_DEPTH = 100
 """How deep a value may be nested, calls and their arguments counted as levels."""

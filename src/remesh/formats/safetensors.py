@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from remesh import safetensors_file
 from remesh._repr import shown
-from remesh.dtypes import BY_NAME, DTYPES
+from remesh.core import safetensors_file
+from remesh.core.dtypes import BY_NAME, DTYPES
+from remesh.core.geometry import Box
+from remesh.core.safetensors_file import HeaderEntry
+from remesh.core.state import Path, name_of
 from remesh.errors import CheckpointNotFoundError, FormatVersionError, StateError
 from remesh.formats.building import IndexBuilder, Listing, WholeTensor, file_size, read_ranges
 from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
 from remesh.formats.contents import Contents
-from remesh.geometry import Box
-from remesh.safetensors_file import HeaderEntry
-from remesh.state import Path, name_of
 from remesh.storage import Storage
 
 NAME = "safetensors"

@@ -19,6 +19,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from remesh._repr import short_repr
+from remesh.core.index import Index
 from remesh.errors import CheckpointNotFoundError, RemeshError, StateError
 from remesh.formats import (
     deepspeed,
@@ -41,7 +42,6 @@ from remesh.formats.building import Listing, exists
 from remesh.formats.contents import Contents
 from remesh.formats.exported import EXPORTS
 from remesh.formats.framing import Writer
-from remesh.index import Index
 from remesh.storage import Storage, ask_together, is_remote, list_with_sizes, open_storage
 
 

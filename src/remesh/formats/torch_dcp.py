@@ -31,8 +31,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from remesh import safetensors_file
-from remesh.dtypes import BY_NAME
+from remesh.core import safetensors_file
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.state import Path
 from remesh.errors import (
     CorruptCheckpointError,
 )
@@ -69,8 +71,6 @@ from remesh.formats.torch_dcp_rows import (
     places_of,
     size_of,
 )
-from remesh.geometry import Box, boxes_of_flat_range
-from remesh.state import Path
 from remesh.storage import Storage
 
 NAME = "torch_dcp"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from remesh._repr import shown
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
 from remesh.errors import FormatVersionError
 from remesh.formats.archive import is_row_major
 from remesh.formats.checks import check_name, damaged, integers

@@ -17,8 +17,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh import values
-from remesh.dtypes import DType
+from remesh.core import values
+from remesh.core.dtypes import DType
+from remesh.core.geometry import IntArray, row_products
+from remesh.core.index import Index
+from remesh.core.state import Path, assemble, name_of
+from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import StateError
 from remesh.formats.archive_writer import archive_of, frame, tensor_pickle
 from remesh.formats.framing import (
@@ -40,11 +44,7 @@ from remesh.formats.torch_dcp import (
     is_flattened,
     read,
 )
-from remesh.geometry import IntArray, row_products
-from remesh.index import Index
-from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage, list_with_sizes
-from remesh.tables import BoxTable, Cuts
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from remesh import values
+from remesh.core import values
+from remesh.core.state import Path, assemble
+from remesh.core.tables import Cuts
 from remesh.errors import UnsupportedValueError
 from remesh.formats import whole_tensors
 from remesh.formats.archive_writer import tensor_value
@@ -22,9 +24,7 @@ from remesh.formats.pickle_writer import dumps
 from remesh.formats.torch_archive import TorchArchive
 from remesh.formats.torch_file import NAME
 from remesh.formats.weight_files import FileTensor
-from remesh.state import Path, assemble
 from remesh.storage import Storage
-from remesh.tables import Cuts
 
 FILE_NAME = "state.pt"
 

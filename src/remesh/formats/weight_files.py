@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.safetensors_file import encode_header
 from remesh.errors import UnsupportedValueError
-from remesh.safetensors_file import encode_header
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from remesh.core.geometry import IntArray
+from remesh.core.tables import BoxTable
 from remesh.formats.framing import Frame, Grid, Rename, Saved
-from remesh.geometry import IntArray
-from remesh.tables import BoxTable
 
 _NUMBER_AND_SUFFIX = re.compile(r"(-\d{5,}-of-\d{5,})?\.[^.]+$")
 

@@ -26,8 +26,10 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from remesh import values
-from remesh.dtypes import DTYPES, DType
+from remesh.core import values
+from remesh.core.dtypes import DTYPES, DType
+from remesh.core.geometry import Box, IntArray, strides_of
+from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -43,9 +45,7 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
 from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
 from remesh.formats.torch_file import open_archive
-from remesh.geometry import Box, IntArray, strides_of
 from remesh.storage import Storage
-from remesh.tables import BoxTable, Cuts
 
 NAME = "zarr"
 ARRAY_NAME = ".zarray"

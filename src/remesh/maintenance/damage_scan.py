@@ -32,9 +32,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remesh.compression import BlockTable
-from remesh.coverage import faulty_tensors
-from remesh.dtypes import BY_NAME
+from remesh.core.compression import BlockTable
+from remesh.core.coverage import faulty_tensors
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, uncovered
+from remesh.core.index import Index
+from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, digest_of_digests
+from remesh.core.safetensors_file import Header, HeaderEntry, decode_header, header_length
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -42,14 +47,9 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.formats.decoding import DecompressedFiles, decoded
-from remesh.geometry import Box, uncovered
-from remesh.index import Index
-from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, digest_of_digests
 from remesh.maintenance.small_files import SmallFiles
 from remesh.pipeline.workers import run_workers
-from remesh.safetensors_file import Header, HeaderEntry, decode_header, header_length
 from remesh.storage import Buffer, Storage
-from remesh.tables import BoxTable, TensorTable
 
 READ_BYTES = 8 * BLOCK_SIZE
 """Bytes read at a time."""

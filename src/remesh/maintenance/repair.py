@@ -19,12 +19,15 @@ import msgspec
 import numpy as np
 
 from remesh._repr import short_repr
-from remesh.dtypes import CarrierDType, DType
+from remesh.core.dtypes import CarrierDType, DType
+from remesh.core.geometry import Box, IntArray, flat_span
+from remesh.core.integrity import WrittenFile, digest_of_digests
+from remesh.core.memory import CarrierArray
+from remesh.core.state import Path as StatePath
+from remesh.core.tables import Cuts
 from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
 from remesh.formats import native, native_writer
 from remesh.formats.framing import Part, Saved, SmallFile, part_of
-from remesh.geometry import Box, IntArray, flat_span
-from remesh.integrity import WrittenFile, digest_of_digests
 from remesh.maintenance.damage_scan import (
     DataFileState,
     LostTensor,
@@ -36,13 +39,10 @@ from remesh.maintenance.damage_scan import (
 )
 from remesh.maintenance.orphans import remove_files
 from remesh.maintenance.small_files import SmallFiles, SmallFileState, read_small_files
-from remesh.memory import CarrierArray
 from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
-from remesh.state import Path as StatePath
 from remesh.storage import Buffer, CopiedFiles, Storage, is_local, open_storage
-from remesh.tables import Cuts
 
 __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", "write_repaired"]
 

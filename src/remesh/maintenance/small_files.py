@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from remesh import values
+from remesh.core import values
+from remesh.core.index import Index
+from remesh.core.integrity import hex_digest
 from remesh.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -19,8 +21,6 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.index import Index
-from remesh.integrity import hex_digest
 from remesh.storage import Storage
 
 SmallFileState = Literal["intact", "decodes", "damaged", "missing"]

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from remesh.dtypes import CarrierDType
+from remesh.core.dtypes import CarrierDType
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.integrity import WrittenFile
+from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
+from remesh.core.strided import Layout
+from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_on_all
-from remesh.geometry import Box
-from remesh.index import Index
-from remesh.integrity import WrittenFile
-from remesh.memory import CarrierArray, CopyQueue, HostMemory, Memory
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.from_memory import plan_between_memories
 from remesh.pipeline.read import Destination
@@ -33,8 +35,6 @@ from remesh.pipeline.stage import Filled, StagedWriter, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
 from remesh.planner import ReadLimits, plan_load
 from remesh.storage import Buffer, Storage
-from remesh.strided import Layout
-from remesh.tables import BoxTable
 
 ROUND_BYTES = 32 << 20
 """Bytes of its files that a rank lays out in a round: enough that a round is worth its messages."""

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.memory import Device, DeviceBuffer, copy_directly
 from remesh.exchange import DeviceExchange, Exchange, run_on_all
-from remesh.geometry import Box
-from remesh.index import Index
-from remesh.memory import Device, DeviceBuffer, copy_directly
 from remesh.pipeline.read import Destination, Place
 from remesh.pipeline.transfer import Carried, Tasks
 from remesh.planner import Messages, TransferPlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests
-from remesh.memory import CopyQueue
+from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests
+from remesh.core.memory import CopyQueue
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
 from remesh.storage import Buffer, Storage

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from remesh.core.geometry import IntArray
+from remesh.core.index import Index
 from remesh.exchange import Exchange, run_joined
-from remesh.geometry import IntArray
-from remesh.index import Index
 from remesh.pipeline.read import Destination, Place, Writing, read_run
 from remesh.pipeline.transfer import Tasks, execute, request_regions
 from remesh.planner import (

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index
+from remesh.core.memory import Device, HostMemory, Memory, contiguous_bytes, copy_box, copy_directly
+from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_joined
-from remesh.geometry import Box, IntArray
-from remesh.index import Index
-from remesh.memory import Device, HostMemory, Memory, contiguous_bytes, copy_box, copy_directly
 from remesh.pipeline.device_transfer import (
     DEVICE_MESSAGE_BYTES,
     DeviceBuffers,
@@ -40,7 +41,6 @@ from remesh.planner import (
     turns_of_distances,
 )
 from remesh.storage import Buffer
-from remesh.tables import BoxTable
 
 MESSAGE_BYTES = 8 << 20
 """A message from memory to memory ends with the region that makes it as long or longer. No region

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remesh.dtypes import DTYPES
+from remesh.core.dtypes import DTYPES
+from remesh.core.geometry import Box, IntArray, row_strides
+from remesh.core.index import Index
+from remesh.core.integrity import find_damage, repair_advice
+from remesh.core.memory import CarrierArray, Memory
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.geometry import Box, IntArray, row_strides
-from remesh.index import Index
-from remesh.integrity import find_damage, repair_advice
-from remesh.memory import CarrierArray, Memory
 from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan, ReadLimits, Regions
 from remesh.storage import Buffer, Storage, buffer_bytes_for, flow_for, read_range

@@ -8,10 +8,10 @@ bandwidth and time from what the trainer waits for. Otherwise both run at once: 
 back from the writer are ready sooner than memory that was never touched, and if the arena is
 smaller than the file, the stager waits for them.
 
-Copies out of a device are queued, if the device has a queue for it (`remesh.memory.CopyQueue`):
-each thread hands a chunk over when the copies into it are done, and queues those of the next one
-before it waits. When `Stager.stage` returns, all of them are done, so nothing that the trainer does
-afterwards, on the host or on the device, can reach what is stored.
+Copies out of a device are queued, if the device has a queue for it
+(`remesh.core.memory.CopyQueue`): each thread hands a chunk over when the copies into it are done,
+and queues those of the next one before it waits. When `Stager.stage` returns, all of them are done,
+so nothing that the trainer does afterwards, on the host or on the device, can reach what is stored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from remesh.integrity import WrittenFile
-from remesh.memory import CopyQueue
+from remesh.core.integrity import WrittenFile
+from remesh.core.memory import CopyQueue
 from remesh.pipeline.arena import Arena, Chunk
 from remesh.pipeline.workers import run_threads
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout

@@ -43,11 +43,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from remesh.dtypes import DTYPES, CarrierDType
+from remesh.core.dtypes import DTYPES, CarrierDType
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index
+from remesh.core.memory import HostMemory
 from remesh.exchange import Exchange, run_on_all
-from remesh.geometry import Box, IntArray
-from remesh.index import Index
-from remesh.memory import HostMemory
 from remesh.pipeline.monitoring import Meetings, MonitoredRead
 from remesh.pipeline.read import Destination, Place, Writing
 from remesh.pipeline.shared_buffers import Offer, SharedBuffers, map_buffers

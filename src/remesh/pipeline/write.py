@@ -23,11 +23,11 @@ from typing import Literal
 
 import numpy as np
 
-from remesh.compression import encode_block, encode_table, table_size
-from remesh.dtypes import DType
-from remesh.geometry import IntArray, boxes_of_flat_range
-from remesh.integrity import BLOCK_SIZE, WrittenFile, block_digests
-from remesh.memory import Memory, QueuedMemory, contiguous_bytes
+from remesh.core.compression import encode_block, encode_table, table_size
+from remesh.core.dtypes import DType
+from remesh.core.geometry import IntArray, boxes_of_flat_range
+from remesh.core.integrity import BLOCK_SIZE, WrittenFile, block_digests
+from remesh.core.memory import Memory, QueuedMemory, contiguous_bytes
 from remesh.storage import Buffer, EndingWriter, LendingWriter, SharedFiles, Storage, Writer
 
 Compress = Literal["zstd"]

@@ -1,6 +1,6 @@
 """Plans: who writes which box, which bytes a load reads, and what moves between ranks.
 
-Pure functions over tables. Everything is columns of integers (see `remesh.index`): a job of a
+Pure functions over tables. Everything is columns of integers (see `remesh.core.index`): a job of a
 thousand ranks with a thousand tensors each is a million rows, which numpy handles in a second and
 objects would not.
 """

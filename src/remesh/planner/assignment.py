@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from remesh.geometry import IntArray
-from remesh.index import Index
+from remesh.core.geometry import IntArray
+from remesh.core.index import Index
 from remesh.planner.loading import LoadPlan, ReadLimits
 
 MAX_SHARERS = 16

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remesh.geometry import BoolArray, IntArray
-from remesh.pieces import Lists, chunks, distinct, joined
-from remesh.tables import BoxTable, Cuts, TensorTable
+from remesh.core.geometry import BoolArray, IntArray
+from remesh.core.pieces import Lists, chunks, distinct, joined
+from remesh.core.tables import BoxTable, Cuts, TensorTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class LocalBoxes:
     kind: IntArray  # row of each box in what follows
     offsets: IntArray  # (kinds, d) offsets
     extents: IntArray  # (kinds, d) shapes
-    roles: IntArray  # the role of boxes of each kind (`remesh.state.Role`)
+    roles: IntArray  # the role of boxes of each kind (`remesh.core.state.Role`)
 
     @classmethod
     def of(cls, boxes: BoxTable, roles: IntArray) -> LocalBoxes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from remesh.geometry import (
+from remesh.core.geometry import (
     MAX_ELEMENTS,
     BoolArray,
     Box,
@@ -24,10 +24,10 @@ from remesh.geometry import (
     row_strides,
     strides_of,
 )
-from remesh.index import Index
-from remesh.pieces import Lists, PieceRows, distinct, ranges
+from remesh.core.index import Index
+from remesh.core.pieces import Lists, PieceRows, distinct, ranges
+from remesh.core.tables import BoxTable
 from remesh.planner.regions import Parts, Regions, intersections
-from remesh.tables import BoxTable
 
 MIN_ALIKE = 2
 """Boxes of a kind, and files of a kind, on average, for which one file of each kind is planned."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from remesh.core.geometry import Box, IntArray, intersect_rows, row_products
+from remesh.core.index import Index
+from remesh.core.pieces import PieceRows, distinct, ranges
+from remesh.core.tables import BoxTable
 from remesh.errors import CoverageError
-from remesh.geometry import Box, IntArray, intersect_rows, row_products
-from remesh.index import Index
-from remesh.pieces import PieceRows, distinct, ranges
-from remesh.tables import BoxTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,14 +16,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from remesh.coverage import MAX_SHOWN, check_coverage
+from remesh.core.coverage import MAX_SHOWN, check_coverage
+from remesh.core.geometry import IntArray
+from remesh.core.index import Index, StoredFile
+from remesh.core.pieces import Lists, distinct, ranges
+from remesh.core.state import Role
+from remesh.core.tables import BoxTable, Cuts, TensorTable
 from remesh.errors import CoverageError, StateError
-from remesh.geometry import IntArray
-from remesh.index import Index, StoredFile
-from remesh.pieces import Lists, distinct, ranges
 from remesh.planner.holding import Distinct, Held, LocalBoxes, find_alike, widen
-from remesh.state import Role
-from remesh.tables import BoxTable, Cuts, TensorTable
 
 
 def _no_rows() -> IntArray:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remesh.geometry import BoolArray, IntArray
-from remesh.index import Index
+from remesh.core.geometry import BoolArray, IntArray
+from remesh.core.index import Index
+from remesh.core.tables import decode_columns, encode_columns
 from remesh.planner.regions import Regions
-from remesh.tables import decode_columns, encode_columns
 
 HEAD_BYTES = 16
 """Bytes before the regions of a message; the first says whether they are good."""

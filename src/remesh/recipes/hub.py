@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from remesh.core.index import Index
+from remesh.core.state import Path, name_of
 from remesh.errors import TransformError
-from remesh.index import Index
-from remesh.state import Path, name_of
 from remesh.transform import Transform
 
 Shape = tuple[int, ...]

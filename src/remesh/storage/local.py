@@ -29,13 +29,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from remesh.core.host_memory import available_memory
 from remesh.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     RemeshError,
     StorageError,
 )
-from remesh.host_memory import available_memory
 from remesh.storage.local_io import (
     LocalWriter,
     SharedWriter,

@@ -29,7 +29,12 @@ from remesh.checkpoint.local import describe_local, exchange_of, memory_of, spli
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions
 from remesh.checkpoint.saving import save_agreed
 from remesh.checkpoint.stored_memory import StoredMemory, StoredSource, converted
-from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.core.dtypes import BY_NAME, CarrierDType
+from remesh.core.geometry import Box
+from remesh.core.memory import CarrierArray, Memory
+from remesh.core.sharded import ArrayLike, Part
+from remesh.core.state import TENSOR_RECORD, Description, Role, TensorEntry
+from remesh.core.strided import Layout
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.events import ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
@@ -38,12 +43,7 @@ from remesh.formats.decoding import decoded
 from remesh.formats.huggingface_writer import index_name, indexed_files
 from remesh.formats.table import Source, place_of
 from remesh.formats.weight_files import FileTensor, file_names, split_into_files
-from remesh.geometry import Box
-from remesh.memory import CarrierArray, Memory
-from remesh.sharded import ArrayLike, Part
-from remesh.state import TENSOR_RECORD, Description, Role, TensorEntry
 from remesh.storage import SharedFiles, Storage, open_storage
-from remesh.strided import Layout
 
 WeightFormat = Literal["safetensors", "pth"]
 

@@ -27,9 +27,9 @@ import numpy.typing as npt
 import torch
 from torch.optim.optimizer import Optimizer
 
-from remesh.geometry import IntArray
-from remesh.integrity import hex_digest
-from remesh.sharded import ShardedTensor
+from remesh.core.geometry import IntArray
+from remesh.core.integrity import hex_digest
+from remesh.core.sharded import ShardedTensor
 
 SMALL = 1 << 20
 """Bytes up to which buffers of modules are no part of a fingerprint. A forward pass changes them,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from remesh.core.integrity import hex_digest
+from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange, run_on_all
-from remesh.integrity import hex_digest
-from remesh.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from remesh.training.fingerprints import Fingerprint

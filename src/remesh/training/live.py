@@ -36,15 +36,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from remesh.catalog import CheckpointInfo, ManagerNote, step_name
 from remesh.checkpoint import Buffers
+from remesh.core.sharded import ShardedTensor
+from remesh.elastic.training_job import TrainingJob
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.resharding import Resharder
-from remesh.sharded import ShardedTensor
 from remesh.training import resuming, rng
 from remesh.training.fingerprints import SMALL, Fingerprint, Fingerprints, plain
 from remesh.training.resuming import Source
 from remesh.training.room import bytes_by_device, make_room, tensors_of
-from remesh.training_job import TrainingJob
 
 _LOGGER = logging.getLogger("remesh")
 

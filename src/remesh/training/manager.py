@@ -42,13 +42,14 @@ from remesh.background import SaveHandle, Saver
 from remesh.catalog import CheckpointInfo, ManagerNote
 from remesh.checkpoint import Buffers
 from remesh.checkpoint.local import exchange_of
+from remesh.core.state import Joined
+from remesh.elastic.heartbeat import HOLDS
+from remesh.elastic.training_job import TrainingJob
 from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all
-from remesh.heartbeat import HOLDS
 from remesh.pipeline import Compress
 from remesh.run_info import run_info
-from remesh.state import Joined
 from remesh.storage import is_local, open_storage
 from remesh.training import last_step, policies, resuming, retention, rng
 from remesh.training.arguments import check_options, check_state, check_step
@@ -60,7 +61,6 @@ from remesh.training.resuming import Resumed, Source
 from remesh.training.retention import KeepPolicy, RetentionDecision
 from remesh.training.rng import Randomness
 from remesh.training.watch import Watch
-from remesh.training_job import TrainingJob
 from remesh.transform import Program, Transform, as_transform
 
 if TYPE_CHECKING:

@@ -30,14 +30,14 @@ from remesh.checkpoint.scattered import (
     nodes_of,
     save_scattered,
 )
+from remesh.core.integrity import hex_digest
+from remesh.elastic.training_job import TrainingJob
 from remesh.errors import StorageError
 from remesh.events import OnEvent, emitter
 from remesh.exchange import Exchange, run_on_all
-from remesh.integrity import hex_digest
 from remesh.storage import LocalStorage
 from remesh.training.resuming import Source
 from remesh.training.watch import Watch
-from remesh.training_job import TrainingJob
 
 if TYPE_CHECKING:
     from remesh.training.live import LiveMemory

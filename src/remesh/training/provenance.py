@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from remesh import values
 from remesh.catalog import Provenance
-from remesh.integrity import hex_digest
+from remesh.core import values
+from remesh.core.integrity import hex_digest
 from remesh.run_info import run_info
 
 

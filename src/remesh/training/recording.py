@@ -15,8 +15,8 @@ import msgspec
 
 from remesh import catalog
 from remesh.catalog import ManagerNote, Provenance, TrackerRun
+from remesh.core.state import Joined
 from remesh.exchange import Exchange, run_on_one
-from remesh.state import Joined
 from remesh.training import resuming, rng
 from remesh.training.memory import Memory
 from remesh.training.provenance import digest_of, new_run, provenance

@@ -21,6 +21,8 @@ from remesh import catalog
 from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
+from remesh.core.sharded import ShardedTensor
+from remesh.core.state import Joined
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -29,8 +31,6 @@ from remesh.errors import (
 )
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.maintenance import orphans
-from remesh.sharded import ShardedTensor
-from remesh.state import Joined
 from remesh.storage import Storage, is_local
 from remesh.training import rng
 

@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh._repr import short_repr
+from remesh.core.integrity import raw_digest
+from remesh.core.sharded import ShardedTensor
 from remesh.errors import StateError
 from remesh.exchange import Exchange, run_on_all
-from remesh.integrity import raw_digest
-from remesh.sharded import ShardedTensor
 
 ROW_BYTES = 8192
 """Bytes of a row: room for the longest state, a Mersenne Twister written as JSON."""

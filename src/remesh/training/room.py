@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from remesh.host_memory import available_memory
-from remesh.sharded import ShardedTensor
-from remesh.state import Joined
+from remesh.core.host_memory import available_memory
+from remesh.core.sharded import ShardedTensor
+from remesh.core.state import Joined
 
 HOST = torch.device("cpu")
 

@@ -17,8 +17,7 @@ from os.path import expanduser
 from types import FrameType
 from typing import Any, Literal
 
-from remesh.errors import AgentLostError, StorageError
-from remesh.heartbeat import (
+from remesh.elastic.heartbeat import (
     HOLDS,
     AgentLock,
     Heartbeat,
@@ -29,6 +28,7 @@ from remesh.heartbeat import (
     request_file,
     write_heartbeat,
 )
+from remesh.errors import AgentLostError, StorageError
 from remesh.training.policies import OnRequest, OnSignals, SavePolicy
 
 BEAT_SECONDS = 0.25

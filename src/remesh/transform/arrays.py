@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.sharded import dtype_name
 from remesh.errors import TransformError
-from remesh.sharded import dtype_name
 from remesh.transform.rearrange import Permute
 from remesh.transform.resolved import Region, Resolved
 from remesh.transform.tensor_info import TensorInfo

@@ -23,7 +23,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from remesh.geometry import Box
+from remesh.core.geometry import Box
 from remesh.transform.rearrange import (
     Permute,
     Rearrangement,

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from remesh.state import TENSOR_RECORD
+from remesh.core.state import TENSOR_RECORD
 
 MASTER = "master"
 SLOTS: dict[str, str] = {

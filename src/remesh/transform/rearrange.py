@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from remesh.geometry import Box, boxes_of_flat_range, flat_span, ravel_offset, strides_of
+from remesh.core.geometry import Box, boxes_of_flat_range, flat_span, ravel_offset, strides_of
 
 Shape = tuple[int, ...]
 

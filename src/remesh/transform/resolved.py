@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from remesh._repr import short_repr
+from remesh.core.geometry import Box
 from remesh.errors import MismatchError
-from remesh.geometry import Box
 from remesh.transform.expressions import Leaf, Node, Origin
 from remesh.transform.rearrange import Rearrangement, shape_after, trace
 from remesh.transform.tensor_info import Infos

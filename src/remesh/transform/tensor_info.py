@@ -9,10 +9,10 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from remesh.geometry import IntArray
-from remesh.index import Index
-from remesh.pieces import distinct
-from remesh.tables import TensorTable
+from remesh.core.geometry import IntArray
+from remesh.core.index import Index
+from remesh.core.pieces import distinct
+from remesh.core.tables import TensorTable
 
 
 class Described(Protocol):

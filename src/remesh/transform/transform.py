@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import short_repr
-from remesh.collector import collector_rests
+from remesh.core.collector import collector_rests
 from remesh.errors import TransformError
 from remesh.transform import arrays, inverse
 from remesh.transform.parser import Program, parse, rename_statements

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_tor
 
 from remesh.compat.megatron import CheckpointingConfig, ShardedTensor, load, save
 from remesh.compat.megatron.core import save_config
-from remesh.testing import run_processes
 from tests.compat.megatron.interop_jobs import (
     WORLD_SIZES,
     load_here,
@@ -22,6 +21,7 @@ from tests.compat.megatron.interop_jobs import (
     save_here,
 )
 from tests.compat.megatron.layouts import flat_shards, row_shards
+from tests.support import run_processes
 
 
 @pytest.mark.slow

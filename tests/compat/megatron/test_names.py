@@ -47,8 +47,8 @@ from remesh.compat.megatron.strategies.torch import (
     sharded_tensor_to_torch_sharded_tensor,
 )
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
 from tests.compat.megatron.names import imported, missing
+from tests.support import run_processes
 
 
 def test_the_installed_release_imports_nothing_that_is_missing() -> None:

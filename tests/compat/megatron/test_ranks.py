@@ -36,7 +36,7 @@ from remesh.compat.megatron.strategies.native import (
 )
 from remesh.compat.megatron.validation import determine_global_metadata
 from remesh.exchange import Exchange
-from remesh.testing import Raised, Returned, run_processes, run_processes_outcomes
+from tests.support import Raised, Returned, run_processes, run_processes_outcomes
 
 
 def message_of(action: Callable[[], object]) -> str:

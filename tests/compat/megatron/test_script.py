@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from remesh.exchange import Exchange
-from remesh.testing import run_processes
+from tests.support import run_processes
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "how-to" / "from-megatron.md"

@@ -36,9 +36,9 @@ from remesh.adapters.memory import torch_dtype
 from remesh.adapters.wrappers import entry_names
 from remesh.checkpoint import Checkpoint
 from remesh.checkpoint.local import describe_local
+from remesh.core.geometry import Box, flat_span
+from remesh.core.state import TensorEntry
 from remesh.errors import MismatchError, StateError
-from remesh.geometry import Box, flat_span
-from remesh.state import TensorEntry
 
 _STATE = "optimizer.state."
 _GROUPS = "optimizer.param_groups."

@@ -27,14 +27,14 @@ from torch import nn
 
 from remesh.adapters.wrappers import entry_names
 from remesh.checkpoint.local import describe_local, exchange_of, memory_of, with_all_names
-from remesh.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, flat_span
+from remesh.core.safetensors_file import encode_header
+from remesh.core.sharded import LocalNonpersistentObject
+from remesh.core.state import Description, TensorEntry
 from remesh.errors import CheckpointExistsError, StateError, UnsupportedValueError
 from remesh.exchange import Exchange, run_joined, run_on_one
 from remesh.formats import flat_param
-from remesh.geometry import Box, flat_span
-from remesh.safetensors_file import encode_header
-from remesh.sharded import LocalNonpersistentObject
-from remesh.state import Description, TensorEntry
 from remesh.storage import Storage, open_storage
 
 _STATE = "optimizer.state."

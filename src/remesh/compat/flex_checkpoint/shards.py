@@ -18,12 +18,12 @@ import msgspec
 import torch
 
 from remesh.compat.flex_checkpoint.weights import ShardedWeight, merge_shard_info_list
-from remesh.coverage import faulty_tensors
+from remesh.core.coverage import faulty_tensors
+from remesh.core.geometry import Box, boxes_of_flat_range, uncovered
+from remesh.core.sharded import ShardedTensor, dtype_name
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import CoverageError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
-from remesh.geometry import Box, boxes_of_flat_range, uncovered
-from remesh.sharded import ShardedTensor, dtype_name
-from remesh.tables import BoxTable, TensorTable
 
 
 class ShardInfo(NamedTuple):

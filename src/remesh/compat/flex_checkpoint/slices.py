@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from remesh.geometry import Box, ravel_offset
+from remesh.core.geometry import Box, ravel_offset
 
 Overlap = tuple[bool, list[int] | None, list[int] | None, list[int] | None, list[int] | None]
 

@@ -15,10 +15,10 @@ import torch
 
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.flex_checkpoint.slices import get_overlap_region
+from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.sharded import Part
+from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.errors import MismatchError, StateError
-from remesh.geometry import Box, boxes_of_flat_range
-from remesh.sharded import Part
-from remesh.sharded import ShardedTensor as EngineTensor
 
 V = TypeVar("V")
 

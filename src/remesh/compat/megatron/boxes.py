@@ -14,14 +14,14 @@ import torch
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main_replica
+from remesh.core.geometry import Box
+from remesh.core.sharded import Part
+from remesh.core.sharded import ShardedObject as EngineObject
+from remesh.core.sharded import ShardedTensor as EngineTensor
+from remesh.core.state import Role
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.formats.torch_dcp import COMMON_NAME
-from remesh.geometry import Box
 from remesh.planner import LocalBoxes
-from remesh.sharded import Part
-from remesh.sharded import ShardedObject as EngineObject
-from remesh.sharded import ShardedTensor as EngineTensor
-from remesh.state import Role
-from remesh.tables import BoxTable, TensorTable
 
 COMMON_KEY = "common_state"
 """Name of the object that holds the common state in a native checkpoint."""

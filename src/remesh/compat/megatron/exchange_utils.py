@@ -19,8 +19,8 @@ from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
 from remesh.compat.megatron.utils import ShardId, _sharded_tensor_shard_id
 from remesh.compat.megatron.validation import determine_global_metadata
+from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.resharding import reshard
-from remesh.sharded import ShardedTensor as EngineTensor
 
 Shard = TypeVar("Shard")
 

@@ -27,10 +27,10 @@ import torch
 
 from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, nested_values
+from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.sharded import Part
+from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.errors import StateError
-from remesh.geometry import Box, boxes_of_flat_range
-from remesh.sharded import Part
-from remesh.sharded import ShardedTensor as EngineTensor
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]

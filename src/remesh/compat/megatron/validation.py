@@ -37,12 +37,12 @@ from remesh.compat.megatron.mapping import (
 )
 from remesh.compat.megatron.objects import decode_object
 from remesh.compat.megatron.strategies.base import StrategyAction, get_default_strategy
+from remesh.core.integrity import raw_digest
+from remesh.core.values import encode_object
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Exchange, run_on_all, run_on_one
-from remesh.integrity import raw_digest
 from remesh.planner import plan_save
 from remesh.storage import Storage
-from remesh.values import encode_object
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,8 @@ from remesh.compat.megatron.strategies.base import (
     OneBackend,
     SaveCommonStrategy,
 )
+from remesh.core.state import Path, assemble
+from remesh.core.values import encode_object
 from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Alone, run_on_all, run_on_one
 from remesh.formats.archive import read_archive
@@ -35,8 +37,6 @@ from remesh.formats.archive_writer import archive_of
 from remesh.formats.building import exists
 from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
-from remesh.state import Path, assemble
-from remesh.values import encode_object
 
 COMMON_STATE_FNAME = COMMON_NAME
 """The file of the common state."""

@@ -37,9 +37,9 @@ from remesh.compat.megatron.strategies.base import (
     LoadShardedStrategy,
     OneBackend,
 )
+from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.exchange import Alone, run_on_all
 from remesh.formats.native import FORMAT_NAME
-from remesh.sharded import ShardedTensor as EngineTensor
 
 Describe = Callable[[ShardedTensor], EngineTensor]
 """What a shard with data is to the engine."""

@@ -25,8 +25,8 @@ from remesh.compat.megatron.strategies.engine import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
+from remesh.core.index import Index
 from remesh.formats import native
-from remesh.index import Index
 
 
 def common_object(common_state_dict: Any, rank: int) -> ShardedObject:

@@ -55,6 +55,7 @@ from remesh.compat.megatron.strategies.engine import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
+from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.exchange import run_on_all
 from remesh.formats.checks import integers
@@ -67,7 +68,6 @@ from remesh.formats.torch_dcp import (
     read_metadata,
 )
 from remesh.formats.torch_dcp_rows import size_of
-from remesh.sharded import ShardedTensor as EngineTensor
 from remesh.storage import Storage
 
 __all__ = [

@@ -1,0 +1,501 @@
+"""The index: which named tensors a checkpoint holds, cut into which pieces, at which bytes.
+
+An index may have many millions of pieces, so it is columns of integers, not objects: one row for
+each tensor (`remesh.core.tables.TensorTable`), and lists of offsets, shapes, files and positions of
+pieces, which tensors that are cut alike share (`remesh.core.pieces`). Pieces are numbered, those of
+a tensor together, and what is known of some of them is gathered by number (`Index.rows`).
+
+The stored form holds the same lists, packed (`remesh.core.packing`). Version 1 had a row for each
+piece, and is still read.
+
+A piece is stored row-major, without gaps, at `position` of its file. Digests belong to files: each
+file is cut into blocks of `block_size` bytes (the last may be shorter), and every block has an
+xxh3-128 digest. Checkpoints of other systems have no digests; `block_size` is 0 then.
+
+Files may be compressed (`remesh.core.compression`). Positions, sizes and digests are those of the
+content all the same; where each block lies in the stored file is known in addition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remesh._repr import short_repr
+from remesh.core.compression import (
+    MAX_BLOCK_BYTES,
+    BlockTable,
+    are_possible,
+    stored_lengths,
+    table_size,
+)
+from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray
+from remesh.core.index_columns import (
+    COMPRESSED,
+    LISTS,
+    ROWS_A_BYTE,
+    check_version_1,
+    max_rows_of,
+    pieces_of,
+    require,
+    unpacked,
+)
+from remesh.core.packing import pack
+from remesh.core.pieces import MAX_POSITION, PieceRows, Pieces, joined, ranges
+from remesh.core.tables import BoxTable, Cuts, TensorTable, decode_columns, encode_columns
+from remesh.errors import CorruptCheckpointError
+
+__all__ = ["Index", "Piece", "StoredFile", "StoredTensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored box: row-major bytes at `position` of the file `path`."""
+
+    box: Box
+    path: str
+    position: int
+    num_bytes: int
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of an index, for reading; `Index.pieces` gives its pieces."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_pieces: int
+    num_bytes: int
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A data file: its path relative to the checkpoint, and its size in bytes."""
+
+    path: str
+    num_bytes: int
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index(Mapping[str, StoredTensor]):
+    """The tensors of a checkpoint: a mapping from names to stored tensors, aliases included.
+
+    Pieces are numbered from 0, tensor by tensor. `rows` gives the columns of some of them;
+    `boxes`, `file` and `position` are columns of all of them, which are made when they are first
+    asked for and may be large.
+    """
+
+    tensors: TensorTable
+    """The tensors."""
+    pieces_of_tensors: Pieces
+    """Their pieces."""
+    files: tuple[StoredFile, ...]
+    """The data files."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors (tied weights): alias → name."""
+    block_size: int = 0
+    """Bytes of a digest block; 0 if there are no digests."""
+    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    """(blocks, 2) xxh3-128 digests (high and low 64 bits) of the blocks of all files."""
+    first_block: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    """Row in `digests` of the first block of each file, and their total."""
+    stored_begin: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """If files are compressed, the byte of its stored file at which each block begins, -1 in files
+    that are not; otherwise empty. The blocks of a file lie there without gaps, in any order."""
+    stored_bytes: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """If files are compressed, the size of each stored file; otherwise empty."""
+    _rows: dict[str, int] = field(init=False, repr=False)
+    _first_piece: IntArray = field(init=False, repr=False)
+    _columns: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = {name: row for row, name in enumerate(self.tensors.names)}
+        rows.update({alias: rows[name] for alias, name in self.aliases.items()})
+        object.__setattr__(self, "_rows", rows)
+        ends = np.cumsum(self.pieces_of_tensors.offsets.lengths, dtype=np.int64)
+        object.__setattr__(self, "_first_piece", np.concatenate(([0], ends)))
+
+    @classmethod
+    def of(
+        cls,
+        boxes: BoxTable,
+        file: IntArray,
+        position: IntArray,
+        files: tuple[StoredFile, ...],
+        *further: Any,
+        **named: Any,
+    ) -> Index:
+        """An index of columns of pieces.
+
+        Args:
+            boxes: The pieces, sorted by tensor.
+            file: Row in `files` of each.
+            position: First byte of each in its file.
+            files: The data files.
+            further: Attributes from `aliases` on.
+            named: The same by name.
+        """
+        return cls.of_cuts(Cuts.of(boxes), file, position, files, *further, **named)
+
+    @classmethod
+    def of_cuts(
+        cls,
+        cuts: Cuts,
+        file: IntArray,
+        position: IntArray,
+        files: tuple[StoredFile, ...],
+        *further: Any,
+        **named: Any,
+    ) -> Index:
+        """`of`, where tensors that are cut alike share lists."""
+        pieces = Pieces.of(cuts.offsets, cuts.extents, file, position, len(files))
+        return cls(cuts.tensors, pieces, files, *further, **named)
+
+    def __repr__(self) -> str:
+        num_files = len(self.files)
+        return f"Index({len(self)} tensors, {self.num_pieces} pieces, {num_files} files)"
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        row = self._rows[name]
+        start, stop = self.piece_range(row)
+        shape = self.tensors.shape(row)
+        dtype = self.tensors.dtype(row)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return StoredTensor(name, dtype.name, shape, stop - start, num_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def row(self, name: str) -> int:
+        """Row of a tensor in `tensors`; aliases lead to the tensor itself."""
+        return self._rows[name]
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of all pieces."""
+        return int(self._first_piece[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        kinds, of = self.pieces_of_tensors.alike(self.tensors.itemsizes)
+        rows = self.rows(self.pieces_among(kinds))
+        sizes = np.zeros(len(self.tensors), dtype=np.int64)
+        np.add.at(sizes, rows.tensor, rows.sizes * self.tensors.itemsizes[rows.tensor])
+        return int(sizes[kinds][of].sum())
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether files are stored in another form than the one that positions are of."""
+        return len(self.stored_bytes) > 0
+
+    @property
+    def stored_sizes(self) -> list[int]:
+        """Bytes of each file as it is stored."""
+        if self.is_compressed:
+            sizes: list[int] = self.stored_bytes.tolist()
+            return sizes
+        return [file.num_bytes for file in self.files]
+
+    def block_table(self, file: int) -> BlockTable | None:
+        """Where the blocks of a file lie; None if it is not compressed."""
+        begin = self.stored_begin[self.first_block[file] : self.first_block[file + 1]]
+        if (begin < 0).all():
+            return None
+        stored = int(self.stored_bytes[file])
+        return BlockTable.of(begin, self.files[file].num_bytes, self.block_size, stored)
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of memory that the columns take."""
+        columns = [column for one in self.pieces_of_tensors.lists for column in one.columns]
+        columns += [self.tensors.shapes, self.first_block, self.stored_begin, self.stored_bytes]
+        return sum(column.nbytes for column in columns) + self.digests.nbytes
+
+    def piece_range(self, row: int) -> tuple[int, int]:
+        """Numbers of the first and one past the last piece of a tensor."""
+        return int(self._first_piece[row]), int(self._first_piece[row + 1])
+
+    @property
+    def first_pieces(self) -> IntArray:
+        """Number of the first piece of each tensor, and the number of all pieces."""
+        return self._first_piece
+
+    def pieces_among(self, tensors: IntArray) -> IntArray:
+        """Numbers of the pieces of some tensors, one tensor after the other."""
+        return ranges(self._first_piece[tensors], np.diff(self._first_piece)[tensors])
+
+    def tensor_of(self, piece: IntArray) -> IntArray:
+        """Row of the tensor of each of some pieces."""
+        tensor: IntArray = np.searchsorted(self._first_piece, piece, side="right") - 1
+        return tensor
+
+    def rows(self, piece: IntArray) -> PieceRows:
+        """The columns of some pieces."""
+        tensor = self.tensor_of(piece)
+        return PieceRows(self.pieces_of_tensors, tensor, piece - self._first_piece.take(tensor))
+
+    def _all(self, name: str) -> Any:
+        """A column of all pieces, kept."""
+        if name not in self._columns:
+            rows = self.rows(np.arange(self.num_pieces))
+            if name == "boxes":
+                self._columns[name] = BoxTable(
+                    self.tensors, rows.tensor, rows.offsets, rows.extents
+                )
+            else:
+                self._columns[name] = rows.file if name == "file" else rows.position
+        return self._columns[name]
+
+    @property
+    def boxes(self) -> BoxTable:
+        """All pieces, sorted by tensor."""
+        boxes: BoxTable = self._all("boxes")
+        return boxes
+
+    @property
+    def file(self) -> IntArray:
+        """Row in `files` of each piece."""
+        file: IntArray = self._all("file")
+        return file
+
+    @property
+    def position(self) -> IntArray:
+        """First byte of each piece in its file."""
+        position: IntArray = self._all("position")
+        return position
+
+    def without(self, is_removed: Callable[[str], bool]) -> Index:
+        """The index without some tensors, by name; an alias stays if the tensor itself does."""
+        tensors = self.tensors
+        left = [row for row, name in enumerate(tensors.names) if not is_removed(name)]
+        kept = np.array(left, dtype=np.int64)
+        names = {tensors.names[row] for row in left}
+        aliases = {
+            alias: name
+            for alias, name in self.aliases.items()
+            if name in names and not is_removed(alias)
+        }
+        return replace(
+            self,
+            tensors=tensors.among(kept),
+            pieces_of_tensors=self.pieces_of_tensors.among(kept),
+            aliases=aliases,
+        )
+
+    def without_digests(self) -> Index:
+        """The index of the same pieces, whose bytes cannot be checked."""
+        return Index(self.tensors, self.pieces_of_tensors, self.files, self.aliases)
+
+    def pieces(self, name: str) -> list[Piece]:
+        """The pieces of a tensor."""
+        row = self._rows[name]
+        start, stop = self.piece_range(row)
+        found = self.rows(np.arange(start, stop))
+        itemsize, ndim = self.tensors.dtype(row).itemsize, self.tensors.ndims[row]
+        columns = (found.offsets, found.extents, found.file, found.position)
+        pieces = []
+        for offset, extent, file, position in zip(*(c.tolist() for c in columns), strict=True):
+            box = Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
+            pieces.append(Piece(box, self.files[file].path, position, box.size * itemsize))
+        return pieces
+
+    def encode(self) -> bytes:
+        """The stored form: a safetensors file of packed columns."""
+        metadata = {
+            "remesh.files": msgspec.json.encode(
+                [[file.path, file.num_bytes] for file in self.files]
+            ).decode(),
+            "remesh.aliases": msgspec.json.encode(dict(self.aliases)).decode(),
+            "remesh.block_size": str(self.block_size),
+        }
+        pieces = self.pieces_of_tensors
+        columns = {
+            **self.tensors.columns(),
+            "tensor.position": pieces.in_tensor,
+            "file.position": pieces.in_file,
+            "block.digest": self.digests,
+            "block.first": self.first_block,
+        }
+        if self.is_compressed:
+            columns |= dict(zip(COMPRESSED, (self.stored_begin, self.stored_bytes), strict=True))
+        for name, lists in zip(LISTS, pieces.lists, strict=True):
+            columns |= {f"{name}.list": lists.number, f"{name}.ends": lists.ends}
+            columns[name] = lists.values
+        packed = {
+            name: pack(column.T.reshape(-1)) if column.dtype == np.int64 else column
+            for name, column in columns.items()
+        }
+        data = encode_columns(packed, metadata)
+        num_rows = max(self.num_pieces, *(len(lists.values) for lists in pieces.lists))
+        lacking = -(-(num_rows - max_rows_of(data)) // ROWS_A_BYTE)
+        if lacking > 0:
+            packed["padding"] = np.zeros(lacking, dtype=np.uint8)
+            data = encode_columns(packed, metadata)
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Index:
+        """The index of its stored form.
+
+        Raises:
+            CorruptCheckpointError: If the bytes are not a stored index.
+        """
+        columns, metadata = decode_columns(data, where)
+        try:
+            files = tuple(
+                StoredFile(path, num_bytes)
+                for path, num_bytes in msgspec.json.decode(
+                    metadata["remesh.files"], type=list[tuple[str, int]]
+                )
+            )
+            further = (
+                msgspec.json.decode(metadata["remesh.aliases"], type=dict[str, str]),
+                int(metadata["remesh.block_size"]),
+                columns["block.digest"],
+            )
+            if "box.tensor" in columns:
+                check_version_1(columns, len(files))
+                boxes = BoxTable.from_columns(columns)
+                places = columns["piece.file"], columns["piece.position"]
+                index = cls.of(boxes, *places, files, *further, columns["block.first"])
+            else:
+                columns = unpacked(columns, len(files), max_rows_of(data))
+                tensors = TensorTable.from_columns(columns)
+                pieces = pieces_of(columns, max_rows_of(data))
+                blocks = [columns[name] for name in ("block.first", *COMPRESSED) if name in columns]
+                index = cls(tensors, pieces, files, *further, *blocks)
+            _check_numbers(index)
+            return index
+        except (KeyError, ValueError, msgspec.DecodeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{where}: not an index: {error!r}") from error
+
+
+def checked(index: Index, where: str) -> Index:
+    """The index itself, if its numbers are possible: pieces lie in their tensors and files.
+
+    Raises:
+        CorruptCheckpointError: If not; for what other systems wrote.
+    """
+    try:
+        _check_numbers(index)
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{where}: {error}. The checkpoint was cut short or damaged; load another one."
+        ) from error
+    return index
+
+
+MAX_OVERLAP = 1024
+"""How often, on average, bytes may belong to a piece: ties and views share them, and not more."""
+
+
+def _check_numbers(index: Index) -> None:
+    """Check that the numbers of a decoded index are possible."""
+    tensors = index.tensors
+    require(len(index) == len(tensors) + len(index.aliases), "a name is used twice")
+    num_dims = tensors.shapes.shape[1]
+    require(((tensors.ndims >= 0) & (tensors.ndims <= num_dims)).all(), "impossible ndim")
+    padding = np.arange(num_dims) >= tensors.ndims[:, None]
+    require((tensors.shapes >= 0).all() and (tensors.shapes[padding] == 1).all(), "bad shape")
+    require((tensors.ndims <= MAX_DIMS).all(), f"more than {MAX_DIMS} dims")
+    # As floats, for a product that is too large for integers must not look like a small one.
+    sizes = np.prod(np.maximum(tensors.shapes, 1), axis=1, dtype=np.float64) * tensors.itemsizes
+    require((sizes <= MAX_ELEMENTS).all(), "a tensor is too large to exist")
+    file_sizes = [file.num_bytes for file in index.files]
+    require(all(0 <= size < 2**62 for size in file_sizes), "impossible size of a file")
+    _check_pieces(index, np.array(file_sizes, dtype=np.int64))
+    require(0 <= index.block_size < 2**62, "impossible size of blocks")
+    if index.block_size:
+        num_blocks = [-(-size // index.block_size) for size in file_sizes]
+        first_blocks = np.cumsum([0, *num_blocks])
+        require(index.first_block.tolist() == first_blocks.tolist(), "files and blocks differ")
+        require(len(index.digests) == first_blocks[-1], "files and digests differ")
+    if index.is_compressed:
+        _check_stored(index)
+
+
+def _check_stored(index: Index) -> None:
+    """Check that the stored blocks of compressed files are possible."""
+    require(0 < index.block_size <= MAX_BLOCK_BYTES, "impossible size of compressed blocks")
+    sizes = np.array([file.num_bytes for file in index.files], dtype=np.int64)
+    stored = index.stored_bytes
+    num_blocks = np.diff(index.first_block)
+    file = np.repeat(np.arange(len(sizes)), num_blocks)
+    is_plain = np.ones(len(sizes), np.bool_)
+    is_plain[file[index.stored_begin != -1]] = False
+    require((stored[is_plain] == sizes[is_plain]).all(), "a file has two sizes")
+    tables = table_size(num_blocks)
+    is_possible = is_plain | ((stored >= tables) & (stored <= sizes + tables))
+    require(is_possible.all(), "impossible size of a compressed file")
+    rows = ~is_plain[file]
+    begin, of = index.stored_begin[rows], file[rows]
+    full = np.full(len(file), index.block_size)
+    last = index.first_block[1:][num_blocks > 0] - 1
+    full[last] = (sizes - (num_blocks - 1) * index.block_size)[num_blocks > 0]
+    length = stored_lengths(begin, of, stored - tables)
+    starts = np.flatnonzero(np.diff(of, prepend=-1))
+    is_covered = not len(of) or not np.minimum.reduceat(begin, starts).any()
+    require(is_covered, "compressed blocks leave a gap")
+    require(are_possible(begin, length, full[rows]), "impossible size of a compressed block")
+
+
+def _lie_in(numbers: IntArray, lowest: int, highest: int) -> bool:
+    return not numbers.size or bool(numbers.min() >= lowest and numbers.max() <= highest)
+
+
+def _check_pieces(index: Index, file_sizes: IntArray) -> None:
+    """Check that pieces lie in their tensors and files; tensors that are cut alike only once."""
+    pieces, tensors = index.pieces_of_tensors, index.tensors
+    offsets, extents, file = (one.values for one in (pieces.offsets, pieces.extents, pieces.files))
+    require(len(pieces.in_file) == len(file_sizes), "positions of other files")
+    require(_lie_in(file, 0, len(file_sizes) - 1), "pieces of no file")
+    require(_lie_in(offsets, 0, MAX_ELEMENTS - 1), "impossible offset")
+    require(_lie_in(extents, 1, MAX_ELEMENTS), "a piece is empty or leaves its tensor")
+    for part in (pieces.in_file, pieces.in_tensor, pieces.steps.values):
+        require(_lie_in(part, -MAX_POSITION, MAX_POSITION), "a piece leaves its file")
+    filled = np.flatnonzero(pieces.offsets.lengths)
+    if not len(filled):
+        return
+    own, itemsizes = pieces.among(filled), tensors.itemsizes[filled]
+    kinds, of = own.alike(itemsizes)
+    lengths = own.offsets.lengths[kinds]
+    first = np.cumsum(lengths) - lengths
+    offsets, extents, file, steps = (
+        joined(one.values, one.starts[kinds], lengths) for one in own.lists
+    )
+    num_bytes = np.repeat(itemsizes[kinds].astype(np.float64), lengths)
+    for dim in range(tensors.shapes.shape[1]):
+        highest = np.maximum.reduceat(offsets[:, dim] + extents[:, dim], first)[of]
+        is_inside = (highest <= tensors.shapes[filled, dim]).all()
+        require(is_inside, "a piece is empty or leaves its tensor")
+        num_bytes *= extents[:, dim]
+    begin = pieces.in_file[file] + steps
+    low = np.minimum.reduceat(begin, first)[of] + own.in_tensor
+    high = np.maximum.reduceat(begin + num_bytes - file_sizes[file], first)[of]
+    leaves = (low < 0) | (high + own.in_tensor > 0)
+    require(not leaves.any(), "a piece leaves its file")
+    total = np.add.reduceat(num_bytes, first)[of].sum()
+    require(
+        total <= MAX_OVERLAP * max(sum(file_sizes.tolist()), 1),
+        "pieces share their bytes so often that it would take too much memory to read them",
+    )

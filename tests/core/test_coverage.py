@@ -1,0 +1,220 @@
+"""Coverage against brute force: how often each element is held, counted in an array."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from remesh.core import coverage
+from remesh.core.coverage import check_coverage
+from remesh.core.geometry import Box, IntArray, pad_dims, row_products
+from remesh.core.tables import BoxTable, TensorTable
+from remesh.errors import CoverageError
+from tests.strategies import Shape, boxes_in, cells, flat_ranges, partitions, shapes
+
+SMALL = shapes(max_dims=4, max_extent=4)
+Drawn = tuple[Shape, list[Box]]
+
+
+def table_of(tensors: list[Drawn]) -> BoxTable:
+    """A table of tensors named t0, t1, ... with their boxes, sorted as `plan_save` sorts them."""
+    rows = [(f"t{number}", "int8", shape) for number, (shape, _) in enumerate(tensors)]
+    boxes = [
+        (number, box) for number, (_, boxes) in enumerate(tensors) for box in sorted(set(boxes))
+    ]
+    return BoxTable.of(TensorTable.of(rows), boxes)
+
+
+def counts(shape: Shape, boxes: list[Box]) -> npt.NDArray[np.int64]:
+    """How many of the distinct boxes hold each element."""
+    held = np.zeros(shape, dtype=np.int64)
+    for box in set(boxes):
+        held[box.slices] += 1
+    return held
+
+
+def is_exact(drawn: Drawn) -> bool:
+    return bool((counts(*drawn) == 1).all())
+
+
+def check(tensors: list[Drawn]) -> None:
+    check_coverage(table_of(tensors), lambda row: f"rank {row}")
+
+
+def padded(boxes: list[Box], num_dims: int) -> tuple[IntArray, IntArray]:
+    offsets = pad_dims([box.offset for box in boxes], num_dims, 0)
+    return offsets, pad_dims([box.shape for box in boxes], num_dims, 1)
+
+
+@st.composite
+def damaged_partitions(draw: st.DrawFn) -> Drawn:
+    """A partition of a tensor with perhaps a box too few, too many, or in the wrong place."""
+    shape = draw(SMALL)
+    boxes = draw(partitions(shape))
+    for damage in draw(st.lists(st.sampled_from(["drop", "add", "replace"]), max_size=2)):
+        if damage != "add" and boxes:
+            boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        if damage != "drop":
+            boxes.append(draw(boxes_in(shape, min_extent=1)))
+    return shape, boxes
+
+
+# ---------------------------------------------------------------------------------------------
+# The three tests, one by one
+# ---------------------------------------------------------------------------------------------
+
+
+def undecided_by_chain(tensors: list[Drawn]) -> list[bool]:
+    table = table_of(tensors)
+    found = coverage._undecided_by_chain(table, row_products(table.tensors.shapes))
+    return [bool(undecided) for undecided in found]
+
+
+@given(st.lists(damaged_partitions(), min_size=1, max_size=4))
+def test_the_chain_accepts_only_what_is_exact(tensors: list[Drawn]) -> None:
+    for drawn, undecided in zip(tensors, undecided_by_chain(tensors), strict=True):
+        assert undecided or is_exact(drawn)
+
+
+@given(st.lists(SMALL.flatmap(lambda s: st.tuples(st.just(s), flat_ranges(s))), min_size=1))
+def test_the_chain_decides_flat_ranges(tensors: list[Drawn]) -> None:
+    assert not any(undecided_by_chain(tensors))
+
+
+@given(shapes(min_dims=1, max_extent=6), st.sets(st.integers(1, 5)))
+def test_the_chain_decides_cuts_of_the_first_dim(shape: Shape, inner: set[int]) -> None:
+    first = sorted({0, shape[0], *(cut for cut in inner if cut < shape[0])})
+    boxes = cells([first, *([0, extent] for extent in shape[1:])])
+    assert undecided_by_chain([(shape, boxes)]) == [False]
+
+
+@st.composite
+def distinct_boxes(draw: st.DrawFn) -> Drawn:
+    shape = draw(shapes(min_dims=1, max_dims=3, max_extent=4))
+    boxes = draw(st.one_of(partitions(shape), st.lists(boxes_in(shape, min_extent=1), min_size=1)))
+    if len(boxes) > 1 and draw(st.booleans()):
+        boxes.pop()
+    return shape, sorted(set(boxes))
+
+
+@given(distinct_boxes())
+def test_a_grid_is_all_the_cells_between_its_cuts(drawn: Drawn) -> None:
+    shape, boxes = drawn
+    cuts = [
+        sorted({bound for box in boxes for bound in (box.offset[dim], box.end[dim])})
+        for dim in range(len(shape))
+    ]
+    expected = sorted(cells(cuts)) == boxes
+    assert coverage._is_grid(*padded(boxes, 4)) == expected
+
+
+@given(distinct_boxes())
+def test_overlaps_are_all_pairs_that_meet(drawn: Drawn) -> None:
+    _, boxes = drawn
+    expected = {
+        (a, b)
+        for a, b in itertools.combinations(range(len(boxes)), 2)
+        if boxes[a].intersect(boxes[b]) is not None
+    }
+    found = list(coverage._overlapping_pairs(*padded(boxes, 4)))
+    assert len(found) == len(expected)
+    assert {(min(pair), max(pair)) for pair in found} == expected
+    assert coverage._overlaps(*padded(boxes, 4)) == bool(expected)
+
+
+# ---------------------------------------------------------------------------------------------
+# All of it
+# ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(SMALL.flatmap(lambda s: st.tuples(st.just(s), partitions(s))), max_size=4))
+def test_every_partition_is_accepted(tensors: list[Drawn]) -> None:
+    check(tensors)
+
+
+@given(st.lists(damaged_partitions(), min_size=1, max_size=3))
+# A hole and an overlap of one size, in boxes that neither chain nor grid can decide.
+@example([((3, 3), [Box((0, 0), (1, 3)), Box((1, 0), (2, 2)), Box((1, 1), (2, 1))])])
+def test_the_verdict_is_that_of_brute_force(tensors: list[Drawn]) -> None:
+    faulty = [number for number, drawn in enumerate(tensors) if not is_exact(drawn)]
+    if not faulty:
+        check(tensors)
+        return
+    with pytest.raises(CoverageError) as caught:
+        check(tensors)
+    summary, *lines = str(caught.value).splitlines()
+    assert summary.startswith(f"{len(faulty)} of {len(tensors)} tensors are not covered exactly")
+    for number, line in zip(faulty, lines, strict=True):
+        held = counts(*tensors[number])
+        assert line.startswith(f"  t{number} {tensors[number][0]}: ")
+        assert ("no rank holds " in line) == bool((held == 0).any())
+        assert ("these overlap: " in line) == bool((held > 1).any())
+
+
+def test_a_pinwheel_is_exact() -> None:
+    # Four bars around a middle: no cut goes through, so only the search can tell.
+    wheel = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (2, 1)),
+        Box((2, 1), (1, 2)),
+        Box((1, 0), (2, 1)),
+        Box((1, 1), (1, 1)),
+    ]
+    assert undecided_by_chain([((3, 3), wheel)]) == [True]
+    assert not coverage._is_grid(*padded(wheel, 2))
+    check([((3, 3), wheel)])
+
+
+def test_empty_tensors_and_scalars() -> None:
+    check([((0, 3), []), ((), [Box.whole(())]), ((1, 1), [Box.whole((1, 1))])])
+    with pytest.raises(CoverageError, match=r"  t1 \(\): no rank holds \[\]"):
+        check([((0, 3), []), ((), [])])
+
+
+def test_no_tensors() -> None:
+    check([])
+
+
+def test_the_message_names_holes_overlaps_and_ranks() -> None:
+    tensors: list[Drawn] = [
+        ((4, 4), [Box((0, 0), (4, 2))]),
+        ((8,), [Box((0,), (5,)), Box((4,), (4,))]),
+        ((2, 2), [Box((0, 0), (2, 2))]),
+        ((6,), [Box((0,), (4,)), Box((1,), (1,)), Box((2,), (1,))]),
+    ]
+    with pytest.raises(CoverageError) as caught:
+        check(tensors)
+    assert str(caught.value).splitlines() == [
+        "3 of 4 tensors are not covered exactly once by main replicas:",
+        "  t0 (4, 4): no rank holds [0:4, 2:4]",
+        "  t1 (8,): these overlap: [0:5] (rank 1) and [4:8] (rank 2)",
+        (
+            "  t3 (6,): no rank holds [4:6]; "
+            "these overlap: [0:4] (rank 4) and [1:2] (rank 5), [0:4] (rank 4) and [2:3] (rank 6)"
+        ),
+    ]
+
+
+def test_a_message_about_much_stays_short() -> None:
+    halves: list[Drawn] = [((2 * 50,), [Box((2 * n,), (1,)) for n in range(50)])] * 9
+    with pytest.raises(CoverageError) as caught:
+        check(halves)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("9 of 9 tensors")
+    assert lines[1] == "  t0 (100,): no rank holds [1:2], [3:4], [5:6], [7:8] and 46 more"
+    assert lines[-1] == "... and 5 more"
+    assert len(lines) == 6
+
+
+def test_a_large_grid_is_decided_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "_overlaps", lambda *_: pytest.fail("searched"))
+    side = 40
+    grid = cells([range(0, 2 * side + 1, 2), range(0, 3 * side + 1, 3)])
+    assert len(grid) == side * side
+    check([((2 * side, 3 * side), grid), ((math.prod((2, 3)),), [Box((0,), (6,))])])
