@@ -18,7 +18,7 @@ SLACK = 60
 """Lines that a room may be below its budget before the budget must be lowered."""
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
-    "": (1516, 1200),
+    "": (1491, 1200),
     "adapters": (3634, 3200),
     "background": (2060, 1400),
     "catalog": (1028, 900),
@@ -28,12 +28,12 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "core": (4194, 5000),
     "demo": (1585, 1000),
     "elastic": (10445, 6300),
-    "exchange": (1264, 800),
+    "exchange": (1221, 800),
     "formats": (9335, 7000),
     "kubernetes": (3029, 2000),
     "maintenance": (1542, 1100),
-    "pipeline": (3238, 2750),
-    "planner": (1644, 1450),
+    "pipeline": (3049, 2750),
+    "planner": (1583, 1450),
     "recipes": (534, 400),
     "simulation": (945, 700),
     "storage": (3631, 2600),

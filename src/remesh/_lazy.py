@@ -15,13 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 def lazy_names(
     package: str, names_by_module: Mapping[str, Sequence[str]], submodules: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package.
-
-    Args:
-        package: Its `__name__`.
-        names_by_module: Full name of a module → the names that the package takes from it.
-        submodules: Modules directly below the package that are its attributes without an import.
-    """
+    """`__getattr__` and `__dir__` of a package, whose submodules need no import."""
     module_of = {name: module for module, names in names_by_module.items() for name in names}
 
     def get(name: str) -> object:

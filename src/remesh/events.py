@@ -225,15 +225,7 @@ _OF_SAVE: Final = frozenset({"save.parts_gathered", "save.stored", "save.kept"})
 def timed(
     emit: Emit, what: str, rank: int, url: str, clock: Callable[[], float] = time.monotonic
 ) -> Emit:
-    """An `Emit` that also takes the time, and logs it at the end.
-
-    Args:
-        emit: Called first.
-        what: `save` or `load`.
-        rank: The rank whose events these are.
-        url: The checkpoint.
-        clock: Seconds.
-    """
+    """An `Emit` that also takes the time, and logs it at the end; `what` is `save` or `load`."""
     lock = threading.Lock()
     started = clock()
     phase, since = ("agree" if what == "save" else "open"), started
@@ -297,7 +289,7 @@ _TOTALS = frozenset({"save.file_created", "load.planned"})
 
 
 def is_watched() -> bool:
-    """Whether a person sees the stderr of this process."""
+    """True if a person sees the stderr of this process."""
     with suppress(ValueError):  # a closed stream
         return sys.stderr is not None and sys.stderr.isatty() and run_info().progress != "off"
     return False
@@ -307,12 +299,8 @@ def is_watched() -> bool:
 def progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar while the block runs.
 
-    Args:
-        label: The work, as a verb, and its place.
-        num_bytes: How many bytes the work has.
-
-    Yields:
-        To be called, from any thread, with the number of bytes that were just done.
+    The label is a verb and a place. The block tells, from any thread, how many bytes were just
+    done.
     """
     if not is_watched():
         yield lambda _size: None
@@ -327,16 +315,9 @@ def progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def showing(emit: Emit, verb: str, rank: int, url: str) -> Iterator[Emit]:
-    """Show a bar for the moments of a save or load while the block runs.
+    """Show a bar for the moments of a save or load while the block runs, on rank 0.
 
-    Args:
-        emit: Is called first with each moment.
-        verb: `saving` or `loading`.
-        rank: The rank whose events these are.
-        url: The checkpoint.
-
-    Yields:
-        The `Emit` to use in the block.
+    The verb is `saving` or `loading`. `emit` is called first with each moment of what is yielded.
     """
     if rank != 0 or not is_watched():
         yield emit

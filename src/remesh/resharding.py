@@ -316,7 +316,7 @@ class Resharder:
         return restored, reused
 
     def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
-        """What the ranks hold, as if it were stored; this rank's part of it. Collective."""
+        """The state of all ranks, as if it were stored; this rank's part of it. Collective."""
         options = SaveOptions(
             overwrite=False,
             metadata={},
@@ -377,7 +377,7 @@ class Resharder:
 
 
 def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, list[int]]:
-    """What lies in which imaginary file; what is not a tensor; which rank has each file."""
+    """The index of imaginary files; what is not a tensor; which rank has each file."""
 
     def say() -> bytes:
         return msgspec.msgpack.encode(mine.stream.parts)

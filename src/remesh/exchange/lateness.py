@@ -37,7 +37,7 @@ class LateError(RuntimeError):
 
 
 class KeyStore(Protocol):
-    """What is used of a `torch.distributed.Store`."""
+    """The part of a `torch.distributed.Store` that is used."""
 
     def set(self, key: str, value: str) -> object:
         """Set a key."""
@@ -48,7 +48,7 @@ class KeyStore(Protocol):
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
+        """True if all keys are set."""
         ...
 
     def add(self, key: str, amount: int) -> int:
@@ -79,10 +79,7 @@ def find_absent(
 ) -> Iterator[int]:
     """The ranks that are not present, in order.
 
-    Args:
-        ranks: The ranks to look for.
-        all_present: Whether all of some ranks are present. It is asked twice per halving for each
-            absent rank, and once if none is absent.
+    `all_present` is asked twice per halving for each absent rank, and once if none is absent.
     """
     if not ranks or all_present(ranks):
         return
@@ -95,12 +92,7 @@ def find_absent(
 
 
 def describe_absent(absent: Sequence[int], global_ranks: Sequence[int]) -> str:
-    """A sentence about ranks that have not come.
-
-    Args:
-        absent: The ranks in the group; those after the first 16 are not named.
-        global_ranks: The global rank of each rank of the group.
-    """
+    """A sentence about ranks of the group that have not come, of which the first 16 are named."""
     if not absent:
         return "all ranks wait, but this call did not end; did they make different calls?"
     named = absent[:_NAMED]
@@ -120,18 +112,7 @@ class Marks:
     """The marks of the ranks of one group, as one rank sees and sets them.
 
     A store may be gone or frozen, as the rank that serves it may be. The first call of it that
-    fails, or does not answer in time, is the last; `trouble` then says why.
-
-    Args:
-        store: The store that the ranks share, or None if there is none.
-        rank: This rank in the group.
-        global_ranks: The global rank of each rank of the group.
-        patience: Seconds that the store may take to answer.
-
-    Attributes:
-        rank: This rank.
-        global_ranks: See above.
-        trouble: Why the store does not answer; empty as long as it does.
+    fails, or does not answer within `patience` seconds, is the last; `trouble` then says why.
     """
 
     def __init__(
@@ -159,7 +140,7 @@ class Marks:
             self._ask(lambda store: store.delete_key(_PREFIX + "speaker"))
 
     def take_turn(self) -> bool:
-        """Whether this rank is the one that warns, from now until it clears its mark."""
+        """True if this rank is the one that warns, from now until it clears its mark."""
         if self.rank == 0 or self.trouble:
             return self.rank == 0
         if self._ask(lambda store: store.check([_mark_of(0)])):
@@ -219,14 +200,7 @@ class Marks:
 
 
 class SlowCall:
-    """A call that has waited for other ranks since some moment.
-
-    Args:
-        operation: What the call does, for messages.
-        marks: The marks of the group.
-        awaited: The ranks that this one waits for.
-        limits: How long it waits.
-    """
+    """A call that has waited for other ranks since some moment."""
 
     def __init__(
         self, operation: str, marks: Marks, awaited: Sequence[int], limits: Limits
@@ -241,16 +215,9 @@ class SlowCall:
         marks.set()
 
     def look(self, waited: float) -> float:
-        """Look what the other ranks do, and warn if it is time to.
+        """Look what the other ranks do, and warn if it is time to; seconds until the next look.
 
-        Args:
-            waited: Seconds since the call began.
-
-        Returns:
-            Seconds until the next look.
-
-        Raises:
-            LateError: If the deadline has passed, or another rank has given up.
+        Raises `LateError` if the deadline has passed, or another rank has given up.
         """
         if (reason := self._marks.failure()) is not None:
             raise LateError(f"another rank has given up: {reason}")

@@ -68,7 +68,7 @@ class Exchange(Protocol):
 
 @runtime_checkable
 class LimitedWaits(Protocol):
-    """What exchanges may have besides the methods of `Exchange`."""
+    """An attribute that exchanges may have besides the methods of `Exchange`."""
 
     @property
     def patience(self) -> float:
@@ -86,7 +86,7 @@ class DeviceExchange(Exchange, Protocol):
     """An exchange that may send memory of devices as it is, without passing the host."""
 
     def connect(self, device: str) -> bool:
-        """Whether it sends memory of a device of this rank; if so, the ranks are connected.
+        """True if it sends memory of a device of this rank; if so, the ranks are connected.
 
         Collective; every rank names a device of the same type, and no two name the same one.
         """
@@ -189,7 +189,7 @@ def _attempt(exchange: Exchange, action: Callable[[], bytes]) -> tuple[bytes, Ba
 
 
 def _is_replaced(reply: bytes) -> bool:
-    """Whether a reply says that the checkpoint was replaced while it was read."""
+    """True if a reply says that the checkpoint was replaced while it was read."""
     if not reply.startswith(_FAILED):
         return False
     failure = msgspec.msgpack.decode(reply[1:], type=_Failure)
@@ -214,10 +214,7 @@ def _raise_first(replies: list[bytes], own: BaseException | None) -> None:
 
 
 def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
-    """Run a step on every rank and share the results; an error anywhere is raised everywhere.
-
-    Returns:
-        What `action` returned on each rank, in rank order.
+    """Run a step on every rank and share the results in rank order; an error is raised everywhere.
 
     Raises:
         Exception: On the rank where `action` failed, its own exception.
@@ -249,17 +246,10 @@ def run_joined(
 ) -> bytes:
     """Run a step on every rank, join the results on rank 0, and give every rank its share.
 
-    Nothing is sent from every rank to every rank, so this is the step for results that grow with
-    the world.
-
-    Args:
-        exchange: The group.
-        each: Runs on every rank.
-        join: Runs on rank 0 with all results in rank order; returns an item for each rank.
-        undo: Runs on rank 0, after every rank has ended its step, if any rank failed in it.
-
-    Raises:
-        Exception: As `run_on_all`, for an error in `each` on any rank or in `join` on rank 0.
+    `join` gets all results in rank order and returns an item for each rank; `undo` runs on rank 0,
+    after every rank has ended its step, if any rank failed in it. Errors are raised as by
+    `run_on_all`. Nothing is sent from every rank to every rank, so this is the step for results
+    that grow with the world.
     """
     reply, own = _attempt(exchange, each)
     replies = exchange.gather(reply)

@@ -261,7 +261,7 @@ class TorchGroup:
         return [int(item) for item in message.cpu()]
 
     def _all_gather_equal(self, data: bytes) -> list[bytes]:
-        """What ranks contribute that is equally long on all of them."""
+        """The contributions of all ranks, which are equally long."""
         own = self._to_tensor(data)
         items = [torch.empty_like(own) for _ in range(self.world_size)]
         self._finish(dist.all_gather(items, own, group=self._group, async_op=True))
@@ -358,7 +358,7 @@ class TorchGroup:
         call.end()
 
     def _is_done(self, work: dist.Work, seconds: float) -> bool:
-        """Whether a collective ends within some seconds."""
+        """True if a collective ends within some seconds."""
         if self._device.type != "cpu":
             return _poll(work, seconds)
         try:
@@ -430,7 +430,7 @@ def _milliseconds(seconds: float) -> timedelta:
 
 
 def _poll(work: dist.Work, seconds: float) -> bool:
-    """Whether the work of a device ends within some seconds; raises its error if it failed."""
+    """True if the work of a device ends within some seconds; raises its error if it failed."""
     until = time.monotonic() + seconds
     pause = 20e-6
     while not work.is_completed():

@@ -41,12 +41,9 @@ class Chunk:
 
 
 class Arena:
-    """Chunks of page-aligned host memory.
+    """Chunks of page-aligned host memory, at least one.
 
-    Args:
-        budget: Bytes at most; at least one chunk is always available.
-        chunk_bytes: Size of a chunk, a multiple of the page size.
-        shared: Whether another process is to see it.
+    The budget is in bytes; `chunk_bytes` is a multiple of the page size.
     """
 
     def __init__(self, budget: int, chunk_bytes: int, *, shared: bool = False) -> None:
@@ -98,7 +95,7 @@ class Arena:
             self._pin = pin
 
     def is_warm(self, num_bytes: int) -> bool:
-        """Whether `warm` would have nothing to do."""
+        """True if `warm` would have nothing to do."""
         with self._changed:
             return not self._fresh and self.num_bytes >= min(num_bytes, self.budget)
 
@@ -117,12 +114,8 @@ class Arena:
     def take(self, stop: threading.Event) -> Chunk | None:
         """A chunk; waits until there is one.
 
-        Args:
-            stop: Ends the waiting when it is set and `wake` is called.
-
-        Returns:
-            The chunk, or None if `stop` is set. Unless it was used or warmed before, its memory
-            has never been touched.
+        The wait ends with None when `stop` is set and `wake` is called. Unless it was used or
+        warmed before, its memory has never been touched.
         """
         while True:
             with self._changed:
@@ -206,12 +199,7 @@ class Arena:
 
 
 class SharedChunks:
-    """The chunks of another process's shared arena.
-
-    Args:
-        file: Its descriptor.
-        chunk_bytes: Size of a chunk.
-    """
+    """The chunks of another process's shared arena, given its descriptor."""
 
     def __init__(self, file: int, chunk_bytes: int) -> None:
         self._file = file

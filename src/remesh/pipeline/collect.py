@@ -46,7 +46,7 @@ Range = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collection:
-    """What the ranks of a save hold together."""
+    """The boxes that the ranks of a save hold together."""
 
     exchange: Exchange  # the ranks
     index: Index  # all boxes; file `n` stands for what rank `n` holds
@@ -100,11 +100,7 @@ class SpreadMemory:
 
 
 class Checksums:
-    """Puts CRC-32s of ranges of a stream into the stream, which comes chunk after chunk.
-
-    Args:
-        ranges: See `Collection.checksums`.
-    """
+    """Puts CRC-32s of ranges of a stream into the stream, which comes chunk after chunk."""
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = deque(ranges)
@@ -133,15 +129,8 @@ class Checksums:
 class CollectingStager(Stager):
     """A stager of files whose tensors lie on several ranks; `stage` is collective.
 
-    A rank that is cancelled gives its boxes to the others until the last round.
-
-    Args:
-        collection: What the ranks hold.
-        layout: See `Stager`.
-        arena: See `Stager`.
-        hand_over: See `Stager`.
-        copies: See `Stager`; used if there are no rounds.
-        check: Called in each round; all ranks raise what it raises.
+    A rank that is cancelled gives its boxes to the others until the last round. `check` is called
+    in each round, and all ranks raise what it raises. `copies` is used if there are no rounds.
     """
 
     def __init__(

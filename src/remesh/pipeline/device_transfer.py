@@ -75,17 +75,8 @@ def execute_on_device(
 ) -> None:
     """Execute the transfer plans of all ranks. Collective.
 
-    Args:
-        exchange: The ranks; a `DeviceExchange` if there are messages.
-        plan: What moves.
-        tasks: How this rank takes it from its sources.
-        destinations: Where each wanted box goes.
-        on_read: Called after each task, which may be queued only, with what that read.
-        buffers: For the messages.
-
-    Raises:
-        Exception: What a task of this rank raised.
-        ExchangeError: If a rank died, or did not take part in time.
+    The exchange is a `DeviceExchange` if there are messages. `on_read` is called after each task,
+    which may be queued only, with what that read.
     """
     problems: list[Exception] = []
 
@@ -132,7 +123,7 @@ def execute_on_device(
 def _tensors(
     world_size: int, plan: TransferPlan, buffers: DeviceBuffers, turn: int
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """What each rank is sent in a turn, and what each sends."""
+    """The tensors that each rank is sent in a turn, and those that each sends."""
     found: list[list[list[Any]]] = []
     for messages, of_turns in ((plan.outgoing, buffers.leaving), (plan.incoming, buffers.arriving)):
         tensors: list[list[Any]] = [[] for _ in range(world_size)]

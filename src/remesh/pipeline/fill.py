@@ -19,20 +19,9 @@ where the file system lets only one at a time into a file."""
 def write_stream(
     storage: Storage, files: StreamFiles, layout: FileLayout, on_chunk: Callable[[int], None]
 ) -> list[WrittenFile]:
-    """Write the files of a stream and make them durable.
+    """Write the files of a stream and make them durable; what is known of each.
 
-    Args:
-        storage: Where to.
-        files: The files.
-        layout: What the stream holds.
-        on_chunk: See `fill_stream`.
-
-    Returns:
-        What is known of each file.
-
-    Raises:
-        NoSpaceError: If there is no room; the files are gone then.
-        StorageError: If the storage fails; the files are gone then, if the storage still can.
+    If it fails, the files are gone, if the storage still can.
     """
     writer = ChunkWriter(storage, files, layout.num_bytes)
     written = fill_stream(writer, layout, on_chunk)
@@ -50,19 +39,9 @@ def fill_stream(
 ) -> list[WrittenFile]:
     """Write all chunks of a stream; `ChunkWriter.wait` then waits until the files are durable.
 
-    Args:
-        writer: Its files.
-        layout: What the stream holds.
-        on_chunk: Called after each chunk, in the thread that wrote it, with its size.
-        meanwhile: What else is to be done, beside the writing.
-        copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
-
-    Returns:
-        What is known of each file.
-
-    Raises:
-        NoSpaceError: If there is no room; the files are gone then.
-        StorageError: If the storage fails; the files are gone then, if the storage still can.
+    `on_chunk` is called after each chunk, in the thread that wrote it, with its size; `meanwhile`
+    is done beside the writing; `copies` makes a queue for the copies that fill a chunk. If it
+    fails, the files are gone, if the storage still can.
     """
     written: list[WrittenFile] = []
     left, counting = layout.num_chunks, threading.Lock()
@@ -94,13 +73,7 @@ def fill_stream(
 def has_digests(
     layout: FileLayout, digests: Digests, copies: Callable[[], CopyQueue] | None = None
 ) -> bool:
-    """Whether the blocks of a stream have these digests; ends with the first that has not.
-
-    Args:
-        layout: What the stream holds.
-        digests: What its digests may be.
-        copies: See `fill_stream`.
-    """
+    """True if the blocks of a stream have these digests; ends with the first that has not."""
     if len(digests) != -(-layout.num_bytes // BLOCK_SIZE):
         return False
     differs = threading.Event()

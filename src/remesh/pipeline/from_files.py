@@ -49,21 +49,11 @@ def read_together(
     on_read: Callable[[int], None],
     timeout: float | None = None,
 ) -> bool:
-    """Execute the load plans of all ranks. Collective.
+    """Execute the load plans of all ranks; true if ranks read for each other. Collective.
 
-    Args:
-        exchange: The ranks that read together.
-        storage: Where the checkpoint is.
-        index: Its index.
-        plan: What this rank needs.
-        destinations: Where each wanted box of the plan goes.
-        assign: Assigns the windows that ranks touch to readers; called on rank 0. None if every
-            rank reads for itself.
-        on_read: Called after each run that this rank reads, with its size in bytes.
-        timeout: Seconds that this may take; None for no limit.
-
-    Returns:
-        Whether ranks read for each other.
+    `assign` is called on rank 0 with the windows that ranks touch; without it, every rank reads for
+    itself. `on_read` is called after each run that this rank reads, with its size in bytes.
+    `timeout` is in seconds.
 
     Raises:
         CorruptCheckpointError: As `read_runs`, on the rank that read it.

@@ -65,7 +65,7 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTransfer:
-    """What one rank moves between memories."""
+    """The moves of one rank between memories."""
 
     index: Index  # what lies in which imaginary file
     plan: TransferPlan  # what moves
@@ -93,17 +93,7 @@ class MemoryTransfer:
         destinations: Sequence[Destination],
         on_read: Callable[[int], None],
     ) -> None:
-        """Move everything. Collective.
-
-        Args:
-            exchange: The ranks.
-            memories: The memory of each box that this rank holds.
-            destinations: Where each wanted box goes.
-            on_read: Called after each task with the bytes that it took.
-
-        Raises:
-            ExchangeError: If a rank died.
-        """
+        """Move everything. Collective; `on_read` gets the bytes that each task took."""
         buffers, num_wanted = self.buffers, len(destinations)
         if isinstance(buffers, DeviceBuffers):
             execute_on_device(
@@ -164,7 +154,7 @@ class MemoryTransfer:
         sent: Container[int],
         copy: Callable[[Memory, Box, Memory, Box], None] = copy_box,
     ) -> Tasks:
-        """What this rank copies, to others and to itself."""
+        """The copies of this rank, to others and to itself."""
         turn, first = np.unique(self.turn, return_index=True)
         bounds = [*first.tolist(), len(self.turn)]
 
@@ -195,14 +185,9 @@ def plan_between_memories(
 ) -> MemoryTransfer:
     """Find what this rank has itself, and ask the others for the rest. Collective.
 
-    Args:
-        exchange: The ranks.
-        index: What lies in which imaginary file.
-        owners: The rank that has each file.
-        regions: What this rank wants of them.
-        num_wanted: How many boxes it wants.
-        held: What this rank holds, copies of what is in other files included.
-        device: The device of this rank, if all ranks send memory of their devices as it is.
+    The files of `index` are imaginary: `owners` has the rank of each. `held` is what this rank
+    holds, copies of what is in other files included; `device` is this rank's, if all ranks send
+    memory of their devices as it is.
     """
     here = _find(index, regions, held)
     is_here = np.array([source is not None for source in here], dtype=np.bool_)

@@ -49,7 +49,7 @@ class WriteGate:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._closed
 
     def __enter__(self) -> None:
@@ -74,13 +74,7 @@ class WriteGate:
 
 
 class MonitoredRead:
-    """A read in a thread.
-
-    Args:
-        read: Reads; given what to call after each run with its size in bytes.
-        on_read: Called after each run, too.
-        num_bytes: How much is going to be read.
-        timeout: Seconds after which it gives up; None for never.
+    """A read in a thread; gives up after `timeout` seconds.
 
     Attributes:
         gate: What `read` enters whenever it writes into memory of the caller.
@@ -123,7 +117,7 @@ class MonitoredRead:
 
     @property
     def is_late(self) -> bool:
-        """Whether time is up."""
+        """True if time is up."""
         return self._timeout is not None and self.seconds >= self._timeout
 
     def next_wait(self) -> float:

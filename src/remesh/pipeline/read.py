@@ -55,12 +55,7 @@ Writing = AbstractContextManager[object]
 
 
 def limits_for(latency: float | None, num_bytes: int) -> ReadLimits:
-    """How one rank reads some bytes.
-
-    Args:
-        latency: See `latency_of`; the same on all ranks that read together.
-        num_bytes: What the rank reads, about.
-    """
+    """The limits of a rank that reads about `num_bytes`; the latency is that of all ranks."""
     if latency is None:
         return ReadLimits()
     (smallest, largest), number = REMOTE_WINDOWS, NUM_REMOTE_READS
@@ -77,12 +72,6 @@ def read_runs(
     destinations: Sequence[Destination],
 ) -> None:
     """Execute a load plan, for this process alone.
-
-    Args:
-        storage: Where the checkpoint is.
-        index: Its index.
-        plan: What to read.
-        destinations: Where each wanted box of the plan goes.
 
     Raises:
         CorruptCheckpointError: If a file is missing, too short, or its bytes are not what was
@@ -108,20 +97,10 @@ def read_run(
     buffer: Buffer,
     writing: Writing,
 ) -> int:
-    """Read, check and distribute one run; returns its size.
+    """Read, check and distribute one run; returns its size. Fails as `read_runs`.
 
-    Args:
-        storage: Where the checkpoint is.
-        index: Its index.
-        plan: What to read.
-        run: Number of the run.
-        place: Where the regions go.
-        buffer: At least as long as the run, as far as `buffer_bytes_for` asks for it.
-        writing: What is entered to write into wanted memory.
-
-    Raises:
-        CorruptCheckpointError: As `read_runs`.
-        StorageError: If the storage fails.
+    The buffer is as long as the run, as far as `buffer_bytes_for` asks for it; `writing` is entered
+    to write into wanted memory.
     """
     which = plan.run[run]
     start, stop = int(plan.runs.run_start[which]), int(plan.runs.run_stop[which])

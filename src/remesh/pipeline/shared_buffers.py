@@ -43,10 +43,6 @@ class Offer(msgspec.Struct, frozen=True):
 class SharedBuffers:
     """Some buffers of one size that other processes may map.
 
-    Args:
-        num_buffers: How many.
-        num_bytes: Bytes of each.
-
     Attributes:
         buffers: The memory.
         offer: Where others find it, until `close`.
@@ -75,13 +71,7 @@ class SharedBuffers:
 
 
 def map_buffers(offer: Offer, num_buffers: int, num_bytes: int) -> list[Buffer] | None:
-    """The buffers of another process, to read only; None if they are out of reach.
-
-    Args:
-        offer: Where they are.
-        num_buffers: How many.
-        num_bytes: Bytes of each.
-    """
+    """The buffers of another process, to read only; None if they are out of reach."""
     if not offer.machine or offer.machine != machine():
         return None
     if offer.num_bytes != mmap.PAGESIZE + num_buffers * num_bytes:

@@ -41,14 +41,10 @@ class Filled:
 
 
 class Stager:
-    """Copies a data file out of the trainer's memory.
+    """Copies a data file out of the trainer's memory, into an arena's chunks of `CHUNK_SIZE`.
 
-    Args:
-        layout: What the file holds.
-        arena: Where the copy lives until it is written; its chunks are `CHUNK_SIZE` long.
-        hand_over: Takes each filled chunk, in the thread that filled it.
-        copies: Makes a queue for copies out of a device, for each thread; None if all memory is
-            the host's.
+    `hand_over` takes each filled chunk, in the thread that filled it. `copies` makes a queue for
+    copies out of a device, for each thread; None if all memory is the host's.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Stager:
 
     @property
     def fits(self) -> bool:
-        """Whether the arena can hold the whole file."""
+        """True if the arena can hold the whole file."""
         return self._arena.budget >= self._layout.num_chunks * CHUNK_SIZE
 
     def cancel(self) -> None:
@@ -82,9 +78,8 @@ class Stager:
     ) -> None:
         """Copy everything out of the trainer's memory, or stop early after `cancel`.
 
-        Args:
-            on_chunk: Called after each chunk, in the thread that copied it, with its size.
-            begin: Called before the first chunk is taken.
+        `on_chunk` is called after each chunk, in the thread that copied it, with its size; `begin`
+        before the first chunk is taken.
         """
         begin()
 
@@ -150,14 +145,10 @@ def _nothing() -> None:
 
 
 class StagedWriter:
-    """Writes a data file from chunks that a stager hands over.
+    """Writes a data file from chunks that a stager hands over, and gives them back.
 
     `write` runs in a thread of its own, and ends only after `end`; the other methods may be called
-    from any other thread.
-
-    Args:
-        give: Takes back each chunk that is not needed any more.
-        at_once: Whether writing begins with the first chunk, and not when all are staged.
+    from any other thread. Writing begins with the first chunk (`at_once`), or when all are staged.
     """
 
     def __init__(self, give: Callable[[Chunk], None], *, at_once: bool) -> None:
@@ -190,19 +181,11 @@ class StagedWriter:
         on_failure: Callable[[], None],
         meanwhile: Callable[[], None],
     ) -> list[WrittenFile] | None:
-        """Write what is staged and make it durable.
+        """Write what is staged and make it durable; what is known of each file.
 
-        Args:
-            create: Begins the file.
-            on_chunk: Called after each chunk, in the thread that wrote it, with its size.
-            on_failure: Called at the first failure; should make the stager end soon.
-            meanwhile: What else is to be done once the file exists, beside the writing.
-
-        Returns:
-            What is known of each file, or None if it was given up because of `cancel`.
-
-        Raises:
-            StorageError: If the storage fails; the file is gone then, if the storage still can.
+        None if it was given up because of `cancel`. `create` begins the file, `meanwhile` is done
+        once it exists, beside the writing. `on_failure` is called at the first failure and should
+        make the stager end soon; the file is gone then, if the storage still can.
         """
 
         def fail() -> None:

@@ -74,7 +74,7 @@ class Carried:
 
     @classmethod
     def by(cls, index: Index, messages: Messages) -> Carried:
-        """What messages carry of what an index says."""
+        """The part of an index that messages carry."""
         tensors = index.tensor_of(messages.regions.piece)
         carriers = [DTYPES[code].carrier for code in index.tensors.dtypes[tensors].tolist()]
         boxes, positions = messages.regions.boxes(index), messages.position.tolist()
@@ -131,16 +131,9 @@ def request_regions(
     wanted: Mapping[int, tuple[Regions, IntArray]],
     asked_by: Iterable[int],
 ) -> tuple[Messages, Messages]:
-    """Ask other ranks for regions. Collective.
+    """Ask other ranks for regions: the messages that this rank sends and gets. Collective.
 
-    Args:
-        exchange: The ranks.
-        index: Where the regions lie.
-        wanted: What this rank needs of each other rank, and in which turns it is sent.
-        asked_by: The ranks that need something of this one.
-
-    Returns:
-        The messages that this rank sends, and those that it gets.
+    `wanted` has for each other rank what this one needs of it, and in which turns it is sent.
     """
     outgoing: list[list[Buffer]] = [[] for _ in range(exchange.world_size)]
     arriving: list[list[Buffer]] = [[] for _ in range(exchange.world_size)]
@@ -217,16 +210,9 @@ def execute(
 ) -> None:
     """Execute the transfer plans of all ranks. Collective.
 
-    Args:
-        exchange: The ranks.
-        index: Where the regions lie.
-        plan: What moves.
-        tasks: How this rank takes it from its sources.
-        destinations: Where each wanted box goes.
-        on_read: Called after each task, in the thread that performed it, with what that read.
-        timeout: Seconds that this may take; None for no limit.
-        buffers: From `message_buffers`, if they are kept.
-        straight: What goes past the messages, if regions do that on all ranks.
+    `on_read` is called after each task, in the thread that performed it, with what that read.
+    `straight` is what goes past the messages, if regions do that on all ranks. `timeout` is in
+    seconds.
 
     Raises:
         Exception: What a task of this rank raised.
@@ -305,7 +291,7 @@ class _Arrived:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turns:
-    """What ranks send each other turn by turn.
+    """The messages of ranks to each other, turn by turn.
 
     A rank that sees its message is only told where it is. That it is unpacked, the rank says
     as many turns later as may be arriving: then the buffer is free. So it unpacks while the next
@@ -377,7 +363,7 @@ class _Turns:
     def _parts(
         self, messages: Messages, number: int, buffer: Buffer, *, is_sent: bool
     ) -> list[Buffer]:
-        """What of a message is sent, or filled by it."""
+        """The parts of a message that are sent, or filled by it."""
         if self.straight is None:
             return [buffer[int(messages.start[number]) : int(messages.stop[number])]]
         straight = self.straight.sent if is_sent else self.straight.filled
@@ -388,7 +374,7 @@ class _Turns:
 
 
 def _head(start: int) -> Buffer:
-    """What is sent of a message that the other rank sees: where it begins."""
+    """The only part to send of a message that the other rank sees: where it begins."""
     return np.array([start], "<i8").view(np.uint8)
 
 
@@ -481,7 +467,7 @@ class _Steps:
             yield
 
     def _is_open(self, task: int) -> bool:
-        """Whether the buffer that a task writes to is free."""
+        """True if the buffer that a task writes to is free."""
         if task >= len(self._turn):
             return True
         return bool(self._turn[task] < self._num_free + self._num_packed)
@@ -506,7 +492,7 @@ class _Steps:
 
     @property
     def are_good(self) -> bool:
-        """Whether no task has failed."""
+        """True if no task has failed."""
         return not self._failed
 
     def free(self, num_turns: int) -> None:

@@ -16,15 +16,10 @@ def run_threads(
 ) -> None:
     """Do the same work in a few threads; the first error is raised when all have ended.
 
-    If the system gives fewer threads, fewer do the work: they share it, so all of it is done.
-
-    Args:
-        num_threads: How many; a single one is the caller's own, unless that has something else
-            to do.
-        work: What each does.
-        stop: Tells all of them to end soon; called when one fails, and on Ctrl-C, which arrives in
-            the thread that waits and not in those that work.
-        meanwhile: What the caller's thread does instead of only waiting.
+    If the system gives fewer threads, fewer do the work: they share it, so all of it is done. A
+    single thread is the caller's own, unless that does something else `meanwhile`. `stop` tells all
+    of them to end soon: when one fails, and on Ctrl-C, which arrives in the thread that waits and
+    not in those that work.
     """
     errors: list[BaseException] = []
 
@@ -76,12 +71,8 @@ def run_workers(
 ) -> None:
     """Do tasks 0, 1, 2, ... with a few threads; the first error stops all of them and is raised.
 
-    Args:
-        num_threads: Threads at most.
-        num_tasks: Number of tasks.
-        buffer_bytes: Size of the aligned buffer that each thread has.
-        work: Does a task, given its number and the thread's buffer.
-        meanwhile: What the caller's thread does instead of only waiting.
+    `work` gets the number of a task and the thread's aligned buffer; `meanwhile` is what the
+    caller's thread does instead of only waiting.
     """
     tasks = SharedTasks(num_tasks)
 

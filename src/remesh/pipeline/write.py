@@ -68,10 +68,7 @@ class FileLayout:
     def fill_chunk(self, number: int, buffer: Buffer, *, queued: bool = False) -> Buffer:
         """Gather the bytes of a chunk in the beginning of a buffer; returns that part of it.
 
-        Args:
-            number: Which chunk.
-            buffer: At least `CHUNK_SIZE` bytes.
-            queued: Whether copies out of a device may still be under way when this returns.
+        Copies out of a device may still be under way then if they are `queued`.
         """
         start = number * CHUNK_SIZE
         chunk = buffer[: min(CHUNK_SIZE, self.num_bytes - start)]
@@ -124,16 +121,11 @@ class StreamFiles:
 
     @property
     def has_digests(self) -> bool:
-        """Whether each file begins with a chunk, so that no chunk has bytes of two files."""
+        """True if each file begins with a chunk, so that no chunk has bytes of two files."""
         return not (self.is_shared or (self.start % CHUNK_SIZE).any())
 
     def encode(self, start: int, data: Buffer) -> list[Buffer]:
-        """The stored form of each block of some bytes of compressed files.
-
-        Args:
-            start: Byte of the stream at which they begin, which is that of a block.
-            data: The bytes.
-        """
+        """The stored form of each block of some bytes, which begin with a block."""
         encoded = []
         for at in range(0, len(data), BLOCK_SIZE):
             block = data[at : at + BLOCK_SIZE]
@@ -144,13 +136,7 @@ class StreamFiles:
 
 
 def whole_files(paths: Sequence[str], sizes: Sequence[int], starts: Sequence[int]) -> StreamFiles:
-    """A stream that is cut into files.
-
-    Args:
-        paths: Their names.
-        sizes: Their sizes.
-        starts: Byte of the stream at which each begins.
-    """
+    """A stream that is cut into files, each beginning at a byte of it."""
     num_bytes = np.array(sizes, np.int64)
     return StreamFiles(
         tuple(paths),
@@ -182,17 +168,9 @@ class ChunkWriter:
     that a lack of room is seen before bytes are moved; several are created when the first bytes of
     each arrive, and finished with the last.
 
-    A file that may be a copy of another one is not written while its chunks have the digests of the
-    copy: `holds` says so of a chunk, and `copy_held` makes the copies when all chunks were seen.
-
-    Args:
-        storage: Where to.
-        files: The files.
-        num_bytes: Bytes of the stream.
-        copies: Which of them may be copies, by their numbers; all files begin with a chunk then.
-
-    Attributes:
-        copied: Numbers of the files that are copies.
+    A file that may be a copy of another one (`copies`, by its number; all files begin with a chunk
+    then) is not written while its chunks have the digests of the copy: `holds` says so of a chunk,
+    and `copy_held` makes the copies, `copied`, when all chunks were seen.
 
     Raises:
         NoSpaceError: If there is no room.
@@ -228,7 +206,7 @@ class ChunkWriter:
             self._writer_of(0)
 
     def holds(self, number: int, chunk: Buffer) -> bool:
-        """Whether a chunk need not be written yet, because its file may be a copy."""
+        """True if a chunk need not be written yet, because its file may be a copy."""
         file = self._file_of(number) if self._copies else -1
         copy = self._copies.get(file)
         if copy is None:
@@ -250,7 +228,7 @@ class ChunkWriter:
                 self.copied.add(file)
 
     def is_copied(self, number: int) -> bool:
-        """Whether a chunk is of a file that is a copy."""
+        """True if a chunk is of a file that is a copy."""
         return bool(self.copied) and self._file_of(number) in self.copied
 
     def lend(self, number: int, num_bytes: int) -> Buffer | None:
@@ -263,13 +241,7 @@ class ChunkWriter:
         return writer.lend(number * CHUNK_SIZE, num_bytes)
 
     def write(self, number: int, chunk: Buffer, *, is_lent: bool = False) -> None:
-        """Write a chunk; any thread, any order.
-
-        Args:
-            number: Which chunk.
-            chunk: Its bytes.
-            is_lent: Whether they lie in what `lend` gave; then they may change afterwards.
-        """
+        """Write a chunk; any thread, any order. One that was lent may change afterwards."""
         if is_lent:
             self.accept(number, chunk)
             writer = self._writer_of(0)
@@ -336,7 +308,7 @@ class ChunkWriter:
 
     @property
     def is_durable(self) -> bool:
-        """Whether there is nothing to wait for, once the chunks have ended."""
+        """True if there is nothing to wait for, once the chunks have ended."""
         return self._wait is None
 
     def end(self) -> list[WrittenFile]:

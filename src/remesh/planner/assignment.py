@@ -76,12 +76,7 @@ not to share reads."""
 
 
 def touched_windows(index: Index, plan: LoadPlan) -> IntArray:
-    """The windows that a plan touches, a row each: its number, bytes read of it, bytes needed.
-
-    Args:
-        index: What is stored.
-        plan: What a rank reads.
-    """
+    """The windows that a plan touches, a row each: its number, bytes read of it, bytes needed."""
     windows = plan.windows(index)
     first = np.flatnonzero(np.diff(windows, prepend=-1))  # the plan is sorted by window
     if not len(first):
@@ -94,13 +89,9 @@ def touched_windows(index: Index, plan: LoadPlan) -> IntArray:
 def is_sharing_cheaper(
     read_alone: int, read_once: int, num_moved: int, *, exchange_cost: float
 ) -> bool:
-    """Whether it is cheaper to read every window once and pass on what others need of it.
+    """True if it is cheaper to read every window once and pass on what others need of it.
 
-    Args:
-        read_alone: Bytes that the group reads if each rank reads for itself.
-        read_once: Bytes that it reads if every window is read by one rank.
-        num_moved: Bytes that then travel between ranks.
-        exchange_cost: What moving a byte costs, in bytes read.
+    All but the cost are bytes; `exchange_cost` is what moving a byte costs, in bytes read.
     """
     return read_alone - read_once > exchange_cost * num_moved + SHARING_BYTES
 
@@ -144,13 +135,7 @@ def assign_readers(touched: Sequence[IntArray], limits: ReadLimits) -> list[Read
 def assign_to_owners(
     touched: Sequence[IntArray], limits: ReadLimits, owner_of: Callable[[IntArray], IntArray]
 ) -> list[ReadAssignment]:
-    """Assign every window to the one rank that can read it.
-
-    Args:
-        touched: The windows that each rank touches.
-        limits: How ranks read.
-        owner_of: The rank that can read each window.
-    """
+    """Assign every window to the one rank that can read it."""
     rank, window, first, counts = _by_window(touched)
     owner = owner_of(window[first])
     # An owner reads its window whether or not it needs something of it.

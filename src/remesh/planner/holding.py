@@ -21,7 +21,7 @@ from remesh.core.tables import BoxTable, Cuts, TensorTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBoxes:
-    """What one rank holds."""
+    """The boxes of one rank."""
 
     tensors: TensorTable  # the tensors that it knows
     tensor: IntArray  # row in `tensors` of each box
@@ -32,7 +32,7 @@ class LocalBoxes:
 
     @classmethod
     def of(cls, boxes: BoxTable, roles: IntArray) -> LocalBoxes:
-        """What a rank holds, given the role of each box."""
+        """The boxes of a rank, given the role of each."""
         shapes = boxes.tensors.shapes[boxes.tensor]
         columns = (*shapes.T, *boxes.offsets.T, *boxes.extents.T, roles)
         first, of = distinct(*columns)
@@ -77,13 +77,7 @@ class Held:
     def by_all(
         cls, tensors: TensorTable, local_boxes: Sequence[LocalBoxes], rows: Sequence[IntArray]
     ) -> Held:
-        """All that ranks hold.
-
-        Args:
-            tensors: The tensors.
-            local_boxes: What each rank holds.
-            rows: For each rank, rows in `tensors` of the tensors that it knows.
-        """
+        """All that ranks hold, and for each the rows in `tensors` of those that it knows."""
         d = tensors.shapes.shape[1]
         counts = [len(held.tensor) for held in local_boxes]
         both = list(zip(local_boxes, rows, strict=True))
@@ -224,7 +218,7 @@ def _held_of(
     groups: Sequence[_Group],
     local_boxes: Sequence[LocalBoxes],
 ) -> Held:
-    """What ranks hold of the samples."""
+    """The boxes of the samples that ranks hold."""
     number = np.full(len(tensors), -1, dtype=np.int64)
     number[sample] = np.arange(len(sample))
     num_dims = tensors.shapes.shape[1]

@@ -63,7 +63,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """What tells regions of files that are read alike apart."""
+    """The columns that tell regions of files that are read alike apart."""
 
     part: IntArray  # for each region, its number among the wanted parts of pieces of its file
     first: IntArray  # the first wanted part of each file
@@ -73,7 +73,7 @@ class _Places:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What a rank reads.
+    """The reads of one rank.
 
     Files that hold alike, of which the same is wanted, are planned once: `runs` are those of one
     file of each kind. They have a row for each region, of which there may be many millions in all;
@@ -120,7 +120,7 @@ class LoadPlan:
 
     @property
     def regions(self) -> Regions:
-        """What is read, all of it."""
+        """All regions that are read."""
         return self.taken(np.arange(self.num_runs))[0]
 
     @property
@@ -170,12 +170,7 @@ class LoadPlan:
 
 
 def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
-    """Plan the reads of one rank.
-
-    Args:
-        index: What is stored.
-        wanted: Boxes to fill; `wanted.tensors` is the index's own table of tensors.
-        limits: How to cut and merge reads.
+    """Plan the reads of one rank; `wanted.tensors` is the index's own table of tensors.
 
     Raises:
         CoverageError: If the stored pieces do not hold every wanted element (a foreign or damaged
@@ -189,13 +184,7 @@ def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
 
 
 def plan_regions(index: Index, found: Regions, limits: ReadLimits) -> LoadPlan:
-    """Plan the reads of regions that have been cut already: sort them, and merge them into runs.
-
-    Args:
-        index: What is stored.
-        found: The regions.
-        limits: Those that the regions were cut with.
-    """
+    """Plan the reads of regions that have been cut already: sort them, and merge them into runs."""
     file, start, stop = _byte_ranges(index, found)
     order = _order(file, start)
     found, file, start, stop = found.take(order), file[order], start[order], stop[order]
@@ -293,15 +282,10 @@ def _windows_per_file(index: Index, limits: ReadLimits) -> int:
 
 
 def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArray:
-    """Longest stretch of flat elements between two elements of a box, row by row.
+    """Longest stretch of flat elements between two elements of a non-empty box, row by row.
 
     It is the one after a step of the first dim in which the box extends: gaps inside a step leave
-    out fewer dims.
-
-    Args:
-        shapes: Shapes of the tensors or pieces.
-        extents: Shapes of non-empty boxes in them.
-        spans: From the first to one past the last flat element of each box.
+    out fewer dims. `spans` reach from the first to one past the last flat element of each box.
     """
     dim = np.argmax(extents > 1, axis=1)[:, None]
     step = np.take_along_axis(row_strides(shapes), dim, axis=1)[:, 0]
@@ -385,12 +369,7 @@ def cut_region(
 ) -> Iterator[Box]:
     """Cut a region of a row-major piece so that every part lies in one window, without long gaps.
 
-    Args:
-        shape: Shape of the piece.
-        region: A non-empty box in the piece.
-        position: First byte of the piece in its file, a multiple of `itemsize`.
-        itemsize: Bytes of an element.
-        limits: Windows and gaps.
+    `position` is the first byte of the piece in its file, a multiple of `itemsize`.
     """
     for part in _split_at_gaps(shape, region, limits.gap_bytes // itemsize):
         start, stop, _ = flat_span(shape, part)

@@ -93,10 +93,6 @@ def intersections(index: Index, wanted: BoxTable) -> Parts:
 
     Equal boxes that are wanted of tensors that are cut alike are intersected once.
 
-    Args:
-        index: What is stored.
-        wanted: Boxes of its tensors.
-
     Raises:
         CoverageError: If pieces do not hold every element of these exactly once.
     """

@@ -114,10 +114,7 @@ class SavePlan:
 
 
 def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
-    """Plan a save.
-
-    Args:
-        local_boxes: What each rank holds, in rank order.
+    """Plan a save, given what each rank holds, in rank order.
 
     Raises:
         StateError: If ranks disagree about the dtype or global shape of a tensor.
@@ -183,8 +180,7 @@ def _distinct_boxes(held: Held) -> Distinct:
 def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntArray]]:
     """Unite the tensors that ranks know, in order of first appearance.
 
-    Returns:
-        The united table, and for each table the new row of each of its rows.
+    The second result has for each table the new row of each of its rows.
 
     Raises:
         StateError: If ranks disagree about the dtype or global shape of a tensor.
@@ -277,12 +273,8 @@ def choose_writers(
 ) -> IntArray:
     """For each distinct box, which of its holders (rows of `rank`) writes it.
 
-    Args:
-        num_bytes: Bytes of each box.
-        rank: Rank of each holder, sorted by box and rank.
-        first: First row of each box's holders, and the end.
-        world_size: Number of ranks.
-        by_first: Boxes that the first of their holders must write; by default none.
+    `rank` is sorted by box and rank; `first` has the first row of each box's holders, and the end.
+    Boxes of `by_first` are written by the first of their holders.
     """
     num_holders = np.diff(first)
     chosen: IntArray = first[:-1].copy()

@@ -55,9 +55,8 @@ class Messages:
     ) -> Messages:
         """The messages of some regions.
 
-        Args:
-            index: Where the regions lie.
-            parts: Ranks that get the same or the one that sends it, regions, and the turn of each.
+        Each part has the ranks that get the same or the one that sends it, the regions, and their
+        turns.
         """
         none = np.zeros(0, dtype=np.int64)
         no_boxes = np.zeros((0, index.tensors.shapes.shape[1]), dtype=np.int64)
@@ -96,10 +95,9 @@ class Messages:
         return range(*np.searchsorted(self.turn, (turn, turn + 1)).tolist())
 
     def is_straight(self, shared: Container[int]) -> BoolArray:
-        """Whether each region is sent by itself, if regions of the messages are.
+        """True for each region that is sent by itself; none is to or from `shared` ranks.
 
-        Args:
-            shared: Ranks that messages to or from do not go through the network.
+        Those share memory with this one.
         """
         over_network = [not any(rank in shared for rank in peers) for peers in self.peers]
         is_long: BoolArray = self.sizes >= STRAIGHT_BYTES
@@ -108,9 +106,8 @@ class Messages:
     def parts(self, number: int) -> Iterator[tuple[int, int, int]]:
         """The parts that a message is sent in, if some regions of it are sent by themselves.
 
-        Yields:
-            The first byte of each part in the buffer of its turn, one past the last, and the region
-            that it is; -1 if it is what lies between such regions.
+        The first byte of each part in the buffer of its turn, one past the last, and the region
+        that it is; -1 if it is what lies between such regions.
         """
         start, first = int(self.start[number]), int(self.first[number])
         is_long = self.sizes[first : self.first[number + 1]] >= STRAIGHT_BYTES
@@ -139,7 +136,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What one rank takes from its sources, for itself and for others, and what it gets."""
+    """The regions that one rank takes from its sources, for itself and for others, and gets."""
 
     local: Regions  # what it takes for itself
     outgoing: Messages  # what it takes for others
@@ -191,10 +188,7 @@ def decode_request(data: bytes) -> tuple[Regions, IntArray]:
 def numbers_of_messages(index: Index, regions: Regions, message_bytes: int) -> IntArray:
     """Cut what goes from one memory to another into messages: the number of that of each region.
 
-    Args:
-        index: Where the regions lie.
-        regions: What goes.
-        message_bytes: A message ends with the region that makes it as long or longer.
+    A message ends with the region that makes it as long as `message_bytes` or longer.
     """
     sizes = regions.num_bytes(index)
     numbers: IntArray = (np.cumsum(sizes) - sizes) // message_bytes
@@ -204,8 +198,7 @@ def numbers_of_messages(index: Index, regions: Regions, message_bytes: int) -> I
 def turns_of_distances(num_messages: IntArray) -> IntArray:
     """The first turn of each distance between sender and receiver, and the number of turns.
 
-    Args:
-        num_messages: How many messages each rank (row) gets from each other rank (column).
+    `num_messages` says how many messages each rank (row) gets from each other rank (column).
     """
     ranks = np.arange(len(num_messages))
     turns = [num_messages[(ranks + by) % len(ranks), ranks].max() for by in ranks.tolist()]
