@@ -193,7 +193,7 @@ def _open_device() -> str:
 
 def _load_script() -> ModuleType:
     """`remesh.elastic.script`, which need not be installed for this interpreter."""
-    path = Path(__file__).resolve().parents[1] / "script.py"
+    path = Path(__file__).resolve().with_name("script.py")
     spec = importlib.util.spec_from_file_location("_remesh_script", path)
     assert spec is not None
     assert spec.loader is not None
