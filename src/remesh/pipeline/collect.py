@@ -87,8 +87,7 @@ class SpreadMemory:
 
     @property
     def layout(self) -> Layout | None:
-        """See `Memory.layout`: the elements lie in no memory of this rank."""
-        return None
+        return None  # the elements lie in no memory of this rank
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """Note what is wanted; the array is filled when the transfer of the round has ended."""
@@ -151,7 +150,7 @@ class CollectingStager(Stager):
     def stage(
         self, on_chunk: Callable[[int], None], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """See `Stager.stage`; all ranks raise the failure of one."""
+        """As in `Stager`; all ranks raise the failure of one."""
         # Two rounds fit into the arena, if it has room for more than one chunk.
         chunks = max(1, min(ROUND_BYTES, self._arena.budget // 2) // CHUNK_SIZE)
         pieces = self._layout.pieces
@@ -219,22 +218,9 @@ def write_collected(
 ) -> list[WrittenFile]:
     """Write the files of a stream of tensors that lie on several ranks. Collective.
 
-    Args:
-        storage: Where to.
-        files: The files of this rank.
-        layout: What the stream holds.
-        collection: What the ranks hold.
-        on_chunk: See `fill_stream`.
-        meanwhile: What else is to be done, beside the writing.
-        begin: What is to be done before; all ranks raise its failure.
-        copies: See `fill_stream`; used if there are no rounds.
-
-    Returns:
-        What is known of each file.
-
-    Raises:
-        StorageError: If the storage fails. What another rank raises in a round is raised here, too;
-            a failure after the last round is not known to other ranks.
+    All ranks raise the failure of `begin`, which is called before, and what another rank raises in
+    a round; a failure after the last round is not known to other ranks. `meanwhile` is done beside
+    the writing. `copies` is used if there are no rounds.
     """
     arena = Arena(2 * min(ROUND_BYTES, max(layout.num_bytes, CHUNK_SIZE)), CHUNK_SIZE)
     staged = StagedWriter(arena.give, at_once=True)
