@@ -6,11 +6,11 @@ this rank into its memory and those for others into messages.
 
 Threads perform the tasks in the order of the turns. Meanwhile the caller's thread goes through the
 turns: it waits until the messages of a turn are packed, swaps them with the other ranks, and lets
-another thread unpack what came. Packing is ahead by two or three turns at most, so sources and
-network are busy at the same time, and the buffers, which are used again and again, bound the
-memory. While all open turns are packed, the threads perform the tasks that are for this rank only.
-Where a source is far away, they take what later turns need instead, and hold it until it can be
-packed: so the requests that are under way do not depend on the size of the turns.
+another thread unpack what came. Packing is ahead by a few turns at most, so sources and network are
+busy at the same time, and the buffers, which are used again and again, bound the memory. While all
+open turns are packed, the threads perform the tasks that are for this rank only. Where a source is
+far away, they take what later turns need instead, and hold it until it can be packed: so the
+requests that are under way do not depend on the size of the turns.
 
 Ranks that ask for the same regions in the same turns, as replicas do, are sent the same message,
 packed once.
@@ -58,6 +58,10 @@ from remesh.storage import Buffer, aligned_buffer
 _BAD, _GOOD = 0, 1
 """What a message begins with."""
 
+NUM_PACKED = 2
+"""Turns whose messages are packed while others are on their way or not yet unpacked. With one, the
+sources rest whenever a rank waits for another."""
+
 _NOWHERE = -1
 _LOGGER = logging.getLogger("remesh")
 
@@ -92,7 +96,7 @@ class MessageBuffers:
     """Memory for the messages of a plan, and what lies where in it."""
 
     leaving: Sequence[Buffer]
-    """For the messages to others, turn by turn: a turn more than `num_arriving`."""
+    """For the messages to others, turn by turn: `NUM_PACKED` turns more than `num_arriving`."""
     arriving: Sequence[Buffer]  # for those that others send
     readers: Container[int]
     """The ranks that see `leaving`, and are sent nothing but where a message is there."""
@@ -161,7 +165,7 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
 
     In a turn each rank sends one message at most to each other rank.
     """
-    num_leaving = plan.num_arriving + 1
+    num_leaving = plan.num_arriving + NUM_PACKED
     shared: list[SharedBuffers] = []
     seen: dict[int, Sequence[Buffer]] = {}
     senders = {rank for of_message in plan.incoming.peers for rank in of_message}
