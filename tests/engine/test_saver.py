@@ -21,6 +21,7 @@ from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange
+from remesh.exchange.protocol import Buffers
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage, Storage
 from tests.flipped_reads import first_readings, flip_reads
@@ -56,7 +57,7 @@ def stored_value(place: Storage | Path) -> float:
     return value
 
 
-class Spy:
+class Spy(Exchange):
     """An exchange that counts the messages and bytes of its rank."""
 
     def __init__(self, inner: Exchange) -> None:
@@ -85,6 +86,9 @@ class Spy:
     def broadcast(self, data: bytes | None) -> bytes:
         self._count(data)
         return self._inner.broadcast(data)
+
+    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
+        raise AssertionError("a background save swaps nothing")
 
 
 @pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE, 3 * CHUNK_SIZE])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from remesh.core.memory import Device, HostMemory, Memory
-from remesh.exchange import DeviceExchange, Exchange
+from remesh.exchange import Exchange
 from remesh.pipeline import machine
 
 
@@ -64,7 +64,7 @@ def agree_on_devices(exchange: Exchange, in_use: Sequence[DeviceInUse]) -> Devic
         return None
     name = in_use[exchange.rank].name
     is_alone = exchange.world_size == 1
-    if not is_alone and not (isinstance(exchange, DeviceExchange) and exchange.connect(name)):
+    if not is_alone and not exchange.connect(name):
         return None
     from remesh.adapters import device
 

@@ -81,7 +81,7 @@ class DeviceBuffer(Protocol):
     def __len__(self) -> int: ...
 
     def part(self, start: int, stop: int) -> Any:
-        """The bytes [start, stop), as `DeviceExchange` sends and fills them."""
+        """The bytes [start, stop), as `Exchange.begin_swap` sends and fills them."""
         ...
 
     def memory(self, position: int, shape: tuple[int, ...], carrier: CarrierDType) -> Memory:

@@ -12,8 +12,7 @@ imported here.
 """
 
 from remesh.exchange.alone import Alone
-from remesh.exchange.protocol import DeviceExchange, Exchange
-from remesh.exchange.protocol import answer_interval as answer_interval
+from remesh.exchange.protocol import Exchange
 from remesh.exchange.protocol import decode_failure as decode_failure
 from remesh.exchange.protocol import encode_failure as encode_failure
 from remesh.exchange.protocol import run_joined as run_joined
@@ -21,4 +20,4 @@ from remesh.exchange.protocol import run_on_all as run_on_all
 from remesh.exchange.protocol import run_on_one as run_on_one
 from remesh.exchange.threads import ThreadExchange, ThreadGroup
 
-__all__ = ["Alone", "DeviceExchange", "Exchange", "ThreadExchange", "ThreadGroup"]
+__all__ = ["Alone", "Exchange", "ThreadExchange", "ThreadGroup"]

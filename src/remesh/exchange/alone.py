@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remesh.exchange.protocol import Buffers
+from remesh.exchange.protocol import Buffers, Exchange
 
 
-class Alone:
+class Alone(Exchange):
     """A group of one rank, which receives its own messages."""
 
     rank = 0

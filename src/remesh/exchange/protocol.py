@@ -1,10 +1,11 @@
-"""The protocol of exchanges, and error propagation on top of it."""
+"""The base class of exchanges, and error propagation on top of it."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,38 +23,36 @@ Bytes = npt.NDArray[np.uint8]
 Buffers = Sequence[Bytes]
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """Collective transport of bytes between the ranks of a group.
 
     Every method may raise `ExchangeError` if a peer is gone or a deadline passes.
     """
 
-    @property
-    def rank(self) -> int:
-        """This process's number in the group."""
-        ...
+    rank: int
+    """This process's number in the group."""
+    world_size: int
+    """Number of ranks in the group."""
+    patience: float = math.inf
+    """Seconds that a call waits for other ranks before it warns of them or fails."""
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        ...
-
+    @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks, in rank order, on every rank."""
-        ...
 
+    @abstractmethod
     def gather(self, data: bytes) -> list[bytes] | None:
         """The bytes of all ranks, in rank order, on rank 0; None elsewhere."""
-        ...
 
+    @abstractmethod
     def scatter(self, data: list[bytes] | None) -> bytes:
         """This rank's item of the list that rank 0 gives (others give None)."""
-        ...
 
+    @abstractmethod
     def broadcast(self, data: bytes | None) -> bytes:
         """The bytes that rank 0 gives (others give None)."""
-        ...
 
+    @abstractmethod
     def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
         """Send some buffers to each rank and fill some from each.
 
@@ -63,34 +62,16 @@ class Exchange(Protocol):
             outgoing: For each rank, what it is sent, one buffer after the other; may be none.
             incoming: For each rank, buffers as many and as long as those that it sends here.
         """
-        ...
 
-
-@runtime_checkable
-class LimitedWaits(Protocol):
-    """An attribute that exchanges may have besides the methods of `Exchange`."""
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a call waits for other ranks before it warns of them or fails."""
-        ...
-
-
-def answer_interval(exchange: Exchange) -> float:
-    """Seconds after which a rank that is busy shall join a call that others may wait in."""
-    return exchange.patience / 2 if isinstance(exchange, LimitedWaits) else math.inf
-
-
-@runtime_checkable
-class DeviceExchange(Exchange, Protocol):
-    """An exchange that may send memory of devices as it is, without passing the host."""
-
-    def connect(self, device: str) -> bool:
-        """True if it sends memory of a device of this rank; if so, the ranks are connected.
+    def connect(self, device: str) -> bool:  # noqa: ARG002 - for exchanges that do
+        """Connect the ranks so that `begin_swap` sends memory of devices, without passing the host.
 
         Collective; every rank names a device of the same type, and no two name the same one.
+
+        Returns:
+            Whether the exchange does so; by default it does not.
         """
-        ...
+        return False
 
     def begin_swap(
         self, outgoing: Sequence[Sequence[Any]], incoming: Sequence[Sequence[Any]]
@@ -105,7 +86,7 @@ class DeviceExchange(Exchange, Protocol):
         Returns:
             Waits until it is done.
         """
-        ...
+        raise NotImplementedError("this exchange sends no memory of devices")
 
 
 class _Failure(msgspec.Struct, frozen=True):

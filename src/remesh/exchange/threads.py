@@ -23,7 +23,7 @@ import numpy as np
 
 from remesh.errors import ExchangeError
 from remesh.exchange.lateness import describe_absent
-from remesh.exchange.protocol import Buffers
+from remesh.exchange.protocol import Buffers, Exchange
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -138,14 +138,8 @@ class ThreadGroup:
         )
 
 
-class ThreadExchange:
-    """One rank's end of a `ThreadGroup`.
-
-    Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
-        patience: See `LimitedWaits.patience`.
-    """
+class ThreadExchange(Exchange):
+    """One rank's end of a `ThreadGroup`."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank

@@ -39,7 +39,7 @@ from torch.distributed import distributed_c10d
 
 from remesh.errors import ExchangeError
 from remesh.exchange.lateness import Limits, Marks, SlowCall
-from remesh.exchange.protocol import Buffers, Bytes
+from remesh.exchange.protocol import Buffers, Bytes, Exchange
 
 __all__ = ["TorchGroup"]
 
@@ -71,8 +71,8 @@ class _Message:
     tensor: torch.Tensor  # what is sent or filled
 
 
-class TorchGroup:
-    """An `Exchange` over a torch process group that this process belongs to.
+class TorchGroup(Exchange):
+    """An exchange over a torch process group that this process belongs to.
 
     After an `ExchangeError` the group cannot be used any more: its ranks no longer agree on which
     message comes next.
@@ -102,30 +102,20 @@ class TorchGroup:
                 "first"
             )
         self._group = dist.group.WORLD if group is None else group
-        self._rank = dist.get_rank(self._group)
-        if self._rank < 0:
+        self.rank = dist.get_rank(self._group)
+        if self.rank < 0:
             raise ExchangeError(
                 f"global rank {dist.get_rank()} is not in the process group that was given\nCall "
                 "this on the group's own ranks only"
             )
         self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.world_size = len(self._global_ranks)
         self._device = _message_device(self._group)
         seconds = _default_timeout(self._group, self._device) if timeout is None else timeout
         self._limits = Limits(seconds, warn_after)
-        self._marks = Marks(_store_of(self._group), self._rank, self._global_ranks)
+        self.patience = min(seconds, warn_after)
+        self._marks = Marks(_store_of(self._group), self.rank, self._global_ranks)
         self._operation = ""
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return len(self._global_ranks)
-
-    @property
-    def patience(self) -> float:
-        return min(self._limits.timeout, self._limits.warn_after)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         with self._explained("all-gather"):
@@ -140,32 +130,32 @@ class TorchGroup:
                 return [item[:size] for item, size in zip(padded, sizes, strict=True)]
             parts = self._gather(data, sizes)
             joined = self._broadcast(b"".join(parts), sum(sizes))
-        if self._rank == 0:
+        if self.rank == 0:
             return parts
         return _split(joined, sizes)
 
     def gather(self, data: bytes) -> list[bytes] | None:
         with self._explained("gather"):
             parts = self._gather(data, self._all_sizes(len(data)))
-        return parts if self._rank == 0 else None
+        return parts if self.rank == 0 else None
 
     def scatter(self, data: list[bytes] | None) -> bytes:
         sizes = [0] * self.world_size
-        if self._rank == 0:
+        if self.rank == 0:
             assert data is not None
             assert len(data) == self.world_size
             sizes = [len(item) for item in data]
         with self._explained("scatter"):
             sizes = self._broadcast_sizes(sizes)
-            if self._rank != 0:
-                return self._receive(sizes[self._rank], source=0)
+            if self.rank != 0:
+                return self._receive(sizes[self.rank], source=0)
             assert data is not None
             for rank in range(1, self.world_size):
                 self._send(data[rank], target=rank)
             return data[0]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        assert (data is not None) == (self._rank == 0)
+        assert (data is not None) == (self.rank == 0)
         own = b"" if data is None else data
         with self._explained("broadcast"):
             [size] = self._broadcast_sizes([len(own)])
@@ -173,9 +163,9 @@ class TorchGroup:
 
     def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
         assert len(outgoing) == len(incoming) == self.world_size
-        for buffer, own in zip(incoming[self._rank], outgoing[self._rank], strict=True):
+        for buffer, own in zip(incoming[self.rank], outgoing[self.rank], strict=True):
             buffer[:] = own
-        others = [rank for rank in range(self.world_size) if rank != self._rank]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         arriving = [(rank, some) for rank in others for some in _joined(incoming[rank])]
         leaving = [(rank, some) for rank in others for some in _joined(outgoing[rank])]
         # A message is the buffer itself wherever that is possible.
@@ -218,7 +208,7 @@ class TorchGroup:
             for direction, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
             for rank in range(self.world_size)
             for tensor in tensors[rank]
-            if rank != self._rank and tensor.numel()
+            if rank != self.rank and tensor.numel()
         ]
         with self._explained("swap"):
             works = self._begin(messages)
@@ -242,10 +232,10 @@ class TorchGroup:
         try:
             yield
         except RuntimeError as error:
-            self._marks.report_failure(f"rank {self._rank}: {error}")
+            self._marks.report_failure(f"rank {self.rank}: {error}")
             raise ExchangeError(
-                f"{operation} failed on rank {self._rank} of {self.world_size} (global rank "
-                f"{self._global_ranks[self._rank]}): {error}\nLook for the first rank that died "
+                f"{operation} failed on rank {self.rank} of {self.world_size} (global rank "
+                f"{self._global_ranks[self.rank]}): {error}\nLook for the first rank that died "
                 "or stopped, its own log has the cause, and start the job again"
             ) from error
 
@@ -269,7 +259,7 @@ class TorchGroup:
 
     def _gather(self, data: bytes, sizes: list[int]) -> list[bytes]:
         """The bytes of all ranks on rank 0; nothing elsewhere."""
-        if self._rank != 0:
+        if self.rank != 0:
             self._send(data, target=0)
             return []
         others = range(1, self.world_size)
@@ -278,14 +268,14 @@ class TorchGroup:
     def _broadcast(self, data: bytes, size: int) -> bytes:
         blocks = []
         for start, stop in _blocks(size):
-            if self._rank == 0:
+            if self.rank == 0:
                 message = self._to_tensor(data[start:stop])
             else:
                 message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
             self._broadcast_tensor(message)
-            if self._rank != 0:
+            if self.rank != 0:
                 blocks.append(_to_bytes(message))
-        return data if self._rank == 0 else b"".join(blocks)
+        return data if self.rank == 0 else b"".join(blocks)
 
     def _send(self, data: bytes, *, target: int) -> None:
         for start, stop in _blocks(len(data)):
@@ -351,7 +341,7 @@ class TorchGroup:
         began = time.monotonic()
         if self._is_done(work, self._limits.mark_after):
             return
-        awaited = range(1) if of_first and self._rank != 0 else range(self.world_size)
+        awaited = range(1) if of_first and self.rank != 0 else range(self.world_size)
         call = SlowCall(self._operation, self._marks, awaited, self._limits)
         while not self._is_done(work, call.look(time.monotonic() - began)):
             pass

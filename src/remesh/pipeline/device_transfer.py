@@ -23,7 +23,7 @@ import numpy as np
 from remesh.core.geometry import Box
 from remesh.core.index import Index
 from remesh.core.memory import Device, DeviceBuffer, copy_directly
-from remesh.exchange import DeviceExchange, Exchange, run_on_all
+from remesh.exchange import Exchange, run_on_all
 from remesh.pipeline.read import Destination, Place
 from remesh.pipeline.transfer import Carried, Tasks
 from remesh.planner import Messages, TransferPlan
@@ -75,7 +75,7 @@ def execute_on_device(
 ) -> None:
     """Execute the transfer plans of all ranks. Collective.
 
-    The exchange is a `DeviceExchange` if there are messages. `on_read` is called after each task,
+    The devices are connected if there are messages. `on_read` is called after each task,
     which may be queued only, with what that read.
     """
     problems: list[Exception] = []
@@ -102,7 +102,6 @@ def execute_on_device(
     swapped: Callable[[], None] | None = None
     for turn in range(plan.num_turns):
         attempt(lambda: take(turn))  # noqa: B023 - called at once
-        assert isinstance(exchange, DeviceExchange)
         swapping = exchange.begin_swap(*_tensors(exchange.world_size, plan, buffers, turn))
         if turn == 0:
             attempt(lambda: take(plan.num_turns))

@@ -24,7 +24,7 @@ from concurrent.futures import CancelledError
 import msgspec
 
 from remesh.errors import ExchangeError
-from remesh.exchange import Exchange, answer_interval
+from remesh.exchange import Exchange
 
 LOG_INTERVAL = 30.0
 """Seconds after which, again and again, the slowest rank is logged."""
@@ -144,7 +144,7 @@ class MonitoredRead:
         Raises:
             ExchangeError: If time is up; it names the ranks that have not finished.
         """
-        interval = min(LOG_INTERVAL, answer_interval(exchange))
+        interval = min(LOG_INTERVAL, exchange.patience / 2)
         while True:
             self._finished.wait(self._at_most(interval))
             message = (self._finished.is_set(), self.is_late, self._num_read, self._num_bytes)
@@ -212,7 +212,7 @@ class Meetings:
         """Meet if a turn was the last before a meeting. Collective."""
         if turn + 1 < self._next:
             return
-        used = (time.monotonic() - self._since) / answer_interval(self._exchange)
+        used = (time.monotonic() - self._since) / (self._exchange.patience / 2)
         told = self._exchange.all_gather(msgspec.msgpack.encode(used))
         most = max(msgspec.msgpack.decode(reply, type=float) for reply in told)
         # Turns may become slower, so the number of turns grows in steps.
