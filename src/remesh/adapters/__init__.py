@@ -59,11 +59,7 @@ __all__ = [
 
 
 def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
-    """Describe a torch object or an object with a state dict; None if the node is neither.
-
-    Raises:
-        StateError: If the object cannot be stored or loaded; the message names its path.
-    """
+    """Describe a torch object or an object with a state dict; None if the node is neither."""
     if isinstance(node, torch.Tensor):
         return describe_tensor(walk, path, node)
     if isinstance(node, nn.Module | NamedModule):

@@ -33,11 +33,7 @@ def finish_work(devices: Sequence[str]) -> None:
 
 
 class CudaCopies:
-    """Copies out of devices on streams of their own; a `remesh.core.memory.CopyQueue`.
-
-    Args:
-        devices: Those that hold the tensors.
-    """
+    """Copies out of devices on streams of their own; a `remesh.core.memory.CopyQueue`."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._streams = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
@@ -68,14 +64,9 @@ class CudaCopies:
 
 
 def pin(buffer: npt.NDArray[np.uint8], device: str) -> Callable[[], None] | None:
-    """Pin host memory, whichever way it was allocated.
+    """Pin host memory that begins at a page boundary, whichever way it was allocated.
 
-    Args:
-        buffer: Begins at a page boundary.
-        device: One that is in use; its context is that in which the memory is pinned.
-
-    Returns:
-        What undoes it; None if the system refuses, which is logged: copies then take longer.
+    Returns what undoes it; None if the system refuses, which is logged: copies then take longer.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = buffer.ctypes.data

@@ -167,13 +167,7 @@ def declared_shards(
 ) -> dict[str, ShardedTensor]:
     """The shards that modules describe by a method of their own, by key of the state dict.
 
-    Args:
-        module: The root of the tree.
-        entries: Its state dict; not looked at if no module `has_sharded_state_dict`.
-        where: Its place in the state, for error messages.
-
-    Raises:
-        StateError: See `default_sharded_state_dict`.
+    `entries`, that state dict, is not looked at if no module `has_sharded_state_dict`.
     """
     described_by_key = _declared_under(module, "", "", _Tensors.of(entries))
     refuse_marked(module, described_by_key, f"{where}." if where else "")
@@ -181,11 +175,7 @@ def declared_shards(
 
 
 def refuse_marked(module: nn.Module, described_by_key: Iterable[str], prefix: str) -> None:
-    """Refuse parameters that are marked as shards and not described.
-
-    Raises:
-        StateError: If there is one.
-    """
+    """Refuse parameters that are marked as shards and not described."""
     described = set(described_by_key)
     for raw, parameter in module.named_parameters(remove_duplicate=False):
         if raw in described or isinstance(parameter, DTensor):
@@ -221,17 +211,7 @@ def has_form_of(tensor: torch.Tensor, model: torch.Tensor) -> bool:
 def parts_like(
     shards: ShardedTensor, model: torch.Tensor, tensor: torch.Tensor, where: str
 ) -> tuple[Part, ...]:
-    """The boxes of a tensor that is laid out like one that is described.
-
-    Args:
-        shards: Describes `model`; its parts are views of it.
-        model: A parameter.
-        tensor: A tensor of the same form, such as a moment of the parameter.
-        where: The name of the tensor, for the error message.
-
-    Raises:
-        StateError: If the two do not lie in memory in the same way.
-    """
+    """The boxes of a tensor laid out like `model`, of which the parts of `shards` are views."""
     source, target = local_of(model), local_of(tensor)
     if _layout(source) != _layout(target):
         raise StateError(

@@ -29,11 +29,7 @@ class TorchBuffer:
 
 
 class TorchDevice:
-    """A `remesh.core.memory.Device`.
-
-    Args:
-        name: As torch calls it, with its number.
-    """
+    """A `remesh.core.memory.Device`."""
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)

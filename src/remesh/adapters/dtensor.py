@@ -72,18 +72,7 @@ def local_boxes(
     coordinate: Sequence[int],
     placements: Sequence[AxisPlacement],
 ) -> list[tuple[Box, tuple[int, ...]]]:
-    """The boxes of a rank and where each begins in its local tensor.
-
-    Args:
-        global_shape: Shape of the tensor.
-        mesh_shape: Number of ranks along each mesh axis.
-        coordinate: The rank's place on each mesh axis.
-        placements: What each mesh axis does.
-
-    Returns:
-        Disjoint boxes of the global tensor, each with its offset in the local tensor; none if the
-        rank holds no element.
-    """
+    """The disjoint boxes of a rank, each with its offset in the local tensor."""
     return boxes_of_segments(local_segments(global_shape, mesh_shape, coordinate, placements))
 
 
@@ -191,12 +180,7 @@ def _with_local_offsets(segments: Sequence[Segment]) -> list[tuple[int, int, int
 
 
 def add_dtensor(walk: Walk, path: Path, tensor: DTensor, local: torch.Tensor) -> None:
-    """Record a DTensor leaf: this rank's boxes of it, as views of its local tensor.
-
-    Raises:
-        StateError: If it has pending sums, an unknown placement, or a local tensor that does not
-            fit its placements.
-    """
+    """Record a DTensor leaf: this rank's boxes of it, as views of its local tensor."""
     where = name_of(path)
     check_strided(local, where)
     parts = parts_of_dtensor(tensor, local, where)
@@ -219,16 +203,7 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def parts_of_dtensor(tensor: DTensor, local: torch.Tensor, where: str) -> tuple[Part, ...]:
-    """This rank's boxes of a DTensor; none on a rank outside its mesh.
-
-    Args:
-        tensor: The DTensor, whose shape, mesh and placements count.
-        local: This rank's elements.
-        where: The name of the tensor, for the error message.
-
-    Raises:
-        StateError: See `add_dtensor`.
-    """
+    """This rank's boxes of a DTensor; none on a rank outside its mesh."""
     return tuple(
         Part(box, local[Box(offset, box.shape).slices])
         for box, offset in boxes_of_dtensor(tensor, tuple(local.shape), where)

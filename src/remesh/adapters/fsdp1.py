@@ -58,11 +58,7 @@ def has_fsdp1(module: nn.Module) -> bool:
 
 
 def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
-    """Describe a module with FSDP1 in it; loading fills it in place and returns the same leaf.
-
-    Raises:
-        StateError: If an entry cannot be stored.
-    """
+    """Describe a module with FSDP1 in it; loading fills it in place and returns the same leaf."""
     module = module_of(leaf)
     originals = _originals(module, name_of(path))
     others = dict(_other_entries(module, originals))
@@ -93,11 +89,7 @@ def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Reb
 
 
 def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tuple[Placed, ...]]:
-    """What the parameters of a module with FSDP1 in it hold, by their identity.
-
-    Raises:
-        UnsupportedValueError: See `describe_fsdp1`.
-    """
+    """What the parameters of a module with FSDP1 in it hold, by their identity."""
     module = module_of(leaf)
     originals = _originals(module, where)
     held = {id(original.parameter) for original in originals}

@@ -107,14 +107,11 @@ class CastingMemory:
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
-    """A digest of the elements of a tensor of integers or `complex128`, made where they are.
+    """A digest of 16 bytes of a tensor of integers or `complex128`, made where they are.
 
     Every word of 8 bytes is mixed with its number, by multiplications and shifts that modern hash
     functions end with, and the results are added up; all arithmetic is modulo 2^64. That finds
     copies that differ by accident, and is no protection against forgery.
-
-    Returns:
-        16 bytes.
     """
     sums = [torch.zeros((), dtype=torch.int64, device=tensor.device) for _ in _MULTIPLIERS]
     elements = tensor.contiguous().reshape(-1)
@@ -140,12 +137,7 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
-    """The memory of a tensor or a numpy array.
-
-    Args:
-        array: Where the elements are; not copied.
-        where: The name of the array in the state, for the error message.
-        writable: Whether it is going to be written to.
+    """The memory of a tensor or a numpy array, which is not copied.
 
     Raises:
         UnsupportedValueError: If the array has no memory that can be copied as it is: a meta
@@ -166,15 +158,7 @@ def casting_memory_of(
 ) -> Memory:
     """A memory that takes values of another element type and keeps them in the array's own.
 
-    Args:
-        array: Where the converted elements go.
-        stored_dtype: Name of the type of the values.
-        where: The name of the array in the state, for the error message.
-        through: Names of types that the values pass on their way.
-
-    Raises:
-        UnsupportedValueError: As `memory_of`, for an array that is to be written; or if torch
-            does not convert one of the types.
+    `through` are names of types that the values pass on their way.
     """
     wanted_dtype = dtype_name(array, where)
     if BY_NAME[stored_dtype].is_opaque or BY_NAME[wanted_dtype].is_opaque:
@@ -192,11 +176,7 @@ def casting_memory_of(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in `remesh.core.dtypes`.
-
-    Raises:
-        UnsupportedValueError: If this torch does not have it.
-    """
+    """The torch dtype of a name in `remesh.core.dtypes`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedValueError(
@@ -206,11 +186,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_strided(tensor: torch.Tensor, where: str) -> None:
-    """Refuse a tensor whose elements are not simply strided memory.
-
-    Raises:
-        UnsupportedValueError: With the reason and what to do about it.
-    """
+    """Refuse a tensor whose elements are not simply strided memory."""
     problem = _problem_of(tensor)
     if problem is not None:
         raise UnsupportedValueError(

@@ -51,11 +51,7 @@ from remesh.errors import NameCollisionError
 
 
 def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
-    """Describe a module; loading fills it in place and returns the same leaf.
-
-    Raises:
-        StateError: If an entry of its state dict cannot be stored.
-    """
+    """Describe a module; loading fills it in place and returns the same leaf."""
     module = module_of(leaf)
     if has_fsdp1(module):
         return describe_fsdp1(walk, path, leaf)
@@ -116,16 +112,7 @@ def _mark_frozen(walk: Walk, first: int) -> None:
 def placed_parameters(
     leaf: nn.Module | NamedModule, wanted: Callable[[torch.Tensor], bool], where: str
 ) -> list[tuple[torch.Tensor, tuple[Placed, ...]]]:
-    """The parameters of a module, each with the global tensors that it is, or holds parts of.
-
-    Args:
-        leaf: The module.
-        wanted: Which parameters to look at.
-        where: Its place in the state, for error messages.
-
-    Raises:
-        StateError: If a module in it describes itself wrongly.
-    """
+    """The wanted parameters of a module, with the global tensors that they are or hold parts of."""
     module = module_of(leaf)
     own = {raw: tensor for raw, tensor in module.named_parameters() if wanted(tensor)}
     if not own:

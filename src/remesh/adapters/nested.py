@@ -43,13 +43,7 @@ and global shape, and the leaf of the live state at that path (None if there is 
 
 
 def describe_copy(walk: Walk, path: Path, live: object) -> Rebuild:
-    """Describe nested state that is loaded into a copy, which rebuilding returns.
-
-    Args:
-        walk: The walk.
-        path: Path of the state.
-        live: What the state is at present.
-    """
+    """Describe nested state that is loaded into a copy, which rebuilding returns."""
     if walk.stored is None:
         return walk.visit(path, live)
     return describe_stored(
@@ -69,14 +63,8 @@ def describe_stored(
 ) -> Rebuild:
     """Describe the state that is stored under a path, for loading.
 
-    Args:
-        walk: The walk.
-        stored: What the checkpoint holds.
-        path: Path of the state.
-        live: What the state is at present.
-        allocate: Where stored tensors are read to.
-        renew: Where a tensor is read to that is made of others, by the live one.
-        role: What is known of copies of plain tensors on other ranks.
+    `renew` makes the tensor that is read into where the live one is made of others. `role` says
+    what is known of copies of plain tensors on other ranks.
     """
     leaves = dict(leaves_of(live, path))
     rebuilds: dict[Path, Rebuild] = {}

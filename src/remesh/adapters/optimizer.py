@@ -86,12 +86,7 @@ class DescribedOptimizer:
 
 
 def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimizer) -> Rebuild:
-    """Describe an optimizer; loading changes it in place and returns the same leaf.
-
-    Raises:
-        StateError: If one of its parameters is in no module of the state, a group of it has
-            parameters from several stored groups, or its state cannot be stored.
-    """
+    """Describe an optimizer; loading changes it in place and returns the same leaf."""
     optimizer = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
     packed = optimizer.state_dict()
     if not packed.keys() >= {"state", "param_groups"}:

@@ -252,11 +252,7 @@ def _new_state(
 
 
 def check_not_a_bare_shard(parameter: OptimizedTensor, base: Path) -> None:
-    """Refuse state that is sharded like its parameter but does not say so.
-
-    Raises:
-        StateError: If there is such state.
-    """
+    """Refuse state that is sharded like its parameter but does not say so."""
     tensor = parameter.tensor
     if not isinstance(tensor, DTensor) or parameter.has_shards or not parameter.state:
         return

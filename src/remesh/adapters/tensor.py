@@ -53,15 +53,7 @@ def describe_tensor(
 ) -> Rebuild:
     """Describe a tensor that is filled in place.
 
-    Args:
-        walk: The walk.
-        path: Path of the tensor.
-        tensor: A plain tensor, a parameter, a DTensor, or a tensor that is made of others.
-        role: What is known of a plain tensor's copies on other ranks. The copies of a DTensor are
-            declared equal by its placements.
-
-    Raises:
-        StateError: If the tensor is of a kind that cannot be stored.
+    `role` is of a plain tensor; the copies of a DTensor are declared equal by its placements.
     """
     elements = unwrapped(tensor)
     if isinstance(elements, DTensor):

@@ -163,18 +163,7 @@ def shard_parts(
     splits: Sequence[Split],
     replica_id: int | tuple[int, ...] | None,
 ) -> ShardedTensor:
-    """Describe parts of a shard as parts of the global tensor.
-
-    Args:
-        name: Global name.
-        shape: Shape of the shard.
-        parts: What this rank holds of it.
-        splits: How the global tensor is cut.
-        replica_id: See `ShardedTensor`.
-
-    Raises:
-        StateError: If splits and shape do not fit.
-    """
+    """Describe parts of a shard, of which a rank holds them, as parts of the global tensor."""
     global_shape = list(shape)
     segments: list[list[Segment]] = [[(0, extent)] for extent in shape]
     cut = set()

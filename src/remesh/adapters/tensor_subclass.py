@@ -78,11 +78,7 @@ def is_block_state(tensor: torch.Tensor) -> bool:
 
 
 def inner_tensors(tensor: torch.Tensor, where: str) -> dict[str, torch.Tensor]:
-    """The inner tensors of a tensor by their names.
-
-    Raises:
-        UnsupportedValueError: If one of them cannot be named.
-    """
+    """The inner tensors of a tensor by their names."""
     wrapper: Any = tensor
     found = {}
     for name in wrapper.__tensor_flatten__()[0]:
@@ -97,16 +93,7 @@ def inner_tensors(tensor: torch.Tensor, where: str) -> dict[str, torch.Tensor]:
 
 
 def record_of(tensor: torch.Tensor, shape: tuple[int, ...], where: str) -> dict[str, object]:
-    """What the inner tensors of a tensor make, as plain values.
-
-    Args:
-        tensor: The tensor, or its part on this rank.
-        shape: Shape of the whole tensor.
-        where: The name of the tensor, for the error message.
-
-    Raises:
-        UnsupportedValueError: If its context holds a tensor, which would not be stored.
-    """
+    """The record of a tensor, or of its part on this rank; `shape` is that of the whole tensor."""
     inner = inner_tensors(tensor, where)
     record: dict[str, object] = {
         "class": _class_of(tensor),

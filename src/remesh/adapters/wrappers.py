@@ -36,12 +36,7 @@ class _Place:
 
 
 def entry_names(root: nn.Module, raw_names: Iterable[str]) -> dict[str, EntryName]:
-    """The names, without wrappers, of parameters or state-dict entries of a module.
-
-    Args:
-        root: The module that the raw names belong to.
-        raw_names: Names as in `named_parameters()` or `state_dict()`.
-    """
+    """The names, without wrappers, of parameters or state-dict entries of a module."""
     known = {"": _Place("", root, in_ddp=False)}
     places = {raw: _place_of(raw, known) for raw in raw_names}
     return {raw: EntryName(place.name, place.in_ddp) for raw, place in places.items()}

@@ -27,11 +27,7 @@ def is_zero_redundancy(optimizer: object) -> bool:
 
 
 def describe_zero_redundancy(walk: Walk, path: Path, optimizer: Any) -> Rebuild:
-    """Describe this rank's part of a ZeroRedundancyOptimizer.
-
-    Raises:
-        StateError: As `describe_optimizer`.
-    """
+    """Describe this rank's part of a ZeroRedundancyOptimizer."""
     local: Optimizer = optimizer.optim
     _copy_options(optimizer.param_groups, local.param_groups)
     rebuild_local = describe_optimizer(walk, path, local)

@@ -51,16 +51,9 @@ def module_to_huggingface(model: Any, *, prefix: str = "") -> Transform:
 
 
 def suggested_call(state: Any, stored: Index, missing: Collection[str]) -> tuple[str, str] | None:
-    """The call of `huggingface_to_module` that makes missing names of a state of what is stored.
+    """The class of a model and the call of `huggingface_to_module` that makes what is missing.
 
-    Args:
-        state: The state that is loaded into: a model, or a dict with models in it.
-        stored: The tensors that are stored.
-        missing: Names of the state that are not stored.
-
-    Returns:
-        The class of the model, and the call as text; None if no model of transformers in the state
-        has a recipe that makes all that is missing of it.
+    None if no model of transformers in the state has a recipe that makes all that is missing of it.
     """
     root = "state" if isinstance(state, Mapping) else "model"
     for path, said, model in _models_in(state, (), root):

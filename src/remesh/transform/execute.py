@@ -18,39 +18,23 @@ from remesh.transform.rearrange import Shape
 
 
 class Bindings:
-    """Executes steps, and knows what they have made of names so far.
-
-    Args:
-        layout: The sources, and how they and the targets are cut.
-
-    Attributes:
-        values: Tensors by name.
-        added: Names that keep their initial value, and by which step.
-        deleted: Names of sources that are not wanted, and by which step.
-        made_by: The step that bound a name.
-        unread: Names bound to something that no statement has read.
-        read: Sources that a statement has read.
-        read_shapes: Shapes of what steps have read, by the statement's number and the name.
-    """
+    """Executes steps, and knows what they have made of names so far."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._sources = layout.sources
         self._source_axes: dict[str, Axes] = {}
         self.values: dict[str, Value] = {}
-        self.added: dict[str, Step] = {}
-        self.deleted: dict[str, Step] = {}
+        self.added: dict[str, Step] = {}  # names that keep their initial value
+        self.deleted: dict[str, Step] = {}  # names of sources that are not wanted
         self.made_by: dict[str, Step] = {}
-        self.unread: dict[str, None] = {}
-        self.read: dict[str, None] = {}
+        self.unread: dict[str, None] = {}  # names bound to something that no statement has read
+        self.read: dict[str, None] = {}  # sources that a statement has read
+        # By the statement's number and the name.
         self.read_shapes: dict[tuple[int, str], Shape] = {}
 
     def execute(self, steps: Sequence[Step]) -> None:
-        """Execute the steps of a statement, which all read before any assigns.
-
-        Raises:
-            TransformError: If a name does not exist or shapes, dtypes or labels do not fit.
-        """
+        """Execute the steps of a statement, which all read before any assigns."""
         results = [(step, self._apply(step)) for step in steps if step.left and step.right]
         for step in steps:
             if not step.left:

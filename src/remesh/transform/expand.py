@@ -58,13 +58,7 @@ class Step:
     def error(
         self, message: str, at: Operand | Span | None = None, hints: Sequence[str] = ()
     ) -> TransformError:
-        """An error in this step.
-
-        Args:
-            message: Description of the error.
-            at: The operand or the place in the text; the operator if not given.
-            hints: Lines that say what to do.
-        """
+        """An error in this step, `at` an operand or a place in the text, else its operator."""
         span = at.origin.span if isinstance(at, Operand) else at or self.statement.operator_span
         return messages.statement_error(message, self.statement, span, self.expansions(), hints)
 
@@ -118,12 +112,10 @@ def _placeholders_filled(statement: Statement, binding: Binding) -> list[tuple[s
 class Expander:
     """Expands statements one after the other, keeping track of which names exist.
 
-    Args:
-        sources: Names of sources, and of parameters whose optimizer state is a source.
-        states: Names of sources that are optimizer state.
-        targets: Gives the names of targets, likewise; None if targets are not known.
-        original_names: Returns the names that a name with a star matched in the statement that a
-            step undoes; empty if it undoes none.
+    `sources` are the names of sources, and of parameters whose optimizer state is a source;
+    `states` those that are optimizer state; `targets` gives the names of targets likewise, or is
+    None if they are not known. `original_names` returns the names that a name with a star matched
+    in the statement that a step undoes; empty if it undoes none.
     """
 
     def __init__(
@@ -145,11 +137,7 @@ class Expander:
         self._num_expanded = 0
 
     def expand(self, statement: Statement) -> tuple[Step, ...]:
-        """The steps of the next statement.
-
-        Raises:
-            TransformError: If a wildcard matches nothing, or an expansion makes no sense.
-        """
+        """The steps of the next statement."""
         steps = tuple(self._step(statement, binding) for binding in self._bindings(statement))
         seen: set[str] = set()
         for step in steps:

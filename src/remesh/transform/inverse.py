@@ -28,11 +28,7 @@ Key = tuple[tuple[str | Wildcard, ...], tuple[int, int] | None]
 
 
 def reverse(statements: Sequence[Statement]) -> tuple[Statement, ...]:
-    """The statements from last to first, each turned around.
-
-    Raises:
-        TransformError: If a statement has no opposite (`dtype=`).
-    """
+    """The statements from last to first, each turned around."""
     return tuple(
         _turned(statement, lambda operator: operator.opposite())
         for statement in reversed(statements)
@@ -40,11 +36,7 @@ def reverse(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 
 
 def invert(statements: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Statements that undo the given ones.
-
-    Raises:
-        TransformError: If they lose something, or it cannot be told whether they do.
-    """
+    """Statements that undo the given ones."""
     history = _History(statements)
     result: list[Statement] = []
     num_copies = 0
@@ -138,17 +130,11 @@ class _Version:
 
 
 class _History:
-    """Versions of names throughout a program, and which statements can be undone.
-
-    Attributes:
-        read: The versions that each statement reads, name by name.
-        made: The versions that each statement assigns.
-        is_undone: Whether a statement's sources can be restored from what it assigned.
-    """
+    """Versions of names throughout a program, and which statements can be undone."""
 
     def __init__(self, statements: Sequence[Statement]) -> None:
         self.statements = statements
-        self.read: list[list[_Version]] = []
+        self.read: list[list[_Version]] = []  # of each statement, name by name
         self.made: list[list[_Version]] = []
         current: dict[Key, _Version] = {}
         sources: list[_Version] = []
@@ -175,6 +161,7 @@ class _History:
                 assigned.append(version)
             self.read.append(readings)
             self.made.append(assigned)
+        # Whether a statement's sources can be restored from what it assigned.
         self.is_undone = [False] * len(statements)
         for number in reversed(range(len(statements))):
             self.is_undone[number] = all(map(self._comes_back, self.made[number]))

@@ -30,11 +30,7 @@ def transposed(value: Value) -> Value:
 
 
 def merge_labels(step: Step, operand: Operand, axes: Axes, stated: tuple[str, ...] | None) -> Axes:
-    """The labels of a tensor after a statement has named its axes.
-
-    Raises:
-        TransformError: If there are more or fewer labels than axes, or one contradicts.
-    """
+    """The labels of a tensor after a statement has named its axes."""
     if stated is None:
         return axes
     if len(stated) != len(axes):
@@ -52,11 +48,7 @@ def merge_labels(step: Step, operand: Operand, axes: Axes, stated: tuple[str, ..
 
 
 def common_labels(step: Step, values: Sequence[Value], free: int | None) -> Axes:
-    """The labels of tensors that are joined; those of the axis `free` may differ, and are lost.
-
-    Raises:
-        TransformError: If two of them have different labels for another axis.
-    """
+    """The labels of tensors that are joined; those of the axis `free` may differ, and are lost."""
     axes = list(values[0].axes)
     for operand, value in zip(step.left, values, strict=True):
         for axis, label in enumerate(value.axes):
@@ -76,22 +68,14 @@ def common_labels(step: Step, values: Sequence[Value], free: int | None) -> Axes
 
 
 def full_axis(step: Step, axis: int, ndim: int) -> int:
-    """An axis, not counted from the end.
-
-    Raises:
-        TransformError: If there are fewer axes.
-    """
+    """An axis, not counted from the end."""
     if not -ndim <= axis < ndim:
         raise step.error(f"there is no axis {axis}: {step.left[0].name!r} has {ndim}")
     return axis % ndim
 
 
 def check_alike(step: Step, values: Sequence[Value], axis: int | None) -> None:
-    """Refuse tensors that are joined and differ in dtype, or in shape, except along `axis`.
-
-    Raises:
-        TransformError: If they do.
-    """
+    """Refuse tensors that are joined and differ in dtype, or in shape, except along `axis`."""
     first = values[0].node
     for operand, value in zip(step.left, values, strict=True):
         node = value.node

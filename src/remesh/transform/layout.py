@@ -21,14 +21,8 @@ class Layout:
 
     A result need not be a target itself: it is followed through later statements that only pass it
     on, to the target it ends up in. A statement passes a tensor on if it has one name on either
-    side: it renames, permutes or casts. Ties and copies pass it on too.
-
-    Args:
-        sources: The sources.
-        targets: The targets; None if they are not known, or no statement asks for them.
-        groups: The steps of each statement, in order.
-        original_shape: The shape of a result that goes to no target, if that is known from
-            elsewhere.
+    side: it renames, permutes or casts. Ties and copies pass it on too. `original_shape` gives the
+    shape of a result that goes to no target, if that is known from elsewhere.
     """
 
     def __init__(
@@ -76,11 +70,7 @@ class Layout:
         return info.num_pieces[ndim - 1 - axis if operand.origin.transposed else axis]
 
     def result_shape(self, step: Step, operand: Operand) -> Shape:
-        """The shape that a result must have, before `^T` on the right is undone.
-
-        Raises:
-            TransformError: If nothing tells.
-        """
+        """The shape that a result must have, before `^T` on the right is undone."""
         info = self.target_info(step, operand)
         shape = self._original_shape(step, operand) if info is None else info.shape
         if shape is None:
@@ -92,12 +82,7 @@ class Layout:
         return shape[::-1] if operand.origin.transposed else shape
 
     def target_info(self, step: Step, operand: Operand) -> TensorInfo | None:
-        """The target that a result ends up in, its axes in the order of what is assigned.
-
-        Args:
-            step: The step that makes the result.
-            operand: The name right of its arrow.
-        """
+        """The target that a result ends up in, its axes in the order of what is assigned."""
         found = None if self._targets is None else self._target_of(operand.name, step.position)
         if found is None:
             return None

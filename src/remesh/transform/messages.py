@@ -26,15 +26,7 @@ def statement_error(
     expansions: Sequence[tuple[str, str]] = (),
     hints: Sequence[str] = (),
 ) -> TransformError:
-    """An error in a statement.
-
-    Args:
-        message: Description of the error.
-        statement: The statement.
-        span: The characters of its text that are shown; the whole statement if not given.
-        expansions: Its expansion by each macro: (macro, text), in order.
-        hints: Lines that say what to do.
-    """
+    """An error in a statement, or in some characters of it, after its expansions by macros."""
     lines = [message]
     lines += _excerpt(f"statement {statement.number}", statement.text, span or statement.span)
     if statement.is_reversed:

@@ -35,11 +35,7 @@ class Operator:
 
     @classmethod
     def parse(cls, given: Attributes) -> Operator:
-        """The operator that a statement's attributes and numbers of names say.
-
-        Raises:
-            Problem: If they do not go together.
-        """
+        """The operator that a statement's attributes and numbers of names say."""
         raise NotImplementedError
 
     def attributes(self) -> list[tuple[str, object]]:
@@ -50,28 +46,15 @@ class Operator:
         return []
 
     def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
-        """The tensors right of the arrow, made of those on the left.
-
-        Raises:
-            TransformError: If shapes, dtypes or labels do not fit.
-            Problem: The same; it is pointed at the operator.
-        """
+        """The tensors right of the arrow, made of those on the left."""
         raise NotImplementedError
 
     def opposite(self) -> Operator:
-        """What the statement does when its sides are exchanged.
-
-        Raises:
-            Problem: If that is not known.
-        """
+        """What the statement does when its sides are exchanged."""
         raise NotImplementedError
 
     def undo(self) -> Operator:
-        """Like `opposite`, but it restores the sources exactly; sizes may come from the targets.
-
-        Raises:
-            Problem: If something is lost.
-        """
+        """Like `opposite`, but it restores the sources exactly; sizes may come from the targets."""
         return self.opposite()
 
     @property
@@ -85,11 +68,7 @@ class Operator:
         return 0
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """The axes of the tensor that is read, in the order of the result's.
-
-        Raises:
-            Problem: If the operator does not fit so many axes.
-        """
+        """The axes of the tensor that is read, in the order of the result's."""
         return tuple(range(ndim))
 
     def explain(self) -> tuple[str, str] | None:

@@ -433,11 +433,7 @@ ATTRIBUTES = sorted({*OPERATORS, *(name for _, beside in OPERATORS.values() for 
 def operator_of(
     left: Sequence[Name], right: Sequence[Name], attributes: Mapping[str, Attribute]
 ) -> tuple[Operator, Span | None]:
-    """The operator of a statement, and the span of the attribute that names it.
-
-    Raises:
-        Problem: If attributes or the numbers of names do not go together.
-    """
+    """The operator of a statement, and the span of the attribute that names it."""
     given = Attributes(left, right, attributes)
     for attribute in attributes.values():
         _check_known(attribute)

@@ -67,13 +67,7 @@ class State(NamedTuple):
 
 
 def short_name(owner: str, short: str, new: str) -> str:
-    """How an optimizer calls a parameter that has a new name.
-
-    Args:
-        owner: Part of the old name before the part that the optimizer repeats.
-        short: That part.
-        new: The new name of the parameter.
-    """
+    """How an optimizer calls a parameter `owner + short`, which has a new name."""
     if new == short or new.endswith(f".{short}"):
         return short
     if new.startswith(owner):
@@ -142,11 +136,8 @@ def find_states(
 ) -> States:
     """Find the optimizer states among names.
 
-    Args:
-        names: Names of tensors and values.
-        further_parameters: Names of parameters that may not be among `names`.
-        owners: The prefix of the parameters of an optimizer, by the prefix of theirs in
-            the names of its states: `{"optimizer.state.": "model."}`.
+    `owners` has the prefix of the parameters of an optimizer, by the prefix of theirs in the names
+    of its states: `{"optimizer.state.": "model."}`.
     """
     names = list(names)
     made = {name.rpartition(".")[0] for name in names if name.endswith(f".{TENSOR_RECORD}")}

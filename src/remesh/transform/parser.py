@@ -75,12 +75,7 @@ Program = (
 
 
 def parse(program: Program) -> tuple[Statement, ...]:
-    """Parse a program into statements.
-
-    Raises:
-        TransformError: If a text is malformed; the message shows where. If the program is neither
-            text nor a dict of renames.
-    """
+    """Parse a program into statements."""
     given: Any = program
     texts: list[Any]
     if isinstance(given, str):
@@ -109,13 +104,7 @@ def rename_statements(renames: Mapping[Any, Any], *, literal: bool = False) -> l
     """The statements of a dict of renames, which happen all at once.
 
     A name that is both old and new is first read into a temporary name, as statements run in order.
-
-    Args:
-        renames: Old name to new name.
-        literal: Whether no name holds placeholders, and what becomes None is deleted.
-
-    Raises:
-        TransformError: If two names become one, or a name cannot be written in a statement.
+    With `literal`, no name holds placeholders, and what becomes None is deleted.
     """
     old_of: dict[str, str] = {}
     deleted = [f"{_written(old, literal)} -> _" for old in renames if literal and not renames[old]]

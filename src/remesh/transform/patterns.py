@@ -90,11 +90,7 @@ class NameIndex:
             groups.setdefault(tuple(numbers[p] for p in places), []).append(numbers)
 
     def match(self, pattern: Pattern) -> list[Numbers]:
-        """Numbers of the wildcards of every name that the pattern matches.
-
-        Returns:
-            One tuple for each name, in the order of the wildcards, sorted by value.
-        """
+        """The numbers of the wildcards of every name that the pattern matches, sorted."""
         filed = self._forms.get(pattern.form)
         if filed is None:
             return []

@@ -64,13 +64,7 @@ def shape_after(shape: Shape, steps: Rearrangement) -> Shape:
 
 
 def append(steps: Rearrangement, step: Permute | Reshape, shape: Shape) -> Rearrangement:
-    """Rearrangement with one more at their end, in the shortest form.
-
-    Args:
-        steps: Rearrangement so far.
-        step: The step to add.
-        shape: Shape of the block before any step.
-    """
+    """Steps with one more at their end, in the shortest form; `shape` is that before any step."""
     last = steps[-1] if steps else None
     if isinstance(step, Permute):
         order = step.order
@@ -98,14 +92,8 @@ def inverse(steps: Rearrangement, shape: Shape) -> Rearrangement:
 def trace(box: Box, shape: Shape, steps: Rearrangement) -> Iterator[tuple[Box, Box, Rearrangement]]:
     """Follow a part of a block through steps.
 
-    Args:
-        box: The part.
-        shape: Shape of the block.
-        steps: Rearrangement that apply to the block.
-
-    Yields:
-        (part of the box, where it lies in the result, the steps that lead there), the parts
-        disjoint and together the box. The steps apply to the part by itself.
+    Yields (part of the box, where it lies in the result, the steps that lead there), the parts
+    disjoint and together the box. The steps apply to the part by itself.
     """
     if not steps:
         yield box, box, ()
@@ -133,14 +121,10 @@ def trace(box: Box, shape: Shape, steps: Rearrangement) -> Iterator[tuple[Box, B
 
 
 def matching_boxes(box: Box, shape: Shape, other_shape: Shape) -> list[tuple[Box, Box]]:
-    """Cut a box into parts that are boxes in another shape of the same elements too.
+    """Cut a box into parts that are boxes in another shape of the same elements too, in pairs.
 
     Axes are first grouped: shapes (6, 4) and (2, 3, 4) have the groups 6 = 2 x 3 and 4 = 4, and a
     box is the product of what it is in each group. Only within a group must anything be cut.
-
-    Returns:
-        Pairs of a part of `box` and the box of the same elements, in the same order, in a tensor
-        of `other_shape`.
     """
     if box.size == 0:
         return []

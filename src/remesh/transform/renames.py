@@ -26,11 +26,7 @@ _GROUP = re.compile(r"\\([1-9])(?![0-9])")
 
 
 def rename_of(program: object) -> Rename | None:
-    """The rule that a program is; None if it is statements or a dict of single names.
-
-    Raises:
-        TransformError: If a dict cannot be a rule.
-    """
+    """The rule that a program is; None if it is statements or a dict of single names."""
     if isinstance(program, Mapping):
         return _rename_of_dict(program)
     return program if callable(program) else None
@@ -106,16 +102,7 @@ def _repeated(pattern: re.Pattern[str], text: str) -> Replacement:
 def renames_among(
     rename: Rename, names: Iterable[str], owners: Mapping[str, str]
 ) -> dict[str, str | None]:
-    """The names that a rule changes, and what they become.
-
-    Args:
-        rename: The rule.
-        names: Names of tensors and values.
-        owners: See `find_states`.
-
-    Raises:
-        TransformError: If the rule gives something other than a name.
-    """
+    """The names that a rule changes, and what they become."""
     names = list(names)
     states = find_states(names, (), owners)
     found: dict[str, str | None] = {}

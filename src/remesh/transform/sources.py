@@ -12,13 +12,7 @@ from remesh.transform.tensor_info import Infos, TensorInfo
 
 
 class Sources:
-    """The sources by name, and the parameters of which only optimizer states are sources.
-
-    Args:
-        infos: Sources by name; None for plain values.
-        states: Which of them are optimizer state.
-        aliases: Further names of sources: alias to name.
-    """
+    """The sources by name, and the parameters of which only optimizer states are sources."""
 
     def __init__(self, infos: Infos, states: States, aliases: Mapping[str, str]) -> None:
         self.infos = infos

@@ -75,13 +75,7 @@ def _infos_of_index(index: Index) -> dict[str, TensorInfo | None]:
 
 
 def infos_of_boxes(tensors: TensorTable, tensor: IntArray, offsets: IntArray) -> list[TensorInfo]:
-    """Tensors, with the number of ranges that boxes cut each axis into.
-
-    Args:
-        tensors: The tensors.
-        tensor: Row of the tensor of each box.
-        offsets: Offset of each box, padded.
-    """
+    """Tensors, with the number of ranges that boxes (row, padded offsets) cut each axis into."""
     return _infos(tensors, np.maximum(_num_offsets(tensor, offsets, len(tensors)), 1))
 
 

@@ -45,16 +45,7 @@ _GROUPS = "optimizer.param_groups."
 
 
 class ShardOptim:
-    """The state of an optimizer that `save_fsdp_optim_param` or ATorch saved.
-
-    Args:
-        path: The directory.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-        CorruptCheckpointError: If files are missing, damaged, or contradict each other.
-        PickleRefusedError: If ATorch's meta files ask for more than plain values.
-    """
+    """The state of an optimizer that `save_fsdp_optim_param` or ATorch saved."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._checkpoint = Checkpoint(path)
@@ -62,17 +53,9 @@ class ShardOptim:
     def reshard_optim_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The state that an optimizer over a model needs on this rank. Not collective.
 
-        Args:
-            model: The model, wrapped as it is going to be trained: in FSDP1 with
-                `use_orig_params=True`, in FSDP2, or not at all.
-
-        Returns:
-            A state dict for `load_state_dict` of an optimizer whose groups have the parameters that
-            they had when they were saved, each group in the order of `model.parameters()`.
-
-        Raises:
-            MismatchError: If the model lacks parameters of the optimizer, or has others.
-            StateError: If the model's parameters are not the original ones.
+        The model is wrapped as it is going to be trained: in FSDP1 with `use_orig_params=True`, in
+        FSDP2, or not at all. The result is for `load_state_dict` of an optimizer whose groups have
+        the parameters that they had when they were saved, in the order of `model.parameters()`.
         """
         groups = self._groups()
         entries = {entry.name: entry for entry in describe_local(model).tensors}
@@ -194,12 +177,6 @@ def init_empty_weights_with_disk_offload(ckpt_path: str | os.PathLike[str]) -> I
     wraps it, unit by unit, and lets it read then. For anything else: shard the model, call its
     `to_empty(device=...)`, then `reset_parameters()` of each of its `modules()` that has tensors of
     its own. Each rank reads the part that it has at that moment.
-
-    Args:
-        ckpt_path: Directory that `save_fsdp_flat_param` or ATorch saved to.
-
-    Raises:
-        CheckpointError: If there is no such checkpoint, or it is damaged.
     """
     checkpoint = Checkpoint(ckpt_path)
     built = _Built()

@@ -59,19 +59,13 @@ class _Held:
 def save_fsdp_flat_param(
     model: nn.Module, path: str | os.PathLike[str], *, group: Any = None
 ) -> None:
-    """Save the parameters and buffers of a model. Collective.
+    """Save the parameters and buffers of a model in FSDP1 or FSDP2. Collective.
 
-    Args:
-        model: A model in FSDP1 or FSDP2; or on one rank any module.
-        path: Directory; model and optimizer may share one.
-        group: The ranks among which the model is sharded: a torch process group or an `Exchange`;
-            by default torch's default group, or this process alone.
-
-    Raises:
-        CheckpointExistsError: If the directory holds a model already.
-        StateError: If the model is not cut into ranges that follow each other in the order of
-            ranks: tensor parallelism, replicas, no sharding.
-        StorageError: If the storage fails.
+    On one rank it may be any module. Model and optimizer may share a directory, but nothing in it
+    is replaced. Refused is a model that is not cut into ranges that follow each other in the order
+    of ranks (tensor parallelism, replicas, no sharding). `group` has the ranks among which the
+    model is sharded: a torch process group or an `Exchange`; by default torch's default group, or
+    this process alone.
     """
     exchange, storage = exchange_of(group), open_storage(path)
     _refuse_existing(exchange, storage, "flat_param")
@@ -102,20 +96,7 @@ def save_fsdp_optim_param(
     *,
     group: Any = None,
 ) -> None:
-    """Save the state of an optimizer. Collective.
-
-    Args:
-        model: The model whose parameters the optimizer has.
-        optimizer: The optimizer.
-        path: See `save_fsdp_flat_param`.
-        group: See `save_fsdp_flat_param`.
-
-    Raises:
-        CheckpointExistsError: If the directory holds an optimizer already.
-        StateError: As `save_fsdp_flat_param`.
-        UnsupportedValueError: If an option of a parameter group is not a plain value.
-        StorageError: If the storage fails.
-    """
+    """Save the state of an optimizer; see `save_fsdp_flat_param`. Collective."""
     exchange, storage = exchange_of(group), open_storage(path)
     _refuse_existing(exchange, storage, "optim_param")
     state = {"model": LocalNonpersistentObject(model), "optimizer": optimizer}

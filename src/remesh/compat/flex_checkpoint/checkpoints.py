@@ -40,22 +40,12 @@ def save_state_dict(
 ) -> None:
     """Save a state dict as a numbered checkpoint. Collective.
 
-    Args:
-        state_dict: `ShardedWeight`s by name, or whatever `remesh.save` takes: tensors, DTensors,
-            modules, optimizers, nested.
-        path: Directory of the checkpoints.
-        process_group: The ranks that take part: a torch process group or an `Exchange`; by default
-            torch's default group, or this process alone.
-        coordinator_rank: A rank of the group; which one makes no difference.
-        unique_id: Number of the checkpoint; one of that number is replaced. By default the number
-            after the last.
-        async_save: Return as soon as the state may change again, and write in the background.
-            What fails there is raised by the next save in this group, or by
-            `clear_async_save_task_queue`.
-
-    Raises:
-        StateError: If the state dict cannot be saved, or a number or rank is impossible.
-        RemeshError: As `remesh.save`; also why an asynchronous save before this one failed.
+    It holds `ShardedWeight`s by name, or whatever `remesh.save` takes. A checkpoint of the number
+    `unique_id` is replaced; by default it is the number after the last. `process_group` is a torch
+    process group or an `Exchange`; by default torch's default group, or this process alone. Which
+    of its ranks `coordinator_rank` is makes no difference. With `async_save` this returns as soon
+    as the state may change again; what fails in the background is raised by the next save in this
+    group, or by `clear_async_save_task_queue`.
     """
     exchange = exchange_of(process_group)
     check_coordinator(exchange, coordinator_rank)
@@ -83,9 +73,6 @@ def clear_async_save_task_queue(process_group: Any = None) -> None:
     """Wait for the asynchronous save of a group, and raise its failure if it failed.
 
     Gives back the host memory and the group. Clear the queue before you drop a group.
-
-    Args:
-        process_group: As it was given to `save_state_dict`.
     """
     saver = _SAVERS.pop(process_group, None)
     if saver is not None:
@@ -105,24 +92,16 @@ def load_state_dict(
 ) -> None:
     """Load a numbered checkpoint into a state dict, in place. Collective.
 
-    Args:
-        state_dict: What is filled: `ShardedWeight`s by name, or whatever `remesh.load` fills.
-        path: Directory of the checkpoints of `save_state_dict`, one of Paddle itself, or one
-            checkpoint of `remesh.save`.
-        process_group: See `save_state_dict`.
-        coordinator_rank: See `save_state_dict`.
-        unique_id: Number of the checkpoint; by default the last.
-        offload: Makes no difference: what is read always goes through host memory, in bounded
-            pieces.
-        mw_name_compatibility: Find a master weight of a checkpoint that Paddle wrote also under
-            the name that the other of Paddle's modes (dynamic, static graph) gives it.
-        aoa_config: What the stored tensors become on their way: `aoa_statements` in the language
-            that docs/transform.md specifies, and `aoa_config_reverse`.
+    The directory is one of `save_state_dict`, one of Paddle itself, or one checkpoint of
+    `remesh.save`; by default the last checkpoint is taken. `offload` makes no difference: what is
+    read always goes through host memory, in bounded pieces. With `mw_name_compatibility`, a master
+    weight of a checkpoint that Paddle wrote is also found under the name that the other of Paddle's
+    modes (dynamic, static graph) gives it. `aoa_config` may have `aoa_statements`, in the language
+    that docs/transform.md specifies, and `aoa_config_reverse`. See `save_state_dict` for the rest.
 
     Raises:
         CheckpointNotFoundError: If there is no such checkpoint.
         MismatchError: If state dict and checkpoint do not fit. Nothing was changed.
-        RemeshError: As `remesh.load`.
     """
     del offload
     exchange = exchange_of(process_group)

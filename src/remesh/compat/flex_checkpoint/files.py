@@ -29,22 +29,9 @@ def get_rank_to_files(
 ) -> tuple[dict[int, list[str]], set[str], dict[str, str]]:
     """Which data files each rank needs. Collective if `use_dist`.
 
-    Args:
-        metadata_list: What the metadata files of the checkpoint say.
-        local_data_files: Names of the data files that this rank can open.
-        state_dict: What this rank is going to load, by name.
-        process_group: The ranks that take part; see `save_state_dict`.
-        use_dist: Whether to ask the other ranks; else this rank is alone.
-        mw_name_compatibility: Find a master weight also under its other name.
-
-    Returns:
-        The files that each rank needs, in the order of the metadata and each once; empty if no
-        rank needs any. The names that the checkpoint lacks. And the stored name of each master
-        weight that is stored under its other name.
-
-    Raises:
-        CorruptCheckpointError: If the metadata name a box twice, or no rank has a file that one
-            needs.
+    Returns the files that each rank needs, in the order of the metadata and each once (empty if no
+    rank needs any), the names that the checkpoint lacks, and the stored name of each master weight
+    that is stored under its other name.
     """
     exchange = exchange_of(process_group) if use_dist else Alone()
 
@@ -92,14 +79,7 @@ def compatible_names(missing: Iterable[str], stored: Collection[str]) -> dict[st
     """The stored names of master weights that are stored under their other name.
 
     Paddle's dynamic mode calls the master weight of a parameter `<module>.master_weights.<name>`,
-    its static mode `<module>.<name>_fp32_master_0`.
-
-    Args:
-        missing: Names that are wanted and not stored.
-        stored: Names that are stored.
-
-    Returns:
-        Stored names by wanted names; nothing for those that are stored under neither name.
+    its static mode `<module>.<name>_fp32_master_0`. The result is by the wanted names.
     """
     others = {name: _other_name(name) for name in missing}
     return {name: other for name, other in others.items() if other in stored}

@@ -17,10 +17,6 @@ def transform_of(aoa_config: Mapping[str, Any] | None) -> Transform | None:
 
     `enable_traceback` may stand there and says nothing new: errors always show what each macro of
     a statement made of it.
-
-    Raises:
-        StateError: If the configuration has keys that mean nothing.
-        TransformError: If a statement is malformed.
     """
     config = aoa_config or {}
     unknown = sorted(config.keys() - _AOA_KEYS)
@@ -40,9 +36,6 @@ def check_coordinator(exchange: Exchange, coordinator_rank: int | None) -> None:
 
     Which rank it is makes no difference: ranks that disagree about a value are an error, so there
     is nothing that one of them decides alone.
-
-    Raises:
-        StateError: If it is not.
     """
     if coordinator_rank is not None and not 0 <= coordinator_rank < exchange.world_size:
         raise StateError(

@@ -29,24 +29,14 @@ def reshard_sharded_state_dict(
     """Fill sharded tensors from others that are cut in another way. Collective.
 
     Every rank of the group passes what it has of both; a rank that has nothing of one passes an
-    empty dict. Only the bytes that are needed travel, and nothing is changed unless all fits.
-
-    Args:
-        src_sharded_state_dict: What is read.
-        dst_sharded_state_dict: What is filled, in place. Must not share memory with the source.
-        process_group: The ranks that take part: a torch process group or an `Exchange`; by default
-            torch's default group, or this process alone.
-        coordinator_rank: A rank of the group; which one makes no difference.
-        offload: Makes no difference: what moves between ranks always goes through host memory, in
-            bounded pieces.
-        aoa_config: What the source tensors become on their way: `aoa_statements` in the language
-            that docs/transform.md specifies, and `aoa_config_reverse`.
+    empty dict. Only the bytes that are needed travel, and nothing is changed unless all fits. The
+    target, which is filled in place, must not share memory with the source. `offload` makes no
+    difference: what moves between ranks always goes through host memory, in bounded pieces. The
+    other arguments are those of `load_state_dict`.
 
     Raises:
-        StateError: If a dict or `coordinator_rank` cannot be used.
         CoverageError: If a part of a source tensor is in no shard.
         MismatchError: If the source lacks tensors of the target, or their shapes or dtypes differ.
-        TransformError: If a statement is malformed or does not fit the tensors.
     """
     del offload
     exchange = exchange_of(process_group)

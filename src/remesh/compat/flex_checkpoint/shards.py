@@ -48,11 +48,7 @@ ShardInfos = Mapping[str, Sequence[ShardInfo]]
 
 
 def shard_info_of(weight: ShardedWeight) -> ShardInfo:
-    """Where a weight lies.
-
-    Raises:
-        StateError: If it is flattened and its range does not fit.
-    """
+    """Where a weight lies."""
     return ShardInfo(
         tuple(weight.global_offset),
         tuple(weight.local_shape),
@@ -66,12 +62,7 @@ def shard_info_of(weight: ShardedWeight) -> ShardInfo:
 def gather_shard_infos(
     exchange: Exchange, weights: Mapping[str, ShardedWeight]
 ) -> dict[str, list[ShardInfo]]:
-    """Where the weights of all ranks lie, by name and in rank order. Collective.
-
-    Raises:
-        StateError: If a weight of any rank is no `ShardedWeight`, stands under another key than
-            its own, or is flattened and does not fit its range.
-    """
+    """Where the weights of all ranks lie, by name and in rank order. Collective."""
 
     def tell() -> bytes:
         return msgspec.msgpack.encode({key: _checked_info(key, weights[key]) for key in weights})
@@ -97,13 +88,7 @@ def _checked_info(key: str, weight: object) -> ShardInfo:
 
 
 def check_src_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
-    """Check the source of a reshard: its shards together are whole tensors.
-
-    Raises:
-        StateError: If shards of a tensor differ in dtype or global shape, or a shard is flattened
-            and its range is not known.
-        CoverageError: If a part of a tensor is in no shard, or a shard leaves its tensor.
-    """
+    """Check the source of a reshard: its shards together are whole tensors."""
     boxes: dict[str, set[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for key, infos in _as_infos(state_dict_shard_info).items():
@@ -140,12 +125,7 @@ def _check_cover(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, set[
 
 
 def check_dst_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
-    """Check the target of a reshard: its shards lie inside their tensors.
-
-    Raises:
-        StateError: If shards of a tensor differ in dtype, are flattened without a known range, or
-            have offsets or extents that are out of bounds.
-    """
+    """Check the target of a reshard: its shards lie inside their tensors."""
     for key, infos in _as_infos(state_dict_shard_info).items():
         _check_dtypes(key, infos)
         for info in infos:
@@ -168,12 +148,7 @@ def check_dst_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
 def check_src_dst_state_dict_validity(
     src_state_dict_shard_info: ShardInfos, dst_state_dict_shard_info: ShardInfos
 ) -> None:
-    """Check that a source has what a target wants.
-
-    Raises:
-        MismatchError: If the source lacks tensors of the target, or has them in another global
-            shape.
-    """
+    """Check that a source has what a target wants."""
     sources = _as_infos(src_state_dict_shard_info)
     targets = _as_infos(dst_state_dict_shard_info)
     missing = sorted(targets.keys() - sources.keys())
@@ -229,15 +204,7 @@ def _boxes_of(info: ShardInfo) -> list[Box]:
 def engine_state(
     weights: Mapping[str, ShardedWeight], names: Mapping[str, str] | None = None
 ) -> dict[str, ShardedTensor | torch.Tensor]:
-    """This rank's weights as a state to save or to load into.
-
-    Args:
-        weights: This rank's weights.
-        names: What some of them are called in the checkpoint, by key.
-
-    Raises:
-        StateError: If a weight stands under another key than its own, or its numbers do not fit.
-    """
+    """This rank's weights as a state; `names` has those that the checkpoint calls differently."""
     renamed = names or {}
     state = {}
     for key, weight in weights.items():

@@ -21,15 +21,7 @@ Overlap = tuple[bool, list[int] | None, list[int] | None, list[int] | None, list
 
 
 def ravel_index(indices: Sequence[int], shape: Sequence[int]) -> int:
-    """The flat number of an element in row-major order.
-
-    Args:
-        indices: Index of the element in each axis.
-        shape: Shape of the tensor.
-
-    Raises:
-        ValueError: If the element is not in a tensor of that shape.
-    """
+    """The flat number of an element in row-major order."""
     if len(indices) != len(shape) or not all(
         0 <= i < n for i, n in zip(indices, shape, strict=True)
     ):
@@ -38,11 +30,7 @@ def ravel_index(indices: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def unravel_index(idx: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index in each axis of the element with a flat number.
-
-    Raises:
-        ValueError: If a tensor of that shape has no such element.
-    """
+    """The index in each axis of the element with a flat number."""
     if not 0 <= idx < math.prod(shape):
         raise ValueError(f"there is no element number {idx} in a tensor of {tuple(shape)}")
     indices = []
@@ -55,19 +43,7 @@ def unravel_index(idx: int, shape: Sequence[int]) -> tuple[int, ...]:
 def minimal_nd_slice(
     shape: Sequence[int], flat_start: int, flat_end: int
 ) -> tuple[list[tuple[int, int]], tuple[int, ...], tuple[int, ...]]:
-    """The smallest slice of a tensor that holds a flat range of it.
-
-    Args:
-        shape: Shape of the tensor.
-        flat_start: First element of the range.
-        flat_end: One past the last element; the range must not be empty.
-
-    Returns:
-        Start and stop in each axis, the indices of the first and of the last element.
-
-    Raises:
-        ValueError: If the range is empty or leaves the tensor.
-    """
+    """The smallest slice that holds a flat range, and the indices of its first and last element."""
     if flat_start >= flat_end:
         raise ValueError(f"the flat range [{flat_start}, {flat_end}) is empty")
     first, last = unravel_index(flat_start, shape), unravel_index(flat_end - 1, shape)
@@ -87,18 +63,7 @@ def flat_range_in_min_slice(
 ) -> tuple[int, int]:
     """Where a flat range of a tensor lies in the flattened content of a slice of the tensor.
 
-    Args:
-        shape: Shape of the tensor.
-        min_slices: Start and stop in each axis, as `minimal_nd_slice` returns them; any slice
-            that holds the whole range will do.
-        flat_start: First element of the range, in the tensor.
-        flat_end: One past its last element.
-
-    Returns:
-        First and one past the last element of the range, in the flattened slice.
-
-    Raises:
-        ValueError: If the slice does not hold the whole range.
+    Any slice that holds the whole range will do, not the smallest alone.
     """
     box = Box.from_slices(*min_slices)
 
@@ -118,17 +83,10 @@ def get_overlap_region(
     shard_offset: Sequence[int],
     shard_shape: Sequence[int],
 ) -> Overlap:
-    """What two boxes of a tensor have in common.
+    """True if two boxes of a tensor overlap, and where.
 
-    Args:
-        desc_offset: Offset of the first box in the tensor.
-        desc_shape: Its shape.
-        shard_offset: Offset of the second box.
-        shard_shape: Its shape.
-
-    Returns:
-        Whether they overlap; offset and shape of what they have in common; where that begins in
-        the first and in the second box. All but the first are None if they do not overlap.
+    Then come offset and shape of what they have in common, and where that begins in the first and
+    in the second box; these are None if they do not overlap.
     """
     desc = Box(tuple(desc_offset), tuple(desc_shape))
     shard = Box(tuple(shard_offset), tuple(shard_shape))

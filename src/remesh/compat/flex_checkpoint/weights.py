@@ -57,11 +57,7 @@ class ShardedWeight:
     __repr__ = __str__
 
     def flat_bounds(self) -> tuple[int, int] | None:
-        """First and one past the last element of the range; None if it is not flattened.
-
-        Raises:
-            StateError: If it is flattened and its range does not fit.
-        """
+        """First and one past the last element of the range; None if it is not flattened."""
         if not self.is_flattened:
             return None
         size = Box.whole(tuple(self.local_shape)).size
@@ -76,11 +72,7 @@ class ShardedWeight:
         return start, max(start, stop)
 
     def to_remesh(self) -> EngineTensor:
-        """The engine's description of the same memory, whose copies are compared and not counted.
-
-        Raises:
-            StateError: If the numbers do not fit each other.
-        """
+        """The engine's description of the memory, whose copies are compared and not counted."""
         shape, bounds = tuple(self.local_shape), self.flat_bounds()
         boxes = [Box.whole(shape)] if bounds is None else boxes_of_flat_range(shape, *bounds)
         parts, done = [], 0
@@ -110,15 +102,7 @@ class ShardedWeightDesc:
 def shard_weight(key: str, weight: torch.Tensor, axis: int, group: Any = None) -> ShardedWeight:
     """Describe this rank's shard of a tensor that a group of ranks cuts evenly along an axis.
 
-    Args:
-        key: Name of the global tensor.
-        weight: This rank's shard.
-        axis: The axis along which the tensor is cut.
-        group: The ranks that hold the shards, in order: a torch process group or an `Exchange`;
-            by default torch's default group.
-
-    Raises:
-        ValueError: If the tensor has no such axis.
+    `group` is a torch process group or an `Exchange`; by default torch's default group.
     """
     if not 0 <= axis < weight.ndim:
         raise ValueError(
@@ -135,17 +119,7 @@ def shard_weight(key: str, weight: torch.Tensor, axis: int, group: Any = None) -
 def make_tp_sharded_weight_for_checkpoint(
     key: str, tensor: torch.Tensor, tensor_parallel_axis: int, group: Any = None
 ) -> ShardedWeight:
-    """Describe this rank's shard of a tensor-parallel parameter.
-
-    Args:
-        key: Name of the global tensor.
-        tensor: This rank's shard.
-        tensor_parallel_axis: The axis along which the parameter is cut.
-        group: The tensor-parallel ranks; see `shard_weight`.
-
-    Raises:
-        ValueError: If the tensor has no such axis.
-    """
+    """Describe this rank's shard of a tensor-parallel parameter."""
     return shard_weight(key, tensor, tensor_parallel_axis, group)
 
 
@@ -173,19 +147,7 @@ def build_sharded_state_dict(
 
     Tensors without a rule are described as replicated. Whether they really are is checked when
     they are saved or resharded: ranks that hold different elements under one name are an error.
-
-    Args:
-        state_dict: The layer's tensors by name.
-        shard_rules: Along which axis tensors are cut, by name; rules for tensors that the layer
-            does not have (a bias, say) are no error.
-        prefix: What the names in the checkpoint begin with.
-        group: The tensor-parallel ranks; see `shard_weight`.
-
-    Returns:
-        The descriptions, by `prefix` and name.
-
-    Raises:
-        ValueError: If a tensor does not have the axis that its rule names.
+    Rules for tensors that the layer does not have (a bias, say) are no error.
     """
     rules = shard_rules or {}
     weights = {}
@@ -199,11 +161,7 @@ def build_sharded_state_dict(
 
 
 def is_sharded_state_dict(o: object) -> bool:
-    """Whether something is a dict of `ShardedWeight`s; an empty dict is not.
-
-    Raises:
-        TypeError: If some values are `ShardedWeight`s and others are not.
-    """
+    """True for a dict of `ShardedWeight`s; an empty one is not, a mixed one is an error."""
     if not isinstance(o, dict):
         return False
     others = [key for key, value in o.items() if not isinstance(value, ShardedWeight)]
@@ -244,17 +202,6 @@ def assign_sharded_slice(
     The descriptions name a region each, in the coordinates of the tensors that the shards are of;
     the two regions correspond to each other. What the source shard holds of the source region
     goes to where the target shard holds the target region.
-
-    Args:
-        src_desc: The region in the source tensor.
-        src_shard: What is read.
-        dst_desc: The region in the target tensor.
-        dst_shard: What is written.
-
-    Raises:
-        StateError: If a shard does not touch its region, the two parts differ in shape, or a
-            shard is flattened.
-        MismatchError: If the shards differ in dtype.
     """
     source, source_shape = _part_of(src_desc, src_shard)
     target, target_shape = _part_of(dst_desc, dst_shard)

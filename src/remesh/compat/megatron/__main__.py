@@ -17,11 +17,7 @@ _USAGE = "usage: python -m remesh.compat.megatron [-m] SCRIPT [ARGS]..."
 
 
 def main(args: list[str]) -> None:
-    """Run what the arguments name.
-
-    Raises:
-        SystemExit: If they name nothing.
-    """
+    """Run what the arguments name."""
     as_module = args[:1] == ["-m"]
     rest = args[1:] if as_module else args
     if not rest or rest[0].startswith("-"):

@@ -28,7 +28,7 @@ COMMON_KEY = "common_state"
 
 
 def is_grid_of_ranges(tensor: ShardedTensor) -> bool:
-    """Whether a shard is a flattened range of a part of a regular grid."""
+    """True if a shard is a flattened range of a part of a regular grid."""
     return tensor.flattened_range is not None and tensor.axis_fragmentations is not None
 
 

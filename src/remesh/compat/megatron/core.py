@@ -56,7 +56,7 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: Any) -> bool:
-    """Whether `metadata.json` is there and is a valid config."""
+    """True if `metadata.json` is there and is a valid config."""
     return maybe_load_config(checkpoint_dir) is not None
 
 
@@ -75,9 +75,6 @@ def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
     """The config of a checkpoint, or None if there is no distributed checkpoint.
 
     Fields that this version does not know are ignored: newer Megatron writes some.
-
-    Raises:
-        CheckpointingException: If `metadata.json` is there but cannot be understood.
     """
     if not checkpoint_dir:
         return None

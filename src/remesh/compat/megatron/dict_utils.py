@@ -19,22 +19,11 @@ Key = tuple[Any, ...]
 def extract_matching_values(
     x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Any, Any]:
-    """Split the leaves by a predicate; both parts keep the containers.
+    """Split the leaves by a predicate, those that match first; both parts keep the containers.
 
     A list of which one element matches becomes a list of length one in the first part. An empty
-    container does not match; a container that is empty after the split is left out.
-
-    Args:
-        x: A dict or list.
-        predicate: Decides for each leaf.
-        return_lists_as_dicts: Make dicts of lists, with the positions of the elements as keys, so
-            that the places of the elements are not lost.
-
-    Returns:
-        The leaves that match, and the others.
-
-    Raises:
-        ValueError: If `x` is neither a dict nor a list.
+    container does not match; a container that is empty after the split is left out. With
+    `return_lists_as_dicts`, lists become dicts by position, so that no place is lost.
     """
     if not isinstance(x, dict | list):
         raise ValueError(f"only a dict or a list can be taken apart, not a {type(x).__name__}")
@@ -60,15 +49,9 @@ def extract_matching_values(
 def diff(x1: Any, x2: Any, prefix: Key = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """How two nested values differ.
 
-    Args:
-        x1: Left value.
-        x2: Right value.
-        prefix: Where they are; for recursion.
-
-    Returns:
-        Paths that only the left has, paths that only the right has, and for each value that differs
-        `(path, type on the left, type on the right, ...)`. Tensors differ if any element does; what
-        follows the types then says where.
+    Returns paths that only the left has, paths that only the right has, and for each value that
+    differs `(path, type on the left, type on the right, ...)`. Tensors differ if any element does;
+    what follows the types then says where.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         left = [(*prefix, key) for key in x1 if key not in x2]
@@ -167,15 +150,10 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any, key: Key = ()) -> Any:
-    """Merge a nested value into another, in place.
+    """Merge a nested value into another, in place, which is returned.
 
-    Args:
-        x1: What is merged into, and returned.
-        x2: What is added. Dicts unite; lists must be equally long and merge element by element.
-        key: Where this is; for the error.
-
-    Raises:
-        ValueError: If two leaves meet, or lists differ in length.
+    Dicts unite; lists must be equally long and merge element by element. Two leaves that meet are
+    an error.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for name, value in x2.items():

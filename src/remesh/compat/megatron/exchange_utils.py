@@ -42,16 +42,9 @@ def distribute_shards_to_ranks(
     num_ranks: int,
     cross_parallelization_group_loads: Collection[Shard] = (),
 ) -> dict[Shard, int]:
-    """Give each shard to one of the ranks that hold it.
+    """Give each shard to one of the ranks that hold it, whatever the order of the arguments' items.
 
-    Args:
-        shard_to_ranks: Shard → ranks that hold it.
-        shard_to_size: Shard → bytes.
-        num_ranks: Ranks in the group.
-        cross_parallelization_group_loads: Shards that come last.
-
-    Returns:
-        Shard → rank; it does not depend on the order of the arguments' items.
+    The shards of `cross_parallelization_group_loads` come last.
     """
     last = set(cross_parallelization_group_loads)
 
@@ -72,13 +65,8 @@ def determine_main_replica_uniform_distribution(
 ) -> ShardDistribution | None:
     """Decide which rank of a group does the work for each shard. Collective in the group.
 
-    Args:
-        sharded_state_dict: What this rank holds; objects do not count.
-        parallelization_group: The ranks; by default all.
-        ignore_groups: Include shards whose main replica is in another group, as a load must.
-
-    Returns:
-        The distribution, or None for a group of one rank, which does everything.
+    Objects do not count. None for a group of one rank, which does everything. `ignore_groups`
+    includes shards whose main replica is in another group, as a load must.
     """
     if exchange_of(parallelization_group).world_size == 1:
         return None
@@ -137,20 +125,8 @@ def exchange_by_distribution(
 ) -> dict[ShardId, torch.Tensor]:
     """Pass tensors on to the ranks of a group that lack them. Collective in the group.
 
-    Args:
-        loaded_tensors: What this rank has: at least the shards that are its work.
-        unloaded_shards: What it lacks; data is filled in place, and made where there is none.
-        shard_distribution: Which rank has which shard.
-        parallelization_group: The ranks; by default all.
-        exchange_algo: `broadcast`, `gather_rounds` or `gather_object`. All mean the same here: only
-            what a rank needs travels to it.
-
-    Returns:
-        What this rank had and what it received.
-
-    Raises:
-        CheckpointingException: If `exchange_algo` is none of these, or on every rank, if a rank
-            lacks what is its work.
+    Data of `unloaded_shards` is filled in place, and made where there is none. All algorithms mean
+    the same here: only what a rank needs travels to it. Returns what this rank had and received.
     """
     if exchange_algo not in EXCHANGE_ALGORITHMS:
         raise CheckpointingException(

@@ -57,11 +57,7 @@ class ShardedBase(ABC):
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """Where a local tensor lies in a global one.
-
-    Raises:
-        CheckpointingException: If the fields contradict each other.
-    """
+    """Where a local tensor lies in a global one."""
 
     key: str
     """Name of the global tensor."""
@@ -92,11 +88,7 @@ class ShardedTensor(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Check the fields against each other; what the constructors below make always passes.
-
-        Raises:
-            CheckpointingException: Saying which contradict each other.
-        """
+        """Check the fields against each other; what the constructors below make always passes."""
         problem = self._problem()
         if problem is not None:
             raise CheckpointingException(f"{problem}: {self}")
@@ -144,11 +136,7 @@ class ShardedTensor(ShardedBase):
         return [box.shift(self.global_offset) for box in boxes]
 
     def to_remesh(self) -> EngineTensor:
-        """The engine's description of the same memory.
-
-        Raises:
-            StateError: If there is no data.
-        """
+        """The engine's description of the same memory."""
         if self.data is None:
             raise StateError(f"{self.key}: there is no data; describe a tensor of this rank")
         data, parts, done = self.data.detach(), [], 0
@@ -169,7 +157,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether the shards form a grid."""
+        """True if the shards form a grid."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
@@ -180,11 +168,7 @@ class ShardedTensor(ShardedBase):
         return (*prepended, *slices)
 
     def local_coordinates(self) -> Coordinates:
-        """For each element of a flattened range, its index in the local shard, axis by axis.
-
-        Raises:
-            CheckpointingException: If there is no flattened range.
-        """
+        """For each element of a flattened range, its index in the local shard, axis by axis."""
         if self.flattened_range is None:
             raise CheckpointingException(
                 f"only a flattened range has coordinates; use global_slice() for {self}"
@@ -193,22 +177,14 @@ class ShardedTensor(ShardedBase):
         return np.unravel_index(np.arange(start, stop), tuple(self.local_shape))
 
     def global_coordinates(self) -> Coordinates:
-        """The same in the global tensor, prepended axes first.
-
-        Raises:
-            CheckpointingException: If there is no flattened range.
-        """
+        """The same in the global tensor, prepended axes first."""
         local = self.local_coordinates()
         length = len(local[0]) if local else 0
         padded = (*([np.zeros(length, np.int64)] * self.prepend_axis_num), *local)
         return tuple(a + offset for a, offset in zip(padded, self.global_offset, strict=True))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Position of this shard in the grid of shards, counted in shards.
-
-        Raises:
-            CheckpointingException: If the shards are no grid here.
-        """
+        """Position of this shard in the grid of shards, counted in shards."""
         position = list(self.global_offset[: self.prepend_axis_num])
         own = self.global_offset[self.prepend_axis_num :]
         for offset, extent in zip(own, self.local_shape, strict=True):
@@ -218,11 +194,7 @@ class ShardedTensor(ShardedBase):
         return tuple(position)
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """The largest extent that shards may have along each axis so that the grid stays.
-
-        Raises:
-            CheckpointingException: If there is no grid, or an axis cannot be cut evenly.
-        """
+        """The largest extent that shards may have along each axis so that the grid stays."""
         if self.axis_fragmentations is None:
             raise CheckpointingException(f"the shards are no grid: {self}")
         for extent, count in zip(self.global_shape, self.axis_fragmentations, strict=True):
@@ -249,19 +221,8 @@ class ShardedTensor(ShardedBase):
     ) -> ShardedTensor:
         """A shard of an even grid, its position counted in shards.
 
-        Args:
-            key: Name of the global tensor.
-            data: The local shard.
-            *rank_offsets: `(axis, position, number of shards)` for each axis that is cut; axes
-                count the prepended ones. The last one for an axis holds.
-            replica_id: See the class.
-            prepend_axis_num: See the class.
-            flattened_range: Must be None; `from_rank_offsets_flat` takes one.
-            **init_kwargs: Further fields.
-
-        Raises:
-            CheckpointingException: If an axis or a position does not exist.
-            ValueError: If a flattened range is given.
+        Rank offsets are `(axis, position, number of shards)` for each axis that is cut; axes count
+        the prepended ones. The last one for an axis holds.
         """
         if flattened_range is not None:
             raise ValueError(
@@ -299,18 +260,9 @@ class ShardedTensor(ShardedBase):
         flattened_range: slice | None = None,
         **kwargs: Any,
     ) -> ShardedTensor:
-        """A range of a flattened shard.
+        """A range of a flattened shard; `data` has one dim, as long as the range.
 
-        Args:
-            key: Name of the global tensor.
-            data: One dim, as long as the range.
-            non_flat_local_shape: Shape of the shard before it was flattened.
-            *args: Rank offsets of the shard; see `from_rank_offsets`.
-            flattened_range: The elements that `data` holds; must be given.
-            **kwargs: As for `from_rank_offsets`.
-
-        Raises:
-            CheckpointingException: If there is no range, or it does not fit `data`.
+        Megatron since 0.16 refuses it. The other arguments are those of `from_rank_offsets`.
         """
         if flattened_range is None:
             raise CheckpointingException(
@@ -323,31 +275,16 @@ class ShardedTensor(ShardedBase):
     def init_data(
         self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> None:
-        """Make `data` if there is none.
-
-        Args:
-            device: Where.
-            init_fn: Makes a tensor of a shape; called with `dtype` and `device`.
-        """
+        """Make `data` if there is none."""
         if self.data is None:
             self.data = init_fn(self.data_shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """`torch.narrow`, done to the local shards of all ranks at once.
 
-        Shapes and offsets of the global tensor shrink in proportion.
-
-        Args:
-            dim: Which dim, without prepended axes.
-            start: First element of the local shard.
-            length: Number of elements.
-
-        Returns:
-            One shard; for a flattened range, none if nothing of it is left.
-
-        Raises:
-            CheckpointingException: If the shards are no grid along the dim, or a flattened range is
-                narrowed along a dim other than the first, where it would not stay contiguous.
+        Shapes and offsets of the global tensor shrink in proportion. `dim` does not count prepended
+        axes. A flattened range is narrowed in the first dim only, where it stays contiguous; if
+        nothing of it is left, the list is empty.
         """
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
         if self.global_shape[axis] % extent or self.global_offset[axis] % extent:
@@ -381,16 +318,12 @@ def _with(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether a replica id is 0 or all zeros: the copy that is written."""
+    """True if a replica id is 0 or all zeros: the copy that is written."""
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
 
 
 class LocalNonpersistentObject:
-    """A leaf that is not stored; loading puts the object itself into the result.
-
-    Args:
-        obj: The object.
-    """
+    """A leaf that is not stored; loading puts the object itself into the result."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -406,11 +339,7 @@ LocalNonpersitentObject = LocalNonpersistentObject
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """A value that is one element of a grid of values. The grid is never cut differently.
-
-    Raises:
-        CheckpointingException: If shape and offset differ in length.
-    """
+    """A value that is one element of a grid of values. The grid is never cut differently."""
 
     key: str
     """Name of the grid."""
@@ -448,14 +377,8 @@ class ShardedObject(ShardedBase):
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
         """The description that a unique key spells out, without data.
 
-        Old checkpoints have keys that lack the last number of the shape; it becomes -1.
-
-        Args:
-            unique_key: `key/shard_<offset>_<shape>`; the key itself may contain slashes.
-            replica_id: See the class.
-
-        Raises:
-            CheckpointingException: If it is no such key.
+        The key itself may contain slashes. Old checkpoints have keys that lack the last number of
+        the shape; it becomes -1.
         """
         key, _, shard = unique_key.rpartition("/")
         try:
@@ -505,11 +428,10 @@ class ShardedTensorFactory(ShardedBase):
             self.local_shape = tuple(self.data.shape)
 
     def build(self) -> Any:
-        """The stored form.
+        """The stored form, of a flattened range too.
 
-        Raises:
-            CheckpointingException: If `build_fn` ignores the flattened range, as those of Megatron
-                do since 0.16, and makes other things than parts of the tensor, one after the other.
+        Where `build_fn` ignores the range, as those of Megatron do since 0.16, what it makes must
+        be parts of the tensor, one after the other.
         """
         built = self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
         leaves = nested_values(built)
@@ -552,11 +474,7 @@ class ShardedTensorFactory(ShardedBase):
         return ranges
 
     def to_remesh(self) -> EngineTensor:
-        """The stored form as the engine's description, if it is shards of one tensor.
-
-        Raises:
-            StateError: If it is several tensors, or lacks data.
-        """
+        """The stored form as the engine's description; `StateError` if it is several tensors."""
         leaves: list[Any] = list(nested_values(self.build()))
         shards = [leaf.to_remesh() for leaf in leaves if isinstance(leaf, ShardedTensor)]
         names = sorted({shard.name for shard in shards})
@@ -587,16 +505,8 @@ def apply_factories(sharded_state_dict: Any) -> None:
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """Let factories make their tensors from what was loaded, in place.
 
-    Args:
-        x1: The loaded state dict.
-        x2: A part of its structure with factories as leaves; lists may be dicts by position.
-        key: Where this is; for errors.
-
-    Returns:
-        `x1`, with each place at which `x2` has a factory replaced by what its `merge_fn` returns.
-
-    Raises:
-        ValueError: If `x1` lacks something that `x2` has.
+    `x2` is a part of the structure of `x1`, with factories as leaves; lists may be dicts by
+    position. Each place at which it has a factory gets what its `merge_fn` returns.
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)

@@ -15,15 +15,7 @@ from remesh.core import values
 
 
 def require_known(value: Any, where: str) -> Any:
-    """The value, if this program knows the types of everything in it.
-
-    Args:
-        value: What was stored, decoded.
-        where: Names it in errors.
-
-    Raises:
-        CheckpointingException: If not; the message has the type and what to do.
-    """
+    """The decoded value; an error that names `where` if a type in it is not known here."""
     unknown = next(values.unresolved(value), None)
     if unknown is None:
         return value

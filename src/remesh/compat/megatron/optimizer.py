@@ -48,10 +48,8 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, ShardedParam]:
     """Number of each parameter in the optimizer → the sharded parameter.
 
-    Args:
-        model_sharded_state_dict: Nested in any way; its tensors and factories must hold the
-            parameters themselves (`state_dict(keep_vars=True)`).
-        optim_params_iter: The parameters in the optimizer's order.
+    Tensors and factories of the model's state dict must hold the parameters themselves
+    (`state_dict(keep_vars=True)`).
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     numbers = get_optim_param_to_id_map(optim_params_iter)
@@ -71,16 +69,7 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: ShardedParam, optim_param: torch.Tensor, prefix: str
 ) -> ShardedParam:
-    """The sharding of a tensor that an optimizer keeps for a parameter.
-
-    Args:
-        model_param: The sharded parameter.
-        optim_param: The optimizer's tensor, of the parameter's local shape.
-        prefix: Goes before the parameter's key, with a dot between.
-
-    Raises:
-        CheckpointingException: If the shapes differ.
-    """
+    """The sharding of a tensor that an optimizer keeps for a parameter."""
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=optim_param)
@@ -102,14 +91,6 @@ def optim_state_to_sharding_state(
 
     Each tensor becomes a sharded one with the key `optimizer.state.<name>.<key of the parameter>`;
     the parameter numbers in the groups become local objects, for they depend on the layout.
-
-    Args:
-        optim_state_dict: What `optimizer.state_dict()` returned.
-        id_to_sharded_param_map: From `get_param_id_to_sharded_param_map`.
-        exclude_keys: Names of state to leave out, `step` for instance.
-
-    Raises:
-        ValueError: If there is state of a parameter that is not in the map.
     """
     sharded: dict[int, dict[str, ShardedParam]] = {}
     for number, state in optim_state_dict["state"].items():

@@ -81,15 +81,14 @@ class _Alias(Loader):
 
 
 def is_installed() -> bool:
-    """Whether imports of Megatron's package lead to the drop-in."""
+    """True if imports of Megatron's package lead to the drop-in."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def install() -> None:
     """Make every import of `megatron.core.dist_checkpointing` give the drop-in. Idempotent.
 
-    Raises:
-        StateError: If Megatron's own package was imported before.
+    `StateError` if Megatron's own package was imported before.
     """
     if is_installed():
         return

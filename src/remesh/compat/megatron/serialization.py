@@ -77,28 +77,11 @@ def save(  # noqa: PLR0917 - the order is Megatron's
 ) -> AsyncRequest | None:
     """Save a sharded state dict. Collective.
 
-    Args:
-        sharded_state_dict: Nested dicts and lists. Factories in it are replaced by what they build,
-            in place.
-        checkpoint_dir: Directory or URL of the checkpoint; made if it is not there. What lies there
-            is replaced.
-        sharded_strategy: How sharded tensors are written: a strategy, or (backend, version); by
-            default `torch_dist`, as Megatron writes it.
-        common_strategy: Likewise for the common state; by default what the sharded backend goes
-            with.
-        validate_access_integrity: Check before writing that main replicas cover everything exactly
-            once, and warn where common state differs from that of rank 0.
-        async_sharded_save: Prepare only, and return the rest of the save for the caller to
-            schedule; the state must not change before that.
-        preprocess_common_before_consistancy_check: Makes of the common state what is compared
-            between ranks, without changing it.
-        content_metadata: What `load_content_metadata` returns; plain values.
-        async_strategy: What schedules a save beside the training; the drop-in's queue does.
-        verify_integrity: Write the digests of all files to `integrity.json`, as Megatron does.
-            Checkpoints in remesh's format have digests without it.
-
-    Returns:
-        The rest of the save if `async_sharded_save`, else None.
+    `checkpoint_dir` may be a URL; it is made if it is not there, and what lies there is replaced.
+    By default the strategies are those of `torch_dist`. `async_strategy` changes nothing: the
+    drop-in's queue schedules what `async_sharded_save` returns. `verify_integrity` writes the
+    digests of all files to `integrity.json`, as Megatron does; checkpoints in remesh's format have
+    digests without it.
 
     Raises:
         CheckpointingException: On every rank, if something cannot be stored, ranks do not fit
@@ -156,7 +139,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
 
 
 def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> bool:
-    """Whether something is there."""
+    """True if something is there."""
 
     def look() -> bytes:
         if not storage_of(checkpoint_dir).list():
@@ -188,26 +171,11 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     """Load into a sharded state dict. Collective.
 
     Tensors are filled in place and converted to their dtype; tensors without data are made on the
-    CPU. Everything in the state dict that is not sharded is ignored.
-
-    Args:
-        sharded_state_dict: What this rank asks for; stays as it is.
-        checkpoint_dir: Directory or URL of the checkpoint.
-        sharded_strategy: How sharded tensors are read: a strategy, or (backend, version); by
-            default as they were written.
-        common_strategy: Likewise for the common state. A bool here is `validate_access_integrity`,
-            which newer Megatron has in this place.
-        validate_access_integrity: Check first that main replicas of all ranks cover everything
-            exactly once.
-        strict: What to do about keys that do not match; see `StrictHandling`.
-        verify_integrity: Check all files against `integrity.json` first.
-        process_group: The ranks that together hold everything exactly once; by default all. All
-            ranks take part in the load, each group with a state dict of its own.
-
-    Returns:
-        The state dict: the stored common state, with local objects and loaded tensors and objects
-        in their places. With `strict` `return_unexpected` or `return_all` a tuple of it, the set of
-        missing and the set of unexpected keys.
+    CPU. Everything in the state dict that is not sharded is ignored. `checkpoint_dir` may be a URL
+    or a `remesh.formats.Source`. A bool as `common_strategy` is `validate_access_integrity`, which
+    newer Megatron has in this place. `process_group` has the ranks that together hold everything
+    exactly once, by default all: all ranks take part in the load, each group with a state dict of
+    its own.
 
     Raises:
         CheckpointingException: On every rank, if there is no checkpoint, or it does not fit what is
@@ -257,7 +225,7 @@ def load(  # noqa: PLR0917 - the order is Megatron's
 
 
 def _legacy_common_state_exists(checkpoint_dir: Any) -> bool:
-    """Whether the common state is in a file of its own, as in checkpoints before Megatron 0.19."""
+    """True if the common state is in a file of its own, as in checkpoints before Megatron 0.19."""
     return exists(storage_of(checkpoint_dir), COMMON_STATE_FNAME)
 
 
@@ -302,15 +270,7 @@ def load_plain_tensors(checkpoint_dir: Any) -> Any:
 def load_content_metadata(
     checkpoint_dir: Any = None, *, preloaded_state_dict: Any = None
 ) -> dict[str, Any] | None:
-    """What was saved with `save(..., content_metadata=...)`, or None.
-
-    Args:
-        checkpoint_dir: The checkpoint.
-        preloaded_state_dict: A state dict or common state that was loaded already.
-
-    Raises:
-        ValueError: If neither is given.
-    """
+    """What was saved with `save(..., content_metadata=...)`, or None."""
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise ValueError("load_content_metadata needs a checkpoint_dir or a loaded state dict")

@@ -26,17 +26,7 @@ def save_preprocess(
 ) -> tuple[Any, Any]:
     """Split a state dict into what is sharded and what is common. Collective if it validates.
 
-    Args:
-        sharded_state_dict: Factories in it are replaced by what they build, in place.
-        validate_access_integrity: Whether to check that ranks fit together.
-        preprocess_common_before_consistancy_check: Makes of the common state what is compared
-            between ranks; what is stored stays as it is.
-
-    Returns:
-        The sharded and the common part.
-
-    Raises:
-        CheckpointingException: On every rank, if ranks do not fit together.
+    Factories in it are replaced by what they build, in place.
     """
     apply_factories(sharded_state_dict)
     _, persistent = extract_nonpersistent(sharded_state_dict)
@@ -54,9 +44,8 @@ def save_preprocess(
 def load_preprocess(sharded_state_dict: Any) -> tuple[Any, Any, Any]:
     """Take a state dict apart for loading; the state dict itself stays as it is.
 
-    Returns:
-        A copy with factories replaced by what they build and without local objects; the local
-        objects themselves, unwrapped; and the factories, with lists as dicts by position.
+    Returns a copy with factories replaced by what they build and without local objects; the local
+    objects themselves, unwrapped; and the factories, with lists as dicts by position.
     """
     copied, _ = extract_matching_values(sharded_state_dict, lambda _leaf: True)
     copied = filter_out_empty_flatten_tensor(copied)

@@ -99,11 +99,7 @@ def add_prefix_for_sharding(sharded_state_dict: Any, prefix: str) -> None:
 
 
 def replace_prefix_for_sharding(sharded_state_dict: Any, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of the key of everything sharded, in place.
-
-    Raises:
-        ValueError: If a key does not begin with the old prefix.
-    """
+    """Replace the prefix of the key of everything sharded, in place."""
 
     def change(leaf: Any) -> Any:
         if isinstance(leaf, ShardedBase):
@@ -116,12 +112,7 @@ def replace_prefix_for_sharding(sharded_state_dict: Any, old_prefix: str, new_pr
 
 
 def apply_prefix_mapping(sharded_state_dict: Any, prefix_map: Mapping[str, str]) -> None:
-    """Replace the prefixes of the keys that have one of several, in place.
-
-    Args:
-        sharded_state_dict: What is changed.
-        prefix_map: Old prefix → new one; the first that a key begins with is taken.
-    """
+    """Replace the prefixes of the keys that have one of several, in place."""
 
     def change(leaf: Any) -> Any:
         if isinstance(leaf, ShardedBase):

@@ -80,17 +80,17 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether the keys of the checkpoint must be known before the load."""
+        """True if the keys of the checkpoint must be known before the load."""
         return val is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether the keys that other ranks ask for must be known."""
+        """True if the keys that other ranks ask for must be known."""
         return val in _ALL
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether `load` returns the keys beside the state dict."""
+        """True if `load` returns the keys beside the state dict."""
         return val in {StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL}
 
 
@@ -107,11 +107,7 @@ _LOGGING = frozenset({StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL})
 
 
 def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
-    """The handling that a flag means: a value, its text, True for the first or False for logging.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """The handling that a flag means: itself, its text, True for the first, False for logging."""
     if isinstance(strict, bool):
         return StrictHandling.ASSUME_OK_UNEXPECTED if strict else StrictHandling.LOG_UNEXPECTED
     try:
@@ -144,12 +140,7 @@ class _Described(msgspec.Struct, array_like=True, frozen=True):
 def determine_global_metadata(
     sharded_state_dict: Any, process_group: Any = None
 ) -> tuple[LocalMetadata, GlobalMetadata]:
-    """What this rank and what all ranks describe, without data. Collective.
-
-    Args:
-        sharded_state_dict: This rank's; without factories.
-        process_group: The ranks; a process group or an `Exchange`, by default all.
-    """
+    """What this rank and what all ranks describe, without data. Collective."""
     local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
     exchange = exchange_of(process_group)
     encoded = msgspec.msgpack.encode([_describe(leaf) for leaf in local])
@@ -210,12 +201,6 @@ def validate_sharding_integrity(global_metadata: GlobalMetadata) -> None:
     """Check that main replicas hold each element of each tensor and object exactly once.
 
     Every rank has the same global metadata, so this raises on every rank.
-
-    Args:
-        global_metadata: What each rank describes; see `determine_global_metadata`.
-
-    Raises:
-        CheckpointingException: Naming the keys, boxes and ranks at fault.
     """
     tensors = [[x for x in rank if isinstance(x, ShardedTensor)] for rank in global_metadata]
     objects = [[x for x in rank if isinstance(x, ShardedObject)] for rank in global_metadata]
@@ -257,9 +242,6 @@ def validate_common_state_dict(common_state_dict: Any, group: Any = None) -> Non
 
     Collective. Rank 0's common state is what is stored, so a difference means that something is
     lost; it is not an error, because applications keep timers and the like in it.
-
-    Raises:
-        CheckpointingException: On every rank, if the common state of one cannot be stored.
     """
     exchange = exchange_of(group)
     encoded = b""
@@ -308,21 +290,9 @@ def validate_integrity_and_strict_load(
 ) -> tuple[Any, set[str], set[str]]:
     """Check what is asked for against itself and against the checkpoint. Collective.
 
-    Args:
-        sharded_state_dict: What this rank asks for.
-        strict: What to do about keys that do not match.
-        validate_access_integrity: Whether to check access integrity, for which `global_metadata`
-            is needed.
-        local_metadata: What this rank describes; by default taken from `sharded_state_dict`.
-        global_metadata: What all ranks describe; None leaves missing keys unknown.
-        ckpt_sharded_metadata: What is stored; only the first `strict` can do without.
-        group: The ranks; see `remesh.save`.
-
-    Returns:
-        The state dict without unexpected keys, missing keys, unexpected keys.
-
-    Raises:
-        CheckpointingException: On every rank, if a check fails.
+    Returns the state dict without unexpected keys, missing keys, unexpected keys. Without
+    `global_metadata` missing keys are unknown; only the first `strict` can do without
+    `ckpt_sharded_metadata`.
     """
     missing: set[str] = set()
     unexpected: set[str] = set()
@@ -368,11 +338,7 @@ def adjust_non_strict_load(sharded_state_dict: Any, sharded_keys_to_remove: set[
 def maybe_report_missing_and_unexpected_keys(
     missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
 ) -> None:
-    """Raise or log keys that do not match, if there are any.
-
-    Raises:
-        CheckpointingException: If there are and `raise_error` is true.
-    """
+    """Raise or log keys that do not match, if there are any."""
     lines = []
     if unexpected_keys:
         lines.append(f"Unexpected keys (asked for, but not stored): {_listed(unexpected_keys)}")
@@ -408,17 +374,7 @@ def _listed(keys: Iterable[str]) -> str:
 def verify_checkpoint_and_load_strategy(
     checkpoint_dir: Any, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> tuple[Any, Any]:
-    """The strategies to load a checkpoint with.
-
-    Args:
-        checkpoint_dir: The checkpoint.
-        sharded_strategy: A strategy, a (backend, version), or None for the one in `metadata.json`.
-        common_strategy: Likewise for the common state.
-
-    Raises:
-        CheckpointingException: If there is no distributed checkpoint, or no strategy for it, or a
-            given one cannot read it.
-    """
+    """The strategies to load a checkpoint with; a (backend, version) stands for its strategy."""
     config = maybe_load_config(checkpoint_dir)
     if config is None:
         raise CheckpointingException(
@@ -442,11 +398,7 @@ def verify_checkpoint_and_load_strategy(
 
 
 def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: Any) -> None:
-    """Check that one of two strategies can handle sharded objects.
-
-    Raises:
-        CheckpointingException: If none can.
-    """
+    """Check that one of two strategies can handle sharded objects."""
     if not (
         sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects
     ):
@@ -486,11 +438,7 @@ def save_integrity_manifest(checkpoint_dir: Any) -> None:
 
 
 def verify_integrity_manifest(checkpoint_dir: Any) -> None:
-    """Check the files of a checkpoint against `integrity.json`. Not collective.
-
-    Raises:
-        CheckpointingException: If there is no such file, or files differ from it or are missing.
-    """
+    """Check the files of a checkpoint against `integrity.json`. Not collective."""
     storage = storage_of(checkpoint_dir)
     where = f"{storage.url}/{INTEGRITY_FNAME}"
     try:

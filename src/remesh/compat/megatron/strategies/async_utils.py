@@ -87,11 +87,7 @@ class AsyncRequest(NamedTuple):
         return cls(**{name: getattr(request, name) for name in cls._fields})
 
     def add_finalize_fn(self, fn: Callable[[], object]) -> None:
-        """Add a function that is called after those that are there.
-
-        Raises:
-            RuntimeError: If the request is frozen.
-        """
+        """Add a function that is called after those that are there."""
         if self.is_frozen:
             raise RuntimeError("this request is scheduled already; add functions before that")
         self.finalize_fns.append(fn)
@@ -153,7 +149,7 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether the request still runs on this rank."""
+        """True if the request still runs on this rank."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -168,15 +164,7 @@ class AsyncCaller(ABC):
         """End what runs in the background: wait for it, or abort it."""
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether the request has ended on all ranks; to be called on all of them.
-
-        Args:
-            blocking: Wait until it has.
-            no_dist: Ask about this rank only.
-
-        Raises:
-            CheckpointingException: On all ranks, if it failed on one.
-        """
+        """True if the request has ended on all ranks, or with `no_dist` on this one."""
         if blocking:
             self.wait()
         if no_dist:
@@ -189,11 +177,7 @@ class AsyncCaller(ABC):
         return self.sync_all_async_calls(self.is_alive())
 
     def sync_all_async_calls(self, is_alive: bool) -> bool:
-        """Whether all ranks have ended. Collective.
-
-        Raises:
-            CheckpointingException: On all ranks, if one failed or they are at different requests.
-        """
+        """True if all ranks have ended; raises on all if one failed. Collective."""
         cause = None if is_alive else self.failure()
         failure = "" if cause is None else f"{type(cause).__name__}: {cause}"
         mine = msgspec.msgpack.encode(_Progress(is_alive, self.call_idx, failure))
@@ -351,10 +335,8 @@ class _ActiveRequest(NamedTuple):
 class AsyncCallsQueue:
     """Requests in the order in which they were scheduled; all ranks do the same with theirs.
 
-    Args:
-        persistent: Run them in one process that lives until `close`, instead of threads. Saves of
-            this library's strategies run in threads all the same; the native one takes
-            `writer="process"`.
+    With `persistent` they run in one process that lives until `close`, instead of threads. Saves of
+    this library's strategies run in threads all the same; the native one takes `writer="process"`.
     """
 
     def __init__(self, persistent: bool = False) -> None:
@@ -370,10 +352,8 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request, this module's or one like it; returns its number, counted from 0.
 
-        Returns when the state is copied out of the trainer's memory.
-
-        Raises:
-            CheckpointingException: On all ranks, if that failed on one; nothing is started then.
+        Returns when the state is copied out of the trainer's memory. If that fails on one rank, all
+        raise, and nothing is started.
         """
         self._call_idx += 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=self._call_idx)
@@ -400,17 +380,10 @@ class AsyncCallsQueue:
     ) -> list[int]:
         """Finalize requests that have ended on all ranks; to be called on all ranks.
 
-        Args:
-            blocking: Wait for all requests.
-            no_dist: Look at this rank only; for callers that know that all ranks have ended.
-
-        Returns:
-            The numbers of the requests that were finalized.
-
-        Raises:
-            CheckpointingException: On all ranks, if a request failed on one. It is no longer in the
-                queue, and not finalized. Only requests of nvidia-resiliency-ext are: they clean up
-                and raise an error of their own.
+        Returns their numbers. A request that failed on one rank raises on all: it is no longer in
+        the queue, and not finalized. Only requests of nvidia-resiliency-ext are: they clean up and
+        raise an error of their own. With `no_dist` this looks at this rank only, for callers that
+        know that all ranks have ended.
         """
         finalized = []
         while self._active:
@@ -434,11 +407,7 @@ class AsyncCallsQueue:
         return len(self._active)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize everything, or give it up.
-
-        Args:
-            abort: Do not wait; what is not finalized never becomes a checkpoint.
-        """
+        """Finalize everything; after an abort, what is not finalized is never a checkpoint."""
         try:
             if abort:
                 self._active.clear()

@@ -49,11 +49,7 @@ _BUILT_IN = {
 
 
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
-    """The strategy for an action, a backend and a version.
-
-    Raises:
-        CheckpointingException: If there is none.
-    """
+    """The strategy for an action, a backend and a version."""
     registered = default_strategies[action.value].get((backend, version))
     if registered is not None:
         return registered
@@ -88,7 +84,7 @@ class LoadStrategyBase(ABC):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Whether sharded objects are read by this strategy."""
+        """True if sharded objects are read by this strategy."""
         return False
 
 
@@ -112,12 +108,7 @@ class OneBackend(LoadStrategyBase):
 
 
 class SaveStrategyBase:
-    """What save strategies have in common.
-
-    Args:
-        backend: Format that is written.
-        version: Its version.
-    """
+    """What save strategies have in common."""
 
     def __init__(self, backend: str, version: int) -> None:
         self.backend = backend
@@ -125,7 +116,7 @@ class SaveStrategyBase:
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Whether sharded objects are written by this strategy."""
+        """True if sharded objects are written by this strategy."""
         return False
 
     def __str__(self) -> str:

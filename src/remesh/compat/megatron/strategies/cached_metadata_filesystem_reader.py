@@ -13,12 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
-    """Reads files; readers of one checkpoint share its metadata until `clear_metadata_cache`.
-
-    Args:
-        path: The checkpoint.
-        cache_metadata: Whether to share; without it this reader alone keeps what it read.
-    """
+    """Reads files; readers of one checkpoint share its metadata until `clear_metadata_cache`."""
 
     # The interface clears it through the class, so it is the class that has it.
     _metadata_cache: ClassVar[dict[str, Metadata]] = {}

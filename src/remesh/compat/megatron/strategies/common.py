@@ -43,23 +43,13 @@ COMMON_STATE_FNAME = COMMON_NAME
 
 
 def torch_bytes(value: Any, where: str) -> bytes:
-    """What `torch.save` writes for a value, if the restricted unpickler will read it again.
-
-    Raises:
-        UnsupportedValueError: If something in it has no safe encoding.
-    """
+    """The bytes of `torch.save` for a value; an error if the restricted unpickler refuses them."""
     encode_object(value, where)
     return archive_of(value, where)
 
 
 def read_torch_file(checkpoint_dir: Any, path: str) -> Any:
-    """The value in a file of `torch.save`, through the restricted unpickler.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such file.
-        CheckpointingException: If it asks for what is not allowed.
-        CorruptCheckpointError: If it is damaged.
-    """
+    """The value in a file of `torch.save`, through the restricted unpickler."""
     place = place_of(checkpoint_dir)
     data, where = place.storage.read(path), f"{place.storage.url}/{path}"
     archive = read_archive(io.BytesIO(data), where, allow=place.allow)
@@ -78,19 +68,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         return True
 
     def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
-        """See `SaveCommonStrategy`. Collective.
-
-        Raises:
-            CheckpointingException: On every rank, if something has no safe encoding.
-        """
         self.prepare_common(common_state_dict, checkpoint_dir)()
 
     def prepare_common(self, common_state_dict: Any, checkpoint_dir: Any) -> Callable[[], None]:
-        """See `SaveCommonStrategy`. Collective, and so is what it returns.
-
-        Raises:
-            CheckpointingException: On every rank, if something has no safe encoding.
-        """
+        """Collective, and so is what it returns."""
         exchange, encoded = exchange_of(None), []
 
         def encode() -> bytes:
@@ -110,11 +91,6 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         return write
 
     def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
-        """See `SaveCommonStrategy`. Collective.
-
-        Raises:
-            CheckpointingException: On every rank, if something has no safe encoding.
-        """
         storage = storage_of(checkpoint_dir)
 
         def write() -> bytes:
@@ -139,19 +115,13 @@ class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
         return True
 
     def load_common(self, checkpoint_dir: Any) -> Any:
-        """See `LoadCommonStrategy`; newer Megatron keeps the common state among the objects."""
+        # Newer Megatron keeps the common state among the objects.
         with as_checkpointing_exception():
             if exists(storage_of(checkpoint_dir), COMMON_NAME):
                 return read_torch_file(checkpoint_dir, COMMON_NAME)
             return _common_among_objects(checkpoint_dir)
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """See `LoadCommonStrategy`. Collective.
-
-        Raises:
-            CheckpointingException: On every rank, if an object is not stored or refused.
-        """
-
         def read(item: ShardedObject) -> Any:
             try:
                 return read_torch_file(checkpoint_dir, f"{item.unique_key}.pt")

@@ -34,11 +34,7 @@ from remesh.compat.megatron.strategies import (
 
 
 class TorchDistException(CheckpointingException, CheckpointException):
-    """A load of `torch_dist` that failed: the drop-in's exception, and the one that torch raises.
-
-    Args:
-        message: What went wrong.
-    """
+    """A load of `torch_dist` that failed: the drop-in's exception, and torch's as well."""
 
     def __init__(self, message: str) -> None:
         CheckpointException.__init__(self, message, {})
@@ -49,18 +45,9 @@ class TorchDistException(CheckpointingException, CheckpointException):
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """What schedules saves beside the training.
+    """What schedules saves beside the training: `mcore`, which the drop-in provides.
 
-    Args:
-        async_strategy: `mcore`, which the drop-in provides.
-        module: The name of one of the classes or functions.
-
-    Returns:
-        The strategy, and its classes and functions by name, or the one that was asked for.
-
-    Raises:
-        ModuleNotFoundError: For `nvrx`; see `nvrx.has_nvrx_async_support`.
-        TypeError: For any other.
+    With its classes and functions by name, or the one that `module` names.
     """
     if async_strategy == "nvrx":
         raise ModuleNotFoundError(
@@ -105,15 +92,7 @@ def _get_filesystem_reader(
 def sharded_tensor_to_torch_sharded_tensor(
     sh_tens: Sequence[ShardedTensor], rank: int | None = None
 ) -> TorchShardedTensor:
-    """This rank's shards of a tensor as a `ShardedTensor` of torch. Not collective.
-
-    Args:
-        sh_tens: The shards, of a regular grid.
-        rank: The rank of this process; by default that in the default process group.
-
-    Raises:
-        CheckpointingException: If one has no data or is a flattened range, or they are no grid.
-    """
+    """This rank's shards of a regular grid as a `ShardedTensor` of torch. Not collective."""
     rank = dist.get_rank() if rank is None else rank
     elsewhere = (rank + 1) % dist.get_world_size()  # any rank but this one
     data = []
@@ -155,12 +134,8 @@ class MCoreSavePlanner(DefaultSavePlanner):
 class MCoreLoadPlanner(DefaultLoadPlanner):
     """Torch's own planner, with a check of global shapes.
 
-    Args:
-        *args: As for `DefaultLoadPlanner`.
-        shapes_validation_sharded_tensors: Tensors that must be stored with their global shape.
-        allow_shape_mismatch_sharded_tensors: Tensors by key that may be stored with another one.
-        stream_ckpt_dequant: Ignored: quantised tensors are read as they are.
-        **kwargs: As for `DefaultLoadPlanner`.
+    Those of `allow_shape_mismatch_sharded_tensors` may be stored with another one. Quantised
+    tensors are read as they are, whatever `stream_ckpt_dequant` is.
     """
 
     def __init__(

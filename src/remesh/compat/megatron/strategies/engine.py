@@ -49,16 +49,10 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Saves through a `remesh.Saver`.
 
     An instance keeps the plan and the host memory of its last save: as long as the layout stays the
-    same, the ranks only compare fingerprints. A checkpoint at the same place is replaced.
-
-    Args:
-        backend: Format that is written.
-        version: Its version.
-        writer: What writes saves beside the training: threads of this process, or a process of its
-            own, which neither shares the interpreter with the trainer nor dies with it.
-        file_format: What the engine calls the format.
-        without: Small files of the format that are written elsewhere.
-        **format_options: Options of the format; see `remesh.save`.
+    same, the ranks only compare fingerprints. A checkpoint at the same place is replaced. `writer`
+    says what writes saves beside the training: threads of this process, or a process of its own,
+    which neither shares the interpreter with the trainer nor dies with it. `without` are small
+    files of the format that are written elsewhere.
     """
 
     def __init__(
@@ -99,37 +93,18 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         return self._saver.num_plans_reused
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Save; returns when the checkpoint is durable. Collective.
-
-        Args:
-            sharded_state_dict: What to save.
-            checkpoint_dir: The checkpoint.
-
-        Raises:
-            CheckpointingException: On every rank, if something cannot be stored.
-        """
         with as_checkpointing_exception():
             describe, options = self._agree(sharded_state_dict)
             state = state_to_save(sharded_state_dict, describe)
             self._saver.save(state, checkpoint_dir, overwrite=True, format_options=options)
 
     def close(self) -> None:
-        """Wait for the save in flight, and give memory and process back.
-
-        Raises:
-            CheckpointingException: If that save failed.
-        """
+        """Wait for the save in flight, and give memory and process back."""
         with as_checkpointing_exception():
             self._saver.close()
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """Prepare a save: scheduling it stages the state and begins to write. Collective.
-
-        Args are those of `save`.
-
-        Raises:
-            CheckpointingException: On every rank, if one has nothing to save where it should.
-        """
+        """Prepare a save: scheduling it stages the state and begins to write."""
         describe, options = self._agree(sharded_state_dict)
         state = state_to_save(sharded_state_dict, describe)
 
@@ -151,11 +126,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 def state_to_save(sharded_state_dict: Any, describe: Describe) -> dict[str, Any]:
-    """The main replicas of a state dict as a state for the engine. Collective.
-
-    Raises:
-        CheckpointingException: On every rank, if one has no data to save where it should.
-    """
+    """The main replicas of a state dict as a state for the engine. Collective."""
     leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
 
     def check() -> bytes:
@@ -183,12 +154,7 @@ def _engine_state(
 
 
 class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
-    """Loads what the engine can open.
-
-    Attributes:
-        backend: What `metadata.json` calls the backend.
-        format: What the engine calls its format.
-    """
+    """Loads what the engine can open, in the format that it calls `format`."""
 
     backend = "remesh"
     format = "remesh"
@@ -203,16 +169,7 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
         return self._load(sharded_state_dict, checkpoint_dir, group=None, share_reads=None)
 
     def load_together(self, sharded_state_dict: Any, checkpoint_dir: Any, group: Any) -> Any:
-        """Load; the ranks of a group read what several of them need once. Collective over all.
-
-        Args:
-            sharded_state_dict: What this rank asks for.
-            checkpoint_dir: The checkpoint.
-            group: The ranks that read for each other; every rank is in one such group.
-
-        Raises:
-            CheckpointingException: On every rank, if something is not stored or does not fit.
-        """
+        """Load; the ranks of a group read what several of them need once. Collective over all."""
         return self._load(sharded_state_dict, checkpoint_dir, group=group, share_reads=True)
 
     def _load(

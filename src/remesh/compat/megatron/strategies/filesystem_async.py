@@ -50,18 +50,7 @@ class _Staged(DefaultSavePlanner):
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes files as `FileSystemWriter` does, in two halves.
-
-    Args:
-        path: The checkpoint.
-        *args: As for `FileSystemWriter`.
-        separation_hint: Ignored; `TorchDistSaveShardedStrategy` uses it.
-        use_msc: Not supported.
-        **kwargs: As for `FileSystemWriter`.
-
-    Raises:
-        CheckpointingException: If `use_msc` is true.
-    """
+    """Writes files as `FileSystemWriter` does, in two halves; it knows no multi-storage client."""
 
     def __init__(
         self,

@@ -41,12 +41,8 @@ from remesh.compat.megatron.validation import (
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """Spreads a save over the ranks that hold the same shards; the format stays the same.
 
-    Args:
-        strategy: What saves. It must write the shards whose `replica_id` is 0.
-        parallelization_group: The ranks that share work, a process group; by default all. The
-            data-parallel group is usual.
-        do_cache_distribution: Decide once, and do the same in later saves without talking; only for
-            state dicts that keep their structure.
+    The strategy must write the shards whose `replica_id` is 0. With `do_cache_distribution` later
+    saves do the same without talking; only for state dicts that keep their structure.
     """
 
     def __init__(
@@ -63,15 +59,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """As the wrapped strategy."""
         return self.base_strategy.can_handle_sharded_objects
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """See `AsyncSaveShardedStrategy`.
-
-        Raises:
-            CheckpointingException: If the wrapped strategy cannot.
-        """
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(f"{self.base_strategy} cannot save beside the training")
         self.apply_saving_parallelization(sharded_state_dict)
@@ -82,11 +72,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
     def apply_saving_parallelization(self, sharded_state_dict: Any) -> None:
-        """Set `replica_id` to 0 where this rank is to write, and to 1 elsewhere, in place.
-
-        Raises:
-            CheckpointingException: On every rank, if the result would not cover everything once.
-        """
+        """Set `replica_id` to 0 where this rank is to write, and to 1 elsewhere, in place."""
         rank = exchange_of(self.parallelization_group).rank
         distribution = self.cached_distribution
         is_first = distribution is None
@@ -112,15 +98,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     """Spreads a load over the ranks that need the same shards.
 
-    Args:
-        strategy: What loads.
-        parallelization_group: The ranks that share work, a process group; by default all.
-        do_cache_distribution: Decide once, and do the same in later loads without talking.
-        exchange_algo: `broadcast`, `gather_rounds` or `gather_object`. All mean the same here: only
-            what a rank needs travels to it.
-
-    Raises:
-        CheckpointingException: If `exchange_algo` is none of these.
+    All exchange algorithms mean the same here: only what a rank needs travels to it.
     """
 
     def __init__(
@@ -142,24 +120,20 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     @property
     def cached_global_metadata(self) -> Any:
-        """As the wrapped strategy; None if it keeps none."""
+        """That of the wrapped strategy; None if it keeps none."""
         return getattr(self.base_strategy, "cached_global_metadata", None)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """As the wrapped strategy."""
         return self.base_strategy.can_handle_sharded_objects
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """As the wrapped strategy."""
         self.base_strategy.check_backend_compatibility(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """As the wrapped strategy."""
         self.base_strategy.check_version_compatibility(loaded_version)
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """See `LoadShardedStrategy`. Collective."""
         group = self.parallelization_group
         if isinstance(self.base_strategy, EngineLoadShardedStrategy):
             return self.base_strategy.load_together(sharded_state_dict, checkpoint_dir, group)
@@ -215,13 +189,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return dict_list_map_outplace(result, sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        """As the wrapped strategy."""
         return self.base_strategy.load_tensors_metadata(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        """As the wrapped strategy."""
         return self.base_strategy.load_sharded_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
-        """As the wrapped strategy."""
         self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)

@@ -57,9 +57,6 @@ class RemeshLoadShardedStrategy(EngineLoadShardedStrategy):
 
         Readers see the checkpoint with them until they see it without. Their bytes stay in the data
         files, which hold others too.
-
-        Raises:
-            CheckpointingException: If there is no checkpoint.
         """
         storage = storage_of(checkpoint_dir)
         with as_checkpointing_exception():
@@ -80,11 +77,6 @@ class RemeshSaveCommonStrategy(SaveCommonStrategy):
         super().__init__(backend, version)
 
     def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Refuse: there is no file of its own to write.
-
-        Raises:
-            CheckpointingException: Always.
-        """
         raise CheckpointingException(
             f"{checkpoint_dir}: backend remesh has no file of its own for the "
             f"{len(common_state_dict)} entries of the common state\nSave with "
@@ -98,7 +90,6 @@ class RemeshLoadCommonStrategy(OneBackend, LoadCommonStrategy):
     backend = "remesh"
 
     def load_common(self, checkpoint_dir: Any) -> Any:
-        """The common state, read by this process alone."""
         with as_checkpointing_exception():
             stored = RemeshLoadShardedStrategy().stored_state(checkpoint_dir)
             element = stored.document.objects.get(common_object({}, 0).unique_key)
@@ -107,5 +98,4 @@ class RemeshLoadCommonStrategy(OneBackend, LoadCommonStrategy):
             return decode_object(bytes(element.value), f"{checkpoint_dir}: common state")
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """The sharded objects of a state dict, loaded."""
         return RemeshLoadShardedStrategy().load(sharded_objects_state_dict, checkpoint_dir)

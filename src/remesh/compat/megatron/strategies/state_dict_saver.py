@@ -28,21 +28,9 @@ def save_state_dict_async_plan(
     planner: SavePlanner | None = None,
     **_caches: Any,
 ) -> Planned:
-    """Decide which rank writes what. Collective.
+    """Decide which rank writes what; every save is planned anew. Collective.
 
-    Args:
-        state_dict: What torch.distributed.checkpoint can save.
-        storage_writer: What will write; it remembers this rank's part.
-        process_group: The ranks; by default all.
-        coordinator_rank: The rank that makes the metadata.
-        planner: Makes the plans; torch's own by default.
-        **_caches: Plans of earlier saves; every save is planned anew.
-
-    Returns:
-        The arguments of `save_state_dict_async_finalize`.
-
-    Raises:
-        CheckpointException: Torch's, on every rank, if one cannot plan.
+    Returns the arguments of `save_state_dict_async_finalize`.
     """
     ranks = _DistWrapper(process_group, True, coordinator_rank)
     chosen = planner or DefaultSavePlanner()
@@ -68,11 +56,7 @@ def save_state_dict_async_finalize(
     global_metadata: Metadata | None,
     dist_wrapper: _DistWrapper,
 ) -> None:
-    """Make the checkpoint exist, once every rank has written. Collective.
-
-    Raises:
-        CheckpointException: Torch's, on every rank, if one could not write.
-    """
+    """Make the checkpoint exist, once every rank has written. Collective."""
     results: list[Any] = dist_wrapper.all_gather_object(storage_writer.retrieve_write_results())
     failed = {rank: one for rank, one in enumerate(results) if _is_wrapped_exception(one)}
     if failed:

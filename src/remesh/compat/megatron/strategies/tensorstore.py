@@ -6,11 +6,7 @@ from remesh.compat.megatron.strategies.zarr import ZarrLoadShardedStrategy
 
 
 class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
-    """Reads backend `zarr`, without TensorStore.
-
-    Args:
-        load_directly_on_device: Ignored: bytes are read into the memory of the shards.
-    """
+    """Reads backend `zarr`, without TensorStore, always into the memory of the shards."""
 
     def __init__(self, load_directly_on_device: bool = False) -> None:
         self.load_directly_on_device = load_directly_on_device

@@ -83,25 +83,13 @@ __all__ = [
 
 
 class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
-    """Writes backend `torch_dist`.
+    """Writes backend `torch_dist`: main replicas, in one file a rank, whatever the options say.
 
-    Args:
-        backend: What `metadata.json` calls it.
-        version: Its version.
-        keep_only_main_replica: Ignored: only main replicas are written.
-        thread_count: Ignored: a rank writes one file.
-        cached_metadata: Sets `use_cached_ckpt_structure`.
-        separation_hint: Tensors whose keys begin with it are written to files of their own, whose
-            names begin with it; `remove_sharded_tensors` then gives their bytes back.
-        writer: See `EngineSaveShardedStrategy`.
-        **_ignored: Options of Megatron's own writer.
-
-    Attributes:
-        use_cached_ckpt_structure: Whether saves have the structure of the ones before.
-        cached_global_metadata: The metadata of a checkpoint that was loaded, which the application
-            takes from the load strategy and sets here.
-        validated_loaded_metadata_reuse: Whether the last save had the layout of that checkpoint:
-            each rank wrote the parts of tensors that it had written there.
+    Tensors whose keys begin with `separation_hint` are written to files of their own, whose names
+    begin with it; `remove_sharded_tensors` then gives their bytes back. `cached_metadata` sets
+    `use_cached_ckpt_structure`. With it, the application takes `cached_global_metadata` from the
+    load strategy and sets it here; `validated_loaded_metadata_reuse` then says whether the last
+    save had the layout of that checkpoint: each rank wrote the parts that it had written there.
     """
 
     def __init__(
@@ -189,13 +177,9 @@ def _local_plans(found: Metadata) -> dict[int, set[tuple[str, tuple[int, ...]]]]
 
 
 class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
-    """Reads backend `torch_dist`.
+    """Reads backend `torch_dist`; options of Megatron's own reader change nothing.
 
-    Args:
-        cache_metadata: Ignored: the metadata are read once for each load.
-        stream_ckpt_dequant: Ignored: quantised tensors are read as they are.
-        **_ignored: Options of Megatron's own reader.
-
+    Metadata are read once for each load, and quantised tensors as they are.
     """
 
     backend = "torch_dist"
@@ -239,9 +223,6 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
         """Take the tensors and objects whose keys begin with a prefix out. Not collective.
 
         Files that hold nothing else any more are removed; in others the bytes stay.
-
-        Raises:
-            CheckpointingException: If there is no checkpoint, or it is damaged.
         """
         storage = storage_of(checkpoint_dir)
         with as_checkpointing_exception():
