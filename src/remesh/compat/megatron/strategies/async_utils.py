@@ -19,14 +19,14 @@ import gc
 import logging
 import multiprocessing
 import os
-import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ import msgspec
 
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
-from remesh.errors import RankFailedError
 from remesh.exchange import run_on_all
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -141,27 +140,31 @@ class _Progress(msgspec.Struct, frozen=True):
 class AsyncCaller(ABC):
     """Runs one request at a time in the background of this rank."""
 
-    call_idx: int = -1
+    def __init__(self) -> None:
+        self.call_idx = -1
+        self._running: Future[object] | None = None
 
     @abstractmethod
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Start a preloaded request; to be called on all ranks."""
 
-    @abstractmethod
+    def close(self, abort: bool = False) -> None:
+        """End what runs in the background: wait for it, or abort it as far as that is possible."""
+        if not abort:
+            self.wait()
+
     def is_alive(self) -> bool:
         """True if the request still runs on this rank."""
+        return self._running is not None and not self._running.done()
 
-    @abstractmethod
     def wait(self) -> None:
         """Wait for the request of this rank."""
+        if self._running is not None:
+            futures.wait([self._running])
 
-    @abstractmethod
     def failure(self) -> BaseException | None:
-        """Why the request of this rank failed, or None."""
-
-    @abstractmethod
-    def close(self, abort: bool = False) -> None:
-        """End what runs in the background: wait for it, or abort it."""
+        """Why the request of this rank failed, once it has ended; None if it did not."""
+        return None if self._running is None else self._running.exception()
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """True if the request has ended on all ranks, or with `no_dist` on this one."""
@@ -202,38 +205,21 @@ class AsyncCaller(ABC):
 
 
 class TemporalAsyncCaller(AsyncCaller):
-    """Runs each request in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    """Runs each request in a thread of its own; after an abort it ends with the process."""
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         self.call_idx = async_req.call_idx
+        running = self._running = Future[object]()
 
         def work() -> None:
             try:
                 async_req.run()
             except BaseException as error:  # noqa: BLE001 - all ranks raise it when they finalize
-                self._error = error
+                running.set_exception(error)
+            else:
+                running.set_result(None)
 
-        self._thread = threading.Thread(target=work, name="remesh-async-call", daemon=True)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    def failure(self) -> BaseException | None:
-        return self._error
-
-    def close(self, abort: bool = False) -> None:
-        """Wait for the thread; after an abort it ends with the process."""
-        if not abort:
-            self.wait()
+        threading.Thread(target=work, name="remesh-async-call", daemon=True).start()
 
 
 class PersistentAsyncCaller(AsyncCaller):
@@ -243,86 +229,28 @@ class PersistentAsyncCaller(AsyncCaller):
     """
 
     def __init__(self) -> None:
-        self._process: SpawnProcess | None = None
-        self._pipe: Connection | None = None
-        self._pending = False
-        self._error: BaseException | None = None
+        super().__init__()
+        self._pool: ProcessPoolExecutor | None = None
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """See `AsyncCaller`; waits for the request before, if it still runs."""
         self.wait()
-        self.call_idx, self._error = async_req.call_idx, None
-        if async_req.async_fn is None:
-            return
-        call = (async_req.async_fn, async_req.async_fn_args, dict(async_req.async_fn_kwargs))
-        try:
-            self._start().send(call)
-            self._pending = True
-        except (pickle.PicklingError, AttributeError, TypeError, OSError) as error:
-            # All ranks raise it when they finalize.
-            self._error = error
-
-    def _start(self) -> Connection:
-        if self._pipe is None:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, other_end = context.Pipe()
-            self._process = context.Process(
-                target=_serve, args=(other_end,), name="remesh-async-calls", daemon=True
+        if self._pool is None or isinstance(self.failure(), BrokenProcessPool):
+            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.call_idx, self._running = async_req.call_idx, None
+        if async_req.async_fn is not None:
+            self._running = self._pool.submit(
+                async_req.async_fn, *async_req.async_fn_args, **async_req.async_fn_kwargs
             )
-            self._process.start()
-            other_end.close()
-        return self._pipe
-
-    def is_alive(self) -> bool:
-        if self._pending and self._pipe is not None and self._pipe.poll():
-            self._receive()
-        return self._pending
-
-    def wait(self) -> None:
-        if self._pending:
-            self._receive()
-
-    def _receive(self) -> None:
-        """Take the worker's answer to the request that runs."""
-        assert self._pipe is not None
-        self._pending = False
-        try:
-            text = self._pipe.recv()
-        except EOFError:
-            text = "the process that writes in the background has died"
-        self._error = RankFailedError(text) if text else None
-
-    def failure(self) -> BaseException | None:
-        return self._error
 
     def close(self, abort: bool = False) -> None:
-        """End the process: after its request, or at once."""
-        if self._process is None or self._pipe is None:
+        if self._pool is None:
             return
         if abort:
-            self._process.kill()
-        else:
-            self.wait()
-        # The process reads the end of its pipe as the end of its work.
-        self._pipe.close()
-        self._process.join()
-        self._process = self._pipe = None
-        self._pending = False
-
-
-def _serve(pipe: Connection) -> None:
-    """The process of a `PersistentAsyncCaller`: answers each request with what went wrong."""
-    while True:
-        try:
-            fn, args, kwargs = pipe.recv()
-        except EOFError:
-            return
-        text = ""
-        try:
-            fn(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - the rank raises it
-            text = f"{type(error).__name__}: {error}"
-        pipe.send(text)
+            for process in self._pool._processes.values():  # noqa: SLF001 - no public way to end them
+                process.kill()
+        self._pool.shutdown()
+        self._pool = self._running = None
 
 
 class _ActiveRequest(NamedTuple):
