@@ -2,7 +2,7 @@
 
 A drop-in for `megatron.core.dist_checkpointing`, with its names in the same submodules. `install`
 makes Megatron itself import it. Start reading at `serialization`. `mapping` has the classes that
-describe shards, `boxes` turns them into the engine's boxes, and `strategies` has the backends.
+describe shards, as boxes for the engine, and `strategies` has the backends.
 Nothing here plans, moves bytes or knows a file format; the engine does.
 """
 

@@ -1,9 +1,14 @@
-"""The config of a checkpoint, `metadata.json`, and the base exception.
+"""The config of a checkpoint, `metadata.json`, the base exception, and values without pickle.
 
 `metadata.json` is four fields in one small file, written last. It names the backend that wrote the
 sharded part and the one that wrote the common part, each with its version, so that a load finds its
 strategies by itself. A directory without it is not a distributed checkpoint. The file is read and
 written through `remesh.storage`, so a checkpoint may lie wherever remesh can reach.
+
+What Megatron pickles (arguments, RNG states, extra state of layers) are plain values with tensors,
+numpy arrays and byte streams in between, which `remesh.core.values` encodes. A value of any other
+type is refused when it is saved, with its place and type. One that a program cannot have (its class
+is unknown here, or may not be unpickled) is refused when it is loaded, with what to do about it.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from remesh.core import values
 from remesh.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -96,3 +102,21 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: Any) -> None:
     """Write `metadata.json`, atomically and durably."""
     storage = storage_of(checkpoint_dir)
     storage.put(CONFIG_FNAME, msgspec.json.encode(asdict(config)), overwrite=True)
+
+
+def require_known(value: Any, where: str) -> Any:
+    """The decoded value; an error that names `where` if a type in it is not known here."""
+    unknown = next(values.unresolved(value), None)
+    if unknown is None:
+        return value
+    if unknown.kind == "pickle":
+        raise CheckpointingException(f"{where}: {unknown.payload}")
+    raise CheckpointingException(
+        f"{where}: this program does not know {unknown.type_name}\nImport the module that defines "
+        "it before loading"
+    )
+
+
+def decode_object(data: bytes, where: str) -> Any:
+    """The value of its encoding by `remesh.core.values`; errors are those of `require_known`."""
+    return require_known(values.decode(data), where)

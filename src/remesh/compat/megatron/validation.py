@@ -17,13 +17,14 @@ from enum import Enum
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.megatron.boxes import local_boxes_of
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
+    decode_object,
     maybe_load_config,
     storage_of,
 )
@@ -35,13 +36,15 @@ from remesh.compat.megatron.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from remesh.compat.megatron.objects import decode_object
 from remesh.compat.megatron.strategies.base import StrategyAction, get_default_strategy
+from remesh.core.geometry import Box
 from remesh.core.integrity import raw_digest
+from remesh.core.state import Role
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.core.values import encode_object
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Exchange, run_on_all, run_on_one
-from remesh.planner import plan_save
+from remesh.planner import LocalBoxes, plan_save
 from remesh.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -211,9 +214,34 @@ def validate_sharding_integrity(global_metadata: GlobalMetadata) -> None:
         )
     _check_objects([(rank, x) for rank, items in enumerate(objects) for x in items])
     try:
-        plan_save([local_boxes_of(items) for items in tensors])
+        plan_save([_local_boxes_of(items) for items in tensors])
     except StateError as error:
         raise CheckpointingException(f"Invalid access pattern: {error}") from error
+
+
+def _local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
+    """What a rank holds, for the planner; data is not looked at."""
+    rows: dict[str, int] = {}
+    table: list[tuple[str, str, Sequence[int]]] = []
+    boxes: list[tuple[int, Box]] = []
+    roles: list[int] = []
+    for tensor in tensors:
+        row = rows.setdefault(tensor.key, len(rows))
+        what = (tensor.key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.global_shape))
+        if row == len(table):
+            table.append(what)
+        elif table[row] != what:
+            raise CheckpointingException(
+                f"{tensor.key}: one rank describes it as {table[row][1:]} and as {what[1:]}\nDtype "
+                "and global shape of a key must be the same everywhere"
+            )
+        role = Role.MAIN if is_main_replica(tensor.replica_id) else Role.REPLICA
+        for box in tensor.boxes():
+            if not Box.whole(what[2]).contains(box):
+                raise CheckpointingException(f"{tensor.key}: {box} leaves the global tensor {what}")
+            boxes.append((row, box))
+            roles.append(int(role))
+    return LocalBoxes.of(BoxTable.of(TensorTable.of(table), boxes), np.array(roles, dtype=np.int64))
 
 
 def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:

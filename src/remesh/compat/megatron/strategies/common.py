@@ -17,12 +17,12 @@ from remesh.checkpoint.opened import Checkpoint
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
+    require_known,
     source_of,
     storage_of,
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedObject, is_main_replica
-from remesh.compat.megatron.objects import require_known
 from remesh.compat.megatron.strategies.base import (
     LoadCommonStrategy,
     OneBackend,

@@ -30,7 +30,7 @@ from remesh.compat.megatron.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
 )
-from remesh.compat.megatron.strategies.engine import EngineLoadShardedStrategy
+from remesh.compat.megatron.strategies.native import EngineLoadShardedStrategy
 from remesh.compat.megatron.utils import ShardId, _sharded_tensor_shard_id
 from remesh.compat.megatron.validation import (
     determine_global_metadata,

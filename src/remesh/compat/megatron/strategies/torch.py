@@ -8,15 +8,27 @@ newer Megatron refuses them; those of irregular grids are written as the boxes t
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
+from operator import mul
 from typing import Any, Literal
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,12 +37,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.megatron.boxes import (
-    engine_range,
-    is_grid_of_ranges,
-)
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
@@ -41,20 +50,19 @@ from remesh.compat.megatron.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from remesh.compat.megatron.strategies.dcp import (
-    MCoreLoadPlanner,
-    MCoreSavePlanner,
-    TorchDistException,
-    _get_filesystem_reader,
-    get_async_strategy,
-    get_reformulation_metadata,
-    sharded_tensor_to_torch_sharded_tensor,
+from remesh.compat.megatron.strategies import (
+    async_utils,
+    cached_metadata_filesystem_reader,
+    filesystem_async,
+    state_dict_saver,
 )
-from remesh.compat.megatron.strategies.engine import (
+from remesh.compat.megatron.strategies.native import (
     Describe,
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
+from remesh.core.geometry import Box
+from remesh.core.sharded import Part
 from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.exchange import run_on_all
@@ -70,16 +78,16 @@ from remesh.formats.torch_dcp import (
 from remesh.formats.torch_dcp_rows import size_of
 from remesh.storage import Storage
 
-__all__ = [
-    "MCoreLoadPlanner",
-    "MCoreSavePlanner",
-    "TorchDistLoadShardedStrategy",
-    "TorchDistSaveShardedStrategy",
-    "_get_filesystem_reader",
-    "get_async_strategy",
-    "get_reformulation_metadata",
-    "sharded_tensor_to_torch_sharded_tensor",
-]
+
+class TorchDistException(CheckpointingException, CheckpointException):
+    """A load of `torch_dist` that failed: the drop-in's exception, and torch's as well."""
+
+    def __init__(self, message: str) -> None:
+        CheckpointException.__init__(self, message, {})
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
 
 
 class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
@@ -120,7 +128,7 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         flat_shapes = _flat_shapes(sharded_state_dict)
 
         def describe(tensor: ShardedTensor) -> EngineTensor:
-            return engine_range(tensor) if tensor.key in flat_shapes else tensor.to_remesh()
+            return _engine_range(tensor) if tensor.key in flat_shapes else tensor.to_remesh()
 
         if self.use_cached_ckpt_structure:
             exchange = exchange_of(None)
@@ -142,7 +150,7 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
     mine: dict[str, tuple[int, ...] | None] = {}
     for leaf in nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedTensor):
-            shape = tuple(leaf.global_shape) if is_grid_of_ranges(leaf) else None
+            shape = tuple(leaf.global_shape) if _is_grid_of_ranges(leaf) else None
             mine[leaf.key] = shape if mine.get(leaf.key, shape) == shape else None
     # Tensors that no rank describes so do not travel.
     flat = {key for key, shape in mine.items() if shape is not None}
@@ -158,6 +166,26 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
         return {}
     other = {key for key, shape in gather(found.keys() & mine.keys()) if shape != found[key]}
     return {key: shape for key, shape in found.items() if shape is not None and key not in other}
+
+
+def _is_grid_of_ranges(tensor: ShardedTensor) -> bool:
+    """True if a shard is a flattened range of a part of a regular grid."""
+    return tensor.flattened_range is not None and tensor.axis_fragmentations is not None
+
+
+def _engine_range(tensor: ShardedTensor) -> EngineTensor:
+    """A flattened range as Megatron stores it: the number of its part, and its place in that part.
+
+    The stored tensor has the shape of the grid and, as one more dim, the size of a part.
+    """
+    assert tensor.data is not None
+    assert tensor.flattened_range is not None
+    assert tensor.axis_fragmentations is not None
+    grid, size = tuple(tensor.axis_fragmentations), math.prod(tensor.local_shape)
+    start, stop, _ = tensor.flattened_range.indices(size)
+    box = Box((*tensor.local_chunk_offset_in_global(), start), (1,) * len(grid) + (stop - start,))
+    part = Part(box, tensor.data.detach().view(box.shape))
+    return EngineTensor(tensor.key, (*grid, size), (part,), tensor.replica_id)
 
 
 _PLANS = "all_local_plans"
@@ -305,3 +333,147 @@ def _stays(key: str, prefix: str) -> bool:
 
 def _without(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {key: entry for key, entry in entries.items() if _stays(key, prefix)}
+
+
+# ---------------------------------------------------------------------------------------------
+# For code that calls torch.distributed.checkpoint itself, or schedules saves itself
+# ---------------------------------------------------------------------------------------------
+
+
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+    """What schedules saves beside the training: `mcore`, which the drop-in provides.
+
+    With its classes and functions by name, or the one that `module` names.
+    """
+    if async_strategy == "nvrx":
+        raise ModuleNotFoundError(
+            "async_strategy='nvrx' is not supported: nvidia-resiliency-ext writes in a process that"
+            " lacks the memory of the drop-in's saves; set async_strategy to 'mcore'"
+        )
+    if async_strategy != "mcore":
+        raise TypeError(f"async_strategy={async_strategy!r} is not supported; set it to 'mcore'")
+    places = {
+        "AsyncCallsQueue": async_utils,
+        "AsyncRequest": async_utils,
+        "CachedMetadataFileSystemReader": cached_metadata_filesystem_reader,
+        "FileSystemWriterAsync": filesystem_async,
+        "_results_queue": filesystem_async,
+        "get_write_results_queue": filesystem_async,
+        "save_state_dict_async_finalize": state_dict_saver,
+        "save_state_dict_async_plan": state_dict_saver,
+    }
+    found = {name: getattr(place, name) for name, place in places.items()}
+    return "mcore", found if module is None else found[module]
+
+
+def get_reformulation_metadata(
+    sharded_state_dict: Any,  # noqa: ARG001 - the interface is Megatron's
+    checkpoint_dir: Any,  # noqa: ARG001
+) -> dict[str, Any]:
+    """The stored tensors that have to be cut before a load: none, the engine reads any boxes."""
+    return {}
+
+
+def _get_filesystem_reader(
+    checkpoint_dir: str | os.PathLike[str],
+    cache_metadata: bool = False,
+    async_strategy: str = "mcore",  # noqa: ARG001 - the interface is Megatron's
+) -> FileSystemReader:
+    """A reader of torch.distributed.checkpoint; see `CachedMetadataFileSystemReader`."""
+    if cache_metadata:
+        return cached_metadata_filesystem_reader.CachedMetadataFileSystemReader(checkpoint_dir)
+    return FileSystemReader(checkpoint_dir)
+
+
+def sharded_tensor_to_torch_sharded_tensor(
+    sh_tens: Sequence[ShardedTensor], rank: int | None = None
+) -> TorchShardedTensor:
+    """This rank's shards of a regular grid as a `ShardedTensor` of torch. Not collective."""
+    rank = dist.get_rank() if rank is None else rank
+    elsewhere = (rank + 1) % dist.get_world_size()  # any rank but this one
+    data = []
+    for one in sh_tens:
+        if one.data is None or one.flattened_range is not None:
+            raise CheckpointingException(f"{one.key}: only a shard with data that is one box")
+        data.append(one.data[(None,) * one.prepend_axis_num].contiguous())
+    first = sh_tens[0]
+    if first.axis_fragmentations is None:
+        raise CheckpointingException(f"{first.key}: only shards of a grid")
+    local = [
+        Shard.from_tensor_and_offsets(tensor, list(one.global_offset), rank)
+        for tensor, one in zip(data, sh_tens, strict=True)
+    ]
+    here = {tuple(one.global_offset) for one in sh_tens}
+    shape = data[0].shape
+    places = product(*(range(count) for count in first.axis_fragmentations))
+    offsets = [tuple(map(mul, place, shape)) for place in places]
+    described = [
+        ShardMetadata(
+            list(offset),
+            list(shape),
+            f"rank:{rank if offset in here else elsewhere}/{data[0].device}",
+        )
+        for offset in offsets
+    ]
+    metadata = ShardedTensorMetadata(
+        described,
+        torch.Size(first.global_shape),
+        ShardedProperties.create_from_tensor(data[0]),
+    )
+    return TorchShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)  # noqa: SLF001
+
+
+class MCoreSavePlanner(DefaultSavePlanner):
+    """Torch's own planner; shards come as they are."""
+
+
+class MCoreLoadPlanner(DefaultLoadPlanner):
+    """Torch's own planner, with a check of global shapes.
+
+    Those of `allow_shape_mismatch_sharded_tensors` may be stored with another one. Quantised
+    tensors are read as they are, whatever `stream_ckpt_dequant` is.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        shapes_validation_sharded_tensors: Iterable[ShardedTensor] = (),
+        allow_shape_mismatch_sharded_tensors: Mapping[str, ShardedTensor] | None = None,
+        stream_ckpt_dequant: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.shapes_validation_sharded_tensors = shapes_validation_sharded_tensors
+        self.allow_shape_mismatch_sharded_tensors = allow_shape_mismatch_sharded_tensors or {}
+        self.stream_ckpt_dequant = stream_ckpt_dequant
+
+    def _validate_global_shapes(
+        self, metadata: Metadata, sharded_tensors: Iterable[ShardedTensor]
+    ) -> None:
+        for tensor in sharded_tensors:
+            entry: Any = metadata.state_dict_metadata.get(tensor.key)
+            if entry is None:
+                raise KeyError(
+                    f"{tensor.key} from model not in state dict; ask for keys that are stored"
+                )
+            if tuple(entry.size) != tuple(tensor.global_shape):
+                raise CheckpointingException(
+                    f"Global shape mismatch for loaded ({entry.size}) and expected "
+                    f"({tensor.global_shape}) tensor for key {tensor.key}; set "
+                    "allow_shape_mismatch, or ask for the stored shape"
+                )
+
+    def create_local_plan(self) -> LoadPlan:
+        """Torch's plan, after the check."""
+        metadata = self.metadata
+        assert metadata is not None
+        self._validate_global_shapes(metadata, self.shapes_validation_sharded_tensors)
+        entries: Any = metadata.state_dict_metadata
+        sizes = {key: entries[key].size for key in self.allow_shape_mismatch_sharded_tensors}
+        try:
+            for key, tensor in self.allow_shape_mismatch_sharded_tensors.items():
+                entries[key].size = tensor.global_shape
+            return super().create_local_plan()
+        finally:
+            for key, size in sizes.items():
+                entries[key].size = size

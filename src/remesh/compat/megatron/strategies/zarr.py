@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from remesh.compat.megatron.core import storage_of
-from remesh.compat.megatron.strategies.engine import (
+from remesh.compat.megatron.strategies.native import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
