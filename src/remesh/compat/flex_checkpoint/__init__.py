@@ -6,13 +6,6 @@ change of the import. Names and arguments are Flex Checkpoint's; layouts, plans,
 are remesh's own. docs/how-to/from-flex-checkpoint.md says what is different.
 """
 
-from remesh.compat.flex_checkpoint.checkpoints import (
-    clear_async_save_task_queue,
-    load_state_dict,
-    save_state_dict,
-)
-from remesh.compat.flex_checkpoint.files import get_rank_to_files
-from remesh.compat.flex_checkpoint.resharding import reshard_sharded_state_dict
 from remesh.compat.flex_checkpoint.shards import (
     ShardInfo,
     check_dst_state_dict_validity,
@@ -25,6 +18,13 @@ from remesh.compat.flex_checkpoint.slices import (
     minimal_nd_slice,
     ravel_index,
     unravel_index,
+)
+from remesh.compat.flex_checkpoint.state_dicts import (
+    clear_async_save_task_queue,
+    get_rank_to_files,
+    load_state_dict,
+    reshard_sharded_state_dict,
+    save_state_dict,
 )
 from remesh.compat.flex_checkpoint.weights import (
     ShardedTensor,

@@ -47,18 +47,6 @@ ShardInfos = Mapping[str, Sequence[ShardInfo]]
 # ---------------------------------------------------------------------------------------------
 
 
-def shard_info_of(weight: ShardedWeight) -> ShardInfo:
-    """Where a weight lies."""
-    return ShardInfo(
-        tuple(weight.global_offset),
-        tuple(weight.local_shape),
-        dtype_name(weight.local_tensor, weight.key),
-        tuple(weight.global_shape),
-        weight.is_flattened,
-        weight.flat_bounds(),
-    )
-
-
 def gather_shard_infos(
     exchange: Exchange, weights: Mapping[str, ShardedWeight]
 ) -> dict[str, list[ShardInfo]]:
@@ -79,7 +67,14 @@ def _checked_info(key: str, weight: object) -> ShardInfo:
         raise StateError(
             f"{key}: the weight under this key calls itself {weight.key!r}; give it one name"
         )
-    return shard_info_of(weight)
+    return ShardInfo(
+        tuple(weight.global_offset),
+        tuple(weight.local_shape),
+        dtype_name(weight.local_tensor, weight.key),
+        tuple(weight.global_shape),
+        weight.is_flattened,
+        weight.flat_bounds(),
+    )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from remesh.adapters.flat import parts_of_range
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.flex_checkpoint.slices import get_overlap_region
-from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.geometry import Box
 from remesh.core.sharded import Part
 from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.errors import MismatchError, StateError
@@ -74,15 +75,13 @@ class ShardedWeight:
     def to_remesh(self) -> EngineTensor:
         """The engine's description of the memory, whose copies are compared and not counted."""
         shape, bounds = tuple(self.local_shape), self.flat_bounds()
-        boxes = [Box.whole(shape)] if bounds is None else boxes_of_flat_range(shape, *bounds)
-        parts, done = [], 0
-        for box in boxes:
-            data = self.local_tensor
-            if bounds is not None:
-                data = data[done : done + box.size].view(box.shape)
-                done += box.size
-            parts.append(Part(box.shift(tuple(self.global_offset)), data))
-        return EngineTensor(self.key, tuple(self.global_shape), tuple(parts), replica_id=None)
+        if bounds is None:
+            parts = [Part(Box.whole(shape), self.local_tensor)]
+        else:
+            parts = parts_of_range(shape, self.local_tensor, *bounds)
+        offset = tuple(self.global_offset)
+        moved = tuple(Part(part.box.shift(offset), part.data) for part in parts)
+        return EngineTensor(self.key, tuple(self.global_shape), moved, replica_id=None)
 
 
 ShardedTensor = ShardedWeight
