@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from remesh.transform.expand import Operand, Step
 from remesh.transform.expressions import MAX_DEPTH
-from remesh.transform.labels import Axes, Value, merge_labels, transposed
 from remesh.transform.layout import Layout
-from remesh.transform.operator_base import Problem
+from remesh.transform.operator_base import Axes, Problem, Value, merge_labels, transposed
 from remesh.transform.rearrange import Shape
 
 

@@ -137,7 +137,6 @@ class Expander:
         self._num_expanded = 0
 
     def expand(self, statement: Statement) -> tuple[Step, ...]:
-        """The steps of the next statement."""
         steps = tuple(self._step(statement, binding) for binding in self._bindings(statement))
         seen: set[str] = set()
         for step in steps:

@@ -38,6 +38,7 @@ from remesh.transform.rearrange import (
 )
 
 MAX_DEPTH = 150
+EXACT_CASTS = {("float16", "float32"), ("bfloat16", "float32")}
 
 
 class Origin(NamedTuple):

@@ -13,8 +13,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from remesh.transform.expressions import Node, concatenated, sliced
-from remesh.transform.labels import Value, check_alike, common_labels, full_axis
-from remesh.transform.operator_base import Attributes, Operator, Problem
+from remesh.transform.operator_base import (
+    Attributes,
+    Operator,
+    Problem,
+    Value,
+    check_alike,
+    common_labels,
+    full_axis,
+)
 
 if TYPE_CHECKING:
     from remesh.transform.expand import Step

@@ -1,8 +1,12 @@
-"""What an operator is, and the attributes that it is parsed from.
+"""What an operator is, the attributes that it is parsed from, and the values that it takes.
 
 An operator is one class, a subclass of `Operator`: how attributes say it, how it is written, what
 it makes of tensors, and what turns it around. `remesh.transform.operators.OPERATORS` has a row for
 each attribute that names one; nothing else asks which operator a statement has.
+
+Axes of values may carry labels (`w[out, in]`). A label follows its axis through transpositions; an
+axis that is cut, joined or reshaped loses it. Two labels that meet on one axis must be equal. This
+finds the transposition that was forgotten where both axes happen to have the same size.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from remesh.transform.expressions import Node, reverse_axes
 from remesh.transform.syntax import Name, Span
 
 if TYPE_CHECKING:
-    from remesh.transform.expand import Step
-    from remesh.transform.labels import Value
+    from remesh.transform.expand import Operand, Step
     from remesh.transform.layout import Layout
 
 CAST_DTYPES = ("float16", "bfloat16", "float32")
@@ -124,12 +128,10 @@ class Attributes:
         return len(self.right) > 1 or self.right[0].is_many
 
     def check_one_to_one(self, what: str) -> None:
-        """Refuse several names on a side."""
         if self.left_is_many or self.right_is_many:
             raise Problem(f"{what} takes one name on either side")
 
     def check_one_side_is_single(self) -> None:
-        """Refuse several names on both sides."""
         if self.left_is_many and self.right_is_many:
             raise Problem(
                 "several names on both sides: one side must be single (write $EXPERT_ID instead "
@@ -137,7 +139,6 @@ class Attributes:
             )
 
     def span(self, name: str) -> Span:
-        """The characters of an attribute."""
         return self.by_name[name].span
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -152,14 +153,12 @@ class Attributes:
         return attribute.value
 
     def positive(self, name: str) -> int:
-        """A whole number of at least 1."""
         value = self.integer(name)
         if value < 1:
             raise Problem(f"{name} must be at least 1", self.span(name))
         return value
 
     def optional_positive(self, name: str) -> int | None:
-        """The same; None if the attribute is not there."""
         return self.positive(name) if name in self.by_name else None
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -178,10 +177,98 @@ class Attributes:
         return None if self.by_name[name].value == "targets" else self.integers(name)
 
     def dtype(self, name: str) -> str:
-        """A dtype that a cast may name."""
         attribute = self.by_name.get(name)
         if attribute is None:
             raise Problem(f"{name}= is missing")
         if attribute.value not in CAST_DTYPES:
             raise Problem(f"{name} must be one of {', '.join(CAST_DTYPES)}", attribute.span)
         return str(attribute.value)
+
+
+# ---------------------------------------------------------------------------------------------
+# Values
+# ---------------------------------------------------------------------------------------------
+
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """The value of a name: a tensor, and the labels of its axes as far as they are known."""
+
+    node: Node
+    axes: Axes
+
+
+def transposed(value: Value) -> Value:
+    """A value with all axes reversed."""
+    return Value(reverse_axes(value.node), value.axes[::-1])
+
+
+def merge_labels(step: Step, operand: Operand, axes: Axes, stated: tuple[str, ...] | None) -> Axes:
+    """The labels of a tensor after a statement has named its axes."""
+    if stated is None:
+        return axes
+    if len(stated) != len(axes):
+        raise step.error(
+            f"{operand.name!r} has {len(axes)} axes, but {len(stated)} are named here", operand
+        )
+    for axis, (known, label) in enumerate(zip(axes, stated, strict=True)):
+        if known is not None and known != label:
+            raise step.error(
+                f"axis {axis} of {operand.name!r} is {known!r}, but is called {label!r} here\nIs a "
+                "transposition missing or too many?",
+                operand,
+            )
+    return stated
+
+
+def common_labels(step: Step, values: Sequence[Value], free: int | None) -> Axes:
+    """The labels of tensors that are joined; those of the axis `free` may differ, and are lost."""
+    axes = list(values[0].axes)
+    for operand, value in zip(step.left, values, strict=True):
+        for axis, label in enumerate(value.axes):
+            if axis == free:
+                continue
+            if axes[axis] is None:
+                axes[axis] = label
+            elif label is not None and label != axes[axis]:
+                raise step.error(
+                    f"axis {axis} of {operand.name!r} is {label!r}, but that of "
+                    f"{step.left[0].name!r} is {axes[axis]!r}",
+                    operand,
+                )
+    if free is not None:
+        axes[free] = None
+    return tuple(axes)
+
+
+def full_axis(step: Step, axis: int, ndim: int) -> int:
+    """An axis, not counted from the end."""
+    if not -ndim <= axis < ndim:
+        raise step.error(f"there is no axis {axis}: {step.left[0].name!r} has {ndim}")
+    return axis % ndim
+
+
+def check_alike(step: Step, values: Sequence[Value], axis: int | None) -> None:
+    """Refuse tensors that are joined and differ in dtype, or in shape, except along `axis`."""
+    first = values[0].node
+    for operand, value in zip(step.left, values, strict=True):
+        node = value.node
+        same_shape = len(node.shape) == len(first.shape) and all(
+            a == b
+            for i, (a, b) in enumerate(zip(node.shape, first.shape, strict=True))
+            if i != axis
+        )
+        if not same_shape:
+            raise step.error(
+                f"{operand.name!r} has shape {node.shape}, which does not fit "
+                f"{step.left[0].name!r} with {first.shape}",
+                operand,
+            )
+        if node.dtype is not None and first.dtype is not None and node.dtype != first.dtype:
+            raise step.error(
+                f"{operand.name!r} is {node.dtype}, {step.left[0].name!r} is {first.dtype}",
+                operand,
+                ["cast one of them in a statement of its own before this"],
+            )

@@ -11,19 +11,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from remesh.transform.expressions import concatenated, convert, permute, reshape, sliced, tied
+from remesh.transform.expressions import (
+    EXACT_CASTS,
+    concatenated,
+    convert,
+    permute,
+    reshape,
+    sliced,
+    tied,
+)
 from remesh.transform.fused import FusedFfn, FusedQkv
-from remesh.transform.labels import Value, check_alike, common_labels, full_axis
 from remesh.transform.messages import nearest
-from remesh.transform.operator_base import Attribute, Attributes, Operator, Problem
+from remesh.transform.operator_base import (
+    Attribute,
+    Attributes,
+    Operator,
+    Problem,
+    Value,
+    check_alike,
+    common_labels,
+    full_axis,
+)
 from remesh.transform.rearrange import Shape, inverse_order
 from remesh.transform.syntax import FLAGS, Name, Span
 
 if TYPE_CHECKING:
     from remesh.transform.expand import Step
     from remesh.transform.layout import Layout
-
-_EXACT_CASTS = {("float16", "float32"), ("bfloat16", "float32")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +363,7 @@ class Cast(Operator):
 
     def undo(self) -> Cast:
         casts = (self.source_dtype, self.dtype)
-        if None not in casts and casts[0] != casts[1] and casts not in _EXACT_CASTS:
+        if None not in casts and casts[0] != casts[1] and casts not in EXACT_CASTS:
             raise Problem(
                 f"a cast from {casts[0]} to {casts[1]} loses digits, so it has no inverse"
             )

@@ -99,7 +99,6 @@ class States:
     """The possible states of each name whose parameter may be any of several."""
 
     def add(self, name: str, state: State) -> None:
-        """Record what a name stands for."""
         self.by_name[name] = state
         slots = self.by_parameter.setdefault(state.parameter, {})
         slots.setdefault(state.slot, []).append(name)

@@ -260,7 +260,6 @@ class _Parser:
         return self.finish(draft)
 
     def attribute_or_name(self, draft: _Draft) -> None:
-        """Parse the attribute or the name after a comma on the right."""
         token = self.token
         following = self.tokens[min(self.position + 1, len(self.tokens) - 1)]
         if token.kind == NAME and following.text == "=" and following.kind == MARK:
@@ -363,7 +362,6 @@ class _Parser:
         return tuple(labels)
 
     def pieces(self, token: Token, is_left: bool) -> tuple[str | Wildcard, ...]:
-        """The text of a name, cut at its wildcards."""
         text = token.text
         if "*" not in text and "$" not in text:
             return (text,)

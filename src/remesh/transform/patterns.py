@@ -43,7 +43,6 @@ class Pattern:
 
     @classmethod
     def of(cls, pieces: Sequence[str | Wildcard]) -> Pattern:
-        """The pattern of the pieces of a name."""
         form: list[str] = []
         fixed: list[tuple[int, str]] = []
         wildcards: list[tuple[int, Wildcard]] = []
@@ -78,7 +77,6 @@ class NameIndex:
             self.add(name)
 
     def add(self, name: str) -> None:
-        """Add a name, if it is not there yet."""
         if _BLANK in name:
             return  # no pattern can match it
         form, numbers = form_of(name)

@@ -20,10 +20,6 @@ from remesh.transform.optimizer_state import State, find_states, short_name
 Rename = Callable[[str], str | None]
 """From an old name to a new one; None if what has the old name is not wanted."""
 
-Replacement = str | Callable[[re.Match[str]], str]
-
-_GROUP = re.compile(r"\\([1-9])(?![0-9])")
-
 
 def rename_of(program: object) -> Rename | None:
     """The rule that a program is; None if it is statements or a dict of single names."""
@@ -35,10 +31,10 @@ def rename_of(program: object) -> Rename | None:
 def _rename_of_dict(renames: Mapping[object, object]) -> Rename | None:
     exact: dict[str, str | None] = {}
     prefixes: dict[str, str | None] = {}
-    patterns: list[tuple[re.Pattern[str], Replacement]] = []
+    patterns: list[tuple[re.Pattern[str], str]] = []
     for old, new in renames.items():
         if isinstance(old, re.Pattern) and isinstance(old.pattern, str) and isinstance(new, str):
-            patterns.append((old, _repeated(old, new)))
+            patterns.append((old, new))
         elif not isinstance(old, str) or not (new is None or isinstance(new, str)):
             raise TransformError(
                 "this is no dict of renames\n"
@@ -67,7 +63,7 @@ def _rename_of_dict(renames: Mapping[object, object]) -> Rename | None:
 def _rule(
     exact: Mapping[str, str | None],
     prefixes: Mapping[str, str | None],
-    patterns: Sequence[tuple[re.Pattern[str], Replacement]],
+    patterns: Sequence[tuple[re.Pattern[str], str]],
 ) -> Rename:
     lengths = sorted({len(prefix) for prefix in prefixes}, reverse=True)
 
@@ -85,18 +81,6 @@ def _rule(
         return name
 
     return rename
-
-
-def _repeated(pattern: re.Pattern[str], text: str) -> Replacement:
-    """What replaces a match; a function if it only repeats groups, which takes half the time."""
-    literals, groups = _GROUP.split(text)[::2], _GROUP.findall(text)
-    if not groups or any("\\" in part for part in literals) or int(max(groups)) > pattern.groups:
-        return text
-    escaped = [part.replace("{", "{{").replace("}", "}}") for part in literals]
-    form = escaped[0] + "".join(
-        f"{{{int(group) - 1}}}{part}" for group, part in zip(groups, escaped[1:], strict=True)
-    )
-    return lambda match: form.format(*match.groups(""))
 
 
 def renames_among(

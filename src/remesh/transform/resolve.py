@@ -39,12 +39,11 @@ from remesh.transform.expressions import (
     without_conversions,
 )
 from remesh.transform.inverse import COPY
-from remesh.transform.layout import Layout
+from remesh.transform.layout import Layout, Sources, info_from_states
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.patterns import Binding
 from remesh.transform.rearrange import Shape
 from remesh.transform.resolved import Plan, Resolved
-from remesh.transform.sources import Sources, info_from_states
 from remesh.transform.syntax import Name, Statement
 from remesh.transform.tensor_info import Infos, TensorInfo
 
@@ -126,8 +125,6 @@ class _Undone:
 
 
 class _Resolver:
-    """The work of `resolve`, step by step."""
-
     def __init__(
         self,
         statements: Sequence[Statement],
@@ -228,7 +225,6 @@ class _Resolver:
     # -----------------------------------------------------------------------------------------
 
     def plan(self, name: str, info: TensorInfo | None) -> None:
-        """Find out what becomes of one target."""
         bindings = self.bindings
         if name in bindings.values:
             self.plan_made(name, info)
@@ -266,7 +262,8 @@ class _Resolver:
     def plan_made(self, name: str, info: TensorInfo | None) -> None:
         step = self.bindings.made_by[name]
         node = self.bindings.values[name].node
-        lacking = next((leaf for leaf in self.leaves_of(name) if self.is_absent(leaf)), None)
+        sources = self.sources.infos
+        lacking = next((leaf for leaf in self.leaves_of(name) if leaf.name not in sources), None)
         if lacking is not None:
             self.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
             return
@@ -283,9 +280,6 @@ class _Resolver:
                     [f"to convert it, add a statement {name} -> {name}, dtype={info.dtype}"],
                 )
         self.plans[name] = Plan(tuple(leaf.name for leaf in self.leaves_of(name)), node)
-
-    def is_absent(self, leaf: Leaf) -> bool:
-        return leaf.name not in self.sources.infos
 
     def leaves_of(self, name: str) -> tuple[Leaf, ...]:
         if name not in self.leaves:
@@ -450,7 +444,7 @@ class _Resolver:
         results = [name for name in targets if name in bindings.values]
         for name in dict.fromkeys([*bindings.unread, *results]):
             node = bindings.values[name].node
-            if not any(map(self.is_absent, self.leaves_of(name))):
+            if all(leaf.name in self.sources.infos for leaf in self.leaves_of(name)):
                 info = self.sources.infos.get(node.name) if isinstance(node, Leaf) else None
                 found[name] = TensorInfo(node.dtype, node.shape) if node.dtype else info
             found.update(

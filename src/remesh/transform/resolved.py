@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from remesh._repr import short_repr
 from remesh.core.geometry import Box
 from remesh.errors import MismatchError
-from remesh.transform.expressions import Leaf, Node, Origin
+from remesh.transform.expressions import EXACT_CASTS, Leaf, Node, Origin
 from remesh.transform.rearrange import Rearrangement, shape_after, trace
 from remesh.transform.tensor_info import Infos
 
 _MAX_SHOWN = 10
-_EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ def _shortest(origin: Origin) -> tuple[str, ...]:
     for number, wanted in enumerate(origin.dtypes):
         before = dtypes[-1] if dtypes else origin.leaf.dtype
         is_last = number == len(origin.dtypes) - 1
-        if before == wanted or (not is_last and (before, wanted) in _EXACT):
+        if before == wanted or (not is_last and (before, wanted) in EXACT_CASTS):
             continue
         dtypes.append(wanted)
     return tuple(dtypes)

@@ -19,14 +19,10 @@ class Described(Protocol):
     """Anything that has a dtype and a shape, such as an entry of an index."""
 
     @property
-    def dtype(self) -> str:
-        """Name of the element type."""
-        ...
+    def dtype(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
