@@ -16,9 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from remesh.adapters.dtensor import (
     AxisPlacement,
-    Replicated,
     Sharded,
-    StridedSharded,
     local_boxes,
     local_segments,
 )
@@ -60,12 +58,12 @@ def as_torch(placements: list[AxisPlacement]) -> list[Placement]:
     result: list[Placement] = []
     for placement in placements:
         match placement:
-            case Sharded(dim):
-                result.append(Shard(dim))
-            case StridedSharded(dim, split_factor):
-                result.append(_StridedShard(dim, split_factor=split_factor))
-            case Replicated():
+            case None:
                 result.append(Replicate())
+            case Sharded(dim, 1):
+                result.append(Shard(dim))
+            case Sharded(dim, split_factor):
+                result.append(_StridedShard(dim, split_factor=split_factor))
     return result
 
 
@@ -78,11 +76,11 @@ def worlds(draw: st.DrawFn, *, strided: bool) -> tuple[Coordinate, Coordinate, l
     shape, mesh = draw(shapes), draw(meshes)
     dims = st.integers(0, len(shape) - 1)
     kinds: list[st.SearchStrategy[AxisPlacement]] = [
-        st.just(Replicated()),
+        st.just(None),
         st.builds(Sharded, dims),
     ]
     if strided:
-        kinds.append(st.builds(StridedSharded, dims, st.integers(1, 4)))
+        kinds.append(st.builds(Sharded, dims, st.integers(1, 4)))
     placements = draw(st.lists(st.one_of(kinds), min_size=len(mesh), max_size=len(mesh)))
     return shape, mesh, placements
 
@@ -102,7 +100,7 @@ def test_ranks_partition_the_tensor(
         assert own.max(initial=0) <= 1
         count += own
     replicas = math.prod(
-        n for n, placement in zip(mesh, placements, strict=True) if placement == Replicated()
+        n for n, placement in zip(mesh, placements, strict=True) if placement is None
     )
     assert (count == replicas).all()
 
@@ -148,7 +146,7 @@ def test_axes_may_cut_in_any_order(order: list[int], extent: int, data: st.DataO
     for axis in range(len(mesh)):
         before = order[: order.index(axis)]
         split_factor = math.prod(mesh[other] for other in before if other > axis)
-        placements.append(StridedSharded(0, split_factor) if split_factor > 1 else Sharded(0))
+        placements.append(Sharded(0, split_factor))
     for coordinate in coordinates(mesh):
         expected = numbered((extent,))
         for axis in order:
@@ -158,7 +156,7 @@ def test_axes_may_cut_in_any_order(order: list[int], extent: int, data: st.DataO
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))
 def test_blocks_of_a_packed_dim_are_cut_each(extent: int, num_ranks: int, num_blocks: int) -> None:
-    placement = StridedSharded(0, num_blocks)
+    placement = Sharded(0, num_blocks)
     for rank in range(num_ranks):
         expected = torch.cat(
             [
@@ -179,8 +177,8 @@ def test_even_strided_shards_agree_with_torch(
 ) -> None:
     """Where everything divides evenly, the order of the cuts makes no difference to torch."""
     shape, mesh = (rows * data * tensor * blocks, 3), (data, tensor)
-    right: AxisPlacement = StridedSharded(0, blocks) if packed else Sharded(0)
-    placements: list[AxisPlacement] = [StridedSharded(0, tensor), right]
+    right: AxisPlacement = Sharded(0, blocks if packed else 1)
+    placements: list[AxisPlacement] = [Sharded(0, tensor), right]
     for coordinate in coordinates(mesh):
         local_shape, offset = _compute_local_shape_and_global_offset(
             shape, mesh, list(coordinate), as_torch(placements)
@@ -193,7 +191,7 @@ def test_even_strided_shards_agree_with_torch(
 
 def test_fsdp_over_tensor_parallelism_where_torch_reads_placements_otherwise() -> None:
     """7 rows, 2 tensor-parallel shards (4 and 3 rows), each cut for 3 data-parallel ranks."""
-    placements: list[AxisPlacement] = [StridedSharded(0, 2), Sharded(0)]
+    placements: list[AxisPlacement] = [Sharded(0, 2), Sharded(0)]
     held = {
         (data, tensor): gathered((7,), (3, 2), (data, tensor), placements).tolist()
         for data, tensor in coordinates((3, 2))
@@ -209,7 +207,7 @@ def test_fsdp_over_tensor_parallelism_where_torch_reads_placements_otherwise() -
 
 
 def test_a_packed_dim_gives_one_box_for_each_block() -> None:
-    boxes = local_boxes((12, 4), (2,), (1,), [StridedSharded(0, 2)])
+    boxes = local_boxes((12, 4), (2,), (1,), [Sharded(0, 2)])
     assert [(str(box), offset) for box, offset in boxes] == [
         ("[3:6, 0:4]", (0, 0)),
         ("[9:12, 0:4]", (3, 0)),
@@ -218,5 +216,5 @@ def test_a_packed_dim_gives_one_box_for_each_block() -> None:
 
 @pytest.mark.parametrize("mesh", [(), (1,), (2, 2)])
 def test_a_scalar_is_one_box(mesh: Coordinate) -> None:
-    boxes = local_boxes((), mesh, (0,) * len(mesh), [Replicated()] * len(mesh))
+    boxes = local_boxes((), mesh, (0,) * len(mesh), [None] * len(mesh))
     assert [(box.shape, offset) for box, offset in boxes] == [((), ())]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from remesh.adapters.dtensor import Replicated, Sharded, StridedSharded, local_boxes
+from remesh.adapters.dtensor import Sharded, local_boxes
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.sharded import Part, ShardedTensor
 
@@ -68,10 +68,7 @@ def on_mesh(name: str, mesh: Sequence[int], placements: Sequence[Any]) -> Layout
 
     def parts(shape: tuple[int, ...], rank: int) -> list[Any]:
         coordinate = [int(n) for n in np.unravel_index(rank, mesh)]
-        known = [
-            p if isinstance(p, Replicated) or p.dim < len(shape) else Replicated()
-            for p in placements
-        ]
+        known = [p if p is None or p.dim < len(shape) else None for p in placements]
         return [box for box, _ in local_boxes(shape, mesh, coordinate, known)]
 
     return Layout(name, math.prod(mesh), parts)
@@ -101,18 +98,18 @@ def whole_by_rank(name: str, world_size: int) -> Layout:
 
 
 LAYOUTS = [
-    on_mesh("single", [1], [Replicated()]),
-    on_mesh("dp2", [2], [Replicated()]),
+    on_mesh("single", [1], [None]),
+    on_mesh("dp2", [2], [None]),
     on_mesh("fsdp2", [2], [Sharded(0)]),
     on_mesh("fsdp3", [3], [Sharded(0)]),
     on_mesh("fsdp4", [4], [Sharded(0)]),
     on_mesh("tp2", [2], [Sharded(1)]),
     on_mesh("tp4", [4], [Sharded(1)]),
-    on_mesh("hsdp2x2", [2, 2], [Replicated(), Sharded(0)]),
-    on_mesh("fsdp2tp2-rows", [2, 2], [StridedSharded(0, 2), Sharded(0)]),
+    on_mesh("hsdp2x2", [2, 2], [None, Sharded(0)]),
+    on_mesh("fsdp2tp2-rows", [2, 2], [Sharded(0, 2), Sharded(0)]),
     on_mesh("fsdp2tp2-columns", [2, 2], [Sharded(0), Sharded(1)]),
-    on_mesh("packed-tp2", [2], [StridedSharded(0, 2)]),
-    on_mesh("mesh2x2x2", [2, 2, 2], [Replicated(), Sharded(0), Sharded(1)]),
+    on_mesh("packed-tp2", [2], [Sharded(0, 2)]),
+    on_mesh("mesh2x2x2", [2, 2, 2], [None, Sharded(0), Sharded(1)]),
     flat("zero2", 2),
     flat("zero3", 3),
     flat("zero4", 4),

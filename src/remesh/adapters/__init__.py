@@ -28,9 +28,13 @@ from remesh.adapters.declared import (
 from remesh.adapters.flat import FlatSpan, flat_partition
 from remesh.adapters.memory import casting_memory_of, memory_of
 from remesh.adapters.module import describe_module
-from remesh.adapters.nested import describe_copy
+from remesh.adapters.nested import (
+    describe_copy,
+    describe_generator,
+    describe_stateful,
+    is_stateful,
+)
 from remesh.adapters.optimizer import DescribedOptimizer, describe_optimizer
-from remesh.adapters.stateful import describe_generator, describe_stateful, is_stateful
 from remesh.adapters.tensor import describe_tensor
 from remesh.adapters.tensor_parallel import (
     Block,
@@ -38,7 +42,6 @@ from remesh.adapters.tensor_parallel import (
     build_sharded_state_dict,
     shard_weight,
 )
-from remesh.adapters.zero import describe_zero_redundancy, is_zero_redundancy
 from remesh.core.state import Path, Rebuild, Walk, is_placeholder
 
 __all__ = [
@@ -65,8 +68,6 @@ def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
     if isinstance(node, nn.Module | NamedModule):
         return describe_module(walk, path, node)
     if isinstance(node, torch.optim.Optimizer | DescribedOptimizer):
-        if is_zero_redundancy(node):
-            return describe_zero_redundancy(walk, path, node)
         return describe_optimizer(walk, path, node)
     if isinstance(node, torch.Generator):
         return describe_generator(walk, path, node)

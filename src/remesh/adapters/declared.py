@@ -17,8 +17,8 @@ names where there is no method to write: a leaf of a state that stands for its m
 
 A description is of memory: its parts are views of the module's tensors. Whatever else has the same
 form as one of these tensors, above all optimizer state, can therefore be described by the same
-views of its own memory (`parts_like`). What has a method `to_remesh`, as the descriptions of the
-drop-ins have, counts as what that returns.
+views of its own memory (`parts_like`); the `Placed` of its parameter names and cuts it. What has a
+method `to_remesh`, as the descriptions of the drop-ins have, counts as what that returns.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from torch.distributed.tensor import DTensor
 
 from remesh._repr import short_repr
 from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
+from remesh.adapters.memory import alias_key, check_strided
 from remesh.adapters.tensor_subclass import unwrapped
 from remesh.adapters.wrappers import entry_names, inner_attribute
 from remesh.core.geometry import Box
-from remesh.core.sharded import Part, ShardedTensor
+from remesh.core.sharded import ArrayLike, Part, ShardedTensor, dtype_name
+from remesh.core.state import Path, Role, TensorEntry, Walk, name_of
 from remesh.errors import StateError
 
 Names = Mapping[str, str] | Callable[[str], str]
@@ -77,7 +79,6 @@ class _Tensors:
 
     @classmethod
     def of(cls, entries: Mapping[str, object]) -> _Tensors:
-        """Those of a state dict."""
         tensors = {
             key: entry
             for key, entry in entries.items()
@@ -86,7 +87,6 @@ class _Tensors:
         return cls(tensors, sorted(tensors))
 
     def under(self, prefix: str) -> list[str]:
-        """The keys that begin with a prefix."""
         first = bisect.bisect_left(self.keys, prefix)
         following = itertools.islice(self.keys, first, None)
         return list(itertools.takewhile(lambda key: key.startswith(prefix), following))
@@ -327,3 +327,43 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return start, start + 1 + sum(int((n - 1) * stride) for n, stride in steps)
+
+
+# ---------------------------------------------------------------------------------------------
+# Places
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """The global tensor that a parameter is, or is a part of."""
+
+    name: str
+    role: Role  # what is known of copies on other ranks of plain tensors
+    shards: ShardedTensor | None = None
+    """Which boxes the parameter holds, as views of it; None if it is a whole tensor or a DTensor,
+    which speak for themselves."""
+    full_name: str | None = None
+    """Name of the parameter in the state, which begins with the path of its module; None if it is
+    in no module."""
+
+
+def add_shards(
+    walk: Walk, path: Path, tensor: torch.Tensor, place: Placed, parts: tuple[Part, ...]
+) -> None:
+    """Record a tensor of which this rank holds declared boxes."""
+    assert place.shards is not None
+    check_strided(local_of(tensor), name_of(path))
+    shape = place.shards.global_shape
+    views = [(part.box, _alias_key(part.data)) for part in parts]
+    key = ("shards", shape, *views) if views and views[0][1] is not None else None
+    name = walk.claim(path)
+    dtype = dtype_name(local_of(tensor), name)
+    resize = "zeros" if place.shards.allow_shape_mismatch else None
+    walk.description.tensors.append(
+        TensorEntry(name, dtype, shape, parts, place.role, resize, alias_key=key)
+    )
+
+
+def _alias_key(data: ArrayLike) -> object:
+    return alias_key(data) if isinstance(data, torch.Tensor) else None

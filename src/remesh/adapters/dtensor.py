@@ -44,26 +44,15 @@ Segment = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
-    """All ranks along the mesh axis hold the same."""
-
-
-@dataclass(frozen=True, slots=True)
 class Sharded:
-    """The ranks along the mesh axis share a dim between them."""
+    """The ranks along a mesh axis share a dim, of which there are `split_factor` shards already."""
 
     dim: int
+    split_factor: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StridedSharded:
-    """Like `Sharded`, of a dim that is in `split_factor` shards or blocks already."""
-
-    dim: int
-    split_factor: int
-
-
-AxisPlacement = Replicated | Sharded | StridedSharded
+AxisPlacement = Sharded | None
+"""What a mesh axis does with a tensor; None if all of its ranks hold the same."""
 
 
 def local_boxes(
@@ -129,9 +118,9 @@ def _turns(
     turns: list[tuple[int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
-        if isinstance(placement, Replicated) or placement.dim != dim:
+        if placement is None or placement.dim != dim:
             continue
-        split_factor = placement.split_factor if isinstance(placement, StridedSharded) else 1
+        split_factor = placement.split_factor
         position, num_shards = 0, 1
         while num_shards < split_factor and position < len(turns):
             num_shards *= mesh_shape[turns[position][0]]
@@ -259,7 +248,7 @@ def shard_of_dtensor(tensor: DTensor, where: str) -> OneShard | None:
             return None
     number, count, layout = 0, 1, list[object]()
     for axis, placement in enumerate(placements):
-        if not isinstance(placement, Replicated):
+        if placement is not None:
             number = number * mesh.shape[axis] + coordinate[axis]
             count *= mesh.shape[axis]
             layout.append([str(placement), mesh.shape[axis]])
@@ -267,13 +256,12 @@ def shard_of_dtensor(tensor: DTensor, where: str) -> OneShard | None:
 
 
 def _axis_placement(tensor: DTensor, placement: Placement, where: str) -> AxisPlacement:
-    """A placement of torch as a small value."""
     if isinstance(placement, _StridedShard):
-        return StridedSharded(placement.dim % tensor.ndim, int(placement.split_factor))
+        return Sharded(placement.dim % tensor.ndim, int(placement.split_factor))
     if isinstance(placement, Shard):
         return Sharded(placement.dim % tensor.ndim)
     if isinstance(placement, Replicate):
-        return Replicated()
+        return None
     if placement.is_partial():
         raise StateError(
             f"{where}: a DTensor with placements {tensor.placements} holds sums that are still "

@@ -30,10 +30,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from remesh.adapters.declared import EXTRA_STATE, NamedModule, module_of, new_name
+from remesh.adapters.declared import (
+    EXTRA_STATE,
+    NamedModule,
+    Placed,
+    add_shards,
+    module_of,
+    new_name,
+)
 from remesh.adapters.flat import parts_of_range
 from remesh.adapters.nested import describe_copy
-from remesh.adapters.placed import Placed, add_shards
 from remesh.adapters.tensor import describe_tensor, is_in_parts
 from remesh.adapters.wrappers import entry_names
 from remesh.core.sharded import Part, ShardedTensor
@@ -105,7 +111,6 @@ def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tup
 
 
 def _names(leaf: nn.Module | NamedModule, raw_names: list[str]) -> dict[str, str]:
-    """The stored names of entries."""
     names = entry_names(module_of(leaf), raw_names)
     renames = leaf.names if isinstance(leaf, NamedModule) else {}
     return {raw: new_name(entry.name, renames) for raw, entry in names.items()}
@@ -144,7 +149,6 @@ def _give_up_gathered(handle: Any) -> None:
 
 
 def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[_Original]:
-    """The original parameters of one flat parameter."""
     flat = handle.flat_param
     own: torch.Tensor = getattr(flat, "_local_shard", flat).detach()
     aliases: dict[tuple[str, str], list[str]] = {}

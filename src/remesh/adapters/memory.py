@@ -60,7 +60,6 @@ class DeviceMemory:
         _movable_view(into).copy_(self.tensor[box.slices], non_blocking=True)
 
     def digest(self) -> bytes:
-        """See `DigestedMemory.digest`; computed on the device."""
         return digest_of(self.tensor)
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
@@ -87,19 +86,15 @@ class CastingMemory:
         return _layout(self.tensor) if self.tensor.numel() else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `Memory.copy_out`; the elements are cast on the way."""
         _movable_view(into).view(self.dtype).copy_(self.tensor[box.slices])
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """See `Memory.copy_in`; the values are cast on the way."""
         self.fill(box, _movable_view(values))
 
     def elements(self, box: Box) -> torch.Tensor:
-        """See `DirectMemory.elements`; they are cast on the way."""
         return self.tensor[box.slices].to(self.dtype).view(MOVABLE[self.dtype.itemsize])
 
     def fill(self, box: Box, elements: torch.Tensor) -> None:
-        """See `DirectMemory.fill`; the elements are cast on the way."""
         values = elements.view(self.dtype)
         for dtype in self.through:
             values = values.to(dtype)
@@ -210,7 +205,6 @@ def alias_key(tensor: torch.Tensor) -> object:
 
 
 def _problem_of(tensor: torch.Tensor) -> str | None:
-    """What is wrong with a tensor and what would help, or None."""
     kind = type(tensor)
     if kind is not torch.Tensor:
         if is_lazy(tensor):

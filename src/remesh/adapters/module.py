@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from remesh.adapters.declared import (
     EXTRA_STATE,
     NamedModule,
+    Placed,
+    add_shards,
     declared_shards,
     has_sharded_state_dict,
     module_of,
@@ -34,7 +36,6 @@ from remesh.adapters.declared import (
 from remesh.adapters.fsdp1 import describe_fsdp1, fsdp1_parameters, has_fsdp1
 from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
-from remesh.adapters.placed import Placed, add_shards
 from remesh.adapters.tensor import describe_tensor, is_in_parts
 from remesh.adapters.tensor_subclass import forget_scale
 from remesh.adapters.wrappers import entry_names, ignored_by_ddp
@@ -159,7 +160,6 @@ def _places(
 
 
 def _describe_entry(walk: Walk, path: Path, entry: torch.Tensor, place: Placed) -> Rebuild:
-    """Describe a tensor that is filled in place."""
     if place.shards is None:
         return describe_tensor(walk, path, entry, place.role)
     add_shards(walk, path, entry, place, place.shards.parts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -211,3 +211,47 @@ def _like_live(
     if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
         return torch.empty_like(live.detach(), dtype=torch_dtype(dtype))
     return torch.empty(shape, dtype=torch_dtype(dtype))
+
+
+# ---------------------------------------------------------------------------------------------
+# Objects with a state dict: schedulers, scalers, data loaders, one's own
+# ---------------------------------------------------------------------------------------------
+
+
+class Stateful(Protocol):
+    """What an object needs to be saved and loaded."""
+
+    def state_dict(self) -> Any:
+        """The state: nested dicts, lists and tuples of tensors and plain values."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take over a state."""
+
+
+def is_stateful(node: object) -> TypeGuard[Stateful]:
+    """Whether an object, not a class, has the two methods."""
+    methods = (getattr(node, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods)) and not isinstance(node, type)
+
+
+def describe_stateful(walk: Walk, path: Path, node: Stateful) -> Rebuild:
+    """Describe an object with a state dict; rebuilding loads it and returns the same object."""
+    rebuild_state = describe_copy(walk, path, node.state_dict())
+
+    def rebuild(loaded: Loaded) -> Stateful:
+        node.load_state_dict(rebuild_state(loaded))
+        return node
+
+    return rebuild
+
+
+def describe_generator(walk: Walk, path: Path, generator: torch.Generator) -> Rebuild:
+    """Describe a random number generator; rebuilding sets its state and returns it."""
+    state = generator.get_state()
+    walk.add_array(path, state, Role.ASSUMED)
+
+    def rebuild(_loaded: Loaded) -> torch.Generator:
+        generator.set_state(state)
+        return generator
+
+    return rebuild

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from remesh._repr import short_repr
-from remesh.adapters.declared import NamedModule, module_of, parts_like, parts_of
+from remesh.adapters.declared import NamedModule, Placed, module_of, parts_like, parts_of
 from remesh.adapters.module import placed_parameters
 from remesh.adapters.nested import describe_copy, leaves_of
 from remesh.adapters.optimizer_state import (
@@ -45,7 +45,6 @@ from remesh.adapters.optimizer_state import (
     with_first_state,
     without_empty_shards,
 )
-from remesh.adapters.placed import Placed
 from remesh.adapters.tensor_subclass import is_of_torchao
 from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.core.state import (
@@ -61,6 +60,7 @@ from remesh.errors import StateError
 
 _log = logging.getLogger("remesh")
 _MAX_LISTED = 3
+_ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 _OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -87,6 +87,8 @@ class DescribedOptimizer:
 
 def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimizer) -> Rebuild:
     """Describe an optimizer; loading changes it in place and returns the same leaf."""
+    if _is_zero_redundancy(leaf):
+        return _describe_zero_redundancy(walk, path, leaf)
     optimizer = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
     packed = optimizer.state_dict()
     if not packed.keys() >= {"state", "param_groups"}:
@@ -154,7 +156,6 @@ def _parameters_of(
     leaf: Optimizer | DescribedOptimizer,
     packed_state: Mapping[Any, Any],
 ) -> list[OptimizedTensor]:
-    """The tensors of an optimizer in its own order."""
     if not isinstance(leaf, DescribedOptimizer):
         leaf = DescribedOptimizer(leaf, {})
     optimizer, stands_for = leaf.optimizer, leaf.stands_for
@@ -244,14 +245,12 @@ def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tup
 
 
 def _with_full_names(path: Path, places: tuple[Placed, ...]) -> tuple[Placed, ...]:
-    """Places in a module with their names in the state."""
     return tuple(
         dataclasses.replace(place, full_name=name_of((*path, place.name))) for place in places
     )
 
 
 def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module | NamedModule]]:
-    """The modules of a nested state with their paths."""
     if isinstance(node, nn.Module | NamedModule):
         yield path, node
     elif isinstance(node, LocalNonpersistentObject):
@@ -305,7 +304,6 @@ def _describe_groups(
 
 
 def _describe_options(walk: Walk, path: Path, group: Mapping[str, Any]) -> Rebuild:
-    """Describe the options of one group."""
     live = {option: value for option, value in group.items() if option not in NO_OPTIONS}
     if walk.stored is None:
         return walk.visit(path, live)
@@ -315,7 +313,6 @@ def _describe_options(walk: Walk, path: Path, group: Mapping[str, Any]) -> Rebui
 
 
 def _stored_groups(stored: Stored | None, base: Path) -> list[list[str]]:
-    """Names of the parameters of each stored group."""
     groups: list[list[str]] = []
     while stored is not None:
         names = stored.merged_list(name_of((*base, len(groups), "params")))
@@ -409,3 +406,43 @@ def _load_by_itself(
     for tensor, loaded in packed_states.items():
         entries = optimizer.state[tensor]
         entries.update({key: loaded[key] for key in entries.keys() & loaded.keys()})
+
+
+# ---------------------------------------------------------------------------------------------
+# ZeroRedundancyOptimizer
+# ---------------------------------------------------------------------------------------------
+
+
+def _is_zero_redundancy(optimizer: object) -> bool:
+    """Whether this is torch's ZeroRedundancyOptimizer.
+
+    The class is asked for by name, because importing its module compiles code and takes seconds.
+    """
+    return any(kind.__module__ == _ZERO_REDUNDANCY for kind in type(optimizer).__mro__)
+
+
+def _describe_zero_redundancy(walk: Walk, path: Path, optimizer: Any) -> Rebuild:
+    """Describe this rank's part of a ZeroRedundancyOptimizer.
+
+    Parameters are given to ranks whole, so there is nothing to cut: each rank holds an ordinary
+    optimizer over its own, which is described as it is. The names in its groups are merged over the
+    ranks, and loading takes the state of whichever parameters a rank has now. The groups that the
+    trainer sees belong to the wrapper, which copies their options into the local ones at every
+    step.
+    """
+    local: Optimizer = optimizer.optim
+    _copy_options(optimizer.param_groups, local.param_groups)
+    rebuild_local = describe_optimizer(walk, path, local)
+
+    def rebuild(loaded: Loaded) -> Any:
+        rebuild_local(loaded)
+        _copy_options(local.param_groups, optimizer.param_groups)
+        return optimizer
+
+    return rebuild
+
+
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Give groups the options of others, keeping their parameters."""
+    for options, group in zip(source, target, strict=True):
+        group.update({option: value for option, value in options.items() if option != "params"})

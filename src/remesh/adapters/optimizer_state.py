@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from remesh.adapters.declared import has_form_of, local_of, parts_like
+from remesh.adapters.declared import Placed, add_shards, has_form_of, local_of, parts_like
 from remesh.adapters.dtensor import local_tensor
 from remesh.adapters.memory import alias_key, torch_dtype
 from remesh.adapters.nested import (
@@ -34,7 +34,6 @@ from remesh.adapters.nested import (
     sequences_of,
     visit_with_role,
 )
-from remesh.adapters.placed import Placed, add_shards
 from remesh.core.geometry import Box
 from remesh.core.state import (
     TENSOR_RECORD,
@@ -73,7 +72,6 @@ class OptimizedTensor:
 
     @property
     def holds_elements(self) -> bool:
-        """Whether this rank has any element of its parameters."""
         return not self.has_shards or any(p.shards and p.shards.parts for p in self.places)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from remesh.adapters.stateful import Stateful, is_stateful
+from remesh.adapters.nested import Stateful, is_stateful
 from remesh.errors import StateError
 from remesh.training.sampling import ResumableSampler, SampleOrder
 

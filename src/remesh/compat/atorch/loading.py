@@ -194,7 +194,6 @@ def init_empty_weights_with_disk_offload(ckpt_path: str | os.PathLike[str]) -> I
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module itself."""
     return itertools.chain(
         module.named_parameters(recurse=False), module.named_buffers(recurse=False)
     )

@@ -88,7 +88,6 @@ class ShardedTensor(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Check the fields against each other; what the constructors below make always passes."""
         problem = self._problem()
         if problem is not None:
             raise CheckpointingException(f"{problem}: {self}")
@@ -157,7 +156,6 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """True if the shards form a grid."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
@@ -205,7 +203,6 @@ class ShardedTensor(ShardedBase):
         )
 
     def without_data(self) -> ShardedTensor:
-        """The same with `data=None`."""
         return replace(self, data=None)
 
     @classmethod
@@ -329,7 +326,6 @@ class LocalNonpersistentObject:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The object."""
         return self.obj
 
 
@@ -359,12 +355,10 @@ class ShardedObject(ShardedBase):
         return f"{type(self).__name__}(key={self.key!r})"
 
     def validate_metadata_integrity(self) -> None:
-        """Check that shape and offset have one number for each axis."""
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointingException(f"global_offset and global_shape differ in length: {self}")
 
     def without_data(self) -> ShardedObject:
-        """The same with `data=None`."""
         return replace(self, data=None)
 
     @property
@@ -489,7 +483,6 @@ class ShardedTensorFactory(ShardedBase):
         """Nothing can be checked before it is built."""
 
     def without_data(self) -> ShardedTensorFactory:
-        """The same with `data=None`."""
         return replace(self, data=None)
 
 

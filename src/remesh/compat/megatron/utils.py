@@ -22,14 +22,12 @@ ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> ShardId:
-    """What names a shard."""
     flat = sharded_tensor.flattened_range
     span = None if flat is None else (flat.start or 0, flat.stop)
     return sharded_tensor.key, tuple(sharded_tensor.global_offset), span
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, Any, Any]:
-    """What names an element of a grid of objects."""
     shape, offset = sharded_object.global_shape, sharded_object.global_offset
     return sharded_object.key, tuple(offset), tuple(shape)
 

@@ -83,17 +83,14 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """True if the keys of the checkpoint must be known before the load."""
         return val is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """True if the keys that other ranks ask for must be known."""
         return val in _ALL
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """True if `load` returns the keys beside the state dict."""
         return val in {StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL}
 
 

@@ -100,7 +100,6 @@ class AsyncRequest(NamedTuple):
         return self._replace(async_fn_args=tuple(args), preload_fn=None)
 
     def run(self) -> None:
-        """Call `async_fn`."""
         if self.async_fn is not None:
             self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
@@ -117,7 +116,6 @@ class AsyncRequest(NamedTuple):
             finalize()
 
     def freeze(self) -> AsyncRequest:
-        """The same request, closed for additions."""
         return self._replace(is_frozen=True)
 
 
@@ -158,7 +156,6 @@ class AsyncCaller(ABC):
         return self._running is not None and not self._running.done()
 
     def wait(self) -> None:
-        """Wait for the request of this rank."""
         if self._running is not None:
             futures.wait([self._running])
 
@@ -331,7 +328,6 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many requests are not finalized."""
         return len(self._active)
 
     def close(self, abort: bool = False) -> None:

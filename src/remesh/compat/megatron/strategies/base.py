@@ -204,5 +204,4 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
         """Prepare a save; the caller schedules what is returned."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Any) -> None:
-        """The same, at once."""
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()

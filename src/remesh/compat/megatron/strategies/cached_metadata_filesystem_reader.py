@@ -23,7 +23,6 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._known: dict[str, Metadata] = self._metadata_cache if cache_metadata else {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the checkpoint, read the first time."""
         place = os.fspath(os.path.abspath(self.path))
         if place not in self._known:
             self._known[place] = super().read_metadata(*args, **kwargs)
@@ -31,5 +30,4 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     @classmethod
     def clear_metadata_cache(cls) -> None:
-        """Forget what was read."""
         cls._metadata_cache.clear()

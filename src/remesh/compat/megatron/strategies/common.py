@@ -64,7 +64,6 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Each object becomes a file `<key>/shard_<offset>_<shape>.pt`."""
         return True
 
     def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -111,7 +110,6 @@ class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Each object is a file `<key>/shard_<offset>_<shape>.pt`."""
         return True
 
     def load_common(self, checkpoint_dir: Any) -> Any:

@@ -45,7 +45,6 @@ class _Staged(DefaultSavePlanner):
         self._data = data
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The copy."""
         return self._data[write_item.index]
 
 
@@ -99,7 +98,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         return write
 
     def write_preloaded_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write the files of this rank."""
         return self.write_data(plan, planner).wait()
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:

@@ -100,7 +100,6 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Sharded objects are written with the tensors."""
         return True
 
     @property
@@ -183,7 +182,6 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Sharded objects are read with the tensors."""
         return True
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:

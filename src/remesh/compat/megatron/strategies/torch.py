@@ -464,7 +464,6 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
                 )
 
     def create_local_plan(self) -> LoadPlan:
-        """Torch's plan, after the check."""
         metadata = self.metadata
         assert metadata is not None
         self._validate_global_shapes(metadata, self.shapes_validation_sharded_tensors)

@@ -39,7 +39,6 @@ class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):
     format = "zarr"
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
-        """Remove the arrays whose keys begin with a prefix. Not collective."""
         storage = storage_of(checkpoint_dir)
         removed = [
             f"{key}/"
