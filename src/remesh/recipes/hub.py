@@ -118,7 +118,7 @@ def _statements(model: Any, prefix: str) -> list[str]:
         else:
             stored = _renamed(name, renamings)
             if stored != prefix + name:
-                statements.append(f"{_quoted(stored)} -> {_quoted(prefix + name)}")
+                statements.append(f"{quoted(stored)} -> {quoted(prefix + name)}")
     for group in groups.values():
         statements += _statements_of(group, shapes, prefix)
     return statements
@@ -175,12 +175,14 @@ def _renamed(name: str, renamings: Sequence[Any]) -> str:
     return name
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A name as statements spell it."""
     return f'"{name}"'
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(_quoted, names))
+def listed(names: Sequence[str]) -> str:
+    """Names as statements spell them."""
+    return ", ".join(map(quoted, names))
 
 
 def _statements_of(group: _Group, shapes: Mapping[str, Shape], prefix: str) -> list[str]:
@@ -199,7 +201,7 @@ def _statements_of(group: _Group, shapes: Mapping[str, Shape], prefix: str) -> l
         )
         if kind == "MergeModulelist" and len(results) == len(current):
             statements += [
-                f"{_listed(names)} -> {_quoted(result)}, stack={operation.dim}"
+                f"{listed(names)} -> {quoted(result)}, stack={operation.dim}"
                 for names, result in zip(current, results, strict=True)
             ]
             current = [[result] for result in results]
@@ -214,7 +216,7 @@ def _statements_of(group: _Group, shapes: Mapping[str, Shape], prefix: str) -> l
             attribute = f"permute={_order(operation, len(shape))}"
         else:
             raise _unknown(group.converter, kind)
-        statements.append(f"{_listed(names)} -> {_listed(results)}, {attribute}")
+        statements.append(f"{listed(names)} -> {listed(results)}, {attribute}")
         current = [[result] for result in results]
     return statements
 

@@ -16,12 +16,14 @@ layers, and `pre_mlp_layernorm` in those of Transformer Engine's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from remesh.errors import StateError
+from remesh.recipes.hub import listed, quoted
 from remesh.transform import Transform
+from remesh.transform.tensor_info import Described
 
 Layers = Literal["stacked", "numbered", "singleton"]
 Engine = Literal["transformer_engine", "local"]
@@ -29,11 +31,6 @@ Engine = Literal["transformer_engine", "local"]
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The models that there are recipes for, as `model_type` in their `config.json`."""
-
-
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> Sequence[int]: ...
 
 
 def huggingface_to_megatron(
@@ -61,7 +58,9 @@ def huggingface_to_megatron(
     return Transform(_statements(model, layers or model.layers, engine, prefix))
 
 
-def megatron_to_huggingface(config: Mapping[str, Any], stored: Mapping[str, _Shaped]) -> Transform:
+def megatron_to_huggingface(
+    config: Mapping[str, Any], stored: Mapping[str, Described]
+) -> Transform:
     """From the names of Megatron Core's checkpoints to those in Hugging Face files.
 
     Args:
@@ -82,12 +81,12 @@ def megatron_to_huggingface(config: Mapping[str, Any], stored: Mapping[str, _Sha
         layers = "singleton" if any(name.endswith(".weight_w") for name in stored) else "numbered"
     is_te = any(name.endswith(".pre_mlp_layernorm.weight") for name in stored)
     engine: Engine = "transformer_engine" if is_te else "local"
-    statements = []
+    vocab_size, statements = int(config["vocab_size"]), []
     for name in (EMBEDDING, *([] if model.is_tied else [OUTPUT])):
         num_rows = stored[prefix + name].shape[0] if prefix + name in stored else 0
-        if num_rows > model.vocab_size:
-            whole, rest = _quoted(prefix + name), _quoted(f"{prefix}{name}._padding")
-            sizes = [model.vocab_size, num_rows - model.vocab_size]
+        if num_rows > vocab_size:
+            whole, rest = quoted(prefix + name), quoted(f"{prefix}{name}._padding")
+            sizes = [vocab_size, num_rows - vocab_size]
             statements += [f"{whole} -> {whole}, {rest}, axis=0, sizes={sizes}", f"{rest} -> _"]
     back = Transform(_statements(model, layers, engine, prefix)).reversed()
     return Transform([*statements, str(back)])
@@ -108,27 +107,12 @@ class _Model:
             )
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.config["vocab_size"])
-
-    @property
     def num_layers(self) -> int:
         return int(self.config["num_hidden_layers"])
 
     @property
     def is_tied(self) -> bool:
         return bool(self.config.get("tie_word_embeddings", False))
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether query, key and value have one."""
-        always = self.config["model_type"] == "qwen2"
-        return always or bool(self.config.get("attention_bias", False))
-
-    @property
-    def has_norms(self) -> bool:
-        """Whether query and key have a norm each."""
-        return str(self.config["model_type"]).startswith("qwen3")
 
     @property
     def num_experts(self) -> int:
@@ -149,18 +133,6 @@ class _Model:
         kinds = {self.experts_in(layer) for layer in range(self.num_layers)}
         return "stacked" if len(kinds) == 1 else "numbered"
 
-    @property
-    def experts_prefix(self) -> str:
-        """What names of the router and of experts begin with in a layer."""
-        return "block_sparse_moe." if self.config["model_type"] == "mixtral" else "mlp."
-
-    @property
-    def expert_names(self) -> tuple[str, str, str]:
-        """What gate, up and down of an expert are called."""
-        if self.config["model_type"] == "mixtral":
-            return "w1", "w3", "w2"
-        return "gate_proj", "up_proj", "down_proj"
-
 
 def _statements(model: _Model, layers: Layers, engine: Engine, prefix: str) -> list[str]:
     """Statements from the names of files to those of Megatron."""
@@ -172,7 +144,7 @@ def _statements(model: _Model, layers: Layers, engine: Engine, prefix: str) -> l
         ("model.norm.weight", "decoder.final_layernorm.weight"),
         *head,
     ]
-    statements = [f"{_quoted(one)} -> {_quoted(prefix + other)}" for one, other in pairs]
+    statements = [f"{quoted(one)} -> {quoted(prefix + other)}" for one, other in pairs]
     made: dict[str, list[str]] = {}
     for layer in range(model.num_layers):
         base = f"{prefix}decoder.layers.{layer}."
@@ -187,11 +159,11 @@ def _statements(model: _Model, layers: Layers, engine: Engine, prefix: str) -> l
                 continue
             if is_stacked:
                 made.setdefault(name, []).append(base + name)
-            statements.append(f"{_listed(full)} -> {_quoted(base + name)}{attributes}")
+            statements.append(f"{listed(full)} -> {quoted(base + name)}{attributes}")
     if layers == "stacked":
         for name, parts in made.items():
-            target = _quoted(f"{prefix}decoder.layers.{name}")
-            statements.append(f"{_listed(parts)} -> {target}, stack=0")
+            target = quoted(f"{prefix}decoder.layers.{name}")
+            statements.append(f"{listed(parts)} -> {target}, stack=0")
     return statements
 
 
@@ -203,7 +175,7 @@ _BETWEEN = "_expert."
 
 
 def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_Part]:
-    config = model.config
+    config, kind = model.config, model.config["model_type"]
     heads = int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
     fused = f", fused_qkv, num_heads={heads}, num_key_value_groups={groups}, axis=0"
@@ -213,9 +185,9 @@ def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_P
         ([f"self_attn.{x}_proj.weight" for x in "qkv"], f"{qkv}.weight", fused),
         (["self_attn.o_proj.weight"], "self_attention.linear_proj.weight", ""),
     ]
-    if model.has_bias:
+    if kind == "qwen2" or config.get("attention_bias"):
         parts.append(([f"self_attn.{x}_proj.bias" for x in "qkv"], f"{qkv}.bias", fused))
-    if model.has_norms:
+    if kind.startswith("qwen3"):
         parts += [
             ([f"self_attn.{x}_norm.weight"], f"self_attention.{x}_layernorm.weight", "")
             for x in "qk"
@@ -224,19 +196,20 @@ def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_P
     is_own = has_experts and engine == "transformer_engine"
     norm = "pre_mlp_layernorm.weight" if is_own else "mlp.linear_fc1.layer_norm_weight"
     parts.append((["post_attention_layernorm.weight"], norm, ""))
+    base, names = "mlp.", ("gate_proj", "up_proj", "down_proj")
     if not has_experts:
-        names = ("gate_proj", "up_proj", "down_proj")
-        return [*parts, *_feed_forward("mlp.", names, "mlp.", layers)]
-    base = model.experts_prefix
+        return [*parts, *_feed_forward(base, names, "mlp.", layers)]
+    if kind == "mixtral":
+        base, names = "block_sparse_moe.", ("w1", "w3", "w2")
     parts.append(([f"{base}gate.weight"], "mlp.router.weight", ""))
     if layers == "singleton":
         for number in range(model.num_experts):
             target = f"mlp.experts.experts.{number}."
-            parts += _feed_forward(f"{base}experts.{number}.", model.expert_names, target, layers)
+            parts += _feed_forward(f"{base}experts.{number}.", names, target, layers)
         return parts
     gate, up, down = (
         [f"{base}experts.{number}.{name}.weight" for number in range(model.num_experts)]
-        for name in model.expert_names
+        for name in names
     )
     between = [f"{_BETWEEN}{number}" for number in range(model.num_experts)]
     target = "mlp.experts.experts.linear_fc"
@@ -258,11 +231,3 @@ def _feed_forward(
         first = f"{target}linear_fc1.weight"
         return [([gate], f"{first}_w", ""), ([up], f"{first}_v", ""), last]
     return [([gate, up], f"{target}linear_fc1.weight", ", axis=0"), last]
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(_quoted, names))
