@@ -81,7 +81,8 @@ def megatron_to_huggingface(
         layers = "singleton" if any(name.endswith(".weight_w") for name in stored) else "numbered"
     is_te = any(name.endswith(".pre_mlp_layernorm.weight") for name in stored)
     engine: Engine = "transformer_engine" if is_te else "local"
-    vocab_size, statements = int(config["vocab_size"]), []
+    vocab_size = int(config["vocab_size"])
+    statements = []
     for name in (EMBEDDING, *([] if model.is_tied else [OUTPUT])):
         num_rows = stored[prefix + name].shape[0] if prefix + name in stored else 0
         if num_rows > vocab_size:
@@ -175,7 +176,8 @@ _BETWEEN = "_expert."
 
 
 def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_Part]:
-    config, kind = model.config, model.config["model_type"]
+    config = model.config
+    kind = config["model_type"]
     heads = int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
     fused = f", fused_qkv, num_heads={heads}, num_key_value_groups={groups}, axis=0"
