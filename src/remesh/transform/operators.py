@@ -94,14 +94,10 @@ class Concat(Operator):
 class Split(Operator):
     """`a -> b, c, axis=0`: into equal parts, or into the given sizes."""
 
-    axis: int
-    """The axis that is cut."""
-    sizes: tuple[int, ...] | None = None
-    """Extents of the parts; None if they are equal."""
-    from_targets: bool = False
-    """Whether the extents are those of the targets that the parts go to."""
-    parts: int | None = None
-    """How many parts a `*` on the right stands for."""
+    axis: int  # the axis that is cut
+    sizes: tuple[int, ...] | None = None  # extents of the parts; None if they are equal
+    from_targets: bool = False  # whether the extents are those of the targets that the parts go to
+    parts: int | None = None  # how many parts a `*` on the right stands for
 
     @classmethod
     def parse(cls, given: Attributes) -> Split:

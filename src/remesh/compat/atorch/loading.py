@@ -36,12 +36,10 @@ from remesh.adapters.memory import torch_dtype
 from remesh.adapters.wrappers import entry_names
 from remesh.checkpoint import Checkpoint
 from remesh.checkpoint.local import describe_local
+from remesh.compat.atorch.saving import GROUPS, STATE, groups_of
 from remesh.core.geometry import Box, flat_span
 from remesh.core.state import TensorEntry
 from remesh.errors import MismatchError, StateError
-
-_STATE = "optimizer.state."
-_GROUPS = "optimizer.param_groups."
 
 
 class ShardOptim:
@@ -74,8 +72,8 @@ class ShardOptim:
         numbers = {name: number for number, name in enumerate(order)}
         state: dict[int, dict[str, torch.Tensor]] = {}
         for full in self._checkpoint.index:
-            name, _, key = full.removeprefix(_STATE).rpartition(".")
-            if full.startswith(_STATE) and name in numbers and by_name[name].numel():
+            name, _, key = full.removeprefix(STATE).rpartition(".")
+            if full.startswith(STATE) and name in numbers and by_name[name].numel():
                 own = self._read_state(full, entries[name], by_name[name])
                 state.setdefault(numbers[name], {})[key] = own
         for group in groups:
@@ -84,13 +82,8 @@ class ShardOptim:
 
     def _groups(self) -> list[dict[str, Any]]:
         """The parameter groups, with the names of their parameters."""
-        groups: dict[int, dict[str, Any]] = {}
         options = {**self._checkpoint.values, **self._checkpoint.lists}
-        for name, value in options.items():
-            if name.startswith(_GROUPS):
-                number, _, option = name.removeprefix(_GROUPS).partition(".")
-                groups.setdefault(int(number), {})[option] = value
-        return [groups[number] for number in sorted(groups)]
+        return groups_of({name: options[name] for name in options if name.startswith(GROUPS)})
 
     def _read_state(self, full: str, entry: TensorEntry, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of optimizer state, in the form of its parameter."""

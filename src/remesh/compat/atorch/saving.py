@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ from remesh.exchange import Exchange, run_joined, run_on_one
 from remesh.formats import flat_param
 from remesh.storage import Storage, open_storage
 
-_STATE = "optimizer.state."
-_GROUPS = "optimizer.param_groups."
+STATE = "optimizer.state."
+GROUPS = "optimizer.param_groups."
 
 _Ranges = dict[str, tuple[int, int, int]]
 """For each tensor of which a rank has a range: its start and stop, and the tensor's size."""
@@ -104,7 +104,7 @@ def save_fsdp_optim_param(
 
     def write() -> _Ranges:
         description = describe_local(state)
-        groups.extend(_groups_of(description))
+        groups.extend(_described_groups(description))
         held = [_held_state(entry) for entry in description.tensors if entry.parts]
         own = flat_param.file_name("optim_param", exchange.rank, exchange.world_size)
         _write_arrays(storage, own, held)
@@ -198,25 +198,31 @@ def _meta(held: Sequence[_Held], rank: int) -> dict[str, object]:
 
 def _state_key(name: str) -> str:
     """The key of a tensor of optimizer state in its file."""
-    if not name.startswith(_STATE):
+    if not name.startswith(STATE):
         raise UnsupportedValueError(
             f"{name}: only tensors that belong to a parameter can be stored in this layout\nMake "
             "an option of a parameter group a number, or use remesh.save"
         )
-    parameter, _, key = name.removeprefix(_STATE).rpartition(".")
+    parameter, _, key = name.removeprefix(STATE).rpartition(".")
     return f"{parameter}-{key}"
 
 
-def _groups_of(description: Description) -> list[dict[str, object]]:
-    """The parameter groups of an optimizer."""
-    groups: dict[int, dict[str, object]] = {}
-    for name, value in {**description.merged_lists, **description.values}.items():
-        number, _, option = name.removeprefix(_GROUPS).partition(".")
-        if not name.startswith(_GROUPS):
-            raise UnsupportedValueError(
-                f"{name}: only state in tensors and options of parameter groups can be stored in "
-                "this layout\nUse remesh.save"
-            )
+def _described_groups(description: Description) -> list[dict[str, Any]]:
+    options = {**description.merged_lists, **description.values}
+    other = next((name for name in options if not name.startswith(GROUPS)), None)
+    if other is not None:
+        raise UnsupportedValueError(
+            f"{other}: only state in tensors and options of parameter groups can be stored in "
+            "this layout\nUse remesh.save"
+        )
+    return groups_of(options)
+
+
+def groups_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups, by the names of their options in a description."""
+    groups: dict[int, dict[str, Any]] = {}
+    for name, value in options.items():
+        number, _, option = name.removeprefix(GROUPS).partition(".")
         groups.setdefault(int(number), {})[option] = value
     return [groups[number] for number in sorted(groups)]
 

@@ -59,30 +59,24 @@ class ShardedBase(ABC):
 class ShardedTensor(ShardedBase):
     """Where a local tensor lies in a global one."""
 
-    key: str
-    """Name of the global tensor."""
+    key: str  # name of the global tensor
     data: torch.Tensor | None = field(repr=False)
     """The local tensor, or None where only the description counts; one dim if `flattened_range` is
     given."""
-    dtype: torch.dtype
-    """Element type; that of `data`."""
+    dtype: torch.dtype  # element type; that of `data`
     local_shape: tuple[int, ...]
     """Shape of the local shard, before flattening, without prepended axes."""
-    global_shape: tuple[int, ...]
-    """Shape of the global tensor, with prepended axes."""
-    global_offset: tuple[int, ...]
-    """Where the shard begins, in elements."""
+    global_shape: tuple[int, ...]  # shape of the global tensor, with prepended axes
+    global_offset: tuple[int, ...]  # where the shard begins, in elements
     axis_fragmentations: tuple[int, ...] | None
     """Number of shards along each axis, or None if the shards are no grid."""
-    replica_id: ReplicaId = 0
-    """0 or zeros on exactly one of the ranks that hold this shard."""
+    replica_id: ReplicaId = 0  # 0 or zeros on exactly one of the ranks that hold this shard
     prepend_axis_num: int = 0
     """Number of axes that the global tensor has in front of the local ones."""
     allow_shape_mismatch: bool = False
     """On load, accept a stored tensor of another global shape: what is not stored becomes zeros,
     what does not fit is left out."""
-    flattened_range: slice | None = None
-    """The elements of the flattened shard that `data` holds."""
+    flattened_range: slice | None = None  # the elements of the flattened shard that `data` holds
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -337,16 +331,11 @@ LocalNonpersitentObject = LocalNonpersistentObject
 class ShardedObject(ShardedBase):
     """A value that is one element of a grid of values. The grid is never cut differently."""
 
-    key: str
-    """Name of the grid."""
-    data: Any
-    """The value, or None where only the description counts."""
-    global_shape: tuple[int, ...]
-    """Shape of the grid."""
-    global_offset: tuple[int, ...]
-    """Place in the grid."""
-    replica_id: ReplicaId = 0
-    """See `ShardedTensor`."""
+    key: str  # name of the grid
+    data: Any  # the value, or None where only the description counts
+    global_shape: tuple[int, ...]  # shape of the grid
+    global_offset: tuple[int, ...]  # place in the grid
+    replica_id: ReplicaId = 0  # see `ShardedTensor`
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -400,19 +389,14 @@ class ShardedTensorFactory(ShardedBase):
     is stored by the same factory with another key and other data.
     """
 
-    key: str
-    """Handed to `build_fn`."""
-    data: Any
-    """The tensor in memory."""
+    key: str  # handed to `build_fn`
+    data: Any  # the tensor in memory
     build_fn: FactoryBuildFn
     """Makes the stored form of `(key, data, replica_id, flattened_range)`: a sharded dict or list.
     """
-    merge_fn: FactoryMergeFn
-    """Makes the tensor from the loaded dict or list."""
-    replica_id: ReplicaId = 0
-    """Handed to `build_fn`."""
-    flattened_range: slice | None = None
-    """Handed to `build_fn`."""
+    merge_fn: FactoryMergeFn  # makes the tensor from the loaded dict or list
+    replica_id: ReplicaId = 0  # handed to `build_fn`
+    flattened_range: slice | None = None  # handed to `build_fn`
     local_shape: tuple[int, ...] | None = None
     """Shape of the tensor before it was flattened; by default that of `data`. A copy of a factory
     for flattened data, as `dataclasses.replace` makes it, keeps it."""

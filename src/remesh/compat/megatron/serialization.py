@@ -232,8 +232,7 @@ def _legacy_common_state_exists(checkpoint_dir: Any) -> bool:
 def load_common_state_dict(checkpoint_dir: Any) -> StateDict:
     """The common state of a checkpoint, without its tensors. Not collective."""
     _, common = verify_checkpoint_and_load_strategy(checkpoint_dir)
-    found: StateDict = common.load_common(checkpoint_dir)
-    return found
+    return common.load_common(checkpoint_dir)
 
 
 def load_tensors_metadata(
@@ -241,8 +240,7 @@ def load_tensors_metadata(
 ) -> CkptShardedMetadata:
     """The stored tensors by key, each as one `ShardedTensor` without data. Not collective."""
     sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
-    found: CkptShardedMetadata = sharded.load_tensors_metadata(checkpoint_dir)
-    return found
+    return sharded.load_tensors_metadata(checkpoint_dir)
 
 
 def load_sharded_metadata(
@@ -254,7 +252,7 @@ def load_sharded_metadata(
     sharded, common = verify_checkpoint_and_load_strategy(
         checkpoint_dir, sharded_strategy, common_strategy
     )
-    found: CkptShardedMetadata = sharded.load_sharded_metadata(checkpoint_dir)
+    found = sharded.load_sharded_metadata(checkpoint_dir)
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
         merge(found, common.load_sharded_metadata(checkpoint_dir))
@@ -312,5 +310,4 @@ def get_default_load_sharded_strategy(checkpoint_dir: Any = None) -> LoadSharded
             StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND
         )
         return default
-    strategy: LoadShardedStrategy = verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
-    return strategy
+    return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]

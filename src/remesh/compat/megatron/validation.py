@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.mismatch import listed
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
@@ -36,7 +37,12 @@ from remesh.compat.megatron.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from remesh.compat.megatron.strategies.base import StrategyAction, get_default_strategy
+from remesh.compat.megatron.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
 from remesh.core.geometry import Box
 from remesh.core.integrity import raw_digest
 from remesh.core.state import Role
@@ -52,8 +58,6 @@ logger = logging.getLogger(__name__)
 LocalMetadata = list[ShardedBase]
 GlobalMetadata = list[LocalMetadata]
 CkptShardedMetadata = dict[str, Any]
-MAX_LISTED = 10
-"""How many keys of a kind a message lists."""
 
 
 class StrictHandling(Enum):
@@ -66,20 +70,14 @@ class StrictHandling(Enum):
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     """Nothing is compared before the load; the load itself fails on an unexpected key."""
-    LOG_UNEXPECTED = "log_unexpected"
-    """Unexpected keys are dropped from the result, with a warning."""
-    LOG_ALL = "log_all"
-    """Likewise, and missing keys are named in the warning."""
-    RAISE_UNEXPECTED = "raise_unexpected"
-    """Unexpected keys are an error."""
-    RAISE_ALL = "raise_all"
-    """Unexpected and missing keys are errors."""
+    LOG_UNEXPECTED = "log_unexpected"  # unexpected keys are dropped from the result, with a warning
+    LOG_ALL = "log_all"  # likewise, and missing keys are named in the warning
+    RAISE_UNEXPECTED = "raise_unexpected"  # unexpected keys are an error
+    RAISE_ALL = "raise_all"  # unexpected and missing keys are errors
     RETURN_UNEXPECTED = "return_unexpected"
     """Unexpected keys are dropped and returned; the set of missing keys is empty."""
-    RETURN_ALL = "return_all"
-    """Unexpected keys are dropped and returned, and so are missing ones."""
-    IGNORE_ALL = "ignore_all"
-    """Unexpected keys are dropped without a warning."""
+    RETURN_ALL = "return_all"  # unexpected keys are dropped and returned, and so are missing ones
+    IGNORE_ALL = "ignore_all"  # unexpected keys are dropped without a warning
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
@@ -366,10 +364,12 @@ def maybe_report_missing_and_unexpected_keys(
     """Raise or log keys that do not match, if there are any."""
     lines = []
     if unexpected_keys:
-        lines.append(f"Unexpected keys (asked for, but not stored): {_listed(unexpected_keys)}")
+        lines.append(
+            f"Unexpected keys (asked for, but not stored): {listed(sorted(unexpected_keys))}"
+        )
     if missing_keys:
         lines.append(
-            f"Missing keys (stored, but not asked for by any rank): {_listed(missing_keys)}"
+            f"Missing keys (stored, but not asked for by any rank): {listed(sorted(missing_keys))}"
         )
     if not lines:
         return
@@ -385,12 +385,6 @@ def maybe_report_missing_and_unexpected_keys(
     logger.warning("%s", message)
 
 
-def _listed(keys: Iterable[str]) -> str:
-    known = sorted(keys)
-    more = f", ... and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
-    return ", ".join(known[:MAX_LISTED]) + more
-
-
 # ---------------------------------------------------------------------------------------------
 # Strategies
 # ---------------------------------------------------------------------------------------------
@@ -398,7 +392,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 def verify_checkpoint_and_load_strategy(
     checkpoint_dir: Any, sharded_strategy: Any = None, common_strategy: Any = None
-) -> tuple[Any, Any]:
+) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
     """The strategies to load a checkpoint with; a (backend, version) stands for its strategy."""
     config = maybe_load_config(checkpoint_dir)
     if config is None:
@@ -490,7 +484,7 @@ def verify_integrity_manifest(checkpoint_dir: Any) -> None:
     if wrong:
         raise CheckpointingException(
             f"Checkpoint integrity verification failed for {len(wrong)} files of {storage.url}: "
-            f"{_listed(wrong)}\nLoad another checkpoint, or restore these files from a copy"
+            f"{listed(sorted(wrong))}\nLoad another checkpoint, or restore these files from a copy"
         )
 
 

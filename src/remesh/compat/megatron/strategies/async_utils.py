@@ -253,8 +253,7 @@ class PersistentAsyncCaller(AsyncCaller):
 class _ActiveRequest(NamedTuple):
     caller: AsyncCaller
     request: AsyncRequest
-    is_foreign: bool
-    """Whether another library has made it, and finalizes also what has failed."""
+    is_foreign: bool  # whether another library has made it, and finalizes also what has failed
 
 
 class AsyncCallsQueue:
