@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from remesh.adapters.dtensor import (
     AxisPlacement,
     Sharded,
-    local_boxes,
+    boxes_of_segments,
     local_segments,
 )
 
@@ -46,7 +46,7 @@ def gathered(
     full = numbered(shape)
     segments = local_segments(shape, mesh, coordinate, placements)
     local = torch.full([sum(n for _, n in of_dim) for of_dim in segments], -1)
-    for box, offset in local_boxes(shape, mesh, coordinate, placements):
+    for box, offset in boxes_of_segments(segments):
         place = tuple(slice(o, o + n) for o, n in zip(offset, box.shape, strict=True))
         assert (local[place] == -1).all(), "boxes overlap in the local tensor"
         local[place] = full[box.slices]
@@ -92,7 +92,7 @@ def test_ranks_partition_the_tensor(
     shape, mesh, placements = world
     count = np.zeros(shape, int)
     for coordinate in coordinates(mesh):
-        boxes = local_boxes(shape, mesh, coordinate, placements)
+        boxes = boxes_of_segments(local_segments(shape, mesh, coordinate, placements))
         own = np.zeros(shape, int)
         for box, _ in boxes:
             assert box.size > 0
@@ -129,7 +129,7 @@ def test_plain_shards_agree_with_torch(
         local_shape, offset = _compute_local_shape_and_global_offset(
             shape, mesh, list(coordinate), as_torch(placements)
         )
-        boxes = local_boxes(shape, mesh, coordinate, placements)
+        boxes = boxes_of_segments(local_segments(shape, mesh, coordinate, placements))
         segments = local_segments(shape, mesh, coordinate, placements)
         assert tuple(sum(n for _, n in of_dim) for of_dim in segments) == tuple(local_shape)
         if math.prod(local_shape):
@@ -207,7 +207,7 @@ def test_fsdp_over_tensor_parallelism_where_torch_reads_placements_otherwise() -
 
 
 def test_a_packed_dim_gives_one_box_for_each_block() -> None:
-    boxes = local_boxes((12, 4), (2,), (1,), [Sharded(0, 2)])
+    boxes = boxes_of_segments(local_segments((12, 4), (2,), (1,), [Sharded(0, 2)]))
     assert [(str(box), offset) for box, offset in boxes] == [
         ("[3:6, 0:4]", (0, 0)),
         ("[9:12, 0:4]", (3, 0)),
@@ -216,5 +216,5 @@ def test_a_packed_dim_gives_one_box_for_each_block() -> None:
 
 @pytest.mark.parametrize("mesh", [(), (1,), (2, 2)])
 def test_a_scalar_is_one_box(mesh: Coordinate) -> None:
-    boxes = local_boxes((), mesh, (0,) * len(mesh), [None] * len(mesh))
+    boxes = boxes_of_segments(local_segments((), mesh, (0,) * len(mesh), [None] * len(mesh)))
     assert [(box.shape, offset) for box, offset in boxes] == [((), ())]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from remesh.adapters.dtensor import Sharded, local_boxes
+from remesh.adapters.dtensor import Sharded, boxes_of_segments, local_segments
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.sharded import Part, ShardedTensor
 
@@ -69,7 +69,8 @@ def on_mesh(name: str, mesh: Sequence[int], placements: Sequence[Any]) -> Layout
     def parts(shape: tuple[int, ...], rank: int) -> list[Any]:
         coordinate = [int(n) for n in np.unravel_index(rank, mesh)]
         known = [p if p is None or p.dim < len(shape) else None for p in placements]
-        return [box for box, _ in local_boxes(shape, mesh, coordinate, known)]
+        segments = local_segments(shape, mesh, coordinate, known)
+        return [box for box, _ in boxes_of_segments(segments)]
 
     return Layout(name, math.prod(mesh), parts)
 

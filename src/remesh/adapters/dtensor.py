@@ -1,7 +1,7 @@
 """Which boxes of a DTensor a rank holds.
 
 A DTensor has one placement for each axis of its mesh. What they mean for a rank is worked out
-here from integers alone (`local_boxes`), so that any mesh can be tested without processes, and
+here from integers alone (`local_segments`), so that any mesh can be tested without processes, and
 without communication.
 
 Take one dim of the tensor. To begin with a rank holds all of it: one segment. Every mesh axis that
@@ -55,16 +55,6 @@ AxisPlacement = Sharded | None
 """What a mesh axis does with a tensor; None if all of its ranks hold the same."""
 
 
-def local_boxes(
-    global_shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[AxisPlacement],
-) -> list[tuple[Box, tuple[int, ...]]]:
-    """The disjoint boxes of a rank, each with its offset in the local tensor."""
-    return boxes_of_segments(local_segments(global_shape, mesh_shape, coordinate, placements))
-
-
 def boxes_of_segments(segments: Sequence[Sequence[Segment]]) -> list[tuple[Box, tuple[int, ...]]]:
     """The boxes that the segments of all dims make, each with its offset in the local tensor."""
     boxes = []
@@ -82,7 +72,8 @@ def local_segments(
 ) -> Sequence[Sequence[Segment]]:
     """The segments of each dim that a rank holds, in the order of its local tensor.
 
-    Arguments are those of `local_boxes`. A dim of which the rank holds nothing has no segments.
+    `coordinate` is the rank's place on each mesh axis. A dim of which the rank holds nothing has no
+    segments.
     """
     # A model has many tensors of few shapes and placements, each with optimizer states of the same.
     return _cached_segments(*map(tuple, (global_shape, mesh_shape, coordinate, placements)))

@@ -21,7 +21,6 @@ torch; what is used of them is in this module alone.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +39,7 @@ from remesh.adapters.declared import (
 )
 from remesh.adapters.flat import parts_of_range
 from remesh.adapters.nested import describe_copy
-from remesh.adapters.tensor import describe_tensor, is_in_parts
+from remesh.adapters.tensor import amend, describe_tensor, is_in_parts
 from remesh.adapters.wrappers import entry_names
 from remesh.core.sharded import Part, ShardedTensor
 from remesh.core.state import Loaded, Path, Rebuild, Role, Walk, name_of
@@ -78,10 +77,10 @@ def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Reb
     extras: list[tuple[nn.Module, Rebuild]] = []
     for raw, entry in others.items():
         if isinstance(entry, torch.Tensor):
+            num_tensors = len(walk.description.tensors)
             describe_tensor(walk, (*path, names[raw]), entry)
             if raw in buffers and not is_in_parts(entry):
-                tensors = walk.description.tensors
-                tensors[-1] = dataclasses.replace(tensors[-1], is_buffer=True)
+                amend(walk, num_tensors, is_buffer=True)
         else:
             make = describe_copy(walk, (*path, names[raw]), entry.get_extra_state())
             extras.append((entry, make))

@@ -15,7 +15,6 @@ has generated.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,7 +35,7 @@ from remesh.adapters.declared import (
 from remesh.adapters.fsdp1 import describe_fsdp1, fsdp1_parameters, has_fsdp1
 from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
-from remesh.adapters.tensor import describe_tensor, is_in_parts
+from remesh.adapters.tensor import amend, describe_tensor, is_in_parts
 from remesh.adapters.tensor_subclass import forget_scale
 from remesh.adapters.wrappers import entry_names, ignored_by_ddp
 from remesh.core.state import (
@@ -75,14 +74,14 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
             num_tensors = len(walk.description.tensors)
             rebuilds[raw] = _describe_entry(walk, (*path, place.name), entry, place)
             if raw in frozen:
-                _mark_frozen(walk, num_tensors)
+                amend(walk, num_tensors, is_frozen=True)
             if (
                 raw in buffers
                 and place.shards is None
                 and not isinstance(entry, DTensor)
                 and not is_in_parts(entry)
             ):
-                mark_buffer(walk)
+                amend(walk, num_tensors, is_buffer=True)
         else:
             rebuilds[raw] = describe_copy(walk, (*path, place.name), entry)
 
@@ -96,18 +95,6 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         return leaf
 
     return rebuild
-
-
-def mark_buffer(walk: Walk) -> None:
-    """Say that the tensor that was described last is a buffer of a module."""
-    tensors = walk.description.tensors
-    tensors[-1] = dataclasses.replace(tensors[-1], is_buffer=True)
-
-
-def _mark_frozen(walk: Walk, first: int) -> None:
-    """Say that the tensors that were described last are of a parameter that is not trained."""
-    tensors = walk.description.tensors
-    tensors[first:] = [dataclasses.replace(entry, is_frozen=True) for entry in tensors[first:]]
 
 
 def placed_parameters(

@@ -34,6 +34,7 @@ from remesh.adapters.nested import (
     sequences_of,
     visit_with_role,
 )
+from remesh.adapters.tensor import amend
 from remesh.core.geometry import Box
 from remesh.core.state import (
     TENSOR_RECORD,
@@ -137,15 +138,8 @@ def _describe_state(walk: Walk, stored: Stored, path: Path, tensor: OptimizedTen
         renew=lambda live_leaf: live_leaf,
         role=tensor.places[0].role,
     )
-    _follow(walk, first, tensor.places[0])
+    amend(walk, first, follows=tensor.places[0].full_name)
     return rebuild
-
-
-def _follow(walk: Walk, first: int, place: Placed) -> None:
-    """Say of the tensors that were described since the first one whose state they are."""
-    tensors = walk.description.tensors
-    for number in range(first, len(tensors)):
-        tensors[number] = dataclasses.replace(tensors[number], follows=place.full_name)
 
 
 def _resized(
@@ -341,7 +335,7 @@ def _describe_leaf(
             walk.add_array(path, target, Role.ASSUMED, alias_key=alias_key(target))
         else:
             walk.add_value(path, target)
-        _follow(walk, first, place)
+        amend(walk, first, follows=place.full_name)
     return lambda _loaded: target
 
 

@@ -12,7 +12,9 @@ A DTensor whose local tensor is made of others stores each of these as the shard
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -77,6 +79,12 @@ def describe_tensor(
         return tensor
 
     return rebuild
+
+
+def amend(walk: Walk, first: int, **changes: Any) -> None:
+    """Change what is said of the tensors that were described since the first one."""
+    tensors = walk.description.tensors
+    tensors[first:] = [dataclasses.replace(entry, **changes) for entry in tensors[first:]]
 
 
 def is_in_parts(tensor: torch.Tensor) -> bool:

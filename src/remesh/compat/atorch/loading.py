@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
 )
 
 from remesh.adapters.memory import torch_dtype
+from remesh.adapters.tensor_subclass import dtensor_like
 from remesh.adapters.wrappers import entry_names
 from remesh.checkpoint import Checkpoint
 from remesh.checkpoint.local import describe_local
@@ -108,14 +109,7 @@ class ShardOptim:
         else:
             dtype = torch_dtype(self._checkpoint.tensor(full).dtype)
             local = torch.empty(parameter.to_local().shape, dtype=dtype)
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return dtensor_like(parameter, local)
 
     def _read_part(self, full: str, entry: TensorEntry, box: Box) -> torch.Tensor:
         """One box of a tensor that is stored in its own shape or flattened."""
