@@ -233,7 +233,8 @@ class PersistentAsyncCaller(AsyncCaller):
         """See `AsyncCaller`; waits for the request before, if it still runs."""
         self.wait()
         if self._pool is None or isinstance(self.failure(), BrokenProcessPool):
-            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, context, initializer=_end_with_parent)
         self.call_idx, self._running = async_req.call_idx, None
         if async_req.async_fn is not None:
             self._running = self._pool.submit(
@@ -248,6 +249,18 @@ class PersistentAsyncCaller(AsyncCaller):
                 process.kill()
         self._pool.shutdown()
         self._pool = self._running = None
+
+
+def _end_with_parent() -> None:
+    """End this process with the one that started it, also if that is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class _ActiveRequest(NamedTuple):
