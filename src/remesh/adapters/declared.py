@@ -98,7 +98,7 @@ def module_of(leaf: nn.Module | NamedModule) -> nn.Module:
 
 
 def new_name(name: str, names: Names) -> str:
-    """What a name becomes."""
+    """The new name of a name."""
     if callable(names):
         return names(name)
     parts = name.split(".")
@@ -158,7 +158,7 @@ def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str,
 
 
 def has_sharded_state_dict(module: nn.Module) -> bool:
-    """Whether a module, or one below it, has a `sharded_state_dict` method."""
+    """True if a module, or one below it, has a `sharded_state_dict` method."""
     return any(callable(getattr(one, "sharded_state_dict", None)) for one in module.modules())
 
 
@@ -204,7 +204,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_form_of(tensor: torch.Tensor, model: torch.Tensor) -> bool:
-    """Whether the memory of two tensors on this rank has one shape."""
+    """True if the memory of two tensors on this rank has one shape."""
     return local_of(tensor).shape == local_of(model).shape
 
 
@@ -248,7 +248,7 @@ def _children(module: nn.Module, raw: str, clean: str) -> list[tuple[nn.Module, 
 def _declared_under(
     module: nn.Module, raw_prefix: str, prefix: str, tensors: _Tensors
 ) -> dict[str, ShardedTensor]:
-    """What a module and those below it say, by key of the root's state dict."""
+    """The shards that a module and those below it declare, by key of the root's state dict."""
     while (attribute := inner_attribute(module)) is not None:
         module = getattr(module, attribute)
         raw_prefix += f"{attribute}."
@@ -269,7 +269,7 @@ def _checked(
     prefix: str,
     tensors: _Tensors,
 ) -> dict[str, ShardedTensor]:
-    """What a method said, by key of the root's state dict, once it is known to be sound."""
+    """The shards that a method returned, by key of the root's state dict, once they are sound."""
     where = f"{type(module).__qualname__}.sharded_state_dict({prefix!r})"
     found: dict[str, ShardedTensor] = {}
     for key, described in said.items():
@@ -312,7 +312,7 @@ def _check_views(shards: ShardedTensor, entry: torch.Tensor, where: str) -> None
 
 
 def _is_view(data: object, tensor: torch.Tensor) -> bool:
-    """Whether all elements of an array are elements of a tensor."""
+    """True if all elements of an array are elements of a tensor."""
     if not isinstance(data, torch.Tensor) or data.dtype != tensor.dtype:
         return False
     if data.numel() == 0:

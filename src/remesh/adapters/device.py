@@ -46,7 +46,7 @@ class TorchDevice:
 
 
 def identity_of(device: str) -> str:
-    """What tells a device from others of its machine, by whatever number processes call it."""
+    """A name that no other device of the machine has, by whatever number processes call it."""
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_properties(device).uuid)
     return device

@@ -1,4 +1,4 @@
-"""Which boxes of a DTensor a rank holds.
+"""The boxes of a DTensor that a rank holds.
 
 A DTensor has one placement for each axis of its mesh. What they mean for a rank is worked out
 here from integers alone (`local_segments`), so that any mesh can be tested without processes, and
@@ -124,7 +124,7 @@ def _turns(
 
 
 def _chunk(segments: Sequence[Segment], num_chunks: int, index: int) -> list[Segment]:
-    """What `torch.chunk` of the concatenated segments has at `index`; empty past the last."""
+    """The chunk `index` of `torch.chunk` of the concatenated segments; empty past the last."""
     total = sum(n for _, n in segments)
     size = -(-total // num_chunks)
     first, last = index * size, (index + 1) * size

@@ -58,7 +58,7 @@ class _Original:
 
 
 def has_fsdp1(module: nn.Module) -> bool:
-    """Whether a module is, or has in it, a FullyShardedDataParallel."""
+    """True if a module is, or has in it, a FullyShardedDataParallel."""
     return any(isinstance(child, FullyShardedDataParallel) for child in module.modules())
 
 
@@ -94,7 +94,7 @@ def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Reb
 
 
 def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tuple[Placed, ...]]:
-    """What the parameters of a module with FSDP1 in it hold, by their identity."""
+    """The places of the parameters of a module with FSDP1 in it, by their identity."""
     module = module_of(leaf)
     originals = _originals(module, where)
     held = {id(original.parameter) for original in originals}

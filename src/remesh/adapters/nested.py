@@ -146,7 +146,7 @@ def sequences_of(node: object, path: Path) -> dict[Path, str]:
 
 
 def _children_of(node: object) -> list[tuple[str | int, object]]:
-    """What a container of a state holds; nothing for a leaf."""
+    """The entries of a container of a state; none for a leaf."""
     if isinstance(node, Mapping) and all(isinstance(key, str | int) for key in node):
         return list(node.items())
     if isinstance(node, list | tuple) and not values.is_plain(node):
@@ -219,7 +219,7 @@ def _like_live(
 
 
 class Stateful(Protocol):
-    """What an object needs to be saved and loaded."""
+    """The methods that an object needs to be saved and loaded."""
 
     def state_dict(self) -> Any:
         """The state: nested dicts, lists and tuples of tensors and plain values."""
@@ -229,7 +229,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(node: object) -> TypeGuard[Stateful]:
-    """Whether an object, not a class, has the two methods."""
+    """True if an object, not a class, has the two methods."""
     methods = (getattr(node, name, None) for name in ("state_dict", "load_state_dict"))
     return all(map(callable, methods)) and not isinstance(node, type)
 

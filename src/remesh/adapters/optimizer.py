@@ -323,7 +323,7 @@ def _stored_groups(stored: Stored | None, base: Path) -> list[list[str]]:
 
 
 def _stored_number(stored_groups: list[list[str]], number: int, own: list[str], where: str) -> int:
-    """Which stored group a live group is, by the names of its parameters.
+    """The number of the stored group that a live group is, by the names of its parameters.
 
     A group of which nothing is stored gets a number that no stored group has, and so its options
     stay as they are.
@@ -363,7 +363,7 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _packs_states(optimizer: Optimizer, parameters: Sequence[OptimizedTensor]) -> bool:
-    """Whether the states in its `state_dict` may have another form than those it steps with.
+    """True if the states in its `state_dict` may have another form than those it steps with.
 
     That of bitsandbytes puts quantised state into a dict of its own. Without a state to look at, a
     class that overrides both methods may do so.
@@ -414,7 +414,7 @@ def _load_by_itself(
 
 
 def _is_zero_redundancy(optimizer: object) -> bool:
-    """Whether this is torch's ZeroRedundancyOptimizer.
+    """True if this is torch's ZeroRedundancyOptimizer.
 
     The class is asked for by name, because importing its module compiles code and takes seconds.
     """

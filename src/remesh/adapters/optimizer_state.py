@@ -1,4 +1,4 @@
-"""What an optimizer keeps for its tensors, by the names of the parameters that these stand for.
+"""State that an optimizer keeps for its tensors, named by the parameters that these stand for.
 
 Usually a tensor of an optimizer is a parameter, and state of the parameter's shape is cut like the
 parameter. That is known for whole tensors and DTensors, whose state says itself what it is. For
@@ -66,7 +66,7 @@ class OptimizedTensor:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What is stored for it at present."""
+        """The state that would be stored for it at present."""
         if self.own_key is None:
             return self.packed_state
         return {**self.packed_state, self.own_key: self.tensor.detach()}
@@ -77,7 +77,7 @@ class OptimizedTensor:
 
     @property
     def has_shards(self) -> bool:
-        """Whether its places are described by views of it."""
+        """True if its places are described by views of it."""
         return all(place.shards is not None for place in self.places)
 
 
@@ -199,7 +199,7 @@ def with_first_state(
 
 
 def _state_of_first_step(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
-    """What an optimizer keeps for a tensor after a first step.
+    """The state that an optimizer keeps for a tensor after a first step.
 
     The step is that of an optimizer that shares nothing with the live one which a step changes:
     it has a group with a tensor of zeros, whose gradient is zero, and no hooks.
@@ -380,7 +380,7 @@ def _held(tensor: OptimizedTensor) -> list[Placed]:
 
 
 def _is_shard(leaf: object, suffix: Path, tensor: OptimizedTensor) -> bool:
-    """Whether state is laid out like its tensor."""
+    """True if state is laid out like its tensor."""
     return (
         isinstance(leaf, torch.Tensor)
         and suffix[-1:] != ("step",)

@@ -88,7 +88,7 @@ def amend(walk: Walk, first: int, **changes: Any) -> None:
 
 
 def is_in_parts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is stored as its inner tensors, on this rank."""
+    """True if a tensor is stored as its inner tensors, on this rank."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
     return is_made_of_tensors(unwrapped(local))
 

@@ -74,7 +74,7 @@ class Split:
                 )
 
     def segments(self, extent: int, name: str) -> tuple[int, list[Segment]]:
-        """Which indices of the global dim a local one holds.
+        """The indices of the global dim that a local one holds.
 
         Args:
             extent: The local extent.

@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def is_made_of_tensors(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is stored as its inner tensors.
+    """True if a tensor is stored as its inner tensors.
 
     The subclasses of torch itself are not: a DTensor has placements, a nested tensor sizes that are
     symbols, and one that a collective still fills has no values yet.
@@ -70,7 +70,7 @@ def forget_scale(tensor: torch.Tensor) -> None:
 
 
 def is_block_state(tensor: torch.Tensor) -> bool:
-    """Whether this is state of a low-bit optimizer of torchao: codes with a scale for each block.
+    """True if this is state of a low-bit optimizer of torchao: codes with a scale for each block.
 
     A block is a run of elements in row-major order, of which all have the same length.
     """
@@ -145,7 +145,7 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def is_of_torchao(value: object) -> bool:
-    """Whether the class of a value is in torchao, which is not imported for the question."""
+    """True if the class of a value is in torchao, which is not imported for the question."""
     return type(value).__module__.partition(".")[0] == "torchao"
 
 

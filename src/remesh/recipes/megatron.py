@@ -95,7 +95,7 @@ def megatron_to_huggingface(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What the configuration of a model says."""
+    """The configuration of a model."""
 
     config: Mapping[str, Any]  # the configuration
 
@@ -123,7 +123,7 @@ class _Model:
         return 0
 
     def experts_in(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """True if a layer has experts."""
         dense = self.config.get("mlp_only_layers") or ()
         step = int(self.config.get("decoder_sparse_step") or 1)
         return self.num_experts > 0 and layer not in dense and (layer + 1) % step == 0

@@ -32,7 +32,7 @@ MAX_BLOCKS = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fused(Operator):
-    """What both kinds have in common; the direction follows from the numbers of names."""
+    """Base of both kinds; the direction follows from the numbers of names."""
 
     axis: int  # the fused axis
     source_ranks: int | None = None

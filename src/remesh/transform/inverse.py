@@ -118,7 +118,7 @@ def _copy_of(name: Name, number: int, statement: Statement) -> Name:
 
 @dataclass(slots=True, eq=False)
 class _Version:
-    """What a name stands for between two assignments."""
+    """The tensor that a name stands for between two assignments."""
 
     name: Name
     maker: int | None  # the statement that assigned it; None for a source
@@ -195,7 +195,7 @@ class _History:
 
 
 def _key(name: Name) -> Key:
-    """What two names have in common if they stand for the same tensors.
+    """A key that is equal for names that stand for the same tensors.
 
     Offsets do not count: a statement that shifts layers reads and assigns one family of names.
     """
@@ -232,6 +232,6 @@ def _check_no_overlap(statements: Sequence[Statement]) -> None:
 
 
 def _overlap(one: Pattern, other: Pattern) -> bool:
-    """Whether a name may match both of two patterns of the same form."""
+    """True if a name may match both of two patterns of the same form."""
     fixed = dict(one.fixed)
     return all(fixed.get(place, number) == number for place, number in other.fixed)

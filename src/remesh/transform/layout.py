@@ -1,4 +1,4 @@
-"""What statements see of sources and targets: names, tensor-parallel degrees, sizes."""
+"""Sources and targets as statements see them: names, tensor-parallel degrees, sizes."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Layout:
 
 
 def _passes_on(step: Step) -> bool:
-    """Whether a result is the tensor that was read, at most with its axes permuted and cast."""
+    """True if a result is the tensor that was read, at most with its axes permuted and cast."""
     operator = step.statement.operator
     if operator.copies:
         return len({operand.origin.transposed for operand in step.left}) == 1

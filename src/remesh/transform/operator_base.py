@@ -1,4 +1,4 @@
-"""What an operator is, the attributes that it is parsed from, and the values that it takes.
+"""Operators: their base, the attributes that they are parsed from, the values that they take.
 
 An operator is one class, a subclass of `Operator`: how attributes say it, how it is written, what
 it makes of tensors, and what turns it around. `remesh.transform.operators.OPERATORS` has a row for
@@ -30,7 +30,7 @@ AttributeValue = int | str | tuple[int, ...] | bool
 
 
 class Operator:
-    """What a statement does."""
+    """The effect of a statement."""
 
     __slots__ = ()
     keeps_shape: ClassVar[bool] = True
@@ -54,7 +54,7 @@ class Operator:
         raise NotImplementedError
 
     def opposite(self) -> Operator:
-        """What the statement does when its sides are exchanged."""
+        """The operator of the statement with its sides exchanged."""
         raise NotImplementedError
 
     def undo(self) -> Operator:
@@ -63,7 +63,7 @@ class Operator:
 
     @property
     def needs_targets(self) -> bool:
-        """Whether the result depends on the targets that it goes to."""
+        """True if the result depends on the targets that it goes to."""
         return False
 
     @property
@@ -119,12 +119,12 @@ class Attributes:
 
     @property
     def left_is_many(self) -> bool:
-        """Whether there may be several names left of the arrow."""
+        """True if there may be several names left of the arrow."""
         return len(self.left) > 1 or self.left[0].is_many
 
     @property
     def right_is_many(self) -> bool:
-        """Whether there may be several names right of the arrow."""
+        """True if there may be several names right of the arrow."""
         return len(self.right) > 1 or self.right[0].is_many
 
     def check_one_to_one(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors are optimizer state, and of which parameter.
+"""Tensors that are optimizer state, and the parameters that they belong to.
 
 Statements name parameters; what an optimizer keeps of a parameter follows it. That a name is such
 a state is seen from the name alone, in one of four styles:
@@ -126,7 +126,7 @@ class States:
 
 
 def is_state_like(name: str) -> bool:
-    """Whether a name has the form of an optimizer state's, whatever else there is."""
+    """True if a name has the form of an optimizer state's, whatever else there is."""
     return name.rpartition(".")[2] in SLOTS or _STATE.search(name) is not None
 
 
@@ -214,7 +214,7 @@ def _add_nested(
 
 
 def _owners(group: list[_Nested], parameters: Mapping[str, None]) -> list[str]:
-    """What may stand before the parameters of an optimizer: the best fits, none if nothing fits.
+    """The best prefixes for the parameters of an optimizer; none if nothing fits.
 
     The longest short name says most. Every parameter that ends in it is a proposal, and the
     proposals that are right for most of the names are kept.

@@ -115,7 +115,7 @@ def shifted(digits: str, offset: int) -> str | None:
 
 
 def bindings_of(pattern: Pattern, index: NameIndex, excluded: set[str]) -> list[Binding]:
-    """What the placeholders of a pattern may stand for, each combination once.
+    """The numbers that the placeholders of a pattern may stand for, each combination once.
 
     `*` in the pattern matches any number. A placeholder with an offset stands for the number found
     less the offset. Names in `excluded` are not matched.

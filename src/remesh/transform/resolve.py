@@ -251,7 +251,7 @@ class _Resolver:
         self.plan_whole(name, info, (source,))
 
     def keep(self, name: str, touched: str) -> bool:
-        """Whether a target keeps its value because a statement added or deleted something."""
+        """True if a target keeps its value because a statement added or deleted something."""
         for steps, verb in ((self.bindings.added, "added"), (self.bindings.deleted, "deleted")):
             step = steps.get(touched)
             if step is not None:
@@ -392,7 +392,7 @@ class _Resolver:
             )
 
     def is_count(self, state: State, found: Mapping[str, str]) -> bool:
-        """Whether a state is one value for a whole parameter, and not one for each element."""
+        """True if a state is one value for a whole parameter, and not one for each element."""
         for leaf_name, source in found.items():
             info = self.sources.infos[source]
             if info is None:

@@ -105,7 +105,7 @@ class Resolved:
         return () if plan is None else plan.sources
 
     def is_whole(self, target: str) -> bool:
-        """Whether a target is one source as it is, with every element at its place."""
+        """True if a target is one source as it is, with every element at its place."""
         plan = self.plans[target]
         return len(plan.sources) == 1 and isinstance(plan.node, Leaf | None)
 

@@ -1,4 +1,4 @@
-"""What a text of statements means before it meets any tensor: the syntax tree.
+"""The syntax tree: statements before they meet any tensor.
 
 A statement has names left and right of its arrow and exactly one *operator*, which the parser
 derives from the attributes and from how many names there are. Names may hold wildcards: `*` and
@@ -63,12 +63,12 @@ class Name:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether it is `_`, which stands for no tensor."""
+        """True if it is `_`, which stands for no tensor."""
         return not self.quoted and self.literal == NOTHING
 
     @property
     def is_many(self) -> bool:
-        """Whether it may stand for several names within one statement."""
+        """True if it may stand for several names within one statement."""
         return self.array is not None or any(
             isinstance(piece, Wildcard) and piece.name == STAR for piece in self.pieces
         )
@@ -108,12 +108,12 @@ class Statement:
 
     @property
     def adds(self) -> bool:
-        """Whether it says that targets keep their initial values: `_ -> ...`."""
+        """True if it says that targets keep their initial values: `_ -> ...`."""
         return self.left[0].is_nothing
 
     @property
     def deletes(self) -> bool:
-        """Whether it says that sources are not wanted: `... -> _`."""
+        """True if it says that sources are not wanted: `... -> _`."""
         return self.right[0].is_nothing
 
     def __str__(self) -> str:

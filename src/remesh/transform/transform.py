@@ -233,5 +233,5 @@ class Transform:
 
 
 def as_transform(value: Transform | Program | None) -> Transform | None:
-    """What the argument `transform=` of a load or a reshard stands for; None for none."""
+    """The transformation that an argument `transform=` stands for; None for none."""
     return value if value is None or isinstance(value, Transform) else Transform(value)

@@ -127,7 +127,7 @@ class ShardOptim:
 
 @dataclass(slots=True)
 class _Built:
-    """What is built in a context."""
+    """The modules that are built in a context."""
 
     owners: dict[int, nn.Module] = field(default_factory=dict)
     """By their ids, the modules that were given a parameter, a buffer or a module."""

@@ -46,7 +46,7 @@ _Ranges = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """What this rank holds of a tensor: a range of its elements in row-major order."""
+    """The part of a tensor that this rank holds: a range of its elements in row-major order."""
 
     names: list[str]  # its name in the file, and further names if it is tied
     entry: TensorEntry  # the tensor
@@ -136,7 +136,7 @@ def _held(entry: TensorEntry, names: list[str]) -> _Held:
 
 
 def _held_state(entry: TensorEntry) -> _Held:
-    """What this rank holds of a tensor of optimizer state; counts of steps have no dims."""
+    """This rank's part of a tensor of optimizer state; counts of steps have no dims."""
     held = _held(entry, [_state_key(entry.name)])
     return held if entry.global_shape else dataclasses.replace(held, file_shape=())
 
@@ -180,7 +180,7 @@ def _check_ranges(ranges: Sequence[_Ranges]) -> None:
 
 
 def _meta(held: Sequence[_Held], rank: int) -> dict[str, object]:
-    """What the flat meta file of a rank says."""
+    """The content of the flat meta file of a rank."""
     parameters = {
         name: {
             "param_names": name,

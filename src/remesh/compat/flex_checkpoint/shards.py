@@ -1,4 +1,4 @@
-"""What all ranks hold, checked, and what one rank holds as the engine knows it.
+"""The shards of all ranks, checked, and those of one rank as the engine knows them.
 
 Every rank tells for each of its weights where it lies (`ShardInfo`), and gets to know that of all
 ranks. From this follow the checks of Flex Checkpoint.

@@ -269,7 +269,7 @@ def get_rank_to_files(
     use_dist: bool,
     mw_name_compatibility: bool = True,
 ) -> tuple[dict[int, list[str]], set[str], dict[str, str]]:
-    """Which data files each rank needs. Collective if `use_dist`.
+    """The data files that each rank needs. Collective if `use_dist`.
 
     Returns the files that each rank needs, in the order of the metadata and each once (empty if no
     rank needs any), the names that the checkpoint lacks, and the stored name of each master weight

@@ -13,13 +13,14 @@ is unknown here, or may not be unpickled) is refused when it is loaded, with wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from remesh.checkpoint.local import exchange_of
 from remesh.core import values
 from remesh.errors import (
     CheckpointError,
@@ -28,8 +29,11 @@ from remesh.errors import (
     RankFailedError,
     StateError,
 )
+from remesh.exchange import run_on_all
 from remesh.formats.table import Source, place_of
 from remesh.storage import Storage
+
+T = TypeVar("T")
 
 CONFIG_FNAME = "metadata.json"
 
@@ -49,6 +53,19 @@ def as_checkpointing_exception() -> Iterator[None]:
         yield
     except (StateError, MismatchError, CheckpointError, RankFailedError) as error:
         raise CheckpointingException(str(error)) from error
+
+
+def on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
+    """This rank's result of some work, once all ranks have done it; a failure raises on all."""
+    results: list[T] = []
+
+    def call() -> bytes:
+        results.append(work())
+        return b""
+
+    with as_checkpointing_exception():
+        run_on_all(exchange_of(group), call)
+    return results[0]
 
 
 @dataclass

@@ -75,7 +75,7 @@ def diff(x1: Any, x2: Any, prefix: Key = ()) -> tuple[list[Any], list[Any], list
 
 
 def _difference(x1: Any, x2: Any) -> tuple[Any, ...] | None:
-    """What to say of two leaves that differ, or None if they are equal."""
+    """The details of how two leaves differ, or None if they are equal."""
     if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
         if x1.shape != x2.shape:
             return x1.shape, x2.shape

@@ -1,4 +1,4 @@
-"""Which rank of a group does the work for each shard, and how its tensor gets to the others.
+"""Shards given to the ranks of a group that do the work for them, and passed on to the others.
 
 The ranks exchange which shards they hold, and each computes the same distribution greedily: shards
 that few ranks hold first, large ones before small ones, each to the rank that has least to do.
@@ -28,7 +28,7 @@ EXCHANGE_ALGORITHMS = frozenset({"broadcast", "gather_rounds", "gather_object"})
 
 
 class ShardDistribution(NamedTuple):
-    """Which rank of a group does the work for each shard."""
+    """The rank of a group that does the work for each shard."""
 
     main_rank_for_shard: dict[ShardId, int]  # shard → rank in the group
     shards_in_this_group: set[ShardId]  # the shards that the group has work with

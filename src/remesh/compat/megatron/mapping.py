@@ -1,4 +1,4 @@
-"""What an application wraps its state in, to say how it is sharded.
+"""The classes in which an application wraps its state, to say how it is sharded.
 
 A `ShardedTensor` says where a local tensor lies in a global one, a `ShardedObject` the same for a
 value in a grid of values. A `ShardedTensorFactory` is a leaf that is stored as a sharded state dict
@@ -420,7 +420,7 @@ class ShardedTensorFactory(ShardedBase):
         return self._ranges(self.flattened_range)
 
     def _ranges(self, flattened: slice) -> list[ShardedTensor]:
-        """What a flattened range has of each part that `build_fn` makes of the whole tensor."""
+        """The ranges that a flattened range has of the parts that `build_fn` makes of a tensor."""
         parts, ranges, done = [], [], 0
         if self.local_shape is not None:
             whole = torch.empty(self.local_shape, dtype=self.data.dtype, device="meta")

@@ -19,6 +19,7 @@ from remesh.compat.megatron.core import (
     CheckpointingConfig,
     CheckpointingException,
     as_checkpointing_exception,
+    on_all_ranks,
     save_config,
     storage_of,
 )
@@ -53,7 +54,7 @@ from remesh.compat.megatron.validation import (
     verify_checkpoint_and_load_strategy,
     verify_integrity_manifest,
 )
-from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.exchange import Exchange, run_on_one
 from remesh.formats.building import exists
 
 logger = logging.getLogger(__name__)
@@ -187,23 +188,20 @@ def load(  # noqa: PLR0917 - the order is Megatron's
         validate_access_integrity = common_strategy
         common_strategy = None
     handling = parse_strict_flag(strict)
-    opened: list[tuple[Any, Any, Any]] = []
     stored: CkptShardedMetadata = {}
 
-    def open_checkpoint() -> bytes:
+    def open_checkpoint() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StateDict]:
         if verify_integrity and exchange_of(None).rank == 0:
             verify_integrity_manifest(checkpoint_dir)
         strategies = verify_checkpoint_and_load_strategy(
             checkpoint_dir, sharded_strategy, common_strategy
         )
-        opened.append((*strategies, strategies[1].load_common(checkpoint_dir)))
+        common_state = strategies[1].load_common(checkpoint_dir)
         if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
             stored.update(load_sharded_metadata(checkpoint_dir, *strategies))
-        return b""
+        return *strategies, common_state
 
-    with as_checkpointing_exception():
-        run_on_all(exchange_of(None), open_checkpoint)
-    sharded, common, result = opened[0]
+    sharded, common, result = on_all_ranks(open_checkpoint)
     asked, local, factories = load_preprocess(sharded_state_dict)
     merge(result, local)
     asked, _ = extract_sharded_base(asked)
@@ -268,7 +266,7 @@ def load_plain_tensors(checkpoint_dir: Any) -> Any:
 def load_content_metadata(
     checkpoint_dir: Any = None, *, preloaded_state_dict: Any = None
 ) -> dict[str, Any] | None:
-    """What was saved with `save(..., content_metadata=...)`, or None."""
+    """The `content_metadata` that was given to `save`, or None."""
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise ValueError("load_content_metadata needs a checkpoint_dir or a loaded state dict")

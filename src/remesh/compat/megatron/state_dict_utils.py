@@ -1,4 +1,4 @@
-"""What happens to a state dict before it is saved or loaded."""
+"""A state dict is taken apart before it is saved or loaded."""
 
 from __future__ import annotations
 

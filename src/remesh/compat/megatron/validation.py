@@ -27,6 +27,7 @@ from remesh.compat.megatron.core import (
     as_checkpointing_exception,
     decode_object,
     maybe_load_config,
+    on_all_ranks,
     storage_of,
 )
 from remesh.compat.megatron.dict_utils import diff, extract_matching_values, nested_values
@@ -49,7 +50,7 @@ from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.core.values import encode_object
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.exchange import run_on_all, run_on_one
 from remesh.planner import LocalBoxes, plan_save
 from remesh.storage import Storage
 
@@ -61,7 +62,7 @@ CkptShardedMetadata = dict[str, Any]
 
 
 class StrictHandling(Enum):
-    """What a load does about keys that do not match.
+    """How a load treats keys that do not match.
 
     *Unexpected* keys are asked for but not stored; each rank has its own. *Missing* keys are stored
     but no rank asks for them; they are the same on all ranks. The forms that end in `_UNEXPECTED`
@@ -138,7 +139,7 @@ class _Described(msgspec.Struct, array_like=True, frozen=True):
 def determine_global_metadata(
     sharded_state_dict: Any, process_group: Any = None
 ) -> tuple[LocalMetadata, GlobalMetadata]:
-    """What this rank and what all ranks describe, without data. Collective."""
+    """The shards that this rank and that all ranks describe, without data. Collective."""
     local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
     exchange = exchange_of(process_group)
     encoded = msgspec.msgpack.encode([_describe(leaf) for leaf in local])
@@ -215,7 +216,7 @@ def validate_sharding_integrity(global_metadata: GlobalMetadata) -> None:
 
 
 def _local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
-    """What a rank holds, for the planner; data is not looked at."""
+    """The boxes that a rank holds, for the planner; data is not looked at."""
     rows: dict[str, int] = {}
     table: list[tuple[str, str, Sequence[int]]] = []
     boxes: list[tuple[int, Box]] = []
@@ -328,7 +329,9 @@ def validate_integrity_and_strict_load(
         if global_metadata is not None and strict in _ALL:
             missing = stored - {item.key for rank in global_metadata for item in rank}
         if strict in _RAISING:
-            _raise_everywhere(exchange_of(group), missing, unexpected)
+            on_all_ranks(
+                lambda: maybe_report_missing_and_unexpected_keys(missing, unexpected), group
+            )
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
         if strict in _LOGGING:
             maybe_report_missing_and_unexpected_keys(missing, unexpected, raise_error=False)
@@ -339,15 +342,6 @@ def validate_integrity_and_strict_load(
             raise CheckpointingException("checking access integrity needs global_metadata")
         validate_sharding_integrity(global_metadata)
     return sharded_state_dict, missing, unexpected
-
-
-def _raise_everywhere(exchange: Exchange, missing: set[str], unexpected: set[str]) -> None:
-    def report() -> bytes:
-        maybe_report_missing_and_unexpected_keys(missing, unexpected)
-        return b""
-
-    with as_checkpointing_exception():
-        run_on_all(exchange, report)
 
 
 def adjust_non_strict_load(sharded_state_dict: Any, sharded_keys_to_remove: set[str]) -> Any:
@@ -436,7 +430,7 @@ _PART = 1 << 26
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """What `integrity.json` holds."""
+    """The content of `integrity.json`."""
 
     files: dict[str, str]
     algorithm: str = _ALGORITHM

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
+from remesh.compat.megatron.core import CheckpointingException, on_all_ranks
 from remesh.exchange import run_on_all
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -105,13 +105,7 @@ class AsyncRequest(NamedTuple):
 
     def execute_sync(self) -> None:
         """Do everything at once. Collective; an error on one rank raises on all."""
-
-        def work() -> bytes:
-            self.preloaded().run()
-            return b""
-
-        with as_checkpointing_exception():
-            run_on_all(exchange_of(None), work)
+        on_all_ranks(lambda: self.preloaded().run())
         for finalize in self.finalize_fns:
             finalize()
 
@@ -299,15 +293,7 @@ class AsyncCallsQueue:
             caller = self._persistent
             # One process does one thing at a time; those before are finalized first.
             self.maybe_finalize_async_calls(blocking=True)
-        preloaded = [request]
-
-        def preload() -> bytes:
-            preloaded[0] = request.preloaded()
-            return b""
-
-        with as_checkpointing_exception():
-            run_on_all(exchange_of(None), preload)
-        caller.schedule_async_call(preloaded[0])
+        caller.schedule_async_call(on_all_ranks(request.preloaded))
         is_foreign = not isinstance(async_request, AsyncRequest)
         self._active.append(_ActiveRequest(caller, request, is_foreign))
         return self._call_idx

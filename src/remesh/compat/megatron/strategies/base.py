@@ -20,7 +20,7 @@ from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 
 
 class StrategyAction(Enum):
-    """What a strategy does."""
+    """The kinds of strategies."""
 
     LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"
@@ -72,7 +72,7 @@ def register_default_strategy(
 
 
 class LoadStrategyBase(ABC):
-    """What load strategies have in common."""
+    """Base of load strategies."""
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -108,7 +108,7 @@ class OneBackend(LoadStrategyBase):
 
 
 class SaveStrategyBase:
-    """What save strategies have in common."""
+    """Base of save strategies."""
 
     def __init__(self, backend: str, version: int) -> None:
         self.backend = backend
@@ -150,7 +150,7 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Any) -> StateDict:
-        """What a sharded state dict describes, loaded, in the same structure."""
+        """The tensors and objects of a sharded state dict, loaded, in the same structure."""
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: Any) -> ShardedStateDict:
@@ -177,7 +177,7 @@ class SaveCommonStrategy(SaveStrategyBase, ABC):
     def prepare_common(
         self, common_state_dict: StateDict, checkpoint_dir: Any
     ) -> Callable[[], None]:
-        """What every rank calls later to write what it is now; here it is written at once."""
+        """A function that every rank calls later to write it as it is now; here it is written."""
         self.save_common(common_state_dict, checkpoint_dir)
         return lambda: None
 

@@ -17,6 +17,7 @@ from remesh.checkpoint.opened import Checkpoint
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
+    on_all_ranks,
     require_known,
     source_of,
     storage_of,
@@ -31,7 +32,7 @@ from remesh.compat.megatron.strategies.base import (
 from remesh.core.state import Path, assemble
 from remesh.core.values import encode_object
 from remesh.errors import CheckpointNotFoundError
-from remesh.exchange import Alone, run_on_all, run_on_one
+from remesh.exchange import Alone, run_on_one
 from remesh.formats.archive import read_archive
 from remesh.formats.archive_writer import archive_of
 from remesh.formats.building import exists
@@ -92,15 +93,13 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
     def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
         storage = storage_of(checkpoint_dir)
 
-        def write() -> bytes:
+        def write() -> None:
             for item in nested_values(sharded_objects_state_dict):
                 if is_main_replica(item.replica_id):
                     data = torch_bytes(item.data, item.unique_key)
                     storage.put(f"{item.unique_key}.pt", data, overwrite=True)
-            return b""
 
-        with as_checkpointing_exception():
-            run_on_all(exchange_of(None), write)
+        on_all_ranks(write)
 
 
 class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
@@ -128,15 +127,7 @@ class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
                     f"{checkpoint_dir}: no object {item.unique_key} is stored"
                 ) from error
 
-        found: list[Any] = []
-
-        def read_all() -> bytes:
-            found.append(dict_list_map_outplace(read, sharded_objects_state_dict))
-            return b""
-
-        with as_checkpointing_exception():
-            run_on_all(exchange_of(None), read_all)
-        return found[0]
+        return on_all_ranks(lambda: dict_list_map_outplace(read, sharded_objects_state_dict))
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
         found: dict[str, ShardedObject] = {}

@@ -101,5 +101,5 @@ class FileSystemWriterAsync(FileSystemWriter):
         return self.write_data(plan, planner).wait()
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
-        """What this rank has written, or what went wrong."""
+        """The results of this rank's writing, or the error."""
         return self._results

@@ -22,12 +22,12 @@ import torch
 from remesh.background import Saver
 from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
-from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
     decode_object,
+    on_all_ranks,
     require_known,
     source_of,
     storage_of,
@@ -50,7 +50,7 @@ from remesh.compat.megatron.strategies.base import (
 from remesh.core.index import Index
 from remesh.core.sharded import ShardedObject as EngineObject
 from remesh.core.sharded import ShardedTensor as EngineTensor
-from remesh.exchange import Alone, run_on_all
+from remesh.exchange import Alone
 from remesh.formats import native
 from remesh.formats.torch_dcp import COMMON_NAME
 
@@ -136,7 +136,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         self,
         sharded_state_dict: Any,  # noqa: ARG002 - what overrides look at
     ) -> tuple[Describe, dict[str, object]]:
-        """What shards are to the engine, and options of the format for this save. Collective."""
+        """How shards are described to the engine, and options of the format. Collective."""
         return ShardedTensor.to_remesh, {}
 
 
@@ -144,14 +144,12 @@ def state_to_save(sharded_state_dict: Any, describe: Describe) -> dict[str, Any]
     """The main replicas of a state dict as a state for the engine. Collective."""
     leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
 
-    def check() -> bytes:
+    def check() -> None:
         for leaf in leaves:
             if isinstance(leaf, ShardedTensor) and leaf.data is None:
                 raise CheckpointingException(f"{leaf.key}: there is no data to save")
-        return b""
 
-    with as_checkpointing_exception():
-        run_on_all(exchange_of(None), check)
+    on_all_ranks(check)
     return _engine_state(leaves, describe)
 
 
@@ -203,9 +201,8 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
             leaf if isinstance(leaf, ShardedTensor) else leaf.without_data()
             for leaf in nested_values(sharded_state_dict)
         ]
-        found: list[Any] = []
 
-        def work() -> bytes:
+        def work() -> Any:
             loaded = load(
                 _engine_state(leaves),
                 source_of(checkpoint_dir, self.format),
@@ -221,13 +218,10 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
                     return None if leaf.data is None else leaf.data.detach()
                 return require_known(new.data, f"{checkpoint_dir}: {leaf.key}")
 
-            found.append(dict_list_map_outplace(result, sharded_state_dict))
-            return b""
+            return dict_list_map_outplace(result, sharded_state_dict)
 
         # On every rank, though groups load apart, and only one may know too little of an object.
-        with as_checkpointing_exception():
-            run_on_all(exchange_of(None), work)
-        return found[0]
+        return on_all_ranks(work)
 
     def stored_state(self, checkpoint_dir: Any) -> StoredState:
         """The index and values of a checkpoint, read by this process alone."""

@@ -1,4 +1,4 @@
-"""What Megatron asks about NVIDIA's resiliency extension and its saves in the background.
+"""Answers about NVIDIA's resiliency extension and its saves in the background.
 
 The drop-in's saves are scheduled by the drop-in's own queue (`async_strategy="mcore"`), whether the
 extension is installed or not. Its local checkpoints are another matter: Megatron's own

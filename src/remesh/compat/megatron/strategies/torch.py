@@ -341,7 +341,7 @@ def _without(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """What schedules saves beside the training: `mcore`, which the drop-in provides.
+    """The scheduler of saves beside the training: `mcore`, which the drop-in provides.
 
     With its classes and functions by name, or the one that `module` names.
     """
