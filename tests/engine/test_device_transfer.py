@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import remesh
-from remesh.adapters.device import TorchDevice
-from remesh.adapters.memory import MOVABLE, DeviceMemory
+from remesh.adapters.memory import MOVABLE, DeviceMemory, TorchDevice
 from remesh.checkpoint.devices import DeviceInUse, agree_on_devices, device_in_use
 from remesh.core.dtypes import BY_NAME
 from remesh.core.memory import Memory

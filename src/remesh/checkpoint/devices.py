@@ -39,9 +39,9 @@ def device_in_use(memories: Iterable[Memory]) -> DeviceInUse:
     [(name, _)] = num_bytes.most_common(1)
     if name == "cpu":
         return DeviceInUse(name)
-    from remesh.adapters import device
+    from remesh.adapters.memory import identity_of
 
-    return DeviceInUse(name, f"{machine()} {device.identity_of(name)}")
+    return DeviceInUse(name, f"{machine()} {identity_of(name)}")
 
 
 def agree_on_devices(exchange: Exchange, in_use: Sequence[DeviceInUse]) -> Device | None:
@@ -66,6 +66,6 @@ def agree_on_devices(exchange: Exchange, in_use: Sequence[DeviceInUse]) -> Devic
     is_alone = exchange.world_size == 1
     if not is_alone and not exchange.connect(name):
         return None
-    from remesh.adapters import device
+    from remesh.adapters.memory import TorchDevice
 
-    return device.TorchDevice(name)
+    return TorchDevice(name)
