@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from click.testing import CliRunner
 from lightkube import ApiError, Client
 from lightkube.types import PatchType
 
-from remesh.cli import cli
-from remesh.kubernetes import client as jobs
 from remesh.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, SERVICES
 from remesh.kubernetes.manifests import NAME, manifests
-from remesh.kubernetes.observed import Pod, Role
-from remesh.kubernetes.resource import Job
+from remesh.kubernetes.observed import Pod, Role, parse_pod
+from remesh.kubernetes.resource import LABEL_JOB, Job, parse_job
 from tests.elastic.cluster import REMESH, TRAIN, reserve_port
 from tests.kubernetes.controllers import jobs_of
 from tests.waiting import wait_until
@@ -191,7 +188,6 @@ class Bed:
             "replicas": 3,
             "minReplicas": 2,
             "nodeLostSeconds": 1,
-            "growSeconds": 5,
             "drainSeconds": 20,
             "worker": {"args": ["--beat-seconds", "0.5", "--last-call", "2"], "template": template},
             "master": {
@@ -207,12 +203,6 @@ class Bed:
             "spec": values | spec,
         }
 
-    def run(self, *words: str) -> str:
-        """Run `remesh job` in this process; what it prints."""
-        done = CliRunner().invoke(cli, ["job", *words, "--namespace", self.namespace])
-        assert done.exit_code == 0, done.output
-        return done.stdout
-
     def submit(
         self, name: str, *, mount: bool = True, master_args: list[str] | None = None, **spec: Any
     ) -> None:
@@ -220,9 +210,7 @@ class Bed:
         manifest = self.manifest(name, **spec)
         if master_args is not None:
             manifest["spec"]["master"]["args"] = master_args
-        file = self.directory / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(manifest))
-        self.run("submit", str(file))
+        self.client.create(JOBS.from_dict(manifest))
         if mount:
             self.mount_token(name)
 
@@ -275,10 +263,15 @@ class Bed:
         return spec
 
     def job(self, name: str) -> Job:
-        return jobs.job(self.client, name)
+        return parse_job(self.client.get(JOBS, name))
 
     def pods(self, name: str) -> list[Pod]:
-        return jobs.pods(self.client, name)
+        """The pods of a job: masters first, then workers, by number."""
+        labels: Any = {LABEL_JOB: name}
+        found = [parse_pod(each) for each in self.client.list(PODS, labels=labels)]
+        return sorted(
+            (pod for pod in found if pod is not None), key=lambda pod: (pod.role, pod.index)
+        )
 
     def workers(self, name: str) -> dict[int, str]:
         """The workers that run, and their nodes."""
@@ -343,7 +336,7 @@ class Bed:
         try:
             wait_until(lives, what, seconds)
         except AssertionError:
-            raise AssertionError(f"{what}: {self.run('status', name)}\n{self.log()}") from None
+            raise AssertionError(f"{what}: {self.job(name).status}\n{self.log()}") from None
 
     def until_trained(self, name: str, *ids: int) -> None:
         """Wait until these workers, and no others, train together and make steps."""

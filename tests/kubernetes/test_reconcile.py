@@ -209,24 +209,21 @@ def test_the_master_is_replaced(bench: Bench) -> None:
     assert bench.ids() == [0, 1, 2], "the workers go on"
 
 
-def test_a_job_shrinks_and_grows() -> None:
-    bench = Bench(hosts=2, pending_seconds=60, grow_seconds=120)
+def test_a_job_trains_on_the_hosts_there_are_and_its_other_pods_wait() -> None:
+    bench = Bench(hosts=2)
     bench.settle()
-    assert bench.ids() == [0, 1, 2]
+    bench.master = RUNNING
+    bench.wait(600)
+    assert (bench.ids(), bench.status.replicas) == ([0, 1, 2], 2)
+    assert bench.status.phase is Phase.RUNNING
     assert condition(bench.status, "Degraded") == "True"
-    bench.wait(60)
-    assert (bench.ids(), bench.status.target) == ([0, 1], 2)
-    assert "Shrunk" in bench.cluster.events
-    bench.wait(119)
-    assert bench.ids() == [0, 1]
     bench.cluster.hosts = 3
-    bench.wait(1)
-    assert (bench.ids(), bench.status.replicas) == ([0, 1, 3], 3)
-    assert bench.status.shrunk_at is None
+    bench.settle()
+    assert (bench.ids(), bench.status.replicas) == ([0, 1, 2], 3)
 
 
-def test_a_job_does_not_shrink_below_what_can_train() -> None:
-    bench = Bench(hosts=1, pending_seconds=60)
+def test_a_job_with_too_few_hosts_waits() -> None:
+    bench = Bench(hosts=1)
     bench.settle()
     bench.wait(600)
     assert bench.ids() == [0, 1, 2]

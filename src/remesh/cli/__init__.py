@@ -52,7 +52,6 @@ _HOMES = {
     "status": "remesh.cli.master",
     "manifests": "remesh.cli.manifests",
     "operator": "remesh.cli.operator",
-    "job": "remesh.cli.job",
 }
 """The module of each command; the command has the same name there."""
 

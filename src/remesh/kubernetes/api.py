@@ -11,9 +11,7 @@ from typing import Any
 import httpx2
 from lightkube import ApiError, AsyncClient
 from lightkube.core.exceptions import ConfigError
-from lightkube.core.resource import ApiInfo
 from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
-from lightkube.generic_resource import create_api_info as _api_info
 from lightkube.types import PatchType
 
 from remesh.errors import ClusterError
@@ -56,31 +54,10 @@ log = logging.getLogger(__name__)
 
 JOBS = create_namespaced_resource(GROUP, VERSION, KIND, PLURAL)
 
-
-class PODS(GenericNamespacedResource):
-    """Pods, as JSON values."""
-
-    _api_info: ApiInfo = _api_info("", "v1", "Pod", "pods")
-
-
-class SERVICES(GenericNamespacedResource):
-    """Services."""
-
-    _api_info: ApiInfo = _api_info("", "v1", "Service", "services")
-
-
-class SECRETS(GenericNamespacedResource):
-    """Secrets."""
-
-    _api_info: ApiInfo = _api_info("", "v1", "Secret", "secrets")
-
-
-class EVENTS(GenericNamespacedResource):
-    """Events."""
-
-    _api_info: ApiInfo = _api_info("", "v1", "Event", "events")
-
-
+PODS = create_namespaced_resource("", "v1", "Pod", "pods")
+SERVICES = create_namespaced_resource("", "v1", "Service", "services")
+SECRETS = create_namespaced_resource("", "v1", "Secret", "secrets")
+EVENTS = create_namespaced_resource("", "v1", "Event", "events")
 NOT_FOUND, CONFLICT = 404, 409
 
 

@@ -14,6 +14,7 @@ from remesh.kubernetes.resource import (
     LABEL_JOB,
     LABEL_ROLE,
     Condition,
+    Holds,
     Job,
     Phase,
     Status,
@@ -104,7 +105,7 @@ def _why_waiting(workers: Sequence[Pod]) -> str:
 def _condition(
     old: Condition | None, kind: str, holds: bool, reason: str, message: str, now: datetime
 ) -> Condition:
-    status = "True" if holds else "False"
+    status: Holds = "True" if holds else "False"
     time = now if old is None or old.status != status else old.last_transition_time
     return Condition(
         type=kind, status=status, reason=reason, message=message, last_transition_time=time

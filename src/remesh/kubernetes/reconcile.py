@@ -15,9 +15,8 @@ It stays the same while its pod lives, and is not given to another pod. A replac
 comes last in the order: the workers that go on keep their order, rank 0 stays where its log is,
 and the agent of a lost machine that comes back never meets another one with its id.
 
-**Sizes.** A job has `spec.replicas` workers. Those that Kubernetes cannot place within
-`pending_seconds` are given up if the others can train (the job *shrinks*), and every `grow_seconds`
-the job tries to have all of them again (it *grows*).
+**Sizes.** A job has `spec.replicas` workers. The pods of those that Kubernetes cannot place stay
+pending, and the master lets the others train if they are enough.
 
 Suspending and deleting stop the workers first: they save while the master still runs.
 """
@@ -225,7 +224,6 @@ def _after_jump(status: Status, now: datetime) -> Status:
 
     return msgspec.structs.replace(
         status,
-        shrunk_at=not_after(status.shrunk_at),
         replaced_at=not_after(status.replaced_at),
         master_failed_at=not_after(status.master_failed_at),
     )
@@ -305,8 +303,6 @@ def _resume(this: _Pass) -> None:
         phase=Phase.PENDING,
         reason="resumed",
         epoch=this.status.epoch + 1,
-        target=None,
-        shrunk_at=None,
         master=this.status.master + 1,
         master_seen=False,
         workers=(),
@@ -327,7 +323,7 @@ def _run(this: _Pass) -> None:
         succeeded = this.master.outcome == "succeeded"
         _finish(this, Phase.SUCCEEDED if succeeded else Phase.FAILED, this.master.reason)
         return
-    for step in (_check_workers, _check_master, _resize, _place):
+    for step in (_check_workers, _check_master, _place):
         step(this)
         if this.status.phase in FINISHED:
             return
@@ -353,8 +349,7 @@ def _check_workers(this: _Pass) -> None:
         if this.status.phase in FINISHED:
             return
     this.set(workers=tuple(kept))
-    wanted = this.job.spec.replicas if this.status.target is None else this.status.target
-    if kept and num_succeeded >= max(len(kept), wanted):
+    if kept and num_succeeded >= max(len(kept), this.job.spec.replicas):
         _finish(this, Phase.SUCCEEDED, "the processes of all nodes succeeded")
         return
     if this.status.replacements > this.job.spec.max_replacements:
@@ -462,47 +457,10 @@ def _check_master(this: _Pass) -> None:
     this.emit("MasterReplaced", f"master {status.master}: {text}", warning=True)
 
 
-def _resize(this: _Pass) -> None:
-    """Choose how many workers there should be, and which are given up."""
-    spec, status = this.job.spec, this.status
-    edited = status.observed_generation != this.job.generation
-    target = spec.replicas
-    if status.target is not None and status.shrunk_at is not None and not edited:
-        target = min(status.target, spec.replicas)
-        if target < spec.replicas and this.passed(status.shrunk_at, spec.grow_seconds):
-            target = spec.replicas
-            this.emit("Growing", f"the job tries to have {target} workers again")
-    unplaced = _unplaced_for_long(this)
-    rest = len(status.workers) - len(unplaced)
-    if unplaced and spec.fitting(rest):
-        this.set(
-            workers=tuple(each for each in status.workers if each.id not in unplaced),
-            shrunk_at=this.now,
-        )
-        target = min(target, rest)
-        names = ", ".join(str(index) for index in sorted(unplaced))
-        why = next(iter(unplaced.values())) or "they were not scheduled"
-        this.emit("Shrunk", f"goes on with {rest} workers, without {names}: {why}", warning=True)
-    elif target == spec.replicas:
-        this.set(shrunk_at=None)
-    this.set(target=target)
-
-
-def _unplaced_for_long(this: _Pass) -> dict[int, str]:
-    """Workers whose pods have not been started for too long, and why not."""
-    found, pods = {}, this.of(Role.WORKER)
-    for worker in this.status.workers:
-        pod = pods.get(worker.id)
-        waits = pod is not None and pod.phase == "Pending"
-        if pod is not None and waits and this.passed(pod.created, this.job.spec.pending_seconds):
-            found[worker.id] = pod.message
-    return found
-
-
 def _place(this: _Pass) -> None:
     """Bring the list of workers to its size, and the pods to what the list says."""
     status, pods = this.status, this.of(Role.WORKER)
-    target = this.job.spec.replicas if status.target is None else status.target
+    target = this.job.spec.replicas
     workers = list(status.workers)
     if len(workers) > target:
         # Those that do not run yet go first, then the newest.

@@ -1,8 +1,8 @@
 """The resource ElasticJob as Python values.
 
-The API server validates objects by the schema in `definition`; the classes here have the same
-fields. `Spec` is written by users, `Status` by the operator alone. The status is all that the
-operator remembers of a job, so an operator that is killed and started again continues from it.
+The API server validates objects by a schema that `definition` makes of these classes. `Spec` is
+written by users, `Status` by the operator alone. The status is all that the operator remembers of a
+job, so an operator that is killed and started again continues from it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import ssl
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from remesh.errors import ClusterError
 
@@ -56,17 +57,28 @@ class CleanPolicy(StrEnum):
     NONE = "None"
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Where the job keeps its checkpoints: a volume, or an object store."""
+Text = Annotated[str, Meta(min_length=1)]
+SecretName = Annotated[str, Meta(min_length=1, max_length=253)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Workers = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")]
 
-    claim: str | None = None
-    """A PersistentVolumeClaim that is mounted at `path` in all workers."""
-    path: str = "/checkpoints"
-    """Where it is mounted."""
-    url: str | None = None
-    """Address of an object store, instead of a claim."""
-    secret: str | None = None
-    """A Secret whose keys become variables of the workers, such as the store's credentials."""
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Where the job keeps its checkpoints; scripts read REMESH_CHECKPOINT_ROOT."""
+
+    claim: Annotated[
+        Text | None, Meta(description="A PersistentVolumeClaim that is mounted in all workers.")
+    ] = None
+    path: Annotated[str, Meta(pattern="^/", description="Where it is mounted.")] = "/checkpoints"
+    url: Annotated[
+        Annotated[str, Meta(pattern="^[a-z0-9]+://")] | None,
+        Meta(description="Address of an object store, instead of a claim."),
+    ] = None
+    secret: Annotated[
+        SecretName | None, Meta(description="A Secret whose keys become variables of the workers.")
+    ] = None
 
     @property
     def root(self) -> str:
@@ -75,11 +87,15 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Certificates of the master."""
+    """Certificates of the master, for the name <job>-master.<namespace>.svc."""
 
-    secret: str  # a Secret of type kubernetes.io/tls, with the key `ca.crt` besides
-    ca_bundle: str | None = None
-    """The certificates that the operator trusts, as PEM; the system's by default."""
+    secret: Annotated[
+        SecretName, Meta(description="A Secret with the keys tls.crt, tls.key and ca.crt.")
+    ]
+    ca_bundle: Annotated[
+        str | None,
+        Meta(description="The certificates that the operator trusts, as PEM; else the system's."),
+    ] = None
 
     def trust(self) -> ssl.SSLContext | None:
         """The certificates that the operator trusts; None for the system's.
@@ -96,52 +112,83 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class MasterSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The master pod."""
+    """The pod that coordinates the workers; it needs no GPU."""
 
-    port: int = 29400  # port of the master and of its service
-    state_claim: str | None = None
-    """A PersistentVolumeClaim for the journal. Without it a master that is replaced by another pod
-    learns of the job from the agents."""
-    args: tuple[str, ...] = ()  # further options of `remesh master`
-    template: dict[str, Any] = {}
-    """Pod template; by default the image of the workers and little memory."""
+    port: Annotated[
+        int, Meta(ge=1, le=65535, description="Port of the master and of its service.")
+    ] = 29400
+    # Without a claim a master that is replaced by another pod learns of the job from the agents.
+    state_claim: Annotated[
+        Text | None, Meta(description="A PersistentVolumeClaim for the master's journal.")
+    ] = None
+    args: Annotated[tuple[str, ...], Meta(description="Further options of `remesh master`.")] = ()
+    template: Annotated[
+        dict[str, Any], Meta(description="Pod template; by default the image of the workers.")
+    ] = {}
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The worker pods."""
+    """The pods that train."""
 
-    args: tuple[str, ...] = ()  # further options of `remesh run`
-    template: dict[str, Any]
-    """Pod template. The first container runs the training; its command is `remesh` by default."""
+    args: Annotated[tuple[str, ...], Meta(description="Further options of `remesh run`.")] = ()
+    template: Annotated[
+        dict[str, Any], Meta(description="Pod template; its first container runs the training.")
+    ]
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """What a user asks for."""
 
-    script: tuple[str, ...]  # the script and its arguments
-    replicas: int = 1  # workers that the job should have
-    min_replicas: int | None = None  # fewest workers that can train; `replicas` by default
-    max_replicas: int | None = None  # most workers; `replicas` by default
-    node_unit: int = 1  # worlds have a multiple of so many workers
-    max_restarts: int = 3  # restart budget of each worker, for its processes
-    max_replacements: int = 10  # worker pods that are replaced after failures that are charged
-    check: bool = False  # test workers before they train
-    exclude_faulty_hosts: bool = True  # keep pods off hosts that have proven faulty
-    max_memory: str | None = None
-    """A worker killed for memory is replaced by one with half as much memory again, up to this
-    quantity; None: never."""
-    suspend: bool = False  # give back all resources until this is false again
-    clean_policy: CleanPolicy = CleanPolicy.RUNNING
-    """Which pods are deleted when the job has finished."""
-    pending_seconds: int = 300  # a worker that is not scheduled for so long is given up
-    grow_seconds: int = 300  # after so long the job tries to have all workers again
-    node_lost_seconds: int = 30  # pods of a node that is not ready are replaced after so long
-    drain_seconds: int = 60  # time for a last checkpoint when a worker is asked to leave
-    join_seconds: int = 3600  # without enough workers for so long, the job has failed
-    checkpoint: Checkpoint | None = None  # where checkpoints are kept
-    tls: Tls | None = None  # certificates of the master
-    master: MasterSpec = MasterSpec()  # the master pod
-    worker: WorkerSpec  # the worker pods
+    script: Annotated[
+        tuple[str, ...], Meta(min_length=1, description="The script and its arguments.")
+    ]
+    replicas: Annotated[Workers, Meta(description="Workers that the job should have.")] = 1
+    min_replicas: Annotated[
+        Workers | None, Meta(description="Fewest workers that can train; replicas by default.")
+    ] = None
+    max_replicas: Annotated[
+        Workers | None, Meta(description="Most workers; replicas by default.")
+    ] = None
+    node_unit: Annotated[
+        Positive, Meta(description="Worlds have a multiple of so many workers.")
+    ] = 1
+    max_restarts: Annotated[
+        Natural, Meta(description="Restarts of a worker's processes that are charged.")
+    ] = 3
+    max_replacements: Annotated[
+        Natural, Meta(description="Workers that are replaced after failures that are charged.")
+    ] = 10
+    check: Annotated[bool, Meta(description="Test workers before they train.")] = False
+    exclude_faulty_hosts: Annotated[
+        bool, Meta(description="Keep pods off hosts that proved faulty.")
+    ] = True
+    max_memory: Annotated[
+        Quantity | None,
+        Meta(description="A worker killed for memory is replaced by one with more, up to this."),
+    ] = None
+    suspend: Annotated[bool, Meta(description="Give back all resources until this is false.")] = (
+        False
+    )
+    clean_policy: Annotated[
+        CleanPolicy, Meta(description="Which pods are deleted when the job has finished.")
+    ] = CleanPolicy.RUNNING
+    node_lost_seconds: Annotated[
+        Natural, Meta(description="Pods of a lost node are replaced after this, in seconds.")
+    ] = 30
+    drain_seconds: Annotated[
+        Natural, Meta(description="Time for a last checkpoint, in seconds.")
+    ] = 60
+    join_seconds: Annotated[
+        Natural,
+        Meta(description="Without enough workers for this long the job fails, in seconds."),
+    ] = 3600
+    checkpoint: Annotated[
+        Checkpoint | None,
+        Meta(extra_json_schema={"oneOf": [{"required": ["claim"]}, {"required": ["url"]}]}),
+    ] = None
+    tls: Tls | None = None
+    master: MasterSpec = MasterSpec()
+    worker: WorkerSpec
 
     @property
     def fewest(self) -> int:
@@ -175,11 +222,14 @@ class ExcludedHost(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     reason: str = ""
 
 
+Holds = Literal["True", "False", "Unknown"]
+
+
 class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """A condition, as Kubernetes has them."""
 
     type: str
-    status: str
+    status: Holds
     reason: str
     message: str = ""
     last_transition_time: datetime
@@ -198,7 +248,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """A failure for `remesh job errors`: of a process, from the master, or of a pod."""
+    """A failure of a process, as the master says, or of a pod."""
 
     time: datetime
     where: str = ""
@@ -215,16 +265,21 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The state of the job."""
     reason: str = ""
     """Why, in a sentence."""
-    conditions: tuple[Condition, ...] = ()
-    """Training, Degraded, Suspended, Complete and Failed."""
+    conditions: Annotated[
+        tuple[Condition, ...],
+        Meta(
+            description="Training, Degraded, Suspended, Complete, Failed; Stalled if the operator "
+            "is stuck.",
+            extra_json_schema={
+                "x-kubernetes-list-type": "map",
+                "x-kubernetes-list-map-keys": ["type"],
+            },
+        ),
+    ] = ()
     replicas: int = 0
     """Worker pods that run."""
     selector: str = ""
     """Labels of the worker pods, for `kubectl scale`."""
-    target: int | None = None
-    """Workers that the job tries to have now: `spec.replicas`, or fewer after it shrank."""
-    shrunk_at: datetime | None = None
-    """When it shrank."""
     workers: tuple[Worker, ...] = ()
     """The workers that the job should have."""
     next_worker: int = 0
