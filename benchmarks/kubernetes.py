@@ -20,9 +20,8 @@ import msgspec
 
 from benchmarks.report import median, print_table, write_json
 from remesh.kubernetes.looking import ConflictError, Key
-from remesh.kubernetes.metrics import Metrics
 from remesh.kubernetes.observed import Master, Pod, Role, parse_pod
-from remesh.kubernetes.operator import Operator
+from remesh.kubernetes.operator import Metrics, Operator
 from remesh.kubernetes.pods import make_pod, pod_name
 from remesh.kubernetes.reconcile import Action, CreatePod, DeletePod
 from remesh.kubernetes.resource import FINALIZER, Job, Spec, Status, WorkerSpec

@@ -18,7 +18,7 @@ from remesh.cli import cli
 from remesh.elastic.agent import EXIT_REPLACE
 from remesh.elastic.launch import make_parser
 from remesh.errors import ClusterError
-from remesh.kubernetes import exits, looking, reconcile, resource
+from remesh.kubernetes import looking, observed, reconcile, resource
 from remesh.kubernetes.definition import DEFINITION, SPEC, STATUS
 from remesh.kubernetes.manifests import JOB_RULES
 from remesh.kubernetes.observed import Role
@@ -252,7 +252,7 @@ def test_jobs_come_back_from_the_api_server_as_they_were() -> None:
 
 
 def test_the_exit_code_of_the_agent() -> None:
-    assert exits.EXIT_REPLACE == EXIT_REPLACE
+    assert observed.EXIT_REPLACE == EXIT_REPLACE
 
 
 @pytest.mark.parametrize(

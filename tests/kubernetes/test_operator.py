@@ -23,12 +23,11 @@ from remesh.kubernetes import operator
 from remesh.kubernetes.api import EVENTS, JOBS, ApiCluster
 from remesh.kubernetes.conditions import STALLED
 from remesh.kubernetes.looking import Key
-from remesh.kubernetes.metrics import Metrics
 from remesh.kubernetes.observed import Master, Pod, Role, seen_of_master
-from remesh.kubernetes.operator import Masters, Operator
+from remesh.kubernetes.operator import Masters, Metrics, Operator
 from remesh.kubernetes.reconcile import Action
 from remesh.kubernetes.resource import Job, Phase, Status, Tls
-from tests.kubernetes.simulated import START, Cluster, make_job
+from tests.kubernetes.simulated import Cluster, make_job
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -140,10 +139,8 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reas
     running = {
         name: Pod(
             name=f"{name}-master-0",
-            uid="m",
             role=Role.MASTER,
             index=0,
-            created=START,
             phase="Running",
         )
         for name in clusters.of

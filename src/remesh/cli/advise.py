@@ -191,11 +191,10 @@ def advise(
     console = output.stdout_console()
     console.out(
         f"{format_bytes(round(state_size))} on {output.plural(nodes, 'node')}, "
-        f"{sum(rates.values()):.3g} failures a day",
-        highlight=False,
+        f"{sum(rates.values()):.3g} failures a day"
     )
     output.print_table(console, _COLUMNS, [_row(one) for one in estimates])
-    console.out(f"recommended: {best.strategy.name}\n  {_arguments(best)}", highlight=False)
+    console.out(f"recommended: {best.strategy.name}\n  {_arguments(best)}")
 
 
 _COLUMNS = (

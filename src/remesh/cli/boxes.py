@@ -22,11 +22,7 @@ class BoxText:
     """Start and stop of the first dims; None stands for the end of the dim on that side."""
 
     def in_shape(self, name: str, shape: tuple[int, ...]) -> Box:
-        """The box in a tensor of this shape; dims that are not given are whole.
-
-        Raises:
-            StateError: If it does not lie in the tensor, or holds no element.
-        """
+        """The box in a tensor of this shape; dims that are not given are whole."""
         where = f"{name} has shape {list(shape)}"
         if len(self.bounds) > len(shape):
             raise StateError(f"--box {self.text} has {len(self.bounds)} dims, but {where}")
@@ -42,11 +38,7 @@ class BoxText:
 
 
 def parse_box(_ctx: click.Context, _param: click.Parameter, text: str | None) -> BoxText | None:
-    """The value of an option that takes a region; a callback for click.
-
-    Raises:
-        BadParameter: If the text is not a region.
-    """
+    """The value of an option that takes a region; a callback for click."""
     if text is None:
         return None
     bounds: list[tuple[int | None, int | None]] = []

@@ -50,11 +50,7 @@ class Verdict:
 
 
 def paths_in(path: str) -> list[catalog.Entry]:
-    """The checkpoints in a directory of them; empty if the path is a checkpoint or holds none.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """The checkpoints in a directory of them; empty if the path is a checkpoint or holds none."""
     return [] if places.is_checkpoint(path) else catalog.scan(open_storage(path))
 
 
@@ -117,12 +113,7 @@ def _advice(path: str, storage: Storage) -> str:
 
 
 def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Finding]:
-    """Unite damage, adjacent blocks of a file into one.
-
-    Args:
-        damages: What reading found, sorted by file and byte.
-        findings: Files that are missing or have another size.
-    """
+    """Unite findings, and damage sorted by file and byte; adjacent blocks become one."""
     problems = {finding.file: finding for finding in findings}
     merged: list[Finding] = []
     for damage in damages:

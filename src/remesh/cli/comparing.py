@@ -81,19 +81,7 @@ def compare(
     tolerance: Tolerance | None,
     on_read: Callable[[int], None],
 ) -> Comparison:
-    """Compare two checkpoints, of any formats.
-
-    Args:
-        first: One of them.
-        second: The other.
-        transform: What the first becomes before it is compared; None if nothing.
-        tolerance: What counts as equal; None to compare no values of tensors.
-        on_read: Called with the bytes of the second that were compared.
-
-    Raises:
-        TransformError: If the transformation does not fit.
-        CorruptCheckpointError: If stored bytes are missing or damaged.
-    """
+    """Compare two checkpoints, of any formats; without a tolerance no values of tensors."""
     resolved = None
     if transform is not None:
         resolved = transform.resolve(first.index, second.index, aliases=first.index.aliases)

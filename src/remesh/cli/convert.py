@@ -158,13 +158,12 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
     checked = "compared with its digests" if report.verified.has_digests else "no digests"
     console.out(
         f"{output.printable(shown_url(target))}: {report.source_format} to {report.format}, "
-        f"{counts}{others}; read again, {checked}",
-        highlight=False,
+        f"{counts}{others}; read again, {checked}"
     )
     if report.unchecked:
         names = output.printable(output.listed(report.unchecked, show_all=False))
         text = f"  repaired; no digest proves that these are what was saved: {names}"
-        console.out(text, style="yellow", highlight=False)
+        console.out(text, style="yellow")
 
 
 def _recipe(

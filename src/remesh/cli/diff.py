@@ -84,7 +84,7 @@ def diff(
 def _print_comparison(console: Console, found: Comparison, *, show_all: bool) -> None:
     def names(title: str, listed: Sequence[str]) -> None:
         if listed:
-            console.out(f"{title}: {len(listed)}", style="bold", highlight=False)
+            console.out(f"{title}: {len(listed)}", style="bold")
             shown = output.capped(listed, show_all=show_all)
             console.out("\n".join(f"  {output.printable(name)}" for name in shown))
             output.print_rest(console, len(listed), show_all=show_all)
@@ -92,7 +92,7 @@ def _print_comparison(console: Console, found: Comparison, *, show_all: bool) ->
     names("tensors only in A", found.only_first)
     names("tensors only in B", found.only_second)
     if found.tensors:
-        console.out(f"tensors that differ: {len(found.tensors)}", style="bold", highlight=False)
+        console.out(f"tensors that differ: {len(found.tensors)}", style="bold")
         rows = [_row(one) for one in output.capped(found.tensors, show_all=show_all)]
         columns = ("<dtype", "<shape", ">elements", ">largest", "<name")
         output.print_table(console, columns, rows, "  ")
@@ -100,11 +100,11 @@ def _print_comparison(console: Console, found: Comparison, *, show_all: bool) ->
     names("values only in A", found.only_first_values)
     names("values only in B", found.only_second_values)
     if found.values:
-        console.out(f"values that differ: {len(found.values)}", style="bold", highlight=False)
+        console.out(f"values that differ: {len(found.values)}", style="bold")
         items = output.capped(list(found.values.items()), show_all=show_all)
         for name, (left, right) in items:
             text = f"{name}: {_short(left)} | {_short(right)}"
-            console.out(f"  {output.printable(text)}", highlight=False)
+            console.out(f"  {output.printable(text)}")
         output.print_rest(console, len(found.values), show_all=show_all)
     equal = output.plural(found.num_equal, "tensor")
     console.out(f"equal: {equal}" + ("" if not found.is_equal else "; nothing differs"))

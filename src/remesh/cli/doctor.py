@@ -102,7 +102,7 @@ def _lacking_for_elastic(versions: Mapping[str, str]) -> list[str]:
 
 def _print(place: str | None, trials: Sequence[Trial]) -> None:
     console = output.stdout_console()
-    console.out("installed", style="bold", highlight=False)
+    console.out("installed", style="bold")
     versions = _versions()
     facts = [
         (name, version or f"not installed: needed for {_PACKAGES[name]}")
@@ -118,8 +118,8 @@ def _print(place: str | None, trials: Sequence[Trial]) -> None:
     ]
     output.print_facts(console, facts)
     if place is None:
-        console.out("\nremesh doctor DIR tries out a place for checkpoints.", highlight=False)
+        console.out("\nremesh doctor DIR tries out a place for checkpoints.")
         return
-    console.out(f"\n{output.printable(shown_url(place))}", style="bold", highlight=False)
+    console.out(f"\n{output.printable(shown_url(place))}", style="bold")
     rows = [(trial.status, trial.name, output.printable(trial.detail)) for trial in trials]
     output.print_table(console, ("<result", "<tried", "<seen"), rows, "  ")

@@ -63,11 +63,7 @@ def unpin(*, checkpoint: str) -> None:
 def parse_best(
     _ctx: click.Context, _param: click.Parameter, texts: Sequence[str]
 ) -> list[KeepBest]:
-    """The values of `--keep-best`; a callback for click.
-
-    Raises:
-        BadParameter: If one is not METRIC:min, METRIC:max or one of them with a number behind.
-    """
+    """The values of `--keep-best`; a callback for click."""
     found = []
     for text in texts:
         metric, _, rest = text.partition(":")
@@ -90,15 +86,7 @@ def keep_options(
 def prune_checkpoints(
     root: str, policies: Sequence[KeepPolicy], run: str | None, *, removes: bool, as_json: bool
 ) -> None:
-    """Show what policies keep of the checkpoints of a directory, and remove the rest if asked to.
-
-    Args:
-        root: The directory.
-        policies: What to keep.
-        run: Whose checkpoints may go; None for the run of the newest one.
-        removes: Whether to remove.
-        as_json: Whether to print JSON.
-    """
+    """Show what policies keep of a directory's checkpoints; remove the rest if asked to."""
     storage = open_storage(root)
     infos = [_checked(info) for info in catalog.list_checkpoints(storage)]
     if not infos:
@@ -172,8 +160,8 @@ def _print_decisions(
     size = format_bytes(sum(decision.info.num_bytes for decision in chosen))
     count = output.plural(len(chosen), "checkpoint")
     if removes:
-        console.out(f"removed {count}, {size}", highlight=False)
+        console.out(f"removed {count}, {size}")
     elif chosen:
-        console.out(f"{count}, {size}; --yes removes them", highlight=False)
+        console.out(f"{count}, {size}; --yes removes them")
     else:
-        console.out("nothing to remove", highlight=False)
+        console.out("nothing to remove")

@@ -117,19 +117,19 @@ def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -
         for step in steps
     ]
     titles, *lines = output.table_lines(columns, rows)
-    console.out(titles, style="bold", highlight=False)
+    console.out(titles, style="bold")
     styles = {"committed": None, "unfinished": "dim", "damaged": "red", "unreadable": "red"}
     for step, line in zip(steps, lines, strict=True):
         style = "bold green" if step is newest else styles[step.status]
-        console.out(line, style=style, highlight=False)
+        console.out(line, style=style)
     reasons = [step for step in steps if step.reason]
     if reasons:
         console.out("")
     for step in reasons:
-        console.out(output.printable(f"{step.name}: {step.reason}"), highlight=False)
+        console.out(output.printable(f"{step.name}: {step.reason}"))
     broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
     if broken:
-        console.out(output.printable(repair_advice(broken[-1].path)), highlight=False)
+        console.out(output.printable(repair_advice(broken[-1].path)))
 
 
 def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
@@ -327,7 +327,7 @@ def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None
     ]
     if checkpoint.metadata:
         facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
-    console.out(output.printable(listing.path), style="bold", highlight=False)
+    console.out(output.printable(listing.path), style="bold")
     output.print_facts(console, facts)
 
 
@@ -375,13 +375,13 @@ def _print_tensors(console: Console, listing: _Listing, with_pieces: bool, show_
         output.print_rest(console, len(listing.tensors), show_all=show_all)
         return
     titles, *lines = output.table_lines(columns, rows)
-    console.out(titles, style="bold", highlight=False)
+    console.out(titles, style="bold")
     shown_lines = []
     for name, line in zip(names, lines, strict=True):
         shown_lines.append(line)
         if name not in index.aliases:
             shown_lines += piece_lines(index.pieces(name), "    ")[1:]
-    console.out("\n".join(shown_lines), highlight=False)
+    console.out("\n".join(shown_lines))
     output.print_rest(console, len(listing.tensors), show_all=show_all)
 
 

@@ -31,12 +31,7 @@ def _size(num_bytes: int, total: int) -> tuple[str, str]:
 
 
 def usages_of(index: Index, depth: int) -> list[Usage]:
-    """What the tensors with common beginnings of names take, the largest first.
-
-    Args:
-        index: The tensors.
-        depth: Parts of a name that are compared.
-    """
+    """What tensors take whose names have their first `depth` parts in common, the largest first."""
     tensors = index.tensors
     sizes = tensors.shapes.prod(axis=1)
     found: dict[str, list[int]] = {}

@@ -81,11 +81,7 @@ class Mesh:
 
 
 def parse_mesh(text: str, rules: Sequence[str] = ()) -> Mesh:
-    """A layout of its text, and rules of theirs.
-
-    Raises:
-        StateError: If the text is not a layout, or a rule not `PATTERN=DIM`.
-    """
+    """A layout of its text, and rules of theirs."""
     axes = []
     for part in text.split(","):
         kind, _, size = part.strip().partition("=")

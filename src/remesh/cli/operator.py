@@ -38,8 +38,8 @@ def operator(
 
     Runs in the cluster (see `remesh manifests`), or anywhere with a KUBECONFIG. Run one at a time.
     """
-    instance = output.needs_kubernetes("remesh.kubernetes.instance")
-    options = output.needs_kubernetes("remesh.kubernetes.operator").OperatorOptions(
+    running = output.needs_kubernetes("remesh.kubernetes.operator")
+    options = running.OperatorOptions(
         namespace=namespace, metrics_port=metrics_port, master_host=master_host
     )
     logging.basicConfig(
@@ -48,4 +48,4 @@ def operator(
     for noisy in ("httpx2", "kopf", "httpcore2"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     identity = os.environ.get("POD_NAME") or socket.gethostname()
-    instance.main(own_namespace=own_namespace, identity=identity, options=options)
+    running.main(own_namespace=own_namespace, identity=identity, options=options)

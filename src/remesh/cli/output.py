@@ -69,11 +69,7 @@ def example(*lines: str) -> str:
 
 
 def needs_kubernetes(module: str) -> Any:
-    """A module that needs what the extra `kubernetes` installs.
-
-    Raises:
-        ClickException: If that is not installed.
-    """
+    """A module that needs what the extra `kubernetes` installs."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -254,16 +250,7 @@ def stdout_console() -> Console:
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[str]], indent: str = ""
 ) -> list[str]:
-    """Align a table.
-
-    Args:
-        columns: A title for each column, after `<` or `>` for the side to which it is aligned.
-        rows: The cells, a text for each column.
-        indent: What every line begins with.
-
-    Returns:
-        The line of titles, then a line for each row, without blanks at their ends.
-    """
+    """The lines of a table; each title follows `<` or `>`, the side to which it is aligned."""
     cells = [[column[1:] for column in columns], *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligned = [
@@ -281,20 +268,20 @@ def print_table(
 ) -> None:
     """Print what `table_lines` made, the titles in bold."""
     titles, *lines = table_lines(columns, rows, indent)
-    console.out(titles, style="bold", highlight=False)
+    console.out(titles, style="bold")
     if lines:
-        console.out("\n".join(lines), highlight=False)
+        console.out("\n".join(lines))
 
 
 def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     """Print names of facts and what they are, a line each."""
     width = max(len(name) for name, _ in facts)
     for name, fact in facts:
-        console.out(f"  {name.ljust(width)}  {fact}", highlight=False)
+        console.out(f"  {name.ljust(width)}  {fact}")
 
 
 def print_rest(console: Console, num_rows: int, *, show_all: bool) -> None:
     """Print how many rows `capped` has left out, if any."""
     rest = 0 if show_all else num_rows - MAX_ROWS
     if rest > 0:
-        console.out(f"  ... and {rest} more; --all lists them", highlight=False)
+        console.out(f"  ... and {rest} more; --all lists them")

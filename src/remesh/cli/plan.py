@@ -136,10 +136,10 @@ def plan(
         ):
             if names:
                 shown = output.printable(output.listed(names, show_all=show_all))
-                console.out(f"{title}: {shown}", style="yellow", highlight=False)
+                console.out(f"{title}: {shown}", style="yellow")
         _print_ranks(console, ranks, mesh, show_all=show_all)
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
-        console.out(output.printable(verdict), style="bold", highlight=False)
+        console.out(output.printable(verdict), style="bold")
     if draw is not None:
         drawn = _drawn(path, stored, patterns)
         _draw(path, columns_of(stored, drawn, mesh if layout_text else None), draw)
@@ -163,17 +163,7 @@ def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:
 
 
 def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved, limits: ReadLimits) -> list[RankPlan]:
-    """What every rank of a layout reads and holds; ranks at the same place are planned once.
-
-    Args:
-        index: What is stored.
-        mesh: The layout.
-        resolved: How what the ranks hold is made of it.
-        limits: How a rank reads.
-
-    Raises:
-        CoverageError: If stored pieces do not hold every element once.
-    """
+    """What every rank of a layout reads and holds; ranks at the same place are planned once."""
     made = {
         index.aliases.get(name, name): info
         for name, info in resolved.targets.items()
@@ -240,7 +230,4 @@ def _print_ranks(
     output.print_table(console, columns, rows)
     output.print_rest(console, len(ranks), show_all=show_all)
     total = sum(rank.bytes_read for rank in ranks)
-    console.out(
-        f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all",
-        highlight=False,
-    )
+    console.out(f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all")

@@ -21,11 +21,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
-    """The value of an option that takes a duration, in seconds; a callback for click.
-
-    Raises:
-        BadParameter: If the text is not a duration.
-    """
+    """The value of an option that takes a duration, in seconds; a callback for click."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise click.BadParameter(f"{text!r} is not a duration; write it like 90s, 30m, 1h or 2d")
@@ -123,7 +119,7 @@ def _print_leftovers(
     console: Console, leftovers: Sequence[Orphan], removed: set[str], *, removes: bool
 ) -> None:
     if not leftovers:
-        console.out("nothing is left of dead saves", highlight=False)
+        console.out("nothing is left of dead saves")
         return
     rows = []
     for one in leftovers:
@@ -136,9 +132,9 @@ def _print_leftovers(
     size = format_bytes(sum(one.num_bytes for one in chosen))
     count = output.plural(len(chosen), "leftover")
     if removes:
-        console.out(f"removed {count}, {size}", highlight=False)
+        console.out(f"removed {count}, {size}")
     elif chosen:
-        console.out(f"{count}, {size}; --yes removes them", highlight=False)
+        console.out(f"{count}, {size}; --yes removes them")
 
 
 def _age(seconds: float) -> str:

@@ -78,7 +78,7 @@ def repair(
 
 def _print_report(console: Console, report: RepairReport, save_id: str | None) -> None:
     def line(text: str, style: str | None = None) -> None:
-        console.out(output.printable(text), style=style, highlight=False)
+        console.out(output.printable(text), style=style)
 
     line(f"{report.source}: save {report.save_id}", "bold")
     output.print_facts(

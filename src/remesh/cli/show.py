@@ -71,7 +71,7 @@ def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool
         shown = {"type": output.type_name(value), "value": value}
         output.print_json({"kind": kind, "path": shown_url(path), "name": name, **shown})
     else:
-        output.stdout_console().out(output.format_value(value), highlight=False)
+        output.stdout_console().out(output.format_value(value))
 
 
 def _open_and_look(
@@ -146,14 +146,14 @@ def _print_tensor(console: Console, looked: _Looked) -> None:
         facts.append(("tied to", output.printable(tied_to)))
     if box != Box.whole(stored.shape):
         facts.append(("box", f"{box}, {output.plural(box.size, 'element')}"))
-    console.out(output.printable(looked.name), style="bold", highlight=False)
+    console.out(output.printable(looked.name), style="bold")
     output.print_facts(console, facts)
     pieces = _pieces_in(looked)
     if pieces:
         console.out("")
         titles, *lines = piece_lines(pieces, "  ")
-        console.out(titles, style="bold", highlight=False)
-        console.out("\n".join(lines), highlight=False)
+        console.out(titles, style="bold")
+        console.out("\n".join(lines))
     console.out("")
     if looked.statistics is None:
         reason = "only its bits are known" if BY_NAME[stored.dtype].is_opaque else "it has no order"
@@ -191,5 +191,5 @@ def _print_elements(console: Console, looked: _Looked) -> None:
     else:
         title, shown = f"first {elements.size} of {box.size} elements", elements
     text = np.array2string(shown, max_line_width=78, threshold=NUM_BOX_ELEMENTS + 1, precision=6)
-    console.out(f"\n  {title}", style="bold", highlight=False)
-    console.out("\n".join(f"  {line}" for line in text.splitlines()), highlight=False)
+    console.out(f"\n  {title}", style="bold")
+    console.out("\n".join(f"  {line}" for line in text.splitlines()))

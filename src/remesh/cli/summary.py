@@ -70,17 +70,7 @@ def is_summarised(dtype: str) -> bool:
 def statistics_of(
     checkpoint: Checkpoint, name: str, box: Box, on_read: Callable[[int], None]
 ) -> Statistics:
-    """The statistics of a box of a stored tensor, in bounded memory.
-
-    Args:
-        checkpoint: Where it is stored.
-        name: Stored name of a tensor whose type is summarised.
-        box: Which elements, in global coordinates.
-        on_read: Called with the size of each chunk in bytes.
-
-    Raises:
-        CorruptCheckpointError: If stored bytes are missing or damaged.
-    """
+    """The statistics of a box of a stored tensor, in bounded memory."""
     (found,) = statistics_of_each(checkpoint, [(name, box)], on_read)
     return found
 
@@ -88,16 +78,7 @@ def statistics_of(
 def statistics_of_each(
     checkpoint: Checkpoint, boxes: Iterable[tuple[str, Box]], on_read: Callable[[int], None]
 ) -> list[Statistics]:
-    """The statistics of boxes of several tensors; small ones are read together.
-
-    Args:
-        checkpoint: Where they are stored.
-        boxes: Stored names of tensors whose types are summarised, each with which elements of it.
-        on_read: Called with the size of each chunk in bytes.
-
-    Raises:
-        CorruptCheckpointError: If stored bytes are missing or damaged.
-    """
+    """The statistics of boxes of tensors, small ones read together; `on_read` gets bytes."""
     folded: list[_Folded] = []
     batch: list[tuple[_Folded, str, Box]] = []
     num_bytes = 0
@@ -146,11 +127,7 @@ def chunks_of(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def first_elements(checkpoint: Checkpoint, name: str, box: Box, count: int) -> Array:
-    """The first elements of a box in row-major order, as true values in one dim.
-
-    Raises:
-        CorruptCheckpointError: If stored bytes are missing or damaged.
-    """
+    """The first elements of a box in row-major order, as true values in one dim."""
     dtype = checkpoint.tensor(name).dtype
     parts = [
         checkpoint.read_array(name, part.shift(box.offset)).reshape(-1)
@@ -227,10 +204,6 @@ def true_values(elements: CarrierArray, dtype: str) -> Array:
     """Carried elements as elements of a type that numpy has, without rounding.
 
     Elements of opaque types are the unsigned integers of their bits.
-
-    Args:
-        elements: One dim of elements in their carrier.
-        dtype: Name of their type.
     """
     if BY_NAME[dtype].is_native or BY_NAME[dtype].is_opaque:
         return elements

@@ -27,12 +27,7 @@ def transform_option(what: str) -> Callable[[_Command], _Command]:
 
 
 def read_transform(text: str) -> Transform:
-    """The transformation in a text, or in the file that it names.
-
-    Raises:
-        StateError: If it is neither.
-        TransformError: If a statement is malformed.
-    """
+    """The transformation in a text, or in the file that it names."""
     where, is_renames = "--transform", text.lstrip().startswith("{")
     if not is_renames and "->" not in text:
         where, is_renames = text, text.endswith(".json")
@@ -47,11 +42,7 @@ def read_transform(text: str) -> Transform:
 
 
 def json_object(text: str | bytes, where: str) -> Mapping[str, object]:
-    """The object in a text of JSON.
-
-    Raises:
-        StateError: If there is something else in it.
-    """
+    """The object in a text of JSON."""
     try:
         found = json.loads(text)
     except ValueError as error:

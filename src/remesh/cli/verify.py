@@ -62,20 +62,20 @@ def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> Non
         size = format_bytes(verdict.num_bytes)
         # What cannot be compared is not called sound.
         word = "sound" if verdict.has_digests else "readable, no digests to compare with"
-        console.out(f"{path}: {word}, {files} with tensors, {size}", highlight=False)
+        console.out(f"{path}: {word}, {files} with tensors, {size}")
         if verdict.unchecked:
             names = output.printable(output.listed(verdict.unchecked, show_all=show_all))
             text = f"  repaired; no digest proves that these are what was saved: {names}"
-            console.out(text, style="yellow", highlight=False)
+            console.out(text, style="yellow")
         return
     if verdict.status == "unfinished":
-        console.out(f"{path}: {verdict.error}", style="dim", highlight=False)
-        console.out(f"  {output.printable(verdict.advice)}", highlight=False)
+        console.out(f"{path}: {verdict.error}", style="dim")
+        console.out(f"  {output.printable(verdict.advice)}")
         return
     if verdict.status != "damaged":
         output.print_error(verdict.error)
         return
-    console.out(f"{path}: damaged", style="red", highlight=False)
+    console.out(f"{path}: damaged", style="red")
     words = {"missing": "missing", "size": "wrong size", "content": "wrong bytes"}
     rows = [
         (
@@ -96,4 +96,4 @@ def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> Non
     # An error may say the same.
     advice = "" if "remesh repair" in verdict.error else verdict.advice
     for text in [*texts, *filter(None, [verdict.error, advice])]:
-        console.out(f"  {output.printable(text)}", highlight=False)
+        console.out(f"  {output.printable(text)}")

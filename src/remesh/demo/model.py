@@ -21,11 +21,7 @@ ROTARY_BASE = 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes of the transformer. `dim` is cut evenly among the heads, which share key-value heads.
-
-    Raises:
-        ValueError: If the heads do not divide as described.
-    """
+    """Sizes of the transformer: `dim` is cut evenly among heads, which share key-value heads."""
 
     vocab_size: int = 257
     dim: int = 256
@@ -74,12 +70,9 @@ def rotary_tables(head_dim: int, max_seq_len: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first half of each head against the second half by the angle of its position.
+    """Turn the halves of each head against each other by the angle of its position.
 
-    Args:
-        x: (batch, heads, seq, head_dim).
-        cos: (seq, head_dim / 2).
-        sin: (seq, head_dim / 2).
+    `x` is (batch, heads, seq, head_dim), `cos` and `sin` are (seq, head_dim / 2).
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

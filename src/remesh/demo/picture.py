@@ -83,15 +83,9 @@ class Mark:
 
 
 def layout_svg(columns: Sequence[Column], *, fit: bool = False) -> str:
-    """The tensors of the first column, as they lie in each of the columns.
+    """Vectors and matrices of the first column, as they lie in each of the columns.
 
-    Args:
-        columns: The layouts.
-        fit: Whether each tensor has a scale of its own, so that all are as wide and none is too
-            high or low to be read; otherwise all have one scale.
-
-    Raises:
-        ValueError: If a tensor has neither one nor two dims.
+    All have one scale; with `fit` each its own, so that none is too high or low to be read.
     """
     shapes = {name: placed.shape for name, placed in columns[0].tensors.items()}
     for name, shape in shapes.items():
@@ -357,12 +351,7 @@ def _dot(style: str, x: float, y: float) -> str:
 
 
 def page(title: str, sections: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A whole HTML file, which is XML too.
-
-    Args:
-        title: The heading.
-        sections: A heading (may be empty) and ready pieces of HTML for each section.
-    """
+    """A whole HTML file, which is XML too."""
     body = []
     for heading, pieces in sections:
         content = "\n".join(pieces)

@@ -148,12 +148,7 @@ def planned_runs(out: Path, elsewhere: Path) -> list[Run]:
 
 
 def prepare_directory(out: Path) -> None:
-    """Make the output directory, or clear what an earlier demo left in it.
-
-    Raises:
-        DirectoryRefusedError: If it is a file, cannot be written, or holds something and was not
-            made by the demo.
-    """
+    """Make the output directory, or clear what an earlier demo left in it."""
     if out.exists() and not out.is_dir():
         raise DirectoryRefusedError(f"{out} is a file; name a directory with --out")
     marker = out / MARKER
@@ -179,11 +174,7 @@ def prepare_directory(out: Path) -> None:
 
 
 def play(run: Run, on_entry: Callable[[Entry], None]) -> list[Entry]:
-    """Run a job under `remesh run`; what its processes did, in the order of time.
-
-    Raises:
-        DemoError: If it ends otherwise than planned.
-    """
+    """Run a job under `remesh run`; what its processes did, in the order of time."""
     logs = Path(run.logs)
     logs.mkdir(parents=True)
     restarts = "0" if run.dies_in_save else "1"
@@ -245,11 +236,7 @@ def read_entries(logs: Path) -> list[Entry]:
 
 
 def newest_committed(root: Path) -> Path:
-    """The newest directory under `root` that is a committed checkpoint.
-
-    Raises:
-        DemoError: If it is not that of the last save before the kill.
-    """
+    """The newest directory under `root` that is a committed checkpoint."""
     newest = catalog.newest_of(catalog.list_checkpoints(open_storage(root)))
     if newest is None:
         raise DemoError(f"{root}: there is no committed checkpoint")
@@ -260,11 +247,7 @@ def newest_committed(root: Path) -> Path:
 
 
 def refusal_of(path: Path) -> str:
-    """How the checkpoint of an interrupted save is refused.
-
-    Raises:
-        DemoError: If it opens, or nothing was written of it.
-    """
+    """How the checkpoint of an interrupted save is refused."""
     if not any(file.is_file() for file in path.rglob("*")):
         raise DemoError(f"{path}: nothing was written before the kill")
     try:

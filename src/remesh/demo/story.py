@@ -55,22 +55,7 @@ RUN_HEADINGS = ("run", "layout", "steps", "saved", "difference", "time", "end")
 def tell(
     out: Path, console: Console, list_path: Callable[[Path, tuple[str, ...]], None]
 ) -> DemoResult:
-    """Run the demo.
-
-    Args:
-        out: Directory for checkpoints, logs and the picture. What an earlier demo left there is
-            replaced.
-        console: Where to show the progress.
-        list_path: Shows the checkpoints in a directory, or what a checkpoint holds of the names
-            that match the patterns.
-
-    Returns:
-        What happened; it is also in `result.json` under `out`.
-
-    Raises:
-        DirectoryRefusedError: If `out` was not made by the demo.
-        DemoError: If anything else goes wrong, except that losses differ.
-    """
+    """Run the demo; `list_path` shows a directory, or the given names in a checkpoint."""
     begin = time.monotonic()
     prepare_directory(out)
     played: list[tuple[Run, list[Entry], float]] = []

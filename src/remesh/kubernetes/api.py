@@ -63,15 +63,7 @@ NOT_FOUND, CONFLICT = 404, 409
 
 @contextmanager
 def errors_of(what: str, *, ignore: int | None = None) -> Iterator[None]:
-    """Turn errors of a request into those of remesh.
-
-    Args:
-        what: What the request is for, for the message.
-        ignore: An HTTP status that is no error here.
-
-    Raises:
-        ClusterError: If the API server refuses the request, or is not reached.
-    """
+    """Turn errors of a request into ClusterError, but for one HTTP status that is none here."""
     try:
         yield
     except ApiError as error:
@@ -109,13 +101,7 @@ async def read(
 
 
 class ApiCluster:
-    """What the operator needs of the API server; a `remesh.kubernetes.looking.Cluster`.
-
-    Args:
-        client: Sends the requests.
-        key: The operator's key, from which the tokens of the masters follow.
-        identity: The operator's name, for events.
-    """
+    """What the operator needs of the API server; a `remesh.kubernetes.looking.Cluster`."""
 
     def __init__(self, client: AsyncClient, key: bytes, identity: str) -> None:
         self._client = client

@@ -25,13 +25,7 @@ STALLED = "Stalled"
 
 
 def stalled(conditions: object, text: str, now: datetime) -> list[Any]:
-    """The conditions of a job with which the operator cannot go on.
-
-    Args:
-        conditions: Those in the job's JSON, whatever that is.
-        text: Why it cannot.
-        now: The time.
-    """
+    """The conditions of such a job, whatever stands in its JSON for those it has."""
     found = conditions if isinstance(conditions, list) else []
     known = [each for each in found if isinstance(each, Mapping) and "type" in each]
     made = Condition(

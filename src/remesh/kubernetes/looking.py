@@ -41,18 +41,10 @@ class Cluster(Protocol):
         """The pods of a job as they are now."""
 
     async def write_status(self, job: Job, status: Status) -> Job:
-        """Write the status of a job; the job after it.
-
-        Raises:
-            ConflictError: If the job is not of this version any more.
-        """
+        """Write the status; the job after it. ConflictError if it has another version by now."""
 
     async def perform(self, job: Job, action: Action) -> None:
-        """Carry out an action; no error if that has been done already.
-
-        Raises:
-            ConflictError: If it writes to the job, and that is not of this version any more.
-        """
+        """Carry out an action; no error if it was done, ConflictError as for `write_status`."""
 
     async def show_problem(self, key: Key, text: str) -> None:
         """Show on a job, as a condition and an event, that the operator cannot go on with it.
@@ -78,11 +70,7 @@ class Look:
 
 
 async def look(cluster: Cluster, key: Key, ask: Ask, clock: Callable[[], datetime]) -> Look:
-    """Look at a job once, and do what follows.
-
-    Raises:
-        ConflictError: If another wrote to the job meanwhile; look again.
-    """
+    """Look at a job once, and act; ConflictError if another wrote to it meanwhile: look again."""
     job = await cluster.read_job(key)
     if job is None:
         return Look(None)

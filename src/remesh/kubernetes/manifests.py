@@ -44,13 +44,7 @@ OWN_RULES = [
 
 
 def manifests(*, image: str, namespace: str, watched: str | None = None) -> list[Manifest]:
-    """All objects that a cluster needs.
-
-    Args:
-        image: The image of the operator, with `remesh[elastic,kubernetes]`.
-        namespace: Where the operator runs.
-        watched: The only namespace with jobs; all namespaces by default.
-    """
+    """All objects that a cluster needs."""
     return [
         DEFINITION,
         {

@@ -1,4 +1,10 @@
-"""What the operator sees of a job's pods, and of the training through its master."""
+"""What the operator sees of a job's pods, and of the training through its master. Pure.
+
+Why a pod has ended follows from its exit code and what Kubernetes says of it. The exit codes are
+those of `remesh run` (docs/elastic.md). The agent has restarted processes as often as its budget
+allows before it ends with 1, and has told the master, which says whether the job has failed. So an
+exit code of 1 here, in a job that has not failed, is the failure of one pod.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,28 @@ MAX_MESSAGE = 1024
 _MAX_TIME = 253402300799.0
 """The end of the year 9999, in seconds since the epoch: the last time that a status can hold."""
 
+EXIT_SUCCEEDED = 0
+EXIT_REPLACE = 75
+"""`remesh.elastic.agent.EXIT_REPLACE`, which imports torch."""
+HARDWARE_CODES = (EXIT_REPLACE, 201, 202)
+USAGE_CODES = (2, 126, 127, 128)
+"""Wrong options; a command that cannot be run, or is not there, or was not started."""
+STOPPED_CODES = (130, 137, 143)
+"""SIGINT, SIGKILL, SIGTERM."""
+HARDWARE_REASONS = ("UnexpectedAdmissionError",)
+"""What the kubelet says when a device that was promised to the pod is not usable."""
+STOPPED_REASONS = (
+    "Evicted",
+    "Preempting",
+    "Preempted",
+    "NodeLost",
+    "NodeShutdown",
+    "Shutdown",
+    "Terminated",
+    "DeadlineExceeded",
+    "ContainerStatusUnknown",
+)
+
 
 class Role(StrEnum):
     """What a pod is for."""
@@ -30,19 +58,15 @@ class Pod:
     """A pod of a job."""
 
     name: str
-    uid: str  # differs for every pod
     role: Role  # what it is for
     index: int  # its node id, or the number of the master
-    created: datetime  # when it was created
     host: str = ""  # the Kubernetes node that it is bound to; empty before
     phase: str = "Pending"  # as in its status
     reason: str = ""  # why it is in that phase, or why its container waits
     message: str = ""  # the same in a sentence
     exit_code: int | None = None  # of its first container; None while that runs
-    ready: bool = False  # whether it is ready
     expires: datetime | None = None  # when it is expected to be gone, if it is to be deleted
     memory: int | None = None  # bytes that its first container may use
-    address: str = ""  # its address in the network of the cluster; empty before it has one
 
     @property
     def has_ended(self) -> bool:
@@ -53,6 +77,48 @@ class Pod:
     def is_running(self) -> bool:
         """Whether its container runs, and nothing is known to end it."""
         return self.phase == "Running" and self.expires is None
+
+
+class Cause(StrEnum):
+    """Why a worker pod has ended."""
+
+    SUCCEEDED = "Succeeded"
+    OUT_OF_MEMORY = "OutOfMemory"
+    HARDWARE = "HardwareFailed"
+    STOPPED = "Stopped"
+    USAGE = "NotStarted"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a worker pod: its cause, and what is known, in words."""
+
+    cause: Cause
+    text: str
+
+
+def classify(pod: Pod) -> Ending:
+    """Why a pod that has ended did so."""
+    code, reason = pod.exit_code, pod.reason
+    text = reason if code is None else f"exit code {code}" + (f" ({reason})" if reason else "")
+    if pod.message:
+        text = f"{text}: {pod.message}" if text else pod.message
+    return Ending(_cause(code, reason, pod.phase), text or "no reason is known")
+
+
+def _cause(code: int | None, reason: str, phase: str) -> Cause:
+    if reason == "OOMKilled":
+        return Cause.OUT_OF_MEMORY
+    if reason in HARDWARE_REASONS or code in HARDWARE_CODES:
+        return Cause.HARDWARE
+    if reason in STOPPED_REASONS:
+        return Cause.STOPPED
+    if code == EXIT_SUCCEEDED or (code is None and phase == "Succeeded"):
+        return Cause.SUCCEEDED
+    if code in USAGE_CODES:
+        return Cause.USAGE
+    return Cause.STOPPED if code in STOPPED_CODES else Cause.FAILED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,23 +164,17 @@ def parse_pod(data: Mapping[str, Any]) -> Pod | None:
     unscheduled = conditions.get("PodScheduled") or {}
     if unscheduled.get("status") == "True":
         unscheduled = {}
-    created = _time(meta["creationTimestamp"])
-    assert created is not None
     return Pod(
         name=meta["name"],
-        uid=meta["uid"],
         role=Role(role),
         index=int(index),
-        created=created,
         host=(data.get("spec") or {}).get("nodeName") or "",
         phase=status.get("phase") or "Pending",
         reason=_first(ended, waiting, status, unscheduled, key="reason"),
         message=_first(ended, waiting, status, unscheduled, key="message")[:MAX_MESSAGE],
         exit_code=ended.get("exitCode"),
-        ready=(conditions.get("Ready") or {}).get("status") == "True",
         expires=_time(meta.get("deletionTimestamp")),
         memory=memory_of(data.get("spec") or {}),
-        address=status.get("podIP") or "",
     )
 
 
@@ -134,11 +194,7 @@ def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
 
 
 def seen_of_master(status: MasterStatus, epoch: int) -> Master:
-    """What the operator needs of a master's status.
-
-    Raises:
-        ClusterError: If it holds a number that the status of a job cannot.
-    """
+    """What the operator needs of a master's status."""
     times = [record.time for record in status.failures[:5]]
     counts = [status.round, status.step or 0, status.saved_step or 0, status.goodput or 0.0]
     are_times = all(0 <= time <= _MAX_TIME for time in times)

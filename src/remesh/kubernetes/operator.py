@@ -14,8 +14,11 @@ There is one instance: its Deployment has one replica, and starts another when t
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
+import secrets
+from collections import Counter as Counts
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -24,15 +27,25 @@ import aiohttp
 import kopf
 import msgspec
 from aiohttp import web
+from lightkube import AsyncClient
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 from remesh.elastic.protocol import PROTOCOL_VERSION
 from remesh.elastic.status import Status as MasterStatus
 from remesh.errors import ClusterError
+from remesh.kubernetes.api import CONFLICT, SECRETS, ApiCluster, errors_of, read
 from remesh.kubernetes.looking import Ask, Cluster, ConflictError, Key, Look, look
-from remesh.kubernetes.metrics import Metrics
+from remesh.kubernetes.manifests import KEY_SECRET
 from remesh.kubernetes.observed import MAX_MESSAGE, Master, Pod, Role, seen_of_master
 from remesh.kubernetes.pods import master_url, token_of
-from remesh.kubernetes.resource import FINISHED, GROUP, LABEL_JOB, PLURAL, VERSION, Job
+from remesh.kubernetes.resource import FINISHED, GROUP, LABEL_JOB, PLURAL, VERSION, Job, Phase
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +63,43 @@ RETRY_SECONDS = (0.5, 30.0)
 _decode = msgspec.json.Decoder(MasterStatus).decode
 
 
-class Masters:
-    """Asks masters for their status.
+class Metrics:
+    """What the operator counts of itself, for Prometheus."""
 
-    Args:
-        session: Sends the requests.
-        key: The operator's key, from which the tokens follow.
-        host: Where masters are reached; by default by the names of their services.
-    """
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._phases: dict[Key, Phase] = {}
+        own, prefix = self._registry, "remesh_operator_"
+        self.jobs = Gauge(f"{prefix}jobs", "Jobs by phase", ["phase"], registry=own)
+        self.look_seconds = Histogram(f"{prefix}look_seconds", "Durations of looks", registry=own)
+        self.actions = Counter(f"{prefix}actions", "Actions by kind", ["kind"], registry=own)
+        self.errors = Counter(f"{prefix}errors", "Looks that failed", registry=own)
+
+    def see(self, key: Key, phase: Phase) -> None:
+        """A job is in a phase."""
+        if self._phases.get(key) is not phase:
+            self._phases[key] = phase
+            self._count()
+
+    def forget(self, key: Key) -> None:
+        """A job is gone."""
+        self._phases.pop(key, None)
+        self._count()
+
+    def _count(self) -> None:
+        counts = Counts(self._phases.values())
+        for phase in Phase:
+            self.jobs.labels(phase.value).set(counts[phase])
+
+    def render(self) -> bytes:
+        """The metrics as text."""
+        return generate_latest(self._registry)
+
+
+class Masters:
+    """Asks masters for their status."""
 
     def __init__(self, session: aiohttp.ClientSession, key: bytes, host: str | None) -> None:
         self._session = session
@@ -91,16 +133,7 @@ class Masters:
 
 
 class Operator:
-    """Looks at jobs when something may have happened.
-
-    Args:
-        cluster: The API server.
-        ask: Asks the master of a job.
-        metrics: What is counted.
-
-    Attributes:
-        broken: Has the exception of the first task that ended by one, which none should.
-    """
+    """Looks at jobs when something may have happened."""
 
     def __init__(self, cluster: Cluster, ask: Ask, metrics: Metrics) -> None:
         self._cluster = cluster
@@ -108,6 +141,7 @@ class Operator:
         self._metrics = metrics
         self._woken: dict[Key, asyncio.Event] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
+        # Has the exception of the first task that ended by one, which none should.
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self, key: Key) -> None:
@@ -245,13 +279,7 @@ class OperatorOptions:
 
 
 async def run_operator(cluster: Cluster, key: bytes, options: OperatorOptions) -> None:
-    """Serve metrics and look after jobs.
-
-    Args:
-        cluster: The API server.
-        key: The operator's key.
-        options: How it runs.
-    """
+    """Serve metrics and look after jobs."""
     metrics = Metrics()
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
     async with contextlib.AsyncExitStack() as stack:
@@ -298,3 +326,40 @@ async def _served(metrics: Metrics, port: int) -> Any:
         yield
     finally:
         await runner.cleanup()
+
+
+async def read_key(client: AsyncClient, namespace: str) -> bytes:
+    """The operator's key; made if there is none yet."""
+    made = base64.b64encode(secrets.token_bytes(32)).decode()
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": KEY_SECRET, "namespace": namespace},
+        "data": {"key": made},
+    }
+    for _ in range(2):
+        found = await read(client, SECRETS, namespace, KEY_SECRET)
+        if found is not None:
+            return base64.b64decode(found["data"]["key"])
+        with errors_of("make the operator's key", ignore=CONFLICT):
+            await client.create(SECRETS.from_dict(secret))
+    raise ClusterError(f"secret {namespace}/{KEY_SECRET} comes and goes")
+
+
+def main(*, own_namespace: str | None, identity: str, options: OperatorOptions) -> None:
+    """Run an operator until it is stopped."""
+
+    async def run() -> None:
+        with errors_of("connect"):
+            client = AsyncClient()
+        try:
+            await operate(client)
+        finally:
+            await client.close()
+
+    async def operate(client: AsyncClient) -> None:
+        key = await read_key(client, own_namespace or client.namespace)
+        await run_operator(ApiCluster(client, key, identity), key, options)
+
+    with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+        asyncio.run(run())

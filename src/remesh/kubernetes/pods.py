@@ -58,12 +58,7 @@ def master_host(job: Job) -> str:
 
 
 def master_url(job: Job, host: str | None = None) -> str:
-    """The URL of the master.
-
-    Args:
-        job: The job.
-        host: Where it is reached; by default through the service, as from a pod.
-    """
+    """The URL of the master."""
     scheme = "http" if job.spec.tls is None else "https"
     return f"{scheme}://{host or master_host(job)}:{job.spec.master.port}"
 

@@ -30,9 +30,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from remesh.kubernetes import conditions, exits
-from remesh.kubernetes.exits import Cause, Ending
-from remesh.kubernetes.observed import Master, Pod, Role, memory_of
+from remesh.kubernetes import conditions
+from remesh.kubernetes.observed import Cause, Ending, Master, Pod, Role, classify, memory_of
 from remesh.kubernetes.resource import (
     FINALIZER,
     FINISHED,
@@ -184,14 +183,7 @@ class _Pass:
 
 
 def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datetime) -> Decision:
-    """Decide what happens to a job next.
-
-    Args:
-        job: The job, read before the pods.
-        pods: Its pods.
-        master: What its master says; None if that is not reached.
-        now: The time.
-    """
+    """Decide what happens next to a job that was read before its pods."""
     if job.deleting:
         return _delete(job, pods, now)
     if FINALIZER not in job.finalizers:
@@ -368,7 +360,7 @@ def _ending_of(worker: Worker, pod: Pod | None) -> Ending | None:
     if pod is None:
         return Ending(Cause.STOPPED, "its pod was deleted") if worker.seen else None
     if pod.has_ended:
-        return exits.classify(pod)
+        return classify(pod)
     return None if pod.expires is None else Ending(Cause.STOPPED, "its pod is being deleted")
 
 
@@ -441,7 +433,7 @@ def _check_master(this: _Pass) -> None:
         return
     text = "its pod was deleted"
     if pod is not None and pod.has_ended:
-        ending = exits.classify(pod)
+        ending = classify(pod)
         text = ending.text
         this.failed("master", ending)
         if ending.cause is Cause.USAGE:

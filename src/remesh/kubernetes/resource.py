@@ -57,6 +57,11 @@ class CleanPolicy(StrEnum):
     NONE = "None"
 
 
+def about(text: str, **rules: Any) -> Meta:
+    """What the schema says of a field, and its rules."""
+    return Meta(description=text, **rules)
+
+
 Text = Annotated[str, Meta(min_length=1)]
 SecretName = Annotated[str, Meta(min_length=1, max_length=253)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -69,15 +74,15 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Where the job keeps its checkpoints; scripts read REMESH_CHECKPOINT_ROOT."""
 
     claim: Annotated[
-        Text | None, Meta(description="A PersistentVolumeClaim that is mounted in all workers.")
+        Text | None, about("A PersistentVolumeClaim that is mounted in all workers.")
     ] = None
-    path: Annotated[str, Meta(pattern="^/", description="Where it is mounted.")] = "/checkpoints"
+    path: Annotated[str, about("Where it is mounted.", pattern="^/")] = "/checkpoints"
     url: Annotated[
         Annotated[str, Meta(pattern="^[a-z0-9]+://")] | None,
-        Meta(description="Address of an object store, instead of a claim."),
+        about("Address of an object store, instead of a claim."),
     ] = None
     secret: Annotated[
-        SecretName | None, Meta(description="A Secret whose keys become variables of the workers.")
+        SecretName | None, about("A Secret whose keys become variables of the workers.")
     ] = None
 
     @property
@@ -89,20 +94,13 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Certificates of the master, for the name <job>-master.<namespace>.svc."""
 
-    secret: Annotated[
-        SecretName, Meta(description="A Secret with the keys tls.crt, tls.key and ca.crt.")
-    ]
+    secret: Annotated[SecretName, about("A Secret with the keys tls.crt, tls.key and ca.crt.")]
     ca_bundle: Annotated[
-        str | None,
-        Meta(description="The certificates that the operator trusts, as PEM; else the system's."),
+        str | None, about("The certificates that the operator trusts, as PEM; else the system's.")
     ] = None
 
     def trust(self) -> ssl.SSLContext | None:
-        """The certificates that the operator trusts; None for the system's.
-
-        Raises:
-            ValueError: If the bundle holds no certificates.
-        """
+        """The certificates that the operator trusts; None for the system's."""
         if self.ca_bundle is None:
             return None
         try:
@@ -114,73 +112,58 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 class MasterSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The pod that coordinates the workers; it needs no GPU."""
 
-    port: Annotated[
-        int, Meta(ge=1, le=65535, description="Port of the master and of its service.")
-    ] = 29400
+    port: Annotated[int, about("Port of the master and of its service.", ge=1, le=65535)] = 29400
     # Without a claim a master that is replaced by another pod learns of the job from the agents.
     state_claim: Annotated[
-        Text | None, Meta(description="A PersistentVolumeClaim for the master's journal.")
+        Text | None, about("A PersistentVolumeClaim for the master's journal.")
     ] = None
-    args: Annotated[tuple[str, ...], Meta(description="Further options of `remesh master`.")] = ()
+    args: Annotated[tuple[str, ...], about("Further options of `remesh master`.")] = ()
     template: Annotated[
-        dict[str, Any], Meta(description="Pod template; by default the image of the workers.")
+        dict[str, Any], about("Pod template; by default the image of the workers.")
     ] = {}
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The pods that train."""
 
-    args: Annotated[tuple[str, ...], Meta(description="Further options of `remesh run`.")] = ()
+    args: Annotated[tuple[str, ...], about("Further options of `remesh run`.")] = ()
     template: Annotated[
-        dict[str, Any], Meta(description="Pod template; its first container runs the training.")
+        dict[str, Any], about("Pod template; its first container runs the training.")
     ]
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """What a user asks for."""
 
-    script: Annotated[
-        tuple[str, ...], Meta(min_length=1, description="The script and its arguments.")
-    ]
-    replicas: Annotated[Workers, Meta(description="Workers that the job should have.")] = 1
+    script: Annotated[tuple[str, ...], about("The script and its arguments.", min_length=1)]
+    replicas: Annotated[Workers, about("Workers that the job should have.")] = 1
     min_replicas: Annotated[
-        Workers | None, Meta(description="Fewest workers that can train; replicas by default.")
+        Workers | None, about("Fewest workers that can train; replicas by default.")
     ] = None
-    max_replicas: Annotated[
-        Workers | None, Meta(description="Most workers; replicas by default.")
-    ] = None
-    node_unit: Annotated[
-        Positive, Meta(description="Worlds have a multiple of so many workers.")
-    ] = 1
+    max_replicas: Annotated[Workers | None, about("Most workers; replicas by default.")] = None
+    node_unit: Annotated[Positive, about("Worlds have a multiple of so many workers.")] = 1
     max_restarts: Annotated[
-        Natural, Meta(description="Restarts of a worker's processes that are charged.")
+        Natural, about("Restarts of a worker's processes that are charged.")
     ] = 3
     max_replacements: Annotated[
-        Natural, Meta(description="Workers that are replaced after failures that are charged.")
+        Natural, about("Workers that are replaced after failures that are charged.")
     ] = 10
-    check: Annotated[bool, Meta(description="Test workers before they train.")] = False
-    exclude_faulty_hosts: Annotated[
-        bool, Meta(description="Keep pods off hosts that proved faulty.")
-    ] = True
+    check: Annotated[bool, about("Test workers before they train.")] = False
+    exclude_faulty_hosts: Annotated[bool, about("Keep pods off hosts that proved faulty.")] = True
     max_memory: Annotated[
         Quantity | None,
-        Meta(description="A worker killed for memory is replaced by one with more, up to this."),
+        about("A worker killed for memory is replaced by one with more, up to this."),
     ] = None
-    suspend: Annotated[bool, Meta(description="Give back all resources until this is false.")] = (
-        False
-    )
+    suspend: Annotated[bool, about("Give back all resources until this is false.")] = False
     clean_policy: Annotated[
-        CleanPolicy, Meta(description="Which pods are deleted when the job has finished.")
+        CleanPolicy, about("Which pods are deleted when the job has finished.")
     ] = CleanPolicy.RUNNING
     node_lost_seconds: Annotated[
-        Natural, Meta(description="Pods of a lost node are replaced after this, in seconds.")
+        Natural, about("Pods of a lost node are replaced after this, in seconds.")
     ] = 30
-    drain_seconds: Annotated[
-        Natural, Meta(description="Time for a last checkpoint, in seconds.")
-    ] = 60
+    drain_seconds: Annotated[Natural, about("Time for a last checkpoint, in seconds.")] = 60
     join_seconds: Annotated[
-        Natural,
-        Meta(description="Without enough workers for this long the job fails, in seconds."),
+        Natural, about("Without enough workers for this long the job fails, in seconds.")
     ] = 3600
     checkpoint: Annotated[
         Checkpoint | None,
@@ -259,57 +242,36 @@ class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 class Status(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """What the operator knows of a job."""
 
-    observed_generation: int = 0
-    """The generation of the spec that the status belongs to."""
-    phase: Phase = Phase.PENDING
-    """The state of the job."""
-    reason: str = ""
-    """Why, in a sentence."""
+    observed_generation: int = 0  # the generation of the spec that the status belongs to
+    phase: Phase = Phase.PENDING  # the state of the job
+    reason: str = ""  # why, in a sentence
     conditions: Annotated[
         tuple[Condition, ...],
-        Meta(
-            description="Training, Degraded, Suspended, Complete, Failed; Stalled if the operator "
-            "is stuck.",
+        about(
+            "Training, Degraded, Suspended, Complete, Failed; Stalled if the operator is stuck.",
             extra_json_schema={
                 "x-kubernetes-list-type": "map",
                 "x-kubernetes-list-map-keys": ["type"],
             },
         ),
     ] = ()
-    replicas: int = 0
-    """Worker pods that run."""
-    selector: str = ""
-    """Labels of the worker pods, for `kubectl scale`."""
-    workers: tuple[Worker, ...] = ()
-    """The workers that the job should have."""
-    next_worker: int = 0
-    """The next node id. Ids are not used again, see `reconcile`."""
-    master: int = 0
-    """Number of the master pod."""
-    master_seen: bool = False
-    """Whether that pod has existed."""
-    master_failures: int = 0
-    """Master pods that failed."""
-    master_failed_at: datetime | None = None
-    """When the last one failed."""
-    epoch: int = 0
-    """How often the job was suspended."""
-    excluded_hosts: tuple[ExcludedHost, ...] = ()
-    """Hosts that are not used."""
-    replacements: int = 0
-    """Workers that were replaced and charged."""
-    replaced_at: datetime | None = None
-    """When the last of them was."""
-    memory: int | None = None
-    """Bytes of memory of workers from now on; None: as in the template."""
-    started: datetime | None = None
-    """When the operator first saw the job."""
-    finished: datetime | None = None
-    """When the job ended."""
-    training: Training | None = None
-    """How far the training is."""
-    failures: tuple[FailureEntry, ...] = ()
-    """The newest failures, newest first."""
+    replicas: int = 0  # worker pods that run
+    selector: str = ""  # labels of the worker pods, for `kubectl scale`
+    workers: tuple[Worker, ...] = ()  # the workers that the job should have
+    next_worker: int = 0  # the next node id. Ids are not used again, see `reconcile`
+    master: int = 0  # number of the master pod
+    master_seen: bool = False  # whether that pod has existed
+    master_failures: int = 0  # master pods that failed
+    master_failed_at: datetime | None = None  # when the last one failed
+    epoch: int = 0  # how often the job was suspended
+    excluded_hosts: tuple[ExcludedHost, ...] = ()  # hosts that are not used
+    replacements: int = 0  # workers that were replaced and charged
+    replaced_at: datetime | None = None  # when the last of them was
+    memory: int | None = None  # bytes of memory of workers from now on; None: as in the template
+    started: datetime | None = None  # when the operator first saw the job
+    finished: datetime | None = None  # when the job ended
+    training: Training | None = None  # how far the training is
+    failures: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,11 +289,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_job(data: Mapping[str, Any]) -> Job:
-    """An ElasticJob from the JSON of the API server.
-
-    Raises:
-        ClusterError: If it is not valid.
-    """
+    """An ElasticJob from the JSON of the API server."""
     meta = data.get("metadata") or {}
     where = f"ElasticJob {meta.get('namespace', '')}/{meta.get('name', '')}"
     try:
@@ -379,11 +337,7 @@ _UNITS = {
 
 
 def parse_quantity(text: str | float) -> int:
-    """The bytes that a quantity such as `4Gi` means.
-
-    Raises:
-        ValueError: If it is no quantity.
-    """
+    """The bytes that a quantity such as `4Gi` means."""
     text = str(text).strip()
     number = text.rstrip("kKmMGTPi")
     unit = text[len(number) :]

@@ -59,14 +59,7 @@ class Estimate:
 def best_interval(
     cost: float, mean_between: float, step_seconds: float, *, least: float = 0.0
 ) -> int:
-    """Steps between two saves, by the rule of Young and Daly.
-
-    Args:
-        cost: Seconds that a save blocks training.
-        mean_between: Mean seconds between the failures that need it.
-        step_seconds: Time of a step.
-        least: Seconds that the interval must have at least.
-    """
+    """Steps between two saves that cost seconds each, by the rule of Young and Daly."""
     seconds = max(math.sqrt(2 * cost * mean_between), least, step_seconds)
     return max(math.ceil(seconds / step_seconds - 1e-9), 1)
 

@@ -12,28 +12,17 @@ DAY = 86400.0
 
 
 class FailureKind(StrEnum):
-    """What fails.
+    """What fails."""
 
-    Attributes:
-        PROCESS: A training process dies; its node goes on.
-        NODE: A node falls silent.
-        RACK: All nodes of a rack fall silent at once.
-        STRAGGLER: A node gets slow, and with it the job, until the node is replaced.
-    """
-
-    PROCESS = "process"
-    NODE = "node"
-    RACK = "rack"
-    STRAGGLER = "straggler"
+    PROCESS = "process"  # a training process dies; its node goes on
+    NODE = "node"  # falls silent
+    RACK = "rack"  # all its nodes fall silent at once
+    STRAGGLER = "straggler"  # a node gets slow, and the job with it, until it is replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The machines of a job.
-
-    Raises:
-        ValueError: If a number is not positive, or the numbers of nodes contradict each other.
-    """
+    """The machines of a job."""
 
     num_nodes: int  # nodes of the full world
     spares: int = 0  # further nodes that wait for a place
@@ -66,11 +55,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a job trains.
-
-    Raises:
-        ValueError: If a number is out of its range.
-    """
+    """What a job trains."""
 
     state_bytes: float  # bytes of the state, each element once: weights, moments, master weights
     step_seconds: float  # time of a step of the full world

@@ -61,18 +61,9 @@ def form_again(
     agents: Agents,
     dice: np.random.Generator,
 ) -> Formation:
-    """Play one change of the world.
+    """Play one change of the world; without a kind, a node joins.
 
-    Args:
-        cluster: The nodes. Worlds of any size may form: whether one is large enough to train is
-            not asked here.
-        kind: What fails; None if a node joins that makes the world larger.
-        num_lost: Nodes that fall silent.
-        agents: How agents behave.
-        dice: Of message times, and of when the failure falls between two heartbeats.
-
-    Raises:
-        RuntimeError: If no world forms within an hour: no node is left.
+    Worlds of any size may form: whether one is large enough to train is not asked here.
     """
     num_missing = 1 if kind is None else 0
     job = _running(cluster, cluster.num_nodes - num_missing, agents.heartbeat_timeout)

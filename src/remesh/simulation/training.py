@@ -35,11 +35,7 @@ COPY_SHARE = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What a job does for its state.
-
-    Raises:
-        ValueError: If an interval is not positive, or replicas are negative.
-    """
+    """What a job does for its state."""
 
     name: str  # in tables
     storage_every: int  # steps between two checkpoints in storage
@@ -101,12 +97,8 @@ def formation_seconds(
 ) -> FormationSeconds:
     """Times until the next world, each the mean of three plays with fixed dice.
 
-    Args:
-        cluster: The nodes.
-        strategy: Whether processes are entered again.
-        durations: How long they take to get out of the way.
-        most_nodes: Play larger clusters with so many nodes. What a play does not have is a limit of
-            the master's requests a second, so that changes times by milliseconds.
+    Larger clusters are played with `most_nodes`. What a play does not have is a limit of the
+    master's requests a second, so that changes times by milliseconds.
     """
     stop_seconds = durations.leave if strategy.reenters else durations.stop
     num_nodes = min(cluster.num_nodes, most_nodes or cluster.num_nodes)
@@ -163,17 +155,7 @@ def simulate(
     durations: Durations | None = None,
     formation: FormationSeconds | None = None,
 ) -> Outcome:
-    """Run a job.
-
-    Args:
-        cluster: What it runs on.
-        workload: What it trains.
-        strategy: What it does for its state.
-        failures: What fails when, in order; see `draw_failures`.
-        seconds: How long it runs.
-        durations: Times of the parts of a recovery.
-        formation: Times until the next world; by default the master's state machines are played.
-    """
+    """Run a job; `failures` are in the order of time, `formation` is played if not given."""
     durations = durations or Durations()
     formation = formation or formation_seconds(cluster, strategy, durations)
     outcome = Outcome(seconds)
