@@ -12,7 +12,7 @@ import pytest
 import remesh
 from remesh import catalog
 from remesh.checkpoint.loading import load
-from remesh.cli.checking import check
+from remesh.cli.verify import check
 from remesh.core.sharded import ShardedTensor
 from remesh.errors import (
     CheckpointReplacedError,

@@ -41,17 +41,17 @@ _HOMES = {
     "doctor": "remesh.cli.doctor",
     "report": "remesh.cli.report",
     "repair": "remesh.cli.repairing",
-    "latest": "remesh.cli.keeping",
-    "pin": "remesh.cli.keeping",
-    "unpin": "remesh.cli.keeping",
+    "latest": "remesh.cli.pruning",
+    "pin": "remesh.cli.pruning",
+    "unpin": "remesh.cli.pruning",
     "prune": "remesh.cli.pruning",
     "demo": "remesh.cli.demo",
     "run": "remesh.cli.run",
     "check": "remesh.cli.run",
     "master": "remesh.cli.master",
     "status": "remesh.cli.master",
-    "manifests": "remesh.cli.manifests",
-    "operator": "remesh.cli.operator",
+    "manifests": "remesh.cli.kubernetes",
+    "operator": "remesh.cli.kubernetes",
 }
 """The module of each command; the command has the same name there."""
 

@@ -13,7 +13,7 @@ from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint, ConversionReport
 from remesh.checkpoint import convert as convert_checkpoint
 from remesh.cli import output, places
-from remesh.cli.transforms import json_object, transform_option
+from remesh.cli.places import json_object, transform_option
 from remesh.core.index import Index
 from remesh.elastic.script import finish
 from remesh.errors import CheckpointNotFoundError, StateError

@@ -1,21 +1,266 @@
-"""`remesh diff`: what differs between two checkpoints, of any formats."""
+"""`remesh diff`: names, types, shapes and values of two checkpoints compared, of any formats.
+
+Values are compared in chunks, so memory is bounded, and small tensors are read many at a time. Of
+each tensor the largest difference and the number of elements that differ are found; two NaN at the
+same place are equal. With a transformation, what it makes of the first checkpoint is compared with
+the second; casts that it asks for are left out, so a tolerance should be given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 
 from remesh.checkpoint import Checkpoint
-from remesh.cli import output, places
-from remesh.cli.comparing import Comparison, TensorDifference, Tolerance, compare
-from remesh.cli.transforms import transform_option
+from remesh.cli import output, places, summary
+from remesh.cli.places import transform_option
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box
+from remesh.core.index import Index
+from remesh.core.values import unread
 from remesh.events import progress
 from remesh.formats import native
 from remesh.storage import shown_url
-from remesh.transform import Transform
+from remesh.transform import Region, Resolved, Transform, arranged
+
+_Array = summary.Array
+
+MAX_BATCH = 4096
+"""Boxes that are read together at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How one tensor differs."""
+
+    name: str  # its name, in the second checkpoint if the first is transformed
+    dtypes: tuple[str, str]  # its element types in both
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # its shapes in both
+    num_different: int | None = None
+    """Elements that differ by more than the tolerance; None if the shapes differ, or values were
+    not compared."""
+    max_difference: float | None = None
+    """The largest absolute difference of finite elements, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two checkpoints."""
+
+    only_first: tuple[str, ...]
+    """Names of tensors that only the first has; with a transformation, those that nothing in the
+    second is made of."""
+    only_second: tuple[str, ...]  # names of tensors that only the second has
+    tensors: tuple[TensorDifference, ...]  # the tensors that differ
+    num_equal: int  # tensors that do not
+    only_first_values: tuple[str, ...]  # names of plain values and objects that only the first has
+    only_second_values: tuple[str, ...]  # those that only the second has
+    values: Mapping[str, tuple[str, str]]
+    """Name → text of both values, of values that differ or cannot be read."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        lists = (self.only_first, self.only_second, self.tensors, self.only_first_values)
+        return not any(map(bool, (*lists, self.only_second_values, self.values)))
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Elements are equal if they differ by `absolute + relative * abs(second)` at most."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+
+def compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    *,
+    transform: Transform | None,
+    tolerance: Tolerance | None,
+    on_read: Callable[[int], None],
+) -> Comparison:
+    """Compare two checkpoints, of any formats; without a tolerance no values of tensors."""
+    resolved = None
+    if transform is not None:
+        resolved = transform.resolve(first.index, second.index, aliases=first.index.aliases)
+    found = _names_of(first, second, resolved)
+    pairs = [
+        name
+        for name in found.both
+        if resolved is not None or first.index[name].shape == second.index[name].shape
+    ]
+    compared = {}
+    if tolerance is not None:
+        compared = _compare_values(first, second, pairs, resolved, tolerance, on_read)
+    differences, num_equal = [], 0
+    for name in found.both:
+        if resolved is None:
+            left = first.index[name]
+            difference = TensorDifference(
+                name,
+                (left.dtype, second.index[name].dtype),
+                (left.shape, second.index[name].shape),
+            )
+        else:
+            stored = second.index[name]
+            difference = TensorDifference(
+                name, (stored.dtype, stored.dtype), (stored.shape, stored.shape)
+            )
+        equal_kind = len(set(difference.dtypes)) == len(set(difference.shapes)) == 1
+        if name in compared:
+            count, largest = compared[name]
+            if count or not equal_kind:
+                differences.append(
+                    TensorDifference(name, difference.dtypes, difference.shapes, count, largest)
+                )
+            else:
+                num_equal += 1
+        elif equal_kind:
+            num_equal += 1
+        else:
+            differences.append(difference)
+    values = _compare_plain(first, second) if resolved is None else ((), (), {})
+    return Comparison(found.only_first, found.only_second, tuple(differences), num_equal, *values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    both: tuple[str, ...]
+
+
+def _names_of(first: Checkpoint, second: Checkpoint, resolved: Resolved | None) -> _Names:
+    if resolved is None:
+        left, right = set(first.index), set(second.index)
+        both = tuple(name for name in second.index if name in left)
+        return _Names(tuple(sorted(left - right)), tuple(sorted(right - left)), both)
+    made = tuple(name for name in second.index if resolved.sources_of(name))
+    rest = tuple(sorted(set(second.index) - set(made)))
+    return _Names(resolved.unused, rest, made)
+
+
+def _compare_values(
+    first: Checkpoint,
+    second: Checkpoint,
+    names: Sequence[str],
+    resolved: Resolved | None,
+    tolerance: Tolerance,
+    on_read: Callable[[int], None],
+) -> dict[str, tuple[int, float]]:
+    """How many elements of each tensor differ, and the largest difference of finite ones."""
+    found = dict.fromkeys(names, (0, 0.0))
+    for batch in _batches(second.index, names):
+        parts = [list(_parts(name, chunk, resolved)) for name, chunk in batch]
+        sources = [(part.source, part.source_box) for own in parts for part in own]
+        blocks = iter(_numbers(first, sources))
+        for (name, chunk), own, right in zip(batch, parts, _numbers(second, batch), strict=True):
+            left = np.empty(right.shape, right.dtype)
+            for part in own:
+                block = next(blocks)
+                if part.region is not None:
+                    block = arranged(block, part.region)
+                if block.dtype != left.dtype:
+                    left = left.astype(np.result_type(left.dtype, block.dtype))
+                place: tuple[Any, ...] = (*part.box.relative_to(chunk).slices, ...)
+                left[place] = block
+            count, distance = _difference(left, right, tolerance)
+            found[name] = (found[name][0] + count, max(found[name][1], distance))
+            on_read(right.nbytes)
+    return found
+
+
+def _batches(index: Index, names: Iterable[str]) -> Iterator[list[tuple[str, Box]]]:
+    """Boxes of tensors, as many at a time as are read together."""
+    batch: list[tuple[str, Box]] = []
+    room = summary.CHUNK_BYTES
+    for name in names:
+        stored = index[name]
+        if not math.prod(stored.shape):
+            continue
+        itemsize = BY_NAME[stored.dtype].itemsize
+        for chunk in summary.chunks_of(Box.whole(stored.shape), summary.CHUNK_BYTES // itemsize):
+            num_bytes = chunk.size * itemsize
+            if batch and (num_bytes > room or len(batch) == MAX_BATCH):
+                yield batch
+                batch, room = [], summary.CHUNK_BYTES
+            batch.append((name, chunk))
+            room -= num_bytes
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What the first checkpoint has in a box of the second."""
+
+    box: Box
+    source: str  # the tensor that is read
+    source_box: Box  # the box of it
+    region: Region | None = None  # how it is rearranged; None if it is not
+
+
+def _parts(name: str, chunk: Box, resolved: Resolved | None) -> Iterator[_Part]:
+    if resolved is None:
+        yield _Part(chunk, name, chunk)
+        return
+    for region in resolved.regions(name, chunk):
+        yield _Part(region.target_box, region.source, region.source_box, region)
+
+
+def _numbers(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[_Array]:
+    arrays = checkpoint.read_arrays(boxes) if boxes else []
+    return [
+        summary.true_values(carried.reshape(-1), checkpoint.index[name].dtype).reshape(box.shape)
+        for (name, box), carried in zip(boxes, arrays, strict=True)
+    ]
+
+
+def _difference(left: _Array, right: _Array, tolerance: Tolerance) -> tuple[int, float]:
+    """How many elements differ, and by how much at most."""
+    if left.dtype.kind not in "fc" and right.dtype.kind not in "fc":
+        unequal = left != right
+        if not unequal.any():
+            return 0, 0.0
+        left, right = left[unequal], right[unequal]
+    wide = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
+    with np.errstate(invalid="ignore", over="ignore"):
+        a, b = left.astype(wide), right.astype(wide)  # a signalling NaN is invalid
+        distance = np.abs(a - b)
+        limit = tolerance.absolute + tolerance.relative * np.abs(b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    close = np.isfinite(a) & np.isfinite(b) & (distance <= limit)
+    finite = distance[np.isfinite(distance)]
+    return int((~(same | close)).sum()), float(finite.max(initial=0.0))
+
+
+def _compare_plain(
+    first: Checkpoint, second: Checkpoint
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, str]]]:
+    """Names of values that only one has, and the values that differ, as text.
+
+    What could not be read is not known to be equal, so it differs.
+    """
+    left = {**first.values, **first.lists, **first.objects}
+    right = {**second.values, **second.lists, **second.objects}
+    texts = {name: (repr(left[name]), repr(right[name])) for name in left if name in right}
+    return (
+        tuple(sorted(left.keys() - right.keys())),
+        tuple(sorted(right.keys() - left.keys())),
+        {
+            name: pair
+            for name, pair in texts.items()
+            if pair[0] != pair[1] or any(unread(left[name]))
+        },
+    )
 
 
 @click.command(

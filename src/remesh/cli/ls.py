@@ -13,15 +13,16 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
-from remesh.cli.measures import (
+from remesh.cli.output import piece_document, piece_lines
+from remesh.cli.summary import (
+    Statistics,
     Usage,
+    elements_by_part,
     print_statistics,
     print_usages,
     statistics_of,
     usages_of,
 )
-from remesh.cli.pieces import piece_document, piece_lines
-from remesh.cli.summary import Statistics, elements_by_part
 from remesh.core.integrity import repair_advice
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import resource
 import signal
 import ssl
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from remesh.cli import output
-from remesh.cli.elastic_options import policy_options
 from remesh.elastic.client import Client, read_token
-from remesh.elastic.job import Policy
+from remesh.elastic.failures import read_patterns
+from remesh.elastic.job import HangAction, Policy
 from remesh.elastic.journal import Journal
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import Status
 from remesh.errors import StorageError
@@ -42,57 +41,6 @@ class _JsonLines(logging.Formatter):
         return json.dumps(entry)
 
 
-_SERVER_OPTIONS = (
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
-    click.option("--port", default=29400, show_default=True, help="Port; 0 for any free one."),
-    click.option(
-        "--token-file", metavar="FILE", help="What requests must know; needed off loopback."
-    ),
-    click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate."),
-    click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file."),
-    click.option(
-        "--max-rate", default=2000.0, show_default=True, help="Requests a second and node."
-    ),
-)
-
-
-def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of a server, which it receives as `options`."""
-
-    @functools.wraps(command)
-    def with_options(
-        *,
-        host: str,
-        port: int,
-        token_file: str | None,
-        tls_cert: str | None,
-        tls_key: str | None,
-        max_rate: float,
-        **others: Any,
-    ) -> Any:
-        try:
-            from remesh.elastic.server import ServerOptions
-        except ModuleNotFoundError as error:
-            raise click.ClickException(
-                f"the master needs {error.name}: pip install 'remesh[elastic]'"
-            ) from error
-        try:
-            options = ServerOptions(
-                host=host,
-                port=port,
-                token=read_token(token_file),
-                tls=_tls_context(tls_cert, tls_key),
-                max_requests_per_second=max_rate,
-            )
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
-        return command(options=options, **others)
-
-    for option in reversed(_SERVER_OPTIONS):
-        with_options = option(with_options)
-    return with_options
-
-
 @click.command(
     epilog=output.example(
         "remesh master --state job.sqlite",
@@ -111,26 +59,93 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Run this in a shell for each node that is excluded: $REMESH_NODE is its name, "
     "$REMESH_REASON why.",
 )
-@_server_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=29400, show_default=True, help="Port; 0 for any free one.")
+@click.option("--token-file", metavar="FILE", help="What requests must know; needed off loopback.")
+@click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate.")
+@click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file.")
+@click.option("--max-rate", default=2000.0, show_default=True, help="Requests a second and node.")
 @click.option(
     "--end-with-job",
     is_flag=True,
     help="End when the job has, and all agents know: 0 if it has succeeded, else 1.",
 )
-@policy_options
+@click.option(
+    "--heartbeat-timeout",
+    default=HEARTBEAT_TIMEOUT,
+    show_default=True,
+    help="Seconds of silence after which a node is lost.",
+)
+@click.option("--check", is_flag=True, help="Test nodes before they train.")
+@click.option(
+    "--check-timeout",
+    default=120.0,
+    show_default=True,
+    help="Seconds within which a test must be over.",
+)
+@click.option("--exclude-stragglers", is_flag=True, help="Do without slow nodes if possible.")
+@click.option(
+    "--save-grace",
+    default=60.0,
+    show_default=True,
+    help="Seconds that a growing job waits for a checkpoint.",
+)
+@click.option(
+    "--hang-timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Without a step for so long, a job hangs; 0: never. By default this follows from its "
+    "steps, and is an hour at least.",
+)
+@click.option(
+    "--hang-action",
+    type=click.Choice([action.value for action in HangAction]),
+    default=HangAction.RESTART.value,
+    show_default=True,
+    help="What happens to a job that hangs.",
+)
+@click.option(
+    "--restart-refill",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Give a node one charged restart back every so many seconds.",
+)
+@click.option("--failure-patterns", metavar="FILE", help="JSON that tells kinds of failures apart.")
 def master(
-    *,
-    options: ServerOptions,
-    policy: Policy,
-    state: str,
-    on_excluded: str | None,
-    end_with_job: bool,
+    *, state: str, on_excluded: str | None, end_with_job: bool, check: bool, **given: Any
 ) -> None:
     """Coordinate the nodes of a job: form worlds, decide on failures, show state.
 
     Needs neither torch nor a GPU. Its URL is printed on stdout; there it shows a page. A master
     that is killed and started again with the same `--state` goes on where it was.
     """
+    try:
+        from remesh.elastic.server import ServerOptions
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the master needs {error.name}: pip install 'remesh[elastic]'"
+        ) from error
+    try:
+        options = ServerOptions(
+            host=given["host"],
+            port=given["port"],
+            token=read_token(given["token_file"]),
+            tls=_tls_context(given["tls_cert"], given["tls_key"]),
+            max_requests_per_second=given["max_rate"],
+        )
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    policy = Policy(
+        heartbeat_timeout=given["heartbeat_timeout"],
+        check=check,
+        check_timeout=given["check_timeout"],
+        exclude_stragglers=given["exclude_stragglers"],
+        save_grace=given["save_grace"],
+        hang_timeout=given["hang_timeout"],
+        hang_action=HangAction(given["hang_action"]),
+        restart_refill=given["restart_refill"],
+        patterns=read_patterns(given["failure_patterns"]),
+    )
     # Nodes that wait for a world keep a connection each.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -138,27 +153,35 @@ def master(
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
-    from remesh.elastic.master import Master
-    from remesh.elastic.server import serve
-
-    async def main() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, task.cancel)
-        served = Master(policy, Journal(state), on_excluded=on_excluded)
-        await serve(served, options, click.echo, end_with_job=end_with_job)
-        world = served.job.rendezvous
-        assert world is not None, "only a job that has begun can end"
-        sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
-
     try:
         with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(main())
+            asyncio.run(_serve(policy, options, state, on_excluded, end_with_job=end_with_job))
     except StorageError:
         raise
     except OSError as error:
         raise StorageError(f"cannot listen on {options.host}:{options.port}: {error}") from error
+
+
+async def _serve(
+    policy: Policy,
+    options: ServerOptions,
+    state: str,
+    on_excluded: str | None,
+    *,
+    end_with_job: bool,
+) -> None:
+    from remesh.elastic.master import Master
+    from remesh.elastic.server import serve
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    served = Master(policy, Journal(state), on_excluded=on_excluded)
+    await serve(served, options, click.echo, end_with_job=end_with_job)
+    world = served.job.rendezvous
+    assert world is not None, "only a job that has begun can end"
+    sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
 
 
 def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:

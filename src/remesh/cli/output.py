@@ -20,6 +20,8 @@ import click
 import numpy as np
 from rich.console import Console
 
+from remesh._repr import format_bytes
+from remesh.core.index import Piece
 from remesh.core.values import UnresolvedValue
 from remesh.errors import CorruptCheckpointError, CoverageError, MismatchError, RemeshError
 
@@ -285,3 +287,28 @@ def print_rest(console: Console, num_rows: int, *, show_all: bool) -> None:
     rest = 0 if show_all else num_rows - MAX_ROWS
     if rest > 0:
         console.out(f"  ... and {rest} more; --all lists them")
+
+
+def piece_document(piece: Piece) -> dict[str, object]:
+    """A piece in JSON."""
+    return {
+        "offset": piece.box.offset,
+        "shape": piece.box.shape,
+        "file": piece.path,
+        "start": piece.position,
+        "num_bytes": piece.num_bytes,
+    }
+
+
+def piece_lines(pieces: Sequence[Piece], indent: str) -> list[str]:
+    """A line of titles and one for each piece."""
+    rows = [
+        (
+            str(piece.box),
+            format_bytes(piece.num_bytes),
+            f"{piece.position}:{piece.position + piece.num_bytes}",
+            printable(piece.path),
+        )
+        for piece in pieces
+    ]
+    return table_lines(("<box", ">size", "<bytes", "<file"), rows, indent)

@@ -14,7 +14,7 @@ from remesh._repr import format_bytes
 from remesh.cli import output, places
 from remesh.cli.drawing import columns_of, drawing, largest, write_page
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
-from remesh.cli.transforms import transform_option
+from remesh.cli.places import transform_option
 from remesh.core.index import Index
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.demo import picture

@@ -13,7 +13,7 @@ from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.cli.drawing import columns_of, drawing, largest, write_page
-from remesh.cli.measures import Usage, statistics_cells, statistics_of, usages_of
+from remesh.cli.summary import Usage, statistics_cells, statistics_of, usages_of
 from remesh.core.index import Index
 from remesh.demo import picture
 from remesh.formats import native

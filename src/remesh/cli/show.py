@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -12,8 +13,7 @@ from rich.console import Console
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.boxes import BoxText, parse_box
-from remesh.cli.pieces import piece_document, piece_lines
+from remesh.cli.output import piece_document, piece_lines
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.index import Piece
@@ -22,6 +22,50 @@ from remesh.errors import StateError
 from remesh.events import progress
 from remesh.formats import native
 from remesh.storage import shown_url
+
+_BOUNDS = re.compile(r"\s*(?:(?P<index>[0-9]+)|(?P<start>[0-9]*)\s*:\s*(?P<stop>[0-9]*))\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class BoxText:
+    """A region of a tensor whose shape is not known yet."""
+
+    text: str  # what the user wrote
+    bounds: tuple[tuple[int | None, int | None], ...]
+    """Start and stop of the first dims; None stands for the end of the dim on that side."""
+
+    def in_shape(self, name: str, shape: tuple[int, ...]) -> Box:
+        """The box in a tensor of this shape; dims that are not given are whole."""
+        where = f"{name} has shape {list(shape)}"
+        if len(self.bounds) > len(shape):
+            raise StateError(f"--box {self.text} has {len(self.bounds)} dims, but {where}")
+        given = [*self.bounds, *[(None, None)] * (len(shape) - len(self.bounds))]
+        bounds = [
+            (start or 0, extent if stop is None else stop)
+            for (start, stop), extent in zip(given, shape, strict=True)
+        ]
+        for dim, ((start, stop), extent) in enumerate(zip(bounds, shape, strict=True)):
+            if not start < stop <= extent:
+                raise StateError(f"--box {self.text}: {start}:{stop} is not in dim {dim}; {where}")
+        return Box.from_slices(*bounds)
+
+
+def parse_box(_ctx: click.Context, _param: click.Parameter, text: str | None) -> BoxText | None:
+    """The value of an option that takes a region; a callback for click."""
+    if text is None:
+        return None
+    bounds: list[tuple[int | None, int | None]] = []
+    for part in text.split(","):
+        found = _BOUNDS.fullmatch(part)
+        if found is None:
+            raise click.BadParameter(f"{text!r} is not a box; write it like 0:10,5:7")
+        if found["index"]:
+            bounds.append((int(found["index"]), int(found["index"]) + 1))
+        else:
+            start, stop = found["start"], found["stop"]
+            bounds.append((int(start) if start else None, int(stop) if stop else None))
+    return BoxText(text, tuple(bounds))
+
 
 NUM_FIRST_ELEMENTS = 10
 NUM_BOX_ELEMENTS = 1000
@@ -101,7 +145,7 @@ def _look_at(checkpoint: Checkpoint, name: str, box_text: BoxText | None) -> _Lo
     if summary.is_summarised(stored.dtype):
         num_bytes = stored.num_bytes // max(Box.whole(stored.shape).size, 1) * box.size
         with progress(f"reading {name}", num_bytes) as on_read:
-            statistics = summary.statistics_of(checkpoint, name, box, on_read)
+            (statistics,) = summary.statistics_of_each(checkpoint, [(name, box)], on_read)
     whole_box = box_text is not None and box.size <= NUM_BOX_ELEMENTS
     count = NUM_BOX_ELEMENTS if whole_box else NUM_FIRST_ELEMENTS
     elements = summary.first_elements(checkpoint, name, box, count)

@@ -1,17 +1,33 @@
-"""`remesh verify`: read everything and compare it with its digests."""
+"""`remesh verify`: read everything and compare it with its digests.
+
+A sound record and index let every block of every file be compared. If the index or the values are
+damaged themselves, the checkpoint cannot be opened; then those files and the sizes of all others
+are checked by the record, and if even that is damaged, only it is named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import click
 from rich.console import Console
 
+from remesh import catalog
 from remesh._repr import format_bytes
+from remesh.catalog import Finding
+from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
-from remesh.cli.checking import Verdict, check, check_entry, paths_in
-from remesh.errors import RemeshError
+from remesh.core.integrity import Damage, hex_digest, repair_advice
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RemeshError,
+)
+from remesh.events import progress
+from remesh.formats import native
+from remesh.storage import Storage, open_storage, shown_url
 
 
 @click.command(epilog=output.example("remesh verify runs/step_00001000", "remesh verify runs"))
@@ -97,3 +113,125 @@ def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> Non
     advice = "" if "remesh repair" in verdict.error else verdict.advice
     for text in [*texts, *filter(None, [verdict.error, advice])]:
         console.out(f"  {output.printable(text)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What checking found at a path."""
+
+    path: str  # what the user called it, without secrets
+    status: Literal["sound", "damaged", "unfinished", "absent", "unreadable"]
+    """`sound`; `damaged`; `unfinished`, without a commit record, if a directory of checkpoints was
+    asked for; `absent`, if there is no checkpoint; or `unreadable`, because the storage refused
+    or a newer remesh wrote it."""
+    num_files: int = 0  # data files of a checkpoint that could be opened
+    num_bytes: int = 0
+    damages: tuple[Finding, ...] = ()  # everything that is not as it was written, by file and byte
+    error: str = ""  # why it could not be opened or fully checked; empty if it was
+    has_digests: bool = True
+    """Whether bytes could be compared with anything; other systems record none, and `sound` then
+    only says that everything could be read."""
+    unchecked: tuple[str, ...] = ()
+    """Names that a repair has taken over without a digest that proves them."""
+    incomplete: tuple[str, ...] = ()
+    """Names of tensors of which some elements are not stored exactly once."""
+    advice: str = ""  # the command that shows what can be saved of a damaged checkpoint of remesh
+
+
+def paths_in(path: str) -> list[catalog.Entry]:
+    """The checkpoints in a directory of them; empty if the path is a checkpoint or holds none."""
+    return [] if places.is_checkpoint(path) else catalog.scan(open_storage(path))
+
+
+def check_entry(entry: catalog.Entry) -> Verdict:
+    """As `check`, of what a directory of checkpoints holds."""
+    if entry.status == "unfinished":
+        return Verdict(
+            entry.path, "unfinished", error=entry.reason, advice=repair_advice(entry.path)
+        )
+    return check(entry.path)
+
+
+def check(path: str) -> Verdict:
+    """Read everything at a path; errors of remesh become part of the verdict."""
+    try:
+        return native.begin_anew(lambda: _check(path))
+    except CheckpointNotFoundError as error:
+        return Verdict(shown_url(path), "absent", error=str(error))
+    except RemeshError as error:
+        return Verdict(shown_url(path), "unreadable", error=str(error))
+
+
+def _check(path: str) -> Verdict:
+    """Read everything at a path once."""
+    storage = open_storage(path)
+    try:
+        checkpoint = Checkpoint(places.source(path))
+        num_bytes = sum(file.num_bytes for file in checkpoint.index.files)
+        with progress(f"reading {path}", num_bytes) as on_read:
+            report = checkpoint.verify(on_read)
+    except CorruptCheckpointError as error:
+        return Verdict(
+            shown_url(path),
+            "damaged",
+            damages=tuple(_check_files(storage)),
+            error=str(error),
+            advice=_advice(path, storage),
+        )
+    # Sizes once more, by the record: they tell a short file from one with other bytes.
+    findings = places.findings_of(storage, checkpoint)
+    damages = tuple(merge(report.damages, findings))
+    is_damaged = bool(damages or report.incomplete)
+    status: Literal["sound", "damaged"] = "damaged" if is_damaged else "sound"
+    return Verdict(
+        shown_url(path),
+        status,
+        report.num_files,
+        report.num_bytes,
+        damages,
+        has_digests=report.has_digests,
+        unchecked=report.unchecked,
+        incomplete=report.incomplete,
+        advice=_advice(path, storage) if is_damaged else "",
+    )
+
+
+def _advice(path: str, storage: Storage) -> str:
+    """What to do about a damaged checkpoint; repair knows those of remesh alone."""
+    return repair_advice(shown_url(path)) if catalog.holds_record(storage) else ""
+
+
+def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Finding]:
+    """Unite findings, and damage sorted by file and byte; adjacent blocks become one."""
+    problems = {finding.file: finding for finding in findings}
+    merged: list[Finding] = []
+    for damage in damages:
+        known = problems.get(damage.path)
+        start, stop = sorted((damage.start, damage.stop))
+        if known is not None and (known.start, known.stop) == (start, stop):
+            merged.append(replace(known, tensors=damage.tensors))
+            continue
+        last = merged[-1] if merged else None
+        if last is not None and (last.file, last.stop) == (damage.path, start):
+            names = tuple(dict.fromkeys((*last.tensors, *damage.tensors)))
+            merged[-1] = Finding(last.file, "content", last.start, stop, names)
+        else:
+            merged.append(Finding(damage.path, "content", start, stop, damage.tensors))
+    return merged
+
+
+def _check_files(storage: Storage) -> list[Finding]:
+    """What can be said of a checkpoint that cannot be opened."""
+    if not catalog.holds_record(storage):
+        return []
+    try:
+        record = native.read_record(storage)
+    except CorruptCheckpointError:
+        return [Finding(native.RECORD_NAME, "content", 0, storage.size(native.RECORD_NAME))]
+    findings = catalog.check_sizes(storage, record)
+    wrong = {finding.file for finding in findings}
+    with native.unless_replaced(storage, native.identity_of(record)):
+        for file in (record.index, record.values):
+            if file.path not in wrong and hex_digest(storage.read(file.path)) != file.digest:
+                findings.append(Finding(file.path, "content", 0, file.num_bytes))
+    return findings
