@@ -188,13 +188,12 @@ def advise(
             }
         )
         return
-    console = output.stdout_console()
-    console.out(
+    output.line(
         f"{format_bytes(round(state_size))} on {output.plural(nodes, 'node')}, "
         f"{sum(rates.values()):.3g} failures a day"
     )
-    output.print_table(console, _COLUMNS, [_row(one) for one in estimates])
-    console.out(f"recommended: {best.strategy.name}\n  {_arguments(best)}")
+    output.print_table(_COLUMNS, [_row(one) for one in estimates])
+    output.line(f"recommended: {best.strategy.name}\n  {_arguments(best)}")
 
 
 _COLUMNS = (

@@ -152,18 +152,17 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
         }
         output.print_json(document)
         return
-    console = output.stdout_console()
     counts = f"{output.plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)}"
     others = f", {output.plural(report.num_values, 'value')}" if report.num_values else ""
     checked = "compared with its digests" if report.verified.has_digests else "no digests"
-    console.out(
+    output.line(
         f"{output.printable(shown_url(target))}: {report.source_format} to {report.format}, "
         f"{counts}{others}; read again, {checked}"
     )
     if report.unchecked:
         names = output.printable(output.listed(report.unchecked, show_all=False))
         text = f"  repaired; no digest proves that these are what was saved: {names}"
-        console.out(text, style="yellow")
+        output.line(text, style="yellow")
 
 
 def _recipe(

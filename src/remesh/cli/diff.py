@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
@@ -321,38 +320,38 @@ def diff(
         }
         output.print_json(document)
     else:
-        _print_comparison(output.stdout_console(), comparison, show_all=show_all)
+        _print_comparison(comparison, show_all=show_all)
     if not comparison.is_equal:
         ctx.exit(output.EXIT_DIFFERENT)
 
 
-def _print_comparison(console: Console, found: Comparison, *, show_all: bool) -> None:
+def _print_comparison(found: Comparison, *, show_all: bool) -> None:
     def names(title: str, listed: Sequence[str]) -> None:
         if listed:
-            console.out(f"{title}: {len(listed)}", style="bold")
+            output.line(f"{title}: {len(listed)}", style="bold")
             shown = output.capped(listed, show_all=show_all)
-            console.out("\n".join(f"  {output.printable(name)}" for name in shown))
-            output.print_rest(console, len(listed), show_all=show_all)
+            output.line("\n".join(f"  {output.printable(name)}" for name in shown))
+            output.print_rest(len(listed), show_all=show_all)
 
     names("tensors only in A", found.only_first)
     names("tensors only in B", found.only_second)
     if found.tensors:
-        console.out(f"tensors that differ: {len(found.tensors)}", style="bold")
+        output.line(f"tensors that differ: {len(found.tensors)}", style="bold")
         rows = [_row(one) for one in output.capped(found.tensors, show_all=show_all)]
         columns = ("<dtype", "<shape", ">elements", ">largest", "<name")
-        output.print_table(console, columns, rows, "  ")
-        output.print_rest(console, len(found.tensors), show_all=show_all)
+        output.print_table(columns, rows, "  ")
+        output.print_rest(len(found.tensors), show_all=show_all)
     names("values only in A", found.only_first_values)
     names("values only in B", found.only_second_values)
     if found.values:
-        console.out(f"values that differ: {len(found.values)}", style="bold")
+        output.line(f"values that differ: {len(found.values)}", style="bold")
         items = output.capped(list(found.values.items()), show_all=show_all)
         for name, (left, right) in items:
             text = f"{name}: {_short(left)} | {_short(right)}"
-            console.out(f"  {output.printable(text)}")
-        output.print_rest(console, len(found.values), show_all=show_all)
+            output.line(f"  {output.printable(text)}")
+        output.print_rest(len(found.values), show_all=show_all)
     equal = output.plural(found.num_equal, "tensor")
-    console.out(f"equal: {equal}" + ("" if not found.is_equal else "; nothing differs"))
+    output.line(f"equal: {equal}" + ("" if not found.is_equal else "; nothing differs"))
 
 
 def _row(one: TensorDifference) -> tuple[str, ...]:

@@ -101,8 +101,7 @@ def _lacking_for_elastic(versions: Mapping[str, str]) -> list[str]:
 
 
 def _print(place: str | None, trials: Sequence[Trial]) -> None:
-    console = output.stdout_console()
-    console.out("installed", style="bold")
+    output.line("installed", style="bold")
     versions = _versions()
     facts = [
         (name, version or f"not installed: needed for {_PACKAGES[name]}")
@@ -116,10 +115,10 @@ def _print(place: str | None, trials: Sequence[Trial]) -> None:
         ("elastic jobs", elastic),
         ("free memory", "unknown" if memory is None else format_bytes(memory)),
     ]
-    output.print_facts(console, facts)
+    output.print_facts(facts)
     if place is None:
-        console.out("\nremesh doctor DIR tries out a place for checkpoints.")
+        output.line("\nremesh doctor DIR tries out a place for checkpoints.")
         return
-    console.out(f"\n{output.printable(shown_url(place))}", style="bold")
+    output.line(f"\n{output.printable(shown_url(place))}", style="bold")
     rows = [(trial.status, trial.name, output.printable(trial.detail)) for trial in trials]
-    output.print_table(console, ("<result", "<tried", "<seen"), rows, "  ")
+    output.print_table(("<result", "<tried", "<seen"), rows, "  ")

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 
 import click
-from rich.console import Console
 
 from remesh import catalog
 from remesh._repr import format_bytes
@@ -105,7 +104,6 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -> None:
-    console = output.stdout_console()
     columns = ("<status", "<committed", ">ranks", ">size", "<name")
     rows = [
         (
@@ -118,19 +116,19 @@ def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -
         for step in steps
     ]
     titles, *lines = output.table_lines(columns, rows)
-    console.out(titles, style="bold")
+    output.line(titles, style="bold")
     styles = {"committed": None, "unfinished": "dim", "damaged": "red", "unreadable": "red"}
     for step, line in zip(steps, lines, strict=True):
         style = "bold green" if step is newest else styles[step.status]
-        console.out(line, style=style)
+        output.line(line, style=style)
     reasons = [step for step in steps if step.reason]
     if reasons:
-        console.out("")
+        output.line()
     for step in reasons:
-        console.out(output.printable(f"{step.name}: {step.reason}"))
+        output.line(output.printable(f"{step.name}: {step.reason}"))
     broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
     if broken:
-        console.out(output.printable(repair_advice(broken[-1].path)))
+        output.line(output.printable(repair_advice(broken[-1].path)))
 
 
 def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
@@ -225,21 +223,20 @@ def _list_checkpoint(listing: _Listing, show_all: bool, as_json: bool) -> None:
     if as_json:
         output.print_json(_listing_document(listing))
     else:
-        console = output.stdout_console()
         # What a pattern chose is shown; by default there may be too many.
         shows_values = listing.shown.values or bool(listing.patterns)
-        _print_head(console, listing, shows_values)
+        _print_head(listing, shows_values)
         if listing.usages:
-            console.out("")
-            print_usages(console, listing.usages, show_all=show_all)
+            output.line()
+            print_usages(listing.usages, show_all=show_all)
         elif listing.statistics:
-            console.out("")
-            print_statistics(console, listing.statistics, listing.checkpoint.index)
+            output.line()
+            print_statistics(listing.statistics, listing.checkpoint.index)
         else:
-            _print_tensors(console, listing, listing.shown.pieces, show_all)
+            _print_tensors(listing, listing.shown.pieces, show_all)
         if shows_values:
-            _print_values(console, "value", listing.values, show_all)
-            _print_values(console, "object", listing.objects, show_all)
+            _print_values("value", listing.values, show_all)
+            _print_values("object", listing.objects, show_all)
     if listing.findings:
         raise CorruptCheckpointError(
             f"{listing.path}: damaged: {catalog.describe_findings(listing.findings)}. "
@@ -303,7 +300,7 @@ def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None:
+def _print_head(listing: _Listing, shows_values: bool) -> None:
     """Where, when, by whom, and how much."""
     checkpoint, totals = listing.checkpoint, listing.totals
     index = checkpoint.index
@@ -328,8 +325,8 @@ def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None
     ]
     if checkpoint.metadata:
         facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
-    console.out(output.printable(listing.path), style="bold")
-    output.print_facts(console, facts)
+    output.line(output.printable(listing.path), style="bold")
+    output.print_facts(facts)
 
 
 def _elements(checkpoint: Checkpoint) -> str:
@@ -356,7 +353,7 @@ def _origin(checkpoint: Checkpoint) -> tuple[str, str]:
     return "saved", f"{output.format_time(record.created)} by {ranks}, {version}"
 
 
-def _print_tensors(console: Console, listing: _Listing, with_pieces: bool, show_all: bool) -> None:
+def _print_tensors(listing: _Listing, with_pieces: bool, show_all: bool) -> None:
     """The chosen tensors, a line each, with their pieces below."""
     if not listing.tensors:
         return
@@ -369,32 +366,30 @@ def _print_tensors(console: Console, listing: _Listing, with_pieces: bool, show_
         size = format_bytes(stored.num_bytes)
         shape = output.format_shape(stored.shape)
         rows.append((stored.dtype, shape, str(stored.num_pieces), size, shown))
-    console.out("")
+    output.line()
     columns = ("<dtype", "<shape", ">pieces", ">size", "<name")
     if not with_pieces:
-        output.print_table(console, columns, rows)
-        output.print_rest(console, len(listing.tensors), show_all=show_all)
+        output.print_table(columns, rows)
+        output.print_rest(len(listing.tensors), show_all=show_all)
         return
     titles, *lines = output.table_lines(columns, rows)
-    console.out(titles, style="bold")
+    output.line(titles, style="bold")
     shown_lines = []
     for name, line in zip(names, lines, strict=True):
         shown_lines.append(line)
         if name not in index.aliases:
             shown_lines += piece_lines(index.pieces(name), "    ")[1:]
-    console.out("\n".join(shown_lines))
-    output.print_rest(console, len(listing.tensors), show_all=show_all)
+    output.line("\n".join(shown_lines))
+    output.print_rest(len(listing.tensors), show_all=show_all)
 
 
-def _print_values(
-    console: Console, kind: str, values: Mapping[str, object], show_all: bool
-) -> None:
+def _print_values(kind: str, values: Mapping[str, object], show_all: bool) -> None:
     if not values:
         return
     rows = [
         (output.type_name(value), output.printable(name), output.format_value_short(value))
         for name, value in output.capped(list(values.items()), show_all=show_all)
     ]
-    console.out("")
-    output.print_table(console, ("<type", f"<{kind}", "<content"), rows)
-    output.print_rest(console, len(values), show_all=show_all)
+    output.line()
+    output.print_table(("<type", f"<{kind}", "<content"), rows)
+    output.print_rest(len(values), show_all=show_all)

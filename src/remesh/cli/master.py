@@ -231,8 +231,7 @@ def _print_status(now: Status) -> None:
         ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
         ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
     ]
-    console = output.stdout_console()
-    output.print_facts(console, facts)
+    output.print_facts(facts)
     rows = [
         (
             str(node.id),
@@ -246,7 +245,7 @@ def _print_status(now: Status) -> None:
         for node in now.nodes
     ]
     columns = (">id", "<state", ">rank", ">processes", ">heard", ">charged restarts", "<name")
-    output.print_table(console, columns, rows)
+    output.print_table(columns, rows)
     if sum(now.nodes_by_state.values()) > len(now.nodes):
         states = ", ".join(f"{count} {state}" for state, count in now.nodes_by_state.items())
         click.echo(f"{len(now.nodes)} nodes are shown, of {states}; the page finds the others")

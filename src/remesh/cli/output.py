@@ -8,13 +8,15 @@ comes out of a checkpoint is printed with its control characters escaped.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import math
 import pprint
+import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 import numpy as np
@@ -233,7 +235,7 @@ def _laid_out(value: object, indent: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# The console
+# Results
 # ---------------------------------------------------------------------------------------------
 
 
@@ -244,9 +246,15 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def stdout_console() -> Console:
+@functools.lru_cache(maxsize=1)
+def _console(stream: TextIO) -> Console:
     """The console for results: it never wraps or cuts a line, and has colours on terminals only."""
-    return _Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    return _Console(file=stream, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def line(text: str = "", style: str | None = None) -> None:
+    """Print a result; `style` is one of rich."""
+    _console(sys.stdout).out(text, style=style)
 
 
 def table_lines(
@@ -265,28 +273,26 @@ def table_lines(
     return [f"{indent}{line}".rstrip() for line in aligned]
 
 
-def print_table(
-    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], indent: str = ""
-) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> None:
     """Print what `table_lines` made, the titles in bold."""
     titles, *lines = table_lines(columns, rows, indent)
-    console.out(titles, style="bold")
+    line(titles, style="bold")
     if lines:
-        console.out("\n".join(lines))
+        line("\n".join(lines))
 
 
-def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print names of facts and what they are, a line each."""
     width = max(len(name) for name, _ in facts)
     for name, fact in facts:
-        console.out(f"  {name.ljust(width)}  {fact}")
+        line(f"  {name.ljust(width)}  {fact}")
 
 
-def print_rest(console: Console, num_rows: int, *, show_all: bool) -> None:
+def print_rest(num_rows: int, *, show_all: bool) -> None:
     """Print how many rows `capped` has left out, if any."""
     rest = 0 if show_all else num_rows - MAX_ROWS
     if rest > 0:
-        console.out(f"  ... and {rest} more; --all lists them")
+        line(f"  ... and {rest} more; --all lists them")
 
 
 def piece_document(piece: Piece) -> dict[str, object]:

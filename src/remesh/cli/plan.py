@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 import click
 import numpy as np
-from rich.console import Console
 
 from remesh._repr import format_bytes
 from remesh.cli import output, places
@@ -128,7 +127,6 @@ def plan(
     if as_json:
         output.print_json(document)
     else:
-        console = output.stdout_console()
         for title, names in (
             ("missing", missing),
             ("unexpected, left alone", unexpected),
@@ -136,10 +134,10 @@ def plan(
         ):
             if names:
                 shown = output.printable(output.listed(names, show_all=show_all))
-                console.out(f"{title}: {shown}", style="yellow")
-        _print_ranks(console, ranks, mesh, show_all=show_all)
+                output.line(f"{title}: {shown}", style="yellow")
+        _print_ranks(ranks, mesh, show_all=show_all)
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
-        console.out(output.printable(verdict), style="bold")
+        output.line(output.printable(verdict), style="bold")
     if draw is not None:
         drawn = _drawn(path, stored, patterns)
         _draw(path, columns_of(stored, drawn, mesh if layout_text else None), draw)
@@ -207,9 +205,7 @@ def _plan_rank(rank: int, held: BoxTable, reads: LoadPlan, index_bytes: int) -> 
     return RankPlan(rank, len(held), state_bytes, reads.bytes_read, reads.num_runs, peak)
 
 
-def _print_ranks(
-    console: Console, ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool
-) -> None:
+def _print_ranks(ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool) -> None:
     if not ranks:
         return
     rows = [
@@ -227,7 +223,7 @@ def _print_ranks(
         for rank in output.capped(ranks, show_all=show_all)
     ]
     columns = (">rank", "<place", ">tensors", ">holds", ">reads", ">requests", ">peak memory")
-    output.print_table(console, columns, rows)
-    output.print_rest(console, len(ranks), show_all=show_all)
+    output.print_table(columns, rows)
+    output.print_rest(len(ranks), show_all=show_all)
     total = sum(rank.bytes_read for rank in ranks)
-    console.out(f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all")
+    output.line(f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all")

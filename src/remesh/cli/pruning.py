@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 import click
 import msgspec
-from rich.console import Console
 
 from remesh import catalog
 from remesh._repr import format_bytes
@@ -146,22 +145,21 @@ def _print_decisions(
         why = f"  ({output.printable('; '.join(decision.reasons))})" if decision.is_kept else ""
         size = format_bytes(info.num_bytes)
         rows.append((what, str(info.step), size, f"{output.printable(info.path)}{why}"))
-    console = output.stdout_console()
-    output.print_table(console, ("<what", ">step", ">size", "<path"), rows)
+    output.print_table(("<what", ">step", ">size", "<path"), rows)
     chosen = [
         decision
         for decision in decisions
         if (decision.info.name in removed if removes else not decision.is_kept)
     ]
-    _print_sum(console, [one.info.num_bytes for one in chosen], "checkpoint", removes=removes)
+    _print_sum([one.info.num_bytes for one in chosen], "checkpoint", removes=removes)
 
 
-def _print_sum(console: Console, sizes: Sequence[int], noun: str, *, removes: bool) -> None:
+def _print_sum(sizes: Sequence[int], noun: str, *, removes: bool) -> None:
     what = f"{output.plural(len(sizes), noun)}, {format_bytes(sum(sizes))}"
     if removes:
-        console.out(f"removed {what}")
+        output.line(f"removed {what}")
     else:
-        console.out(f"{what}; --yes removes them" if sizes else "nothing to remove")
+        output.line(f"{what}; --yes removes them" if sizes else "nothing to remove")
 
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
@@ -262,14 +260,12 @@ def prune(
         items = [{**asdict(one), "removed": one.path in removed} for one in leftovers]
         output.print_json({"root": root, "leftovers": items})
         return
-    _print_leftovers(output.stdout_console(), leftovers, removed, removes=removes)
+    _print_leftovers(leftovers, removed, removes=removes)
 
 
-def _print_leftovers(
-    console: Console, leftovers: Sequence[Orphan], removed: set[str], *, removes: bool
-) -> None:
+def _print_leftovers(leftovers: Sequence[Orphan], removed: set[str], *, removes: bool) -> None:
     if not leftovers:
-        console.out("nothing is left of dead saves")
+        output.line("nothing is left of dead saves")
         return
     rows = []
     for one in leftovers:
@@ -277,9 +273,9 @@ def _print_leftovers(
         where = output.printable(one.path)
         why = f"  ({output.printable(one.kept)})" if one.kept else ""
         rows.append((what, _age(one.age), format_bytes(one.num_bytes), f"{where}{why}"))
-    output.print_table(console, ("<what", ">age", ">size", "<path"), rows)
+    output.print_table(("<what", ">age", ">size", "<path"), rows)
     chosen = [one for one in leftovers if (one.path in removed if removes else not one.kept)]
-    _print_sum(console, [one.num_bytes for one in chosen], "leftover", removes=removes)
+    _print_sum([one.num_bytes for one in chosen], "leftover", removes=removes)
 
 
 def _age(seconds: float) -> str:

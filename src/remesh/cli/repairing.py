@@ -6,7 +6,6 @@ import shlex
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 
 from remesh._repr import format_bytes
 from remesh.cli import output
@@ -67,7 +66,7 @@ def repair(
         is_complete = report.is_complete
         output.print_json({**asdict(report), "is_complete": is_complete})
     else:
-        _print_report(output.stdout_console(), report, save_id)
+        _print_report(report, save_id)
     if report.is_empty:
         hint = "; --keep-unchecked saves what no digest proves" if report.left_out else ""
         output.print_error(f"{path}: nothing can be saved{hint}")
@@ -76,13 +75,12 @@ def repair(
         ctx.exit(EXIT_LOST)
 
 
-def _print_report(console: Console, report: RepairReport, save_id: str | None) -> None:
+def _print_report(report: RepairReport, save_id: str | None) -> None:
     def line(text: str, style: str | None = None) -> None:
-        console.out(output.printable(text), style=style)
+        output.line(output.printable(text), style)
 
     line(f"{report.source}: save {report.save_id}", "bold")
     output.print_facts(
-        console,
         [("record", report.record), ("index", report.index), ("values", report.values)],
     )
     if report.files:
@@ -90,7 +88,7 @@ def _print_report(console: Console, report: RepairReport, save_id: str | None) -
             (file.state, output.printable(file.path), output.printable(file.problem))
             for file in report.files
         ]
-        output.print_table(console, ("<state", "<file", "<problem"), rows, "  ")
+        output.print_table(("<state", "<file", "<problem"), rows, "  ")
     size = format_bytes(report.num_bytes)
     can_be = "saved" if report.target else "can be saved"
     line(

@@ -8,7 +8,6 @@ from functools import partial
 
 import click
 import numpy as np
-from rich.console import Console
 
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
@@ -101,7 +100,7 @@ def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool
         if as_json:
             output.print_json(_tensor_document(path, looked))
         else:
-            _print_tensor(output.stdout_console(), looked)
+            _print_tensor(looked)
         return
     values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
     if f"{name}.{TENSOR_RECORD}" in values:
@@ -115,7 +114,7 @@ def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool
         shown = {"type": output.type_name(value), "value": value}
         output.print_json({"kind": kind, "path": shown_url(path), "name": name, **shown})
     else:
-        output.stdout_console().out(output.format_value(value))
+        output.line(output.format_value(value))
 
 
 def _open_and_look(
@@ -178,7 +177,7 @@ def _pieces_in(looked: _Looked) -> list[Piece]:
     return [piece for piece in pieces if piece.box.intersect(looked.box) is not None]
 
 
-def _print_tensor(console: Console, looked: _Looked) -> None:
+def _print_tensor(looked: _Looked) -> None:
     index, box = looked.checkpoint.index, looked.box
     stored, tied_to = index[looked.name], index.aliases.get(looked.name)
     facts = [
@@ -190,21 +189,21 @@ def _print_tensor(console: Console, looked: _Looked) -> None:
         facts.append(("tied to", output.printable(tied_to)))
     if box != Box.whole(stored.shape):
         facts.append(("box", f"{box}, {output.plural(box.size, 'element')}"))
-    console.out(output.printable(looked.name), style="bold")
-    output.print_facts(console, facts)
+    output.line(output.printable(looked.name), style="bold")
+    output.print_facts(facts)
     pieces = _pieces_in(looked)
     if pieces:
-        console.out("")
+        output.line()
         titles, *lines = piece_lines(pieces, "  ")
-        console.out(titles, style="bold")
-        console.out("\n".join(lines))
-    console.out("")
+        output.line(titles, style="bold")
+        output.line("\n".join(lines))
+    output.line()
     if looked.statistics is None:
         reason = "only its bits are known" if BY_NAME[stored.dtype].is_opaque else "it has no order"
-        console.out(f"  statistics of {stored.dtype} are not given: {reason}")
+        output.line(f"  statistics of {stored.dtype} are not given: {reason}")
     else:
-        output.print_facts(console, _statistics_facts(looked.statistics))
-    _print_elements(console, looked)
+        output.print_facts(_statistics_facts(looked.statistics))
+    _print_elements(looked)
 
 
 def _statistics_facts(statistics: summary.Statistics) -> list[tuple[str, str]]:
@@ -226,7 +225,7 @@ def _statistics_facts(statistics: summary.Statistics) -> list[tuple[str, str]]:
     ]
 
 
-def _print_elements(console: Console, looked: _Looked) -> None:
+def _print_elements(looked: _Looked) -> None:
     elements, box = looked.elements, looked.box
     if not elements.size:
         return
@@ -235,5 +234,5 @@ def _print_elements(console: Console, looked: _Looked) -> None:
     else:
         title, shown = f"first {elements.size} of {box.size} elements", elements
     text = np.array2string(shown, max_line_width=78, threshold=NUM_BOX_ELEMENTS + 1, precision=6)
-    console.out(f"\n  {title}", style="bold")
-    console.out("\n".join(f"  {line}" for line in text.splitlines()))
+    output.line(f"\n  {title}", style="bold")
+    output.line("\n".join(f"  {line}" for line in text.splitlines()))

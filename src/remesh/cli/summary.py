@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 
 from remesh import catalog
 from remesh._repr import format_bytes
@@ -280,7 +279,7 @@ def usages_of(index: Index, depth: int) -> list[Usage]:
     return sorted(usages, key=lambda usage: (-usage.num_bytes, catalog.natural_key(usage.prefix)))
 
 
-def print_usages(console: Console, usages: Sequence[Usage], *, show_all: bool) -> None:
+def print_usages(usages: Sequence[Usage], *, show_all: bool) -> None:
     """Print which parts of a state take how many bytes."""
     total = sum(usage.num_bytes for usage in usages)
     rows = [
@@ -292,8 +291,8 @@ def print_usages(console: Console, usages: Sequence[Usage], *, show_all: bool) -
         )
         for usage in output.capped(usages, show_all=show_all)
     ]
-    output.print_table(console, (">size", ">share", ">elements", ">tensors", "<name"), rows)
-    output.print_rest(console, len(usages), show_all=show_all)
+    output.print_table((">size", ">share", ">elements", ">tensors", "<name"), rows)
+    output.print_rest(len(usages), show_all=show_all)
 
 
 def statistics_of(
@@ -318,16 +317,14 @@ def statistics_cells(found: Statistics | None) -> list[str]:
     return [*map(format_number, numbers), *map(str, counts)]
 
 
-def print_statistics(
-    console: Console, statistics: Mapping[str, Statistics | None], index: Index
-) -> None:
+def print_statistics(statistics: Mapping[str, Statistics | None], index: Index) -> None:
     """Print the numbers in tensors, a line each."""
     columns = ("<dtype", ">min", ">max", ">mean", ">std", ">zeros", ">NaN", ">inf", "<name")
     rows = [
         (index[name].dtype, *statistics_cells(found), output.printable(name))
         for name, found in statistics.items()
     ]
-    output.print_table(console, columns, rows)
+    output.print_table(columns, rows)
 
 
 def format_number(number: float | None) -> str:

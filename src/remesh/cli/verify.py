@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import click
-from rich.console import Console
 
 from remesh import catalog
 from remesh._repr import format_bytes
@@ -44,11 +43,10 @@ def verify(ctx: click.Context, *, paths: tuple[str, ...], show_all: bool, as_jso
     checkpoint is damaged, else 2 if there is none at one of the PATHs or it cannot be read, else 0.
     """
     verdicts = []
-    console = output.stdout_console()
     for verdict in _check_all(paths):
         verdicts.append(verdict)
         if not as_json:
-            _print_verdict(console, verdict, show_all=show_all)
+            _print_verdict(verdict, show_all=show_all)
     if as_json:
         output.print_json({"checkpoints": [asdict(verdict) for verdict in verdicts]})
     statuses = {verdict.status for verdict in verdicts}
@@ -71,27 +69,27 @@ def _check_all(paths: Sequence[str]) -> Iterator[Verdict]:
             yield check_entry(entry)
 
 
-def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> None:
+def _print_verdict(verdict: Verdict, *, show_all: bool) -> None:
     path = output.printable(verdict.path)
     if verdict.status == "sound":
         files = output.plural(verdict.num_files, "file")
         size = format_bytes(verdict.num_bytes)
         # What cannot be compared is not called sound.
         word = "sound" if verdict.has_digests else "readable, no digests to compare with"
-        console.out(f"{path}: {word}, {files} with tensors, {size}")
+        output.line(f"{path}: {word}, {files} with tensors, {size}")
         if verdict.unchecked:
             names = output.printable(output.listed(verdict.unchecked, show_all=show_all))
             text = f"  repaired; no digest proves that these are what was saved: {names}"
-            console.out(text, style="yellow")
+            output.line(text, style="yellow")
         return
     if verdict.status == "unfinished":
-        console.out(f"{path}: {verdict.error}", style="dim")
-        console.out(f"  {output.printable(verdict.advice)}")
+        output.line(f"{path}: {verdict.error}", style="dim")
+        output.line(f"  {output.printable(verdict.advice)}")
         return
     if verdict.status != "damaged":
         output.print_error(verdict.error)
         return
-    console.out(f"{path}: damaged", style="red")
+    output.line(f"{path}: damaged", style="red")
     words = {"missing": "missing", "size": "wrong size", "content": "wrong bytes"}
     rows = [
         (
@@ -103,8 +101,8 @@ def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> Non
         for finding in output.capped(verdict.damages, show_all=show_all)
     ]
     if rows:
-        output.print_table(console, ("<problem", "<bytes", "<file", "<tensors"), rows, "  ")
-        output.print_rest(console, len(verdict.damages), show_all=show_all)
+        output.print_table(("<problem", "<bytes", "<file", "<tensors"), rows, "  ")
+        output.print_rest(len(verdict.damages), show_all=show_all)
     texts = []
     if verdict.incomplete:
         names = output.listed(verdict.incomplete, show_all=show_all)
@@ -112,7 +110,7 @@ def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> Non
     # An error may say the same.
     advice = "" if "remesh repair" in verdict.error else verdict.advice
     for text in [*texts, *filter(None, [verdict.error, advice])]:
-        console.out(f"  {output.printable(text)}")
+        output.line(f"  {output.printable(text)}")
 
 
 @dataclass(frozen=True, slots=True)
