@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -85,7 +86,7 @@ def layout_picture(directory: Path) -> str:
         stored, loaded = columns_of(index, list(shapes), parse_mesh(text, ()))
         columns.append(picture.Column(title, "loaded", loaded.tensors))
     saved = picture.Column("FSDP2, 4 ranks", "saved: a file each", stored.tensors)
-    return picture.svg_file(picture.layout_svg([saved, *columns]))
+    return _svg_file(picture.layout_svg([saved, *columns]))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -444,10 +445,26 @@ def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield _text(22, 20 * number + 11, text)
 
 
+def _svg_file(drawing: str) -> str:
+    """A drawing of `picture` as an SVG file of its own, in the light and the dark colours."""
+    found = re.search(
+        r'<svg [^>]*(viewBox="0 0 (\d+) (\d+)")([^>]*)>(.*)</svg>', drawing, re.DOTALL
+    )
+    assert found is not None
+    _, width, height, label, content = found.groups()
+    margin = 14
+    whole = f"{-margin} {-margin} {int(width) + 2 * margin} {int(height) + 2 * margin}"
+    style = f"{picture.COLOURS}text {{ font-family: {picture.FONTS}; }}{picture.DRAWING_STYLE}"
+    ground = f'x="{-margin}" y="{-margin}" width="100%" height="100%" rx="6" fill="var(--page)"'
+    return (
+        f'<svg viewBox="{whole}"{label}>\n<style>{style}</style>\n<rect {ground}/>{content}</svg>\n'
+    )
+
+
 def _file(height: float, label: str, parts: list[str]) -> str:
     head = f'viewBox="0 0 740 {height:.0f}" role="img" aria-label="{label}"'
     svg = f'<svg {head} xmlns="http://www.w3.org/2000/svg">' + "\n".join(parts) + "</svg>"
-    return picture.svg_file(svg)
+    return _svg_file(svg)
 
 
 DRAWN = {

@@ -168,7 +168,6 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
 def _recipe(
     name: str, source: str, index: Index, metadata: Mapping[str, object] | None
 ) -> Transform:
-    """The transformation that a recipe is for a checkpoint."""
     if name == RECIPES[0]:
         storage = open_storage(source)
         try:

@@ -224,7 +224,6 @@ def _numbers(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[_
 
 
 def _difference(left: _Array, right: _Array, tolerance: Tolerance) -> tuple[int, float]:
-    """How many elements differ, and by how much at most."""
     if left.dtype.kind not in "fc" and right.dtype.kind not in "fc":
         unequal = left != right
         if not unequal.any():

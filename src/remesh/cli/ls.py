@@ -132,7 +132,6 @@ def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -
 
 
 def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
-    """The text after the name of a checkpoint."""
     marks = [" *"] if step is newest else []
     if step.format != native.FORMAT_NAME:
         marks.append(f"  ({step.format})")
@@ -170,7 +169,6 @@ class _Listing:
 
     @classmethod
     def of(cls, path: str, patterns: tuple[str, ...], shown: _Shown) -> _Listing:
-        """Open a checkpoint and choose."""
         checkpoint = Checkpoint(places.source(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         index = checkpoint.index
@@ -197,7 +195,6 @@ class _Listing:
 def _totals(
     checkpoint: Checkpoint, values: Mapping[str, object], objects: Mapping[str, object]
 ) -> dict[str, int]:
-    """Counts over a whole checkpoint."""
     index = checkpoint.index
     return {
         "num_tensors": len(index.tensors),
@@ -219,7 +216,6 @@ def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def _list_checkpoint(listing: _Listing, show_all: bool, as_json: bool) -> None:
-    """Print a checkpoint."""
     if as_json:
         output.print_json(_listing_document(listing))
     else:
@@ -301,7 +297,6 @@ def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _print_head(listing: _Listing, shows_values: bool) -> None:
-    """Where, when, by whom, and how much."""
     checkpoint, totals = listing.checkpoint, listing.totals
     index = checkpoint.index
     tensors = output.plural(totals["num_tensors"], "tensor")

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 class _JsonLines(logging.Formatter):
-    """A line of JSON for each record."""
-
     def format(self, record: logging.LogRecord) -> str:
         entry = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),

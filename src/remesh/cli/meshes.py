@@ -149,7 +149,6 @@ def _shares(pattern: re.Pattern[str], names: Sequence[str], parts: int) -> IntAr
 
 
 def _stages(names: Sequence[str], parts: int) -> IntArray:
-    """The pipeline stage of each tensor."""
     shares = _shares(_LAYER, names, parts)
     is_first = np.array([_FIRST.search(name) is not None for name in names], np.bool_)
     return np.where(shares >= 0, shares, np.where(is_first, 0, parts - 1))

@@ -170,7 +170,6 @@ def _with_bare_text(value: object) -> object:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is a list or tuple and not of a type derived from them."""
     return type(value) in {list, tuple}
 
 

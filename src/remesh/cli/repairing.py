@@ -120,7 +120,6 @@ def _print_report(report: RepairReport, save_id: str | None) -> None:
 
 
 def _next_command(report: RepairReport, save_id: str | None) -> str:
-    """The command that writes what a dry run found."""
     source = report.source.rstrip("/")
     words = ["remesh", "repair", source, "--to", f"{source}-repaired"]
     if save_id is not None:

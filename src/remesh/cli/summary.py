@@ -147,7 +147,6 @@ class _Folded:
     squares: float = 0.0
 
     def add(self, elements: Array) -> None:
-        """Fold in some elements of a type that numpy has."""
         self.num_elements += elements.size
         self.num_zero += elements.size - int(np.count_nonzero(elements))
         if elements.dtype.kind == "f":
@@ -174,7 +173,6 @@ class _Folded:
         self.num_finite = total
 
     def result(self) -> Statistics:
-        """The statistics of everything that was added."""
         variance = self.squares / max(self.num_finite, 1)
         return Statistics(
             num_elements=self.num_elements,

@@ -161,7 +161,6 @@ def check(path: str) -> Verdict:
 
 
 def _check(path: str) -> Verdict:
-    """Read everything at a path once."""
     storage = open_storage(path)
     try:
         checkpoint = Checkpoint(places.source(path))

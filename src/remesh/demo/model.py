@@ -32,17 +32,6 @@ class ModelConfig:
     max_seq_len: int = 64
     tied_embeddings: bool = False
 
-    def __post_init__(self) -> None:
-        if self.dim % self.num_heads or self.head_dim % 2:
-            raise ValueError(
-                f"dim {self.dim} does not cut into {self.num_heads} heads of an even width"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads "
-                "evenly"
-            )
-
     @property
     def head_dim(self) -> int:
         """Width of one head."""

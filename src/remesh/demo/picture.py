@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from remesh.core.geometry import Box
 
-NUM_COLOURS = 8
+NUMCOLOURS = 8
 
 _WIDTH = 740
 """Width of a drawing: what a window of 800 pixels shows."""
@@ -29,7 +28,7 @@ _ROW_GAP = 26
 _VECTOR_HEIGHT = 20
 _NARROW = 600
 _MIN_HEIGHT, _MAX_HEIGHT = 48, 240
-_MAX_STRIPES = NUM_COLOURS
+_MAX_STRIPES = NUMCOLOURS
 _MAX_RANKS = 12
 """Ranks that are listed as the holders of a box."""
 _HEAD_HEIGHT = 52
@@ -122,7 +121,7 @@ def rank_legend(num_ranks: int) -> str:
     """A line of HTML that names the colours."""
     swatches = [
         f'<span class="key"><svg class="swatch" width="14" height="14" aria-hidden="true">'
-        f'<rect class="r{rank % NUM_COLOURS}" width="14" height="14" rx="2"/></svg> rank {rank}'
+        f'<rect class="r{rank % NUMCOLOURS}" width="14" height="14" rx="2"/></svg> rank {rank}'
         "</span>"
         for rank in range(num_ranks)
     ]
@@ -151,7 +150,7 @@ def _stripes(ranks: tuple[int, ...]) -> str:
     """The filling of a box that several ranks hold."""
     step = 9
     bars = "".join(
-        f'<rect class="r{rank % NUM_COLOURS}" x="{step * place}" width="{step}" height="20"/>'
+        f'<rect class="r{rank % NUMCOLOURS}" x="{step * place}" width="{step}" height="20"/>'
         for place, rank in enumerate(ranks[:_MAX_STRIPES])
     )
     width = step * min(len(ranks), _MAX_STRIPES)
@@ -178,21 +177,19 @@ def _fitted(shape: Sequence[int], width: float) -> _Scale:
 
 
 def _extent(shape: Sequence[int], scale: _Scale) -> tuple[float, float]:
-    """Width and height of a drawn shape."""
     return shape[-1] * scale[0], shape[0] * scale[1] if len(shape) == 2 else _VECTOR_HEIGHT
 
 
 def _tensor(
     name: str, placed: PlacedTensor, x: float, y: float, scale: _Scale, holder: str
 ) -> list[str]:
-    """The boxes of one tensor in one layout."""
     parts = []
     for box, ranks in _holders(placed).items():
         width, height = _extent(box.shape, scale)
         left = x + box.offset[-1] * scale[0]
         top = y + (box.offset[0] * scale[1] if box.ndim == 2 else 0)
         fill = (
-            f'class="box r{ranks[0] % NUM_COLOURS}"'
+            f'class="box r{ranks[0] % NUMCOLOURS}"'
             if len(ranks) == 1
             else f'class="box" fill="url(#{_stripes_id(ranks)})"'
         )
@@ -299,7 +296,6 @@ def _x_of(step: float, last: int) -> float:
 
 
 def _frame(last: int, ticks: Sequence[tuple[float, str]], what: str) -> list[str]:
-    """Axes with their numbers."""
     bottom = _PLOT_TOP + _PLOT_HEIGHT
     parts = [_text(0, 14, what, "soft")]
     for y, text in ticks:
@@ -360,7 +356,7 @@ def page(title: str, sections: Sequence[tuple[str, Sequence[str]]]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_COLOURS}{_PAGE_STYLE}{_DRAWING_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{COLOURS}{_PAGE_STYLE}{DRAWING_STYLE}</style>\n</head>\n<body>\n"
         f"<main>\n<h1>{html.escape(title)}</h1>\n" + "\n".join(body) + "\n</main>\n</body>\n"
         "</html>\n"
     )
@@ -380,22 +376,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
-def svg_file(drawing: str) -> str:
-    """A drawing of this module as an SVG file of its own, in the light and the dark colours."""
-    found = re.search(
-        r'<svg [^>]*(viewBox="0 0 (\d+) (\d+)")([^>]*)>(.*)</svg>', drawing, re.DOTALL
-    )
-    assert found is not None
-    _, width, height, label, content = found.groups()
-    margin = 14
-    whole = f"{-margin} {-margin} {int(width) + 2 * margin} {int(height) + 2 * margin}"
-    style = f"{_COLOURS}text {{ font-family: {_FONTS}; }}{_DRAWING_STYLE}"
-    ground = f'x="{-margin}" y="{-margin}" width="100%" height="100%" rx="6" fill="var(--page)"'
-    return (
-        f'<svg viewBox="{whole}"{label}>\n<style>{style}</style>\n<rect {ground}/>{content}</svg>\n'
-    )
-
-
 def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     content = "\n".join(parts)
     # A narrow drawing is not blown up to the width of the page.
@@ -411,9 +391,9 @@ def _text(x: float, y: float, text: str, style: str) -> str:
     return f'<text class="{style}" x="{x:.2f}" y="{y:.2f}">{html.escape(text)}</text>'
 
 
-_FONTS = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
+FONTS = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
 
-_COLOURS = """
+COLOURS = """
 :root { color-scheme: light dark;
   --page: #ffffff; --ink: #1c2128; --soft: #5b6570; --grid: #e3e7ec; --edge: #3b434d;
   --r0: #9ccbff; --r1: #ffc078; --r2: #a3dfac; --r3: #dfb3f2;
@@ -442,7 +422,7 @@ th, td { text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var
 th { color: var(--soft); font-weight: 600; }
 """
 
-_DRAWING_STYLE = """
+DRAWING_STYLE = """
 text { font-size: 11px; fill: var(--ink); }
 .head { font-size: 14px; font-weight: 600; }
 .name { font-size: 12px; }

@@ -261,7 +261,6 @@ def draw(result: DemoResult, entries: Sequence[Sequence[Entry]]) -> str:
 
 
 def _placed(entries: Sequence[Entry]) -> dict[str, picture.PlacedTensor]:
-    """The drawn parameters of one run."""
     held = {entry["rank"]: entry["held"] for entry in entries if "held" in entry}
     return {
         name: picture.PlacedTensor(

@@ -39,7 +39,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from remesh.demo.model import ModelConfig, Transformer
 
 END_OF_TOPIC = 256
-LAYOUTS = "FSDP2", "tensor parallel", "DDP"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,7 @@ def batch_of(tokens: Tensor, config: TrainConfig, step: int) -> tuple[Tensor, Te
 
 
 def build(config: TrainConfig, layout: str) -> Trainee:
-    """A fresh model in one of `LAYOUTS` over torch.distributed's default group."""
+    """A fresh model as FSDP2, tensor parallel or DDP, over the default process group."""
     torch.manual_seed(config.seed)
     model = Transformer(config.model)
     num_ranks = dist.get_world_size()

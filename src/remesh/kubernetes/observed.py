@@ -179,7 +179,6 @@ def parse_pod(data: Mapping[str, Any]) -> Pod | None:
 
 
 def _first(*places: Mapping[str, Any], key: str) -> str:
-    """The value of the first mapping that has one."""
     return next((str(place[key]) for place in places if place.get(key)), "")
 
 

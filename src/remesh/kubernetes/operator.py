@@ -164,7 +164,6 @@ class Operator:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _follow(self, key: Key) -> None:
-        """Look at a job until it is gone."""
         pause, woken, shown = RETRY_SECONDS[0], self._woken[key], ""
         while True:
             woken.clear()
@@ -211,7 +210,6 @@ class Operator:
         return found
 
     async def _wait(self, job: Job, found: Look, woken: asyncio.Event) -> None:
-        """Wait until something may have changed."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + min(
             RESYNC_SECONDS if found.wake is None else found.wake, RESYNC_SECONDS
@@ -308,7 +306,6 @@ async def run_operator(cluster: Cluster, key: bytes, options: OperatorOptions) -
 
 @contextlib.asynccontextmanager
 async def _served(metrics: Metrics, port: int) -> Any:
-    """Serve what Prometheus and the kubelet ask for."""
 
     async def show(_request: web.Request) -> web.StreamResponse:
         return web.Response(body=metrics.render(), headers={"Content-Type": metrics.content_type})

@@ -265,7 +265,6 @@ def _claimed(claim: str | None) -> Manifest:
 
 
 def _secured(container: Manifest) -> Manifest:
-    """A container without privileges."""
     context = {
         "readOnlyRootFilesystem": True,
         "allowPrivilegeEscalation": False,

@@ -135,11 +135,9 @@ class _Pass:
     wakes: list[float] = field(default_factory=list)
 
     def set(self, **changes: object) -> None:
-        """Change fields of the status."""
         self.status = msgspec.structs.replace(self.status, **changes)
 
     def emit(self, reason: str, message: str, *, warning: bool = False) -> None:
-        """Tell users what happened."""
         self.actions.append(Emit(reason, message, warning))
 
     def since(self, time: datetime) -> float:
@@ -154,7 +152,6 @@ class _Pass:
         return left <= 0
 
     def of(self, role: Role) -> dict[int, Pod]:
-        """The pods of a role, by their number."""
         return {pod.index: pod for pod in self.pods if pod.role is role}
 
     def living_workers(self) -> list[Pod]:
@@ -165,7 +162,6 @@ class _Pass:
         return living
 
     def failed(self, where: str, ending: Ending) -> None:
-        """Record the failure of a pod."""
         entry = FailureEntry(time=self.now, where=where, what=ending.cause, message=ending.text)
         self.set(failures=(entry, *self.status.failures)[:MAX_FAILURES])
 
@@ -174,7 +170,6 @@ class _Pass:
         self.actions.extend(DeletePod(pod.name) for pod in pods if pod.expires is None)
 
     def decision(self) -> Decision:
-        """The decision."""
         status = conditions.described(
             self.job, self.status, tuple(self.of(Role.WORKER).values()), self.master, self.now
         )

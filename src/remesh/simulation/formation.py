@@ -126,11 +126,9 @@ class _Play:
         self._numbers = itertools.count()
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Do something some time from now."""
         heapq.heappush(self._queue, (self.now + seconds, next(self._numbers), act))
 
     def run(self, lost: frozenset[int]) -> Formation:
-        """Play until the next world is formed."""
         nodes = self.job.rendezvous
         assert nodes is not None
         for node in (*sorted(nodes.active), *sorted(nodes.ready)):
@@ -152,7 +150,6 @@ class _Play:
         raise RuntimeError(f"no world formed: {nodes.reason or 'no event is left'}")
 
     def join(self, node: int) -> None:
-        """A node joins."""
         self._apply(_join(self.cluster, node, self.round if node in self.leaving else 0))
         hear(self.live, node, str(node), self.now + _EPOCH)
 

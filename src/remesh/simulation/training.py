@@ -168,16 +168,12 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state that a job can go on from."""
-
     step: int
     source: str  # where it is: in storage, a snapshot, or live memory
 
 
 @dataclass(slots=True)
 class _Job:
-    """A job that runs."""
-
     cluster: Cluster
     workload: Workload
     strategy: Strategy
@@ -198,11 +194,9 @@ class _Job:
 
     @property
     def node_bytes(self) -> float:
-        """Bytes of the state on each node."""
         return self.workload.state_bytes * self.workload.copies / self.num_nodes
 
     def run(self, failures: Sequence[Failure]) -> None:
-        """Run to the end."""
         end, pending = self.outcome.seconds, list(reversed(failures))
         while True:
             changes = [end, *self.repairs[:1], *(failure.time for failure in pending[-1:])]
@@ -237,7 +231,6 @@ class _Job:
         return seconds
 
     def _train(self, until: float) -> None:
-        """Make steps until some time."""
         pace, began = self._pace(), self.now - self.part * self._pace()
         first, done = self.step, (until - began) / pace
         self.now, self.step, self.part = until, first + int(done), done % 1.0
@@ -316,7 +309,6 @@ class _Job:
         return size
 
     def _newest_state(self, lost: set[int], dead: set[int], *, is_torn: bool) -> _State:
-        """What is resumed from."""
         states = [_State(self.stored, "storage")]
         replicas = self.strategy.replicas
         if self.snapshot is not None and snapshot_survives(self.num_nodes, replicas, sorted(lost)):
