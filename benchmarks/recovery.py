@@ -36,7 +36,7 @@ from benchmarks.elastic import BIN, OWN_STORE, Job, free_port
 from benchmarks.report import median, print_table, write_json
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.simulation.cluster import Cluster, FailureKind
-from remesh.simulation.formation import Agents, form_again
+from remesh.simulation.formation import form_again
 
 NUM_RANKS = 4
 NUM_PLAYS = 100
@@ -225,10 +225,10 @@ def simulate(victim: str, left: float) -> float:
     """
     num_nodes = 1 if victim == "worker" else 2
     cluster = Cluster(num_nodes=num_nodes, ranks_per_node=NUM_RANKS // num_nodes)
-    agents = Agents(stop_seconds=left)
     dice = np.random.default_rng(0)
     kind, lost = SIMULATED[victim], num_nodes - 1
-    return median([form_again(cluster, kind, lost, agents, dice).formed for _ in range(NUM_PLAYS)])
+    plays = [form_again(cluster, kind, lost, dice, stop_seconds=left) for _ in range(NUM_PLAYS)]
+    return median([play.formed for play in plays])
 
 
 def compare_with_simulation(results: Results) -> dict[str, dict[str, float]]:

@@ -23,7 +23,7 @@ from remesh.simulation.cluster import (
     draw_failures,
     scaled,
 )
-from remesh.simulation.formation import Agents, form_again
+from remesh.simulation.formation import form_again
 from remesh.simulation.training import (
     COPY_SHARE,
     Durations,
@@ -219,10 +219,12 @@ def test_failures_come_at_their_rates() -> None:
 
 def play(kind: FailureKind | None, num_lost: int = 1, stop_seconds: float = 2.0) -> list[float]:
     """When the change was noticed and when the world was formed, in ten plays."""
-    agents = Agents(stop_seconds=stop_seconds, heartbeat_timeout=10.0)
     found = []
     for seed in range(10):
-        formation = form_again(CLUSTER, kind, num_lost, agents, np.random.default_rng(seed))
+        dice = np.random.default_rng(seed)
+        formation = form_again(
+            CLUSTER, kind, num_lost, dice, stop_seconds=stop_seconds, heartbeat_timeout=10.0
+        )
         assert formation.num_nodes == CLUSTER.num_nodes
         found += [formation.noticed, formation.formed]
     return found
@@ -279,7 +281,7 @@ def test_advice_prefers_what_is_simpler_if_it_is_as_good() -> None:
     ("make", "says"),
     [
         (lambda: Cluster(num_nodes=0), "positive"),
-        (lambda: Cluster(num_nodes=3, node_unit=4), "multiples of 4"),
+        (lambda: Cluster(num_nodes=3, min_nodes=4), "3 nodes are fewer than 4"),
         (lambda: Workload(state_bytes=0, step_seconds=1.0), "positive"),
         (lambda: Workload(state_bytes=1, step_seconds=1.0, torn_share=2.0), "part of a step"),
         (lambda: Strategy(name="x", storage_every=0), "1 at least"),

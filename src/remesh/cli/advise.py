@@ -229,7 +229,7 @@ def _row(one: Estimate) -> Sequence[str]:
 
 
 def _arguments(best: Estimate) -> str:
-    """What a script says to keep its state so."""
+    """The line of a script that keeps its state so."""
     strategy = best.strategy
     words = [f"every={strategy.storage_every}"]
     if strategy.snapshot_every is not None:

@@ -183,6 +183,6 @@ def _recipe(
 
 
 def _sources_of(transform: Transform, index: Index) -> tuple[str, ...]:
-    """What a recipe reads of what is stored; the rest is of the other system alone."""
+    """The stored names that a recipe reads; the rest is of the other system alone."""
     read = (name.literal for statement in transform.statements for name in statement.left)
     return tuple(dict.fromkeys(name for name in read if name is not None and name in index))

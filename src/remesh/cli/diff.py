@@ -36,7 +36,7 @@ MAX_BATCH = 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How one tensor differs."""
+    """The difference of one tensor."""
 
     name: str  # its name, in the second checkpoint if the first is transformed
     dtypes: tuple[str, str]  # its element types in both
@@ -50,7 +50,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two checkpoints."""
+    """The differences of two checkpoints."""
 
     only_first: tuple[str, ...]
     """Names of tensors that only the first has; with a transformation, those that nothing in the
@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         lists = (self.only_first, self.only_second, self.tensors, self.only_first_values)
         return not any(map(bool, (*lists, self.only_second_values, self.values)))
 
@@ -155,7 +155,7 @@ def _compare_values(
     tolerance: Tolerance,
     on_read: Callable[[int], None],
 ) -> dict[str, tuple[int, float]]:
-    """How many elements of each tensor differ, and the largest difference of finite ones."""
+    """The elements of each tensor that differ, and the largest difference of finite ones."""
     found = dict.fromkeys(names, (0, 0.0))
     for batch in _batches(second.index, names):
         parts = [list(_parts(name, chunk, resolved)) for name, chunk in batch]
@@ -199,7 +199,7 @@ def _batches(index: Index, names: Iterable[str]) -> Iterator[list[tuple[str, Box
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What the first checkpoint has in a box of the second."""
+    """The part of the first checkpoint in a box of the second."""
 
     box: Box
     source: str  # the tensor that is read

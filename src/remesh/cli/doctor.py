@@ -29,7 +29,7 @@ _PACKAGES = {
 }
 """Distribution → what is missing without it."""
 _OF_ELASTIC = ("torch", "aiohttp", "prometheus-client")
-"""What `remesh run` needs."""
+"""The needs of `remesh run`."""
 
 
 @click.command(epilog=output.example("remesh doctor", "remesh doctor /mnt/runs"))
@@ -95,7 +95,7 @@ def _versions() -> dict[str, str]:
 
 
 def _lacking_for_elastic(versions: Mapping[str, str]) -> list[str]:
-    """What `remesh run` needs and this machine lacks."""
+    """The needs of `remesh run` that this machine lacks."""
     lacking = [] if sys.platform == "linux" else ["Linux"]
     return lacking + [name for name in _OF_ELASTIC if not versions[name]]
 

@@ -143,7 +143,7 @@ def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What is asked for beside names, types and shapes."""
+    """The wishes beside names, types and shapes."""
 
     values: bool
     pieces: bool
@@ -283,7 +283,7 @@ def _listing_document(listing: _Listing) -> dict[str, object]:
 
 
 def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
-    """What the commit record says; nothing for other systems' checkpoints, which have none."""
+    """The content of the commit record; nothing for other systems' checkpoints, which have none."""
     if checkpoint.format != native.FORMAT_NAME:
         return {}
     record = checkpoint.record
@@ -325,7 +325,7 @@ def _print_head(listing: _Listing, shows_values: bool) -> None:
 
 
 def _elements(checkpoint: Checkpoint) -> str:
-    """How many numbers are stored, and in which parts of the state."""
+    """The number of elements, and the parts of the state that have them."""
     parts = elements_by_part(checkpoint.index)
     text = output.format_count(sum(parts.values()))
     if len(parts) < 2:
@@ -339,7 +339,7 @@ def _elements(checkpoint: Checkpoint) -> str:
 
 
 def _origin(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Who saved it, as far as it says."""
+    """The origin of a checkpoint, as far as it says."""
     if checkpoint.format != native.FORMAT_NAME:
         return "format", f"{checkpoint.format}, without digests"
     record = checkpoint.record

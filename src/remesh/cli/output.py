@@ -1,4 +1,4 @@
-"""What all commands share: how they print, and the codes with which they end.
+"""The output of all commands, and the codes with which they end.
 
 Results go to stdout, progress and errors to stderr. A table puts its names in the last column, as
 `ls -l` does, so a name of any length is never cut, and a long one breaks no other column. Text that
@@ -42,14 +42,14 @@ MAX_NAMES = 8
 
 EXIT_DAMAGED = 1
 EXIT_DIFFERENT = 1
-"""What `diff` compares differs, or what `plan` plans does not load."""
+"""The sides of `diff` differ, or the checkpoint of `plan` does not load."""
 EXIT_USAGE = 2
 EXIT_FAULT = 70
 """An exception that remesh does not raise on purpose: a fault of its own."""
 EXIT_INTERRUPTED = 130
-"""What a shell reports for a process that Ctrl-C ended."""
+"""A shell's code for a process that Ctrl-C ended."""
 EXIT_PIPE = 141
-"""What a shell reports for a process whose output was closed."""
+"""A shell's code for a process whose output was closed."""
 
 
 def exit_code_of(error: RemeshError) -> int:
@@ -60,7 +60,7 @@ def exit_code_of(error: RemeshError) -> int:
 
 
 def print_error(message: str) -> None:
-    """What is wrong on one line of stderr; where, and what to do, on lines below it."""
+    """Print an error on one line of stderr; where, and what to do, on lines below it."""
     first, *others = map(printable, message.splitlines() or [""])
     click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)
     for line in others:
@@ -174,7 +174,7 @@ def _is_plain(value: object) -> bool:
 
 
 def type_name(value: object) -> str:
-    """What to call the type of a stored value."""
+    """The name of the type of a stored value."""
     return value.type_name if isinstance(value, UnresolvedValue) else type(value).__name__
 
 

@@ -1,4 +1,4 @@
-"""What commands say and do about paths and transformations that users give."""
+"""Paths and transformations that users give to commands."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def format_option(flag: str = "--format") -> Callable[[_Command], _Command]:
 
 
 def source(path: str) -> str | Source:
-    """What to open for a path: of several formats, the one that the user named."""
+    """The source at a path: of several formats, the one that the user named."""
     command = click.get_current_context(silent=True)
     name = None if command is None else command.meta.get(_FORMAT)
     if name is None or len(formats_at(place_of(path))) < 2:
@@ -95,7 +95,7 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a path holds one checkpoint; errors are those of `catalog.is_checkpoint`."""
+    """True if a path holds one checkpoint; errors are those of `catalog.is_checkpoint`."""
     return catalog.is_checkpoint(place_of(source(path)))
 
 
@@ -113,7 +113,7 @@ def num_file_bytes(checkpoint: Checkpoint) -> int:
 
 
 def shown_compression(index: Index) -> str:
-    """How far the files of tensors are compressed, to stand after their size; mostly nothing."""
+    """The compression of the files of tensors, to stand after their size; mostly nothing."""
     if not index.is_compressed:
         return ""
     content = sum(file.num_bytes for file in index.files)
@@ -122,7 +122,7 @@ def shown_compression(index: Index) -> str:
 
 
 def no_such_name(path: str, name: str, names: Sequence[str]) -> str:
-    """What to say about a name under which nothing is stored."""
+    """The error about a name under which nothing is stored."""
     near = difflib.get_close_matches(name, names, n=3)
     hint = (
         f"near are {', '.join(near)}"

@@ -28,7 +28,7 @@ MAX_DRAWN = 12
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank would do."""
+    """The part of one rank."""
 
     rank: int  # which
     num_tensors: int  # tensors of which it holds something
@@ -161,7 +161,7 @@ def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:
 
 
 def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved, limits: ReadLimits) -> list[RankPlan]:
-    """What every rank of a layout reads and holds; ranks at the same place are planned once."""
+    """The reads and boxes of every rank of a layout; ranks at the same place are planned once."""
     made = {
         index.aliases.get(name, name): info
         for name, info in resolved.targets.items()

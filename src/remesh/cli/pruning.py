@@ -109,7 +109,7 @@ def prune_checkpoints(
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
-    """What is known of a checkpoint, with a look at the sizes of its files."""
+    """The facts about a checkpoint, with a look at the sizes of its files."""
     if info.problem:
         return info
     below = open_storage(info.path)

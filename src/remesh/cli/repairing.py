@@ -16,7 +16,7 @@ EXIT_LOST = 1
 """Something that was saved once could not be saved again."""
 
 MAX_HOLES = 4
-"""How many holes of a tensor are listed for people; JSON has all."""
+"""Holes of a tensor that are listed for people; JSON has all."""
 
 
 @click.command(

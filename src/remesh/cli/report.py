@@ -26,7 +26,7 @@ MAX_VALUES = 200
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the page shows."""
+    """The contents of the page."""
 
     path: str  # the checkpoint
     facts: tuple[tuple[str, str], ...]  # names of facts, and what they are

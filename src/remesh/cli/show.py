@@ -68,7 +68,7 @@ def parse_box(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
 
 NUM_FIRST_ELEMENTS = 10
 NUM_BOX_ELEMENTS = 1000
-"""How many elements are shown of a box that was asked for."""
+"""Elements that are shown of a box that was asked for."""
 
 
 @click.command(

@@ -40,7 +40,7 @@ _NOT_SUMMARISED = frozenset({"complex32", "complex64", "complex128"})
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What is known of the elements of a box."""
+    """The statistics of the elements of a box."""
 
     num_elements: int = 0  # how many there are
     num_zero: int = 0  # zeros among them, of either sign
@@ -67,7 +67,7 @@ def elements_by_part(index: Index) -> dict[str, int]:
 
 
 def is_summarised(dtype: str) -> bool:
-    """Whether statistics of an element type are given."""
+    """True if statistics of an element type are given."""
     return dtype not in _NOT_SUMMARISED and not BY_NAME[dtype].is_opaque
 
 
@@ -260,7 +260,7 @@ def _size(num_bytes: int, total: int) -> tuple[str, str]:
 
 
 def usages_of(index: Index, depth: int) -> list[Usage]:
-    """What tensors take whose names have their first `depth` parts in common, the largest first."""
+    """The sizes of tensors whose names have `depth` first parts in common, the largest first."""
     tensors = index.tensors
     sizes = tensors.shapes.prod(axis=1)
     found: dict[str, list[int]] = {}

@@ -115,7 +115,7 @@ def _print_verdict(verdict: Verdict, *, show_all: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What checking found at a path."""
+    """The finding at a path."""
 
     path: str  # what the user called it, without secrets
     status: Literal["sound", "damaged", "unfinished", "absent", "unreadable"]
@@ -127,7 +127,7 @@ class Verdict:
     damages: tuple[Finding, ...] = ()  # everything that is not as it was written, by file and byte
     error: str = ""  # why it could not be opened or fully checked; empty if it was
     has_digests: bool = True
-    """Whether bytes could be compared with anything; other systems record none, and `sound` then
+    """Bytes could be compared with something; other systems record none, and `sound` then
     only says that everything could be read."""
     unchecked: tuple[str, ...] = ()
     """Names that a repair has taken over without a digest that proves them."""
@@ -194,7 +194,7 @@ def _check(path: str) -> Verdict:
 
 
 def _advice(path: str, storage: Storage) -> str:
-    """What to do about a damaged checkpoint; repair knows those of remesh alone."""
+    """The next command for a damaged checkpoint; repair knows those of remesh alone."""
     return repair_advice(shown_url(path)) if catalog.holds_record(storage) else ""
 
 
@@ -218,7 +218,7 @@ def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Findin
 
 
 def _check_files(storage: Storage) -> list[Finding]:
-    """What can be said of a checkpoint that cannot be opened."""
+    """The damage of a checkpoint that cannot be opened, as far as it can be told."""
     if not catalog.holds_record(storage):
         return []
     try:

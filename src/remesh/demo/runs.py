@@ -44,7 +44,7 @@ RESULT_NAME = "result.json"
 LOGS_NAME = "logs"
 
 Entry = Mapping[str, Any]
-"""What a process did, as `worker` writes it, with its process id."""
+"""An event of a process, as `worker` writes it, with its process id."""
 
 
 class DemoError(RuntimeError):
@@ -70,7 +70,7 @@ class Run:
     killed_rank: int | None = None
     killed_step: int | None = None
     dies_in_save: bool = False
-    """Whether the rank dies while it writes the checkpoint of that step, and not after the step."""
+    """The rank dies while it writes the checkpoint of that step, and not after the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class RunResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether enough losses were compared and all of them are close enough."""
+        """True if enough losses were compared and all of them are close enough."""
         return self.num_compared >= MIN_COMPARED and self.max_difference <= TOLERANCE
 
 
@@ -224,7 +224,7 @@ def _follow(
 
 
 def read_entries(logs: Path) -> list[Entry]:
-    """What the processes have written so far, in the order of time."""
+    """The events that the processes have written so far, in the order of time."""
     entries: list[Entry] = []
     for file in logs.glob("*.jsonl"):
         whole = file.read_bytes().rpartition(b"\n")[0].splitlines()
@@ -247,7 +247,7 @@ def newest_committed(root: Path) -> Path:
 
 
 def refusal_of(path: Path) -> str:
-    """How the checkpoint of an interrupted save is refused."""
+    """The error that refuses the checkpoint of an interrupted save."""
     if not any(file.is_file() for file in path.rglob("*")):
         raise DemoError(f"{path}: nothing was written before the kill")
     try:

@@ -48,7 +48,7 @@ DRAWN = (
 )
 """Parameters that the page shows: one of each way to be cut."""
 LISTED = ("model.blocks.0.*", "num_steps_done")
-"""What is listed of a checkpoint: enough to see what one looks like."""
+"""Names that are listed of a checkpoint: enough to see what one looks like."""
 RUN_HEADINGS = ("run", "layout", "steps", "saved", "difference", "time", "end")
 
 
@@ -179,7 +179,7 @@ def run_row(result: RunResult) -> tuple[str, ...]:
 
 
 def closing_words(result: DemoResult) -> list[str]:
-    """What the runs have shown, a sentence each."""
+    """The results of the runs, a sentence each."""
     deaths = [(run.run, run.death) for run in result.runs if run.death is not None]
     told = [f"Run {run.name}: {death_text(run, death)}" for run, death in deaths]
     resumed = " and ".join(run.run.name for run in result.runs if run.first_step)
@@ -189,7 +189,7 @@ def closing_words(result: DemoResult) -> list[str]:
 
 
 def death_text(run: Run, death: Death) -> str:
-    """What became of a run with a killed rank, in a sentence."""
+    """The end of a run with a killed rank, in a sentence."""
     if run.dies_in_save:
         return f"rank {death.rank} was killed in the middle of the save of step {death.step}."
     repeated = f"{death.num_repeated} steps were" if death.num_repeated else "no step was"

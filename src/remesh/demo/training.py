@@ -1,4 +1,4 @@
-"""What the demo trains: text, layouts, and steps whose losses do not depend on the layout.
+"""The training of the demo: text, layouts, and steps whose losses do not depend on the layout.
 
 The text is Python's own help topics, which ship with the interpreter: real English, nothing to
 download. It is read as bytes, with an extra token after each topic. The batch of a step is a pure
@@ -43,7 +43,7 @@ END_OF_TOPIC = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What decides the sequence of losses."""
+    """The numbers that decide the sequence of losses."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     num_sequences: int = 16
@@ -63,7 +63,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainee:
-    """What is trained and saved: a model in some layout, its optimizer and its scheduler."""
+    """A model in some layout, its optimizer and its scheduler."""
 
     config: TrainConfig
     num_slices: int  # of the batch, one for each rank that trains on its own part

@@ -1,4 +1,4 @@
-"""What each process of a run does, under `remesh run`: build or resume, train, save.
+"""The program of each process of a run, under `remesh run`: build or resume, train, save.
 
 `worker.py RUN` takes a run as JSON. Every process writes what it does to a file of its own in the
 run's directory of logs, a line of JSON for each event, which the starting process reads. The rank

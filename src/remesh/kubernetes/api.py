@@ -101,7 +101,7 @@ async def read(
 
 
 class ApiCluster:
-    """What the operator needs of the API server; a `remesh.kubernetes.looking.Cluster`."""
+    """The API server; a `remesh.kubernetes.looking.Cluster`."""
 
     def __init__(self, client: AsyncClient, key: bytes, identity: str) -> None:
         self._client = client

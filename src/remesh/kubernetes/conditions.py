@@ -77,7 +77,7 @@ def described(
 def _phase(
     job: Job, running: int, workers: Sequence[Pod], master: Master | None
 ) -> tuple[Phase, str]:
-    """Whether the job trains, and why or why not."""
+    """The phase of a job that has not finished, and the reason."""
     if master is not None and master.phase in ("running", "hanging"):
         return Phase.RUNNING, master.reason
     if job.spec.fitting(running) and (master is None or master.phase == "checking"):
@@ -90,7 +90,7 @@ def _phase(
 
 
 def _why_waiting(workers: Sequence[Pod]) -> str:
-    """Why pods do not run, if Kubernetes says so of one."""
+    """The reason that Kubernetes gives for a pod that does not run, if any."""
     waiting = [pod for pod in workers if pod.phase == "Pending" and pod.expires is None]
     texts = [pod.message or pod.reason for pod in waiting if pod.message or pod.reason]
     return f"; {texts[0]}" if texts else ""

@@ -32,7 +32,7 @@ class ConflictError(Exception):
 
 
 class Cluster(Protocol):
-    """What a look needs of the API server."""
+    """The requests of a look to the API server."""
 
     async def read_job(self, key: Key) -> Job | None:
         """A job as it is now; None if there is none."""
@@ -59,7 +59,7 @@ Ask = Callable[[Job, tuple[Pod, ...]], Awaitable[Master | None]]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a look found and did."""
+    """The findings and actions of a look."""
 
     job: Job | None  # the job after it; None if there is none
     pods: tuple[Pod, ...] = ()  # the pods before it

@@ -1,4 +1,4 @@
-"""What `remesh manifests` prints: definition, namespace, accounts, rights and the operator itself.
+"""The output of `remesh manifests`: definition, namespace, accounts, rights, the operator itself.
 
 The rights are the least with which the operator works, and a test on a real API server has no
 others. It reads no secrets but its own key, and may create pods, services and secrets but neither
@@ -34,13 +34,13 @@ JOB_RULES = [
     _rule("", ["services", "secrets"], "create", "delete"),
     _rule("", ["events"], "create"),
 ]
-"""What the operator needs where the jobs are."""
+"""The operator's rights where the jobs are."""
 
 OWN_RULES = [
     _rule("", ["secrets"], "create"),
     _rule("", ["secrets"], "get", resourceNames=[KEY_SECRET]),
 ]
-"""What it needs in its own namespace: its key."""
+"""Its rights in its own namespace: its key."""
 
 
 def manifests(*, image: str, namespace: str, watched: str | None = None) -> list[Manifest]:

@@ -1,4 +1,4 @@
-"""What the operator sees of a job's pods, and of the training through its master. Pure.
+"""A job's pods, and the training as its master sees it. Pure.
 
 Why a pod has ended follows from its exit code and what Kubernetes says of it. The exit codes are
 those of `remesh run` (docs/elastic.md). The agent has restarted processes as often as its budget
@@ -32,7 +32,7 @@ USAGE_CODES = (2, 126, 127, 128)
 STOPPED_CODES = (130, 137, 143)
 """SIGINT, SIGKILL, SIGTERM."""
 HARDWARE_REASONS = ("UnexpectedAdmissionError",)
-"""What the kubelet says when a device that was promised to the pod is not usable."""
+"""The kubelet's reason when a device that was promised to the pod is not usable."""
 STOPPED_REASONS = (
     "Evicted",
     "Preempting",
@@ -47,7 +47,7 @@ STOPPED_REASONS = (
 
 
 class Role(StrEnum):
-    """What a pod is for."""
+    """The purpose of a pod."""
 
     MASTER = "master"
     WORKER = "worker"
@@ -70,17 +70,17 @@ class Pod:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its container does not run and will not again."""
+        """True if its container does not run and will not again."""
         return self.phase in ("Succeeded", "Failed")
 
     @property
     def is_running(self) -> bool:
-        """Whether its container runs, and nothing is known to end it."""
+        """True if its container runs, and nothing is known to end it."""
         return self.phase == "Running" and self.expires is None
 
 
 class Cause(StrEnum):
-    """Why a worker pod has ended."""
+    """The cause of the end of a worker pod."""
 
     SUCCEEDED = "Succeeded"
     OUT_OF_MEMORY = "OutOfMemory"
@@ -99,7 +99,7 @@ class Ending:
 
 
 def classify(pod: Pod) -> Ending:
-    """Why a pod that has ended did so."""
+    """The end of a pod that has ended."""
     code, reason = pod.exit_code, pod.reason
     text = reason if code is None else f"exit code {code}" + (f" ({reason})" if reason else "")
     if pod.message:
@@ -133,7 +133,7 @@ class ProcessError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """What the master of a job says."""
+    """The answer of a job's master."""
 
     epoch: int  # `Status.epoch` of the job when it was asked
     outcome: str = ""  # `succeeded` or `failed`; empty while the job runs
@@ -193,7 +193,7 @@ def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
 
 
 def seen_of_master(status: MasterStatus, epoch: int) -> Master:
-    """What the operator needs of a master's status."""
+    """The part of a master's status that the operator uses."""
     times = [record.time for record in status.failures[:5]]
     counts = [status.round, status.step or 0, status.saved_step or 0, status.goodput or 0.0]
     are_times = all(0 <= time <= _MAX_TIME for time in times)

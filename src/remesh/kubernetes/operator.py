@@ -64,7 +64,7 @@ _decode = msgspec.json.Decoder(MasterStatus).decode
 
 
 class Metrics:
-    """What the operator counts of itself, for Prometheus."""
+    """The operator's counts of itself, for Prometheus."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -107,7 +107,7 @@ class Masters:
         self._host = host
 
     async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
-        """What the master of a job says; None if it does not run or is not reached."""
+        """The answer of a job's master; None if it does not run or is not reached."""
         running = any(
             pod.is_running and pod.role is Role.MASTER and pod.index == job.status.master
             for pod in pods
@@ -229,7 +229,7 @@ class Operator:
 
 
 def _news(master: Master | None) -> object:
-    """What of a master's answer is a reason to look at its job."""
+    """The part of a master's answer that is a reason to look at its job."""
     return None if master is None else (master.phase, master.outcome, master.round)
 
 
@@ -268,7 +268,7 @@ def _settings() -> kopf.OperatorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorOptions:
-    """How the operator runs."""
+    """The options of an operator."""
 
     namespace: str | None = None  # the only namespace whose jobs it sees; None: all
     metrics_port: int = 0  # where `/metrics` and `/healthz` are served; 0: nowhere

@@ -1,4 +1,4 @@
-"""What happens to a job next: a pure function of the job, its pods, its master and the time.
+"""The next step of a job: a pure function of the job, its pods, its master and the time.
 
 `reconcile` returns the next status of the job and a list of actions. The caller first writes the
 status, on the condition that the job has not changed since it was read, and only then carries out
@@ -114,7 +114,7 @@ Action: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows."""
+    """The next status, and what is to be done."""
 
     status: Status  # the status to be written before the actions
     actions: tuple[Action, ...] = ()  # what is to be done
@@ -145,7 +145,7 @@ class _Pass:
         return max((self.now - time).total_seconds(), 0.0)
 
     def passed(self, time: datetime, seconds: float) -> bool:
-        """Whether so many seconds have passed; if not, the next look is then at the latest."""
+        """True if so many seconds have passed; if not, the next look is then at the latest."""
         left = seconds - self.since(time)
         if left > 0:
             self.wakes.append(left)
@@ -268,7 +268,7 @@ def _clean(this: _Pass) -> None:
 
 
 def _ends_by_itself(this: _Pass) -> bool:
-    """Whether the pods of a finished job are about to end, and their logs to be complete."""
+    """True if the pods of a finished job are about to end, and their logs to be complete."""
     training, finished = this.status.training, this.status.finished
     known = training is not None and training.phase in ("succeeded", "failed")
     if finished is None or not (known or this.status.phase is Phase.SUCCEEDED):
@@ -351,7 +351,7 @@ def _check_workers(this: _Pass) -> None:
 
 
 def _ending_of(worker: Worker, pod: Pod | None) -> Ending | None:
-    """How a worker's pod ended; None if it has not."""
+    """The end of a worker's pod; None if it has not ended."""
     if pod is None:
         return Ending(Cause.STOPPED, "its pod was deleted") if worker.seen else None
     if pod.has_ended:
@@ -360,7 +360,7 @@ def _ending_of(worker: Worker, pod: Pod | None) -> Ending | None:
 
 
 def _take_off(this: _Pass, index: int, pod: Pod | None, ending: Ending) -> None:
-    """What follows from the end of a worker's pod, besides its replacement."""
+    """Act on the end of a worker's pod, besides its replacement."""
     on_host = f" on {pod.host}" if pod is not None and pod.host else ""
     where = f"worker {index}{on_host}"
     text = f"{where}: {ending.text}"
@@ -473,7 +473,7 @@ def _runs(pod: Pod | None) -> bool:
 
 
 def _backed_off(this: _Pass, replaced_at: datetime) -> bool:
-    """Whether workers may be created: the more failed, the longer it takes."""
+    """True if workers may be created: the more failed, the longer it takes."""
     return this.passed(replaced_at, _backoff(this.status.replacements))
 
 

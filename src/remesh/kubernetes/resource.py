@@ -58,7 +58,7 @@ class CleanPolicy(StrEnum):
 
 
 def about(text: str, **rules: Any) -> Meta:
-    """What the schema says of a field, and its rules."""
+    """The description of a field in the schema, and its rules."""
     return Meta(description=text, **rules)
 
 
@@ -87,7 +87,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def root(self) -> str:
-        """What the workers find in `REMESH_CHECKPOINT_ROOT`."""
+        """The value of `REMESH_CHECKPOINT_ROOT` in the workers."""
         return self.url or self.path
 
 
@@ -133,7 +133,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """What a user asks for."""
+    """The wishes of a user."""
 
     script: Annotated[tuple[str, ...], about("The script and its arguments.", min_length=1)]
     replicas: Annotated[Workers, about("Workers that the job should have.")] = 1
@@ -194,7 +194,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
 
     id: int  # its node id: its place in the order of ranks, and part of the name of its pod
     seen: bool = False
-    """Whether the pod has existed. A pod that was seen and is missing was deleted."""
+    """The pod has existed. A pod that was seen and is missing was deleted."""
 
 
 class ExcludedHost(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -219,7 +219,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """How far the training is, as the master said at `time`."""
+    """The progress of the training, as the master said at `time`."""
 
     time: datetime
     phase: str = ""
@@ -240,7 +240,7 @@ class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What the operator knows of a job."""
+    """The operator's knowledge of a job."""
 
     observed_generation: int = 0  # the generation of the spec that the status belongs to
     phase: Phase = Phase.PENDING  # the state of the job
@@ -351,7 +351,7 @@ def parse_quantity(text: str | float) -> int:
 
 
 def problem_of(spec: Spec) -> str:
-    """What the schema cannot say and is wrong with a spec; empty if nothing is."""
+    """The fault of a spec that the schema cannot express; empty if there is none."""
     if not spec.fewest <= spec.replicas <= spec.most:
         return (
             f"{spec.replicas} replicas are not in minReplicas:maxReplicas, "

@@ -1,4 +1,4 @@
-"""What failures cost a training job: a simulation with the state machines of the product.
+"""The cost of failures to a training job: a simulation with the state machines of the product.
 
 `cluster` says what a job runs on and when what fails. `formation` plays a failure through the
 master's own state machines (`remesh.elastic.job`, `.live`, `.replies`), with a clock that is

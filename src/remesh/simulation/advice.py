@@ -1,4 +1,4 @@
-"""How often to save where, and what goodput to expect.
+"""Intervals between saves, and the goodput that they give.
 
 For each way to keep a state the intervals follow the rule of Young ("A first order approximation to
 the optimum checkpoint interval", 1974) and Daly (2006): what a save costs per second of training is
@@ -42,7 +42,7 @@ EQUAL = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a strategy is expected to give."""
+    """The expected result of a strategy."""
 
     strategy: Strategy
     goodput: float  # mean over the simulated jobs: time of the steps that count ÷ all time

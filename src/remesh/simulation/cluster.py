@@ -1,4 +1,4 @@
-"""What a simulated job runs on, what it trains, and what fails when."""
+"""The machines of a simulated job, its workload and its failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DAY = 86400.0
 
 
 class FailureKind(StrEnum):
-    """What fails."""
+    """A kind of failure."""
 
     PROCESS = "process"  # a training process dies; its node goes on
     NODE = "node"  # falls silent
@@ -29,7 +29,6 @@ class Cluster:
     ranks_per_node: int = 8  # training processes of a node
     nodes_per_rack: int = 16  # nodes that a failure of a rack takes
     min_nodes: int = 1  # fewest nodes that can train
-    node_unit: int = 1  # the number of nodes that train is a multiple of this
     link: float = 25e9  # bytes a second that a node receives from other nodes
     memory: float = 40e9  # bytes a second that a node copies in its memory, all ranks together
     storage_write: float = 100e9  # bytes a second that the storage takes from all nodes together
@@ -37,30 +36,26 @@ class Cluster:
     repair_seconds: float = 4 * 3600.0  # time after which a node that has failed is ready again
 
     def __post_init__(self) -> None:
-        counts = self.num_nodes, self.ranks_per_node, self.nodes_per_rack, self.node_unit
+        counts = self.num_nodes, self.ranks_per_node, self.nodes_per_rack
         rates = self.link, self.memory, self.storage_write, self.storage_read
         if min(*counts, self.min_nodes) < 1 or min(*rates) <= 0 or self.spares < 0:
             raise ValueError(f"sizes and bandwidths of a cluster must be positive: {self}")
         if not self.fitting(self.num_nodes):
-            raise ValueError(
-                f"{self.num_nodes} nodes cannot train in multiples of {self.node_unit} with "
-                f"{self.min_nodes} at least"
-            )
+            raise ValueError(f"{self.num_nodes} nodes are fewer than {self.min_nodes}")
 
     def fitting(self, num_nodes: int) -> int:
         """The size of the largest world that so many nodes can form; 0 if there is none."""
-        trimmed = min(num_nodes, self.num_nodes) // self.node_unit * self.node_unit
-        return trimmed if trimmed >= self.min_nodes else 0
+        return min(num_nodes, self.num_nodes) if num_nodes >= self.min_nodes else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a job trains."""
+    """The state and the steps of a job."""
 
     state_bytes: float  # bytes of the state, each element once: weights, moments, master weights
     step_seconds: float  # time of a step of the full world
     copies: int = 1
-    """How many nodes hold each element in a step's course: 1 if the state is fully sharded, the
+    """Nodes that hold each element in a step's course: 1 if the state is fully sharded, the
     number of data-parallel replicas if each of them holds all of it."""
     torn_share: float = 0.0
     """Part of a step in which an interruption leaves ranks with different states. Only an optimizer

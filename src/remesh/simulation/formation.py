@@ -29,25 +29,17 @@ from remesh.simulation.cluster import Cluster, FailureKind
 
 LONGEST: Final = 3600.0
 """Seconds after which a world must have formed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agents:
-    """How agents behave."""
-
-    stop_seconds: float
-    """Time until the processes of a node are out of the way: they have left the training function,
-    or have ended."""
-    beat_seconds: float = 1.0  # time between two heartbeats
-    notice_seconds: float = 0.1  # time until an agent notices that its own process has died
-    latency: float = 0.005  # longest time of a message
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT  # seconds of silence after which a node is lost
-    save_seconds: float = 0.0  # time of the checkpoint that is saved before a world grows
+BEAT_SECONDS: Final = 1.0
+"""Time between two heartbeats."""
+NOTICE_SECONDS: Final = 0.1
+"""Time until an agent notices that its own process has died."""
+LATENCY: Final = 0.005
+"""Longest time of a message, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """What a failure took until there was a new world."""
+    """The times from a failure to a new world."""
 
     noticed: float  # seconds until the master knew of it
     formed: float  # seconds until the next world was formed
@@ -58,22 +50,25 @@ def form_again(
     cluster: Cluster,
     kind: FailureKind | None,
     num_lost: int,
-    agents: Agents,
     dice: np.random.Generator,
+    *,
+    stop_seconds: float,
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
 ) -> Formation:
     """Play one change of the world; without a kind, a node joins.
 
+    After `stop_seconds` the processes of a node have left the training function, or have ended.
     Worlds of any size may form: whether one is large enough to train is not asked here.
     """
     num_missing = 1 if kind is None else 0
-    job = _running(cluster, cluster.num_nodes - num_missing, agents.heartbeat_timeout)
-    play = _Play(cluster, job, agents, dice)
+    job = _running(cluster, cluster.num_nodes - num_missing, heartbeat_timeout)
+    play = _Play(cluster, job, stop_seconds, dice)
     if kind is None:
         play.later(0.0, lambda: play.join(cluster.num_nodes + cluster.spares))
         lost: frozenset[int] = frozenset()
     elif kind is FailureKind.PROCESS:
         lost = frozenset()
-        play.later(agents.notice_seconds, lambda: play.fail(0))
+        play.later(NOTICE_SECONDS, lambda: play.fail(0))
     else:
         lost = frozenset(range(num_lost))
     return play.run(lost)
@@ -109,11 +104,11 @@ class _Play:
     """
 
     def __init__(
-        self, cluster: Cluster, job: Job, agents: Agents, dice: np.random.Generator
+        self, cluster: Cluster, job: Job, stop_seconds: float, dice: np.random.Generator
     ) -> None:
         self.cluster = cluster
         self.job = job
-        self.agents = agents
+        self.stop_seconds = stop_seconds
         self.dice = dice
         self.now = 0.0
         self.noticed: float | None = None
@@ -132,10 +127,10 @@ class _Play:
         nodes = self.job.rendezvous
         assert nodes is not None
         for node in (*sorted(nodes.active), *sorted(nodes.ready)):
-            before = self.dice.uniform(0.0, self.agents.beat_seconds)
+            before = self.dice.uniform(0.0, BEAT_SECONDS)
             hear(self.live, node, str(node), _EPOCH - before)
             if node not in lost:
-                self.later(self.agents.beat_seconds - before, functools.partial(self._beat, node))
+                self.later(BEAT_SECONDS - before, functools.partial(self._beat, node))
         self.later(self.dice.uniform(0.0, TICK_SECONDS), self._tick)
         while self._queue:
             self.now, _, act = heapq.heappop(self._queue)
@@ -165,7 +160,7 @@ class _Play:
         self._leave(node)
 
     def _delay(self) -> float:
-        return self.dice.uniform(0.0, self.agents.latency)
+        return self.dice.uniform(0.0, LATENCY)
 
     def _apply(self, event: object) -> None:
         before = self.job.rendezvous
@@ -184,7 +179,7 @@ class _Play:
 
     def _beat(self, node: int) -> None:
         self.later(self._delay(), functools.partial(self._hear, node))
-        self.later(self.agents.beat_seconds, functools.partial(self._beat, node))
+        self.later(BEAT_SECONDS, functools.partial(self._beat, node))
 
     def _hear(self, node: int) -> None:
         """A heartbeat reaches the master, which replies."""
@@ -202,13 +197,13 @@ class _Play:
             self._leave(node)
         elif reply.save and not self.is_saving:
             self.is_saving = True
-            self.later(self.agents.save_seconds, lambda: self._apply(CheckpointSaved(1)))
+            self.later(0.0, lambda: self._apply(CheckpointSaved(1)))
 
     def _leave(self, node: int) -> None:
         """The processes of a node are stopped, and it joins."""
         if node not in self.leaving:
             self.leaving.add(node)
-            self.later(self.agents.stop_seconds + self._delay(), lambda: self.join(node))
+            self.later(self.stop_seconds + self._delay(), lambda: self.join(node))
 
 
 _EPOCH = 1000.0

@@ -23,7 +23,7 @@ import numpy as np
 
 from remesh.checkpoint.scattered import replica_distances
 from remesh.simulation.cluster import Cluster, Failure, FailureKind, Workload
-from remesh.simulation.formation import Agents, form_again
+from remesh.simulation.formation import form_again
 
 FormationSeconds = Callable[[FailureKind | None, int], float]
 """Seconds from a failure that takes so many nodes, or from a join (None), to the next world."""
@@ -35,7 +35,7 @@ COPY_SHARE = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What a job does for its state."""
+    """A way to keep the state of a job."""
 
     name: str  # in tables
     storage_every: int  # steps between two checkpoints in storage
@@ -53,7 +53,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """How long the parts of a recovery take that are not the master's."""
+    """Times of the parts of a recovery that are not the master's."""
 
     start: float = 60.0
     """From the start of a process to a training function that can resume: imports, devices, model,
@@ -70,26 +70,20 @@ class Durations:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a job."""
+    """The result of a job."""
 
-    seconds: float
-    """How long it ran."""
+    seconds: float  # its duration
     goodput: float = 0.0
     """Part of the time that went into steps that count, at the pace of the full world."""
-    num_failures: int = 0
-    """Failures; one during a recovery counts too."""
-    steps: int = 0
-    """Steps that count."""
-    steps_lost: int = 0
-    """Steps that were made again."""
+    num_failures: int = 0  # failures; one during a recovery counts too
+    steps: int = 0  # steps that count
+    steps_lost: int = 0  # steps that were made again
     recoveries: list[float] = field(default_factory=list)
     """Seconds from each failure to the next step."""
     bytes_moved: float = 0.0
     """Bytes that recoveries brought to nodes, over network or from storage."""
-    sources: Counter[str] = field(default_factory=Counter)
-    """How often the state came from where."""
-    waiting: float = 0.0
-    """Seconds without enough nodes."""
+    sources: Counter[str] = field(default_factory=Counter)  # recoveries by source of the state
+    waiting: float = 0.0  # seconds without enough nodes
 
 
 def formation_seconds(
@@ -120,22 +114,23 @@ def formation_seconds(
 def _mean_formation(
     cluster: Cluster, kind: FailureKind | None, num_lost: int, stop_seconds: float
 ) -> float:
-    agents = Agents(stop_seconds=stop_seconds)
     plays = [
-        form_again(cluster, kind, num_lost, agents, np.random.default_rng(seed)).formed
+        form_again(
+            cluster, kind, num_lost, np.random.default_rng(seed), stop_seconds=stop_seconds
+        ).formed
         for seed in range(3)
     ]
     return sum(plays) / len(plays)
 
 
 def snapshot_survives(num_nodes: int, replicas: int, lost: Sequence[int]) -> bool:
-    """Whether each file of a snapshot is on a node that is left."""
+    """True if each file of a snapshot is on a node that is left."""
     gone, distances = set(lost), [0, *replica_distances(num_nodes, replicas)]
     return not any(all((node + far) % num_nodes in gone for far in distances) for node in gone)
 
 
 def memory_survives(num_nodes: int, copies: int, lost: Sequence[int]) -> bool:
-    """Whether each element is in the memory of a process that is left.
+    """True if each element is in the memory of a process that is left.
 
     Of `n` nodes with `c` copies, each `n / c` neighbours hold the whole state once.
     """
