@@ -23,9 +23,7 @@ Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, object]]
 
 
 def config_of(*, tied: bool) -> TrainConfig:
-    model = ModelConfig(
-        dim=32, num_layers=2, num_heads=4, hidden_dim=40, max_seq_len=12, tied_embeddings=tied
-    )
+    model = ModelConfig(dim=32, num_layers=2, num_heads=4, hidden_dim=40, tied_embeddings=tied)
     return TrainConfig(model=model, num_sequences=6, seq_len=12, num_warmup_steps=2, num_steps=8)
 
 

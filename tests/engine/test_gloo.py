@@ -48,7 +48,7 @@ from tests.support import (
 
 # Extents that four ranks do not share evenly: 31 rows of the embedding, 50 of the inner MLP.
 CONFIG = ModelConfig(
-    vocab_size=31, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=50, max_seq_len=8
+    vocab_size=31, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=50
 )
 TIED = ModelConfig(vocab_size=31, dim=16, num_layers=1, hidden_dim=50, tied_embeddings=True)
 

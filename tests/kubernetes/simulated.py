@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from remesh.kubernetes.conditions import stalled
 from remesh.kubernetes.looking import ConflictError, Key
 from remesh.kubernetes.observed import Pod, Role, parse_pod
 from remesh.kubernetes.pods import make_pod
@@ -23,6 +22,7 @@ from remesh.kubernetes.reconcile import (
     DeleteShared,
     Emit,
     RemoveFinalizer,
+    stalled,
 )
 from remesh.kubernetes.resource import (
     FINALIZER,

@@ -19,8 +19,7 @@ from remesh.elastic.agent import EXIT_REPLACE
 from remesh.elastic.launch import make_parser
 from remesh.errors import ClusterError
 from remesh.kubernetes import looking, observed, reconcile, resource
-from remesh.kubernetes.definition import DEFINITION, SPEC, STATUS
-from remesh.kubernetes.manifests import JOB_RULES
+from remesh.kubernetes.manifests import DEFINITION, JOB_RULES, SPEC, STATUS
 from remesh.kubernetes.observed import Role
 from remesh.kubernetes.pods import make_pod, make_secret, make_service, token_of
 from remesh.kubernetes.resource import (

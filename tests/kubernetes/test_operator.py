@@ -21,11 +21,10 @@ from remesh.elastic.status import RoundFailures, status_of
 from remesh.errors import ClusterError
 from remesh.kubernetes import operator
 from remesh.kubernetes.api import EVENTS, JOBS, ApiCluster
-from remesh.kubernetes.conditions import STALLED
 from remesh.kubernetes.looking import Key
 from remesh.kubernetes.observed import Master, Pod, Role, seen_of_master
 from remesh.kubernetes.operator import Masters, Metrics, Operator
-from remesh.kubernetes.reconcile import Action
+from remesh.kubernetes.reconcile import STALLED, Action
 from remesh.kubernetes.resource import Job, Phase, Status, Tls
 from tests.kubernetes.simulated import Cluster, make_job
 

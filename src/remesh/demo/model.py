@@ -1,8 +1,8 @@
 """A small Llama-style transformer over bytes, plain torch.
 
 Each block is attention and an MLP, each behind an RMSNorm and added to the residual stream.
-Attention has rotary positions and grouped queries: several query heads share one key-value head.
-The MLP is SwiGLU, `down(silu(gate(x)) * up(x))`.
+Attention is causal and has grouped queries: several query heads share one key-value head. Positions
+are not encoded. The MLP is SwiGLU, `down(silu(gate(x)) * up(x))`.
 
 Nothing here knows of parallelism. Attention infers its number of heads from the width that its
 projections return, so the same code runs on the heads of one tensor-parallel rank.
@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from torch import Tensor, nn
-
-ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +26,6 @@ class ModelConfig:
     num_heads: int = 8
     num_kv_heads: int = 2
     hidden_dim: int = 640
-    max_seq_len: int = 64
     tied_embeddings: bool = False
 
     @property
@@ -38,40 +34,8 @@ class ModelConfig:
         return self.dim // self.num_heads
 
 
-class RMSNorm(nn.Module):
-    """Divide by the root mean square of the last dim, then scale."""
-
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape as `x`."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-
-
-def rotary_tables(head_dim: int, max_seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, each of shape (max_seq_len, head_dim / 2)."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of each head against each other by the angle of its position.
-
-    `x` is (batch, heads, seq, head_dim), `cos` and `sin` are (seq, head_dim / 2).
-    """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
 class Attention(nn.Module):
-    """Causal attention with rotary positions and grouped queries."""
-
-    cos: Tensor
-    sin: Tensor
+    """Causal attention with grouped queries."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,9 +45,6 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        cos, sin = rotary_tables(config.head_dim, config.max_seq_len)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, dim) to the same shape."""
@@ -92,10 +53,7 @@ class Attention(nn.Module):
             projected.view(batch, seq, -1, self.head_dim).transpose(1, 2)
             for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
-        cos, sin = self.cos[:seq], self.sin[:seq]
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         projected: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return projected
 
@@ -120,9 +78,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.dim)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +98,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.dim)
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self._initialise()
         if config.tied_embeddings:

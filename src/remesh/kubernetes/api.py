@@ -15,7 +15,6 @@ from lightkube.generic_resource import GenericNamespacedResource, create_namespa
 from lightkube.types import PatchType
 
 from remesh.errors import ClusterError
-from remesh.kubernetes.conditions import STALLED, stalled
 from remesh.kubernetes.looking import ConflictError, Key
 from remesh.kubernetes.observed import Pod, parse_pod
 from remesh.kubernetes.pods import (
@@ -28,6 +27,7 @@ from remesh.kubernetes.pods import (
     token_of,
 )
 from remesh.kubernetes.reconcile import (
+    STALLED,
     Action,
     AddFinalizer,
     CreatePod,
@@ -36,6 +36,7 @@ from remesh.kubernetes.reconcile import (
     DeleteShared,
     Emit,
     RemoveFinalizer,
+    stalled,
 )
 from remesh.kubernetes.resource import (
     FINALIZER,

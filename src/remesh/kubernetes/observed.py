@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
 from remesh.elastic.status import Status as MasterStatus
 from remesh.errors import ClusterError
-from remesh.kubernetes.resource import LABEL_INDEX, LABEL_ROLE, LARGEST_INTEGER, parse_quantity
+from remesh.kubernetes.resource import (
+    LABEL_INDEX,
+    LABEL_ROLE,
+    LARGEST_INTEGER,
+    FailureEntry,
+    parse_quantity,
+)
 
 MAX_MESSAGE = 1024
 """Characters of a message that are kept in the status of a job."""
@@ -122,16 +128,6 @@ def _cause(code: int | None, reason: str, phase: str) -> Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessError:
-    """The first failure of a round, as the master shows it."""
-
-    time: float
-    where: str
-    what: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
     """The answer of a job's master."""
 
@@ -143,7 +139,7 @@ class Master:
     step: int | None = None  # the highest step
     saved_step: int | None = None  # the step of the newest checkpoint
     goodput: float | None = None  # share of the time that moved the training forward
-    errors: tuple[ProcessError, ...] = ()  # the newest failures, newest first
+    errors: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
 
 def _time(text: str | None) -> datetime | None:
@@ -210,8 +206,8 @@ def seen_of_master(status: MasterStatus, epoch: int) -> Master:
             what = first.signal or f"exit code {first.exit_code}"
             message = (first.message or first.log_tail)[-MAX_MESSAGE:]
         errors.append(
-            ProcessError(
-                time=record.time,
+            FailureEntry(
+                time=datetime.fromtimestamp(record.time, UTC),
                 where=where[:MAX_MESSAGE],
                 what=what[:MAX_MESSAGE],
                 message=message,

@@ -1,6 +1,6 @@
 """The resource ElasticJob as Python values.
 
-The API server validates objects by a schema that `definition` makes of these classes. `Spec` is
+The API server validates objects by a schema that `manifests` makes of these classes. `Spec` is
 written by users, `Status` by the operator alone. The status is all that the operator remembers of a
 job, so an operator that is killed and started again continues from it.
 """
