@@ -111,7 +111,11 @@ def _forget_output() -> None:
 @click.command(
     cls=_Commands,
     name="remesh",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 80,
+        "show_default": True,
+    },
     epilog=example("remesh ls runs/step_00001000"),
 )
 @click.version_option(__version__, message="remesh %(version)s")

@@ -66,7 +66,6 @@ _BYTES = _Bytes()
     type=click.IntRange(min=1),
     metavar="N",
     default=8,
-    show_default=True,
     help="Training processes of a node.",
 )
 @click.option(
@@ -74,7 +73,6 @@ _BYTES = _Bytes()
     type=click.IntRange(min=0),
     metavar="N",
     default=0,
-    show_default=True,
     help="Further nodes that wait for a place.",
 )
 @click.option(
@@ -89,7 +87,6 @@ _BYTES = _Bytes()
     type=click.IntRange(min=1),
     metavar="N",
     default=1,
-    show_default=True,
     help="Nodes that hold each element: 1 if the state is fully sharded (FSDP, ZeRO), else the "
     "number of data-parallel replicas (DDP, HSDP).",
 )
@@ -103,32 +100,22 @@ _BYTES = _Bytes()
     "--storage-write",
     type=_BYTES,
     default="10GB",
-    show_default=True,
     help="What the storage takes a second, from all nodes.",
 )
 @click.option(
     "--storage-read", type=_BYTES, help="What it gives a second; by default as much as it takes."
 )
 @click.option(
-    "--link",
-    type=_BYTES,
-    default="25GB",
-    show_default=True,
-    help="What a node receives a second from others.",
+    "--link", type=_BYTES, default="25GB", help="What a node receives a second from others."
 )
 @click.option(
-    "--memory",
-    type=_BYTES,
-    default="40GB",
-    show_default=True,
-    help="What a node copies in its memory a second.",
+    "--memory", type=_BYTES, default="40GB", help="What a node copies in its memory a second."
 )
 @click.option(
     "--start-seconds",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
     default=60.0,
-    show_default=True,
     help="From the start of a process until it can resume.",
 )
 @click.option(
@@ -136,7 +123,6 @@ _BYTES = _Bytes()
     type=click.FloatRange(min=1, max=3650),
     metavar="N",
     default=30.0,
-    show_default=True,
     help="Length of each of the simulated jobs.",
 )
 @output.json_option

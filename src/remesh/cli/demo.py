@@ -22,7 +22,6 @@ EXIT_FAILED = 1
     "--out",
     type=click.Path(path_type=Path),
     default=Path("demo-output"),
-    show_default=True,
     help="Directory for checkpoints, logs and the picture; an earlier demo's is replaced.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -39,7 +39,6 @@ _OF_ELASTIC = ("torch", "aiohttp", "prometheus-client")
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
-    show_default=True,
     help="How long ranks wait for each other.",
 )
 @output.json_option

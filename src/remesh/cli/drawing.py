@@ -87,7 +87,7 @@ def _flat_boxes(shape: tuple[int, ...], box: Box) -> list[Box]:
 def drawing(columns: Sequence[Column]) -> list[str]:
     """The pieces of HTML that show a layout."""
     ranks = {rank for column in columns for t in column.tensors.values() for rank, _ in t.boxes}
-    pieces = [picture.layout_svg(columns, fit=True)]
+    pieces = [picture.layout_svg(columns)]
     if len(ranks) > MAX_LEGEND:
         pieces.append(picture.paragraph("Colours repeat; point at a box to see who holds it."))
     return pieces

@@ -22,13 +22,8 @@ DEFAULT_IMAGE = "remesh:latest"
         "remesh manifests --image registry.example/remesh:1 --kustomize deploy/base",
     )
 )
-@click.option("--image", default=DEFAULT_IMAGE, show_default=True, help="Image of the operator.")
-@click.option(
-    "--namespace",
-    default="remesh",
-    show_default=True,
-    help="Where the operator runs.",
-)
+@click.option("--image", default=DEFAULT_IMAGE, help="Image of the operator.")
+@click.option("--namespace", default="remesh", help="Where the operator runs.")
 @click.option("--watch", metavar="NAMESPACE", help="Let it see jobs of this namespace only.")
 @click.option(
     "--only",
@@ -72,7 +67,7 @@ def manifests(
     envvar="POD_NAMESPACE",
     help="Where its key is; by default $POD_NAMESPACE.",
 )
-@click.option("--metrics-port", default=0, help="Serve /metrics and /healthz here.")
+@click.option("--metrics-port", default=0, help="Serve /metrics and /healthz here; 0: nowhere.")
 @click.option(
     "--master-host",
     metavar="HOST",

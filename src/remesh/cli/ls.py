@@ -14,12 +14,13 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
 from remesh.cli.output import piece_document, piece_lines
 from remesh.cli.summary import (
+    USAGE_COLUMNS,
     Statistics,
     Usage,
     elements_by_part,
     print_statistics,
-    print_usages,
     statistics_of,
+    usage_rows,
     usages_of,
 )
 from remesh.core.integrity import repair_advice
@@ -46,7 +47,6 @@ from remesh.storage import open_storage, shown_url
     "--depth",
     type=click.IntRange(min=1),
     default=2,
-    show_default=True,
     metavar="N",
     help="With --usage: unite tensors whose names have these first parts in common.",
 )
@@ -224,7 +224,9 @@ def _list_checkpoint(listing: _Listing, show_all: bool, as_json: bool) -> None:
         _print_head(listing, shows_values)
         if listing.usages:
             output.line()
-            print_usages(listing.usages, show_all=show_all)
+            rows = output.capped(usage_rows(listing.usages), show_all=show_all)
+            output.print_table(USAGE_COLUMNS, rows)
+            output.print_rest(len(listing.usages), show_all=show_all)
         elif listing.statistics:
             output.line()
             print_statistics(listing.statistics, listing.checkpoint.index)

@@ -57,12 +57,12 @@ class _JsonLines(logging.Formatter):
     help="Run this in a shell for each node that is excluded: $REMESH_NODE is its name, "
     "$REMESH_REASON why.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=29400, show_default=True, help="Port; 0 for any free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=29400, help="Port; 0 for any free one.")
 @click.option("--token-file", metavar="FILE", help="What requests must know; needed off loopback.")
 @click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate.")
 @click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file.")
-@click.option("--max-rate", default=2000.0, show_default=True, help="Requests a second and node.")
+@click.option("--max-rate", default=2000.0, help="Requests a second and node.")
 @click.option(
     "--end-with-job",
     is_flag=True,
@@ -71,22 +71,13 @@ class _JsonLines(logging.Formatter):
 @click.option(
     "--heartbeat-timeout",
     default=HEARTBEAT_TIMEOUT,
-    show_default=True,
     help="Seconds of silence after which a node is lost.",
 )
 @click.option("--check", is_flag=True, help="Test nodes before they train.")
-@click.option(
-    "--check-timeout",
-    default=120.0,
-    show_default=True,
-    help="Seconds within which a test must be over.",
-)
+@click.option("--check-timeout", default=120.0, help="Seconds within which a test must be over.")
 @click.option("--exclude-stragglers", is_flag=True, help="Do without slow nodes if possible.")
 @click.option(
-    "--save-grace",
-    default=60.0,
-    show_default=True,
-    help="Seconds that a growing job waits for a checkpoint.",
+    "--save-grace", default=60.0, help="Seconds that a growing job waits for a checkpoint."
 )
 @click.option(
     "--hang-timeout",
@@ -99,7 +90,6 @@ class _JsonLines(logging.Formatter):
     "--hang-action",
     type=click.Choice([action.value for action in HangAction]),
     default=HangAction.RESTART.value,
-    show_default=True,
     help="What happens to a job that hangs.",
 )
 @click.option(

@@ -185,7 +185,6 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
 @click.option(
     "--older-than",
     default="1h",
-    show_default=True,
     metavar="DURATION",
     callback=parse_duration,
     help="How long it must not have changed: 90s, 30m, 1h, 2d.",
@@ -210,9 +209,7 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
     help="Remove checkpoints, but not the best one, or N, by a metric.",
 )
 @click.option("--run", help="Whose checkpoints may be removed; by default the newest one's run.")
-@click.option(
-    "--yes/--dry-run", "removes", default=False, help="Remove it, or only list it (the default)."
-)
+@click.option("--yes/--dry-run", "removes", default=False, help="Remove it, or only list it.")
 @output.json_option
 def prune(
     *,

@@ -13,7 +13,14 @@ from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.cli.drawing import columns_of, drawing, largest, write_page
-from remesh.cli.summary import Usage, statistics_cells, statistics_of, usages_of
+from remesh.cli.summary import (
+    USAGE_COLUMNS,
+    Usage,
+    statistics_cells,
+    statistics_of,
+    usage_rows,
+    usages_of,
+)
 from remesh.core.index import Index
 from remesh.demo import picture
 from remesh.formats import native
@@ -45,7 +52,6 @@ class Report:
     "--stats/--no-stats",
     "with_statistics",
     default=True,
-    show_default=True,
     help="Read all tensors for their statistics.",
 )
 @click.option(
@@ -148,9 +154,10 @@ def _provenance(path: str, checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 def _page(found: Report, index: Index) -> str:
     drawn = [name for name in index.tensors.names if index[name].shape]
+    titles = [column[1:] for column in USAGE_COLUMNS]
     sections: list[tuple[str, Sequence[str]]] = [
         ("", [picture.table(("", ""), found.facts)]),
-        ("Where the bytes are", [_usage_table(found.usages)]),
+        ("Where the bytes are", [picture.table(titles, usage_rows(found.usages)[:MAX_USAGES])]),
         ("Tensors", [_tree(index)]),
     ]
     if drawn:
@@ -169,21 +176,6 @@ def _page(found: Report, index: Index) -> str:
     rows = [(path, format_bytes(size), digest or "-") for path, size, digest in found.files]
     sections.append(("Files and digests", [picture.table(("file", "size", "digest"), rows)]))
     return picture.page(found.path, sections)
-
-
-def _usage_table(usages: Sequence[Usage]) -> str:
-    total = sum(usage.num_bytes for usage in usages) or 1
-    rows = [
-        (
-            usage.prefix,
-            format_bytes(usage.num_bytes),
-            f"{100 * usage.num_bytes / total:.1f} %",
-            f"{usage.num_elements:,}",
-            str(usage.num_tensors),
-        )
-        for usage in usages[:MAX_USAGES]
-    ]
-    return picture.table(("names", "bytes", "share", "elements", "tensors"), rows)
 
 
 def _statistics_table(statistics: Mapping[str, summary.Statistics | None]) -> str:

@@ -255,10 +255,6 @@ class Usage:
     num_tensors: int  # how many there are
 
 
-def _size(num_bytes: int, total: int) -> tuple[str, str]:
-    return format_bytes(num_bytes), f"{100 * num_bytes / total if total else 0:.1f} %"
-
-
 def usages_of(index: Index, depth: int) -> list[Usage]:
     """The sizes of tensors whose names have `depth` first parts in common, the largest first."""
     tensors = index.tensors
@@ -277,20 +273,22 @@ def usages_of(index: Index, depth: int) -> list[Usage]:
     return sorted(usages, key=lambda usage: (-usage.num_bytes, catalog.natural_key(usage.prefix)))
 
 
-def print_usages(usages: Sequence[Usage], *, show_all: bool) -> None:
-    """Print which parts of a state take how many bytes."""
-    total = sum(usage.num_bytes for usage in usages)
-    rows = [
+USAGE_COLUMNS = (">size", ">share", ">elements", ">tensors", "<name")
+
+
+def usage_rows(usages: Sequence[Usage]) -> list[tuple[str, ...]]:
+    """The cells of `USAGE_COLUMNS`."""
+    total = sum(usage.num_bytes for usage in usages) or 1
+    return [
         (
-            *_size(usage.num_bytes, total),
+            format_bytes(usage.num_bytes),
+            f"{100 * usage.num_bytes / total:.1f} %",
             output.format_count(usage.num_elements),
             str(usage.num_tensors),
             output.printable(usage.prefix),
         )
-        for usage in output.capped(usages, show_all=show_all)
+        for usage in usages
     ]
-    output.print_table((">size", ">share", ">elements", ">tensors", "<name"), rows)
-    output.print_rest(len(usages), show_all=show_all)
 
 
 def statistics_of(

@@ -1,9 +1,9 @@
 """The page that shows the layouts and the losses: HTML with drawings in SVG, in one file.
 
-Every drawing is a pure function from plain data to text. A tensor is drawn as a rectangle, to one
-scale on the whole page, its first dim downwards and its last dim to the right (a vector lies along
-the right), cut into the boxes that the ranks hold and coloured by rank. A box that several ranks
-hold alike is drawn once, striped in their colours.
+Every drawing is a pure function from plain data to text. A tensor is drawn as a rectangle, its
+first dim downwards and its last dim to the right (a vector lies along the right), cut into the
+boxes that the ranks hold and coloured by rank. A box that several ranks hold alike is drawn once,
+striped in their colours.
 
 Colours are CSS variables with a light and a dark set, so the page follows the reader's setting.
 """
@@ -81,17 +81,16 @@ class Mark:
 # ---------------------------------------------------------------------------------------------
 
 
-def layout_svg(columns: Sequence[Column], *, fit: bool = False) -> str:
+def layout_svg(columns: Sequence[Column]) -> str:
     """Vectors and matrices of the first column, as they lie in each of the columns.
 
-    All have one scale; with `fit` each its own, so that none is too high or low to be read.
+    Each has a scale of its own, so that all are as wide and none is too high or low to be read.
     """
     shapes = {name: placed.shape for name, placed in columns[0].tensors.items()}
     for name, shape in shapes.items():
         if len(shape) not in (1, 2):
             raise ValueError(f"{name}: only vectors and matrices can be drawn, not shape {shape}")
     tensor_width = tensor_width_of(len(columns))
-    one_scale = tensor_width / max(shape[-1] for shape in shapes.values())
     groups = sorted({ranks for column in columns for ranks in _shared_groups(column)})
     parts = [_stripes(ranks) for ranks in groups]
     lefts = [_NAME_WIDTH + number * (tensor_width + _COLUMN_GAP) for number in range(len(columns))]
@@ -100,7 +99,7 @@ def layout_svg(columns: Sequence[Column], *, fit: bool = False) -> str:
         parts.append(_text(x, 35, column.subtitle, "soft"))
     top = float(_HEAD_HEIGHT)
     for name, shape in shapes.items():
-        scale = _fitted(shape, tensor_width) if fit else (one_scale, one_scale)
+        scale = _fitted(shape, tensor_width)
         label = [(line, "name") for line in _wrapped(name)] + [(_times(shape), "soft")]
         for line, (text, style) in enumerate(label):
             parts.append(_text(0, top + 11 + line * _LINE_HEIGHT, text, style))

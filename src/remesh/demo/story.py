@@ -236,7 +236,7 @@ def draw(result: DemoResult, entries: Sequence[Sequence[Entry]]) -> str:
         )
         for run in result.runs
     ]
-    explained = "Some parameters, to scale. Striped: every rank holds the whole."
+    explained = "Some parameters. Striped: every rank holds the whole."
     num_ranks = max(run.run.num_ranks for run in result.runs)
     words = [*closing_words(result), f"{verdict_text(result)}."]
     return picture.page(
