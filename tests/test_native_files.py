@@ -235,7 +235,7 @@ def test_the_index_can_be_made_again_from_the_headers() -> None:
 def test_file_digests_are_digests_of_block_digests() -> None:
     index = written_by_three_ranks().index
     bounds = index.first_block.tolist()
-    assert native.file_digests(index) == [
+    assert [file.digest for file in native.records_of_files(index)] == [
         hex_digest(b"".join(struct.pack("<QQ", *pair) for pair in index.digests[a:b].tolist()))
         for a, b in pairwise(bounds)
     ]
@@ -258,15 +258,11 @@ def committed() -> tuple[MemoryStorage, CommitRecord, Index]:
         FileRecord(path=path, num_bytes=len(content), digest=hex_digest(content))
         for path, content in small.items()
     )
-    digests = native.file_digests(written.index)
     record = record_of(
         save_id="id",
         index=index_file,
         values=values_file,
-        files=tuple(
-            FileRecord(path=path, num_bytes=len(content), digest=digest)
-            for path, content, digest in zip(paths, written.files, digests, strict=True)
-        ),
+        files=native.records_of_files(written.index),
     )
     storage.put(native.RECORD_NAME, native.encode_record(record), overwrite=False)
     return storage, record, written.index

@@ -85,7 +85,7 @@ def test_head_says_who_saved_what(run: Run, checkpoint: Path) -> None:
     )
 
     assert facts["saved"].strip() == (
-        f"2026-01-31 12:00:00 UTC by 2 ranks, remesh {remesh.__version__}, format 2"
+        f"2026-01-31 12:00:00 UTC by 2 ranks, remesh {remesh.__version__}, format 1"
     )
     assert facts["tensors"].strip() == "5 tensors in 6 pieces, 284 B, 1 tie"
     assert facts["elements"].strip() == "68: model 60, layers 8"
@@ -143,7 +143,7 @@ def test_json_of_a_checkpoint(run_json: RunJson, checkpoint: Path) -> None:
         "created": "2026-01-31T12:00:00+00:00",
         "world_size": 2,
         "remesh_version": remesh.__version__,
-        "format_version": 2,
+        "format_version": 1,
         "metadata": {"git": "abc"},
         "totals": {
             "num_tensors": 5,
@@ -385,7 +385,7 @@ def test_a_newer_format_is_unreadable(run_json: RunJson, runs: Path) -> None:
     step = run_json("ls", runs)["checkpoints"][0]
 
     assert (step["name"], step["status"]) == ("step_9", "unreadable")
-    assert "version 3" in step["reason"]
+    assert "version 1" in step["reason"]
 
 
 def test_a_link_to_a_listed_checkpoint_is_left_out(run_json: RunJson, runs: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import safetensors.numpy
 from hypothesis import given
@@ -22,10 +21,8 @@ from remesh.core.index_columns import LISTS, MIN_ROWS
 from remesh.core.packing import pack, unpack
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import CorruptCheckpointError
-from tests.index_version_1 import version_1
+from tests.stored_index import Columns, packed_columns, plain_columns
 from tests.strategies import partitions, shapes
-
-Columns = dict[str, npt.NDArray[Any]]
 
 
 @st.composite
@@ -144,11 +141,6 @@ def test_what_an_index_says() -> None:
         index["model"]
 
 
-@given(indexes())
-def test_version_1_is_read(index: Index) -> None:
-    assert Index.decode(version_1(index), "f").encode() == index.encode()
-
-
 def test_the_columns_of_the_stored_form() -> None:
     columns, metadata = decode_columns(example_index().encode(), "f")
     assert columns["tensor.name_bytes"].tobytes() == b"model.wmodel.bscalenothing"
@@ -241,10 +233,9 @@ def test_dtype_numbers_are_part_of_the_format() -> None:
 
 
 def damaged(change: Callable[[Columns, dict[str, str]], object]) -> bytes:
-    columns, metadata = decode_columns(version_1(example_index()), "f")
-    columns = {name: column.copy() for name, column in columns.items()}
+    columns, metadata = plain_columns(example_index().encode())
     change(columns, metadata)
-    return encode_columns(columns, metadata)
+    return packed_columns(columns, metadata)
 
 
 def put(name: str, place: Any, value: int) -> Callable[[Columns, dict[str, str]], object]:
@@ -267,12 +258,11 @@ def say(key: str, text: str) -> Callable[..., object]:
     [
         (lambda columns, _: columns.pop("piece.file"), "piece.file"),
         (lambda _, metadata: metadata.pop("remesh.aliases"), "remesh.aliases"),
-        (replace("tensor.dtype", [[3, 1, 0, 12]]), "tensor.dtype has 2 dims"),
         (replace("tensor.dtype", [3, 1, 0]), "tensor.dtype has 3 rows"),
-        (replace("box.tensor", [0, 0, 1, 2], np.uint64), "box.tensor is uint64"),
+        (replace("piece.file", [0, 1, 1, 0], np.uint64), "piece.file is not packed"),
         (replace("block.digest", [[0, 1]] * 3), "block.digest is int64"),
         (replace("block.digest", [[0, 1, 2]] * 2, np.uint64), "a digest is not two numbers"),
-        (replace("piece.file", [0, 1, 1]), "piece.file has 3 rows"),
+        (replace("piece.file", [0, 1, 1]), "piece.file is cut"),
         (put("tensor.name_ends", 1, 3), "names overlap"),
         (put("tensor.name_ends", 3, 27), "names are cut"),
         (put("tensor.name_ends", 3, 25), "names are cut"),
@@ -284,23 +274,23 @@ def say(key: str, text: str) -> Callable[..., object]:
         (put("tensor.ndim", 0, -1), "impossible ndim"),
         (put("tensor.ndim", 0, 1), "bad shape"),
         (put("tensor.shape", (3, 0), -1), "bad shape"),
-        (put("box.tensor", 0, 4), "pieces of no tensor"),
-        (put("box.tensor", 0, -1), "pieces of no tensor"),
-        (put("box.tensor", 0, 1), "not sorted"),
-        (put("box.offset", (0, 0), -1), "impossible offset"),
-        (put("box.offset", (0, 0), 2**63 - 1), "impossible offset"),
-        (put("box.offset", (0, 0), 1), "leaves its tensor"),
-        (put("box.shape", (0, 0), 0), "a piece is empty"),
-        (put("box.shape", (0, 0), 5), "leaves its tensor"),
+        (put("piece.file.list", 0, 4), "piece.file lacks a list"),
+        (put("piece.file.list", 0, -1), "piece.file lacks a list"),
+        (put("piece.file.list", 0, 1), "piece.file has other lengths"),
+        (put("piece.offset", (0, 0), -1), "impossible offset"),
+        (put("piece.offset", (0, 0), 2**63 - 1), "impossible offset"),
+        (put("piece.offset", (0, 0), 1), "leaves its tensor"),
+        (put("piece.shape", (0, 0), 0), "a piece is empty"),
+        (put("piece.shape", (0, 0), 5), "leaves its tensor"),
         (put("piece.file", 0, 2), "pieces of no file"),
         (put("piece.file", 0, -1), "pieces of no file"),
-        (put("piece.position", 0, -1), "leaves its file"),
-        (put("piece.position", 0, 109), "leaves its file"),
+        (put("piece.step", 0, -109), "leaves its file"),
+        (put("piece.step", 0, 1), "leaves its file"),
         (put("block.first", 1, 1), "files and blocks differ"),
         (replace("block.first", [0, 2]), "files and blocks differ"),
         (replace("block.digest", [[0, 1]] * 4, np.uint64), "files and digests differ"),
-        (say("remesh.files", "[]"), "pieces of no file"),
-        (say("remesh.files", '[["a",124]]'), "pieces of no file"),
+        (say("remesh.files", "[]"), "file.position: 2 numbers"),
+        (say("remesh.files", '[["a",124]]'), "file.position: 2 numbers"),
         (say("remesh.files", '[["a",124],["b",-1]]'), "impossible size"),
         (say("remesh.files", f'[["a",{2**70}],["b",64]]'), "impossible size"),
         (say("remesh.files", '{"a":1}'), "Expected"),
@@ -456,8 +446,7 @@ def test_grids_take_a_few_words() -> None:
 
 def test_a_size_beyond_integers_does_not_look_small() -> None:
     def huge(columns: Columns, _metadata: dict[str, str]) -> None:
-        columns["tensor.shape"][0] = columns["box.shape"][0] = (2**32, 2**32)
-        columns["box.offset"][0] = 0
+        columns["tensor.shape"][0] = columns["piece.shape"][0] = (2**32, 2**32)
 
     with pytest.raises(CorruptCheckpointError, match="too large"):
         Index.decode(damaged(huge), "f")

@@ -166,7 +166,7 @@ def test_without_its_record_there_is_no_checkpoint(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"version": 4}, ["version 4", "up to version 3", "Upgrade"]), ({"format": "x"}, ["'x'"])],
+    [({"version": 2}, ["version 2", "'remesh' version 1", "Upgrade"]), ({"format": "x"}, ["'x'"])],
     ids=["version", "format"],
 )
 def test_a_checkpoint_of_a_newer_format(

@@ -27,7 +27,6 @@ from tests.campaigns.test_damage import DAMAGES
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.pickles import change_archive, change_pickle
 from tests.fuzz.trees import EXTREME_INTS, Change, any_value, change_json, change_msgpack, to_json
-from tests.index_version_1 import version_1
 
 _RECORD = native.RECORD_NAME
 
@@ -154,9 +153,7 @@ def _change_index(content: bytes, dice: random.Random) -> bytes:
     """An index with other columns, well-formed as a file."""
     if dice.random() < 0.15:
         return _change_safetensors(content, dice)
-    kind = dice.choice(("words", "numbers", "version 1"))
-    if kind == "version 1":
-        content = version_1(Index.decode(content, "index"))
+    kind = dice.choice(("words", "numbers"))
     columns, metadata = decode_columns(content, "index")
     packed = [name for name, column in columns.items() if column.dtype == np.int64]
     if kind == "numbers":
@@ -224,7 +221,6 @@ def _forge_blocks(files: Files, record: Any, dice: random.Random) -> None:
     """Digests of the blocks of data files in the index, and of those in the record."""
     path = record["index"]["path"]
     columns, metadata = decode_columns(files[path], "index")
-    is_version_1 = "box.tensor" in columns
     stored = json.loads(metadata["remesh.files"])
     if dice.random() < 0.5:
         blocks, first = [], [0]
@@ -233,12 +229,10 @@ def _forge_blocks(files: Files, record: Any, dice: random.Random) -> None:
             blocks.append(block_digests(np.frombuffer(held, np.uint8)))
             first.append(first[-1] + len(blocks[-1]))
         columns["block.digest"] = np.concatenate(blocks) if blocks else np.zeros((0, 2), np.uint64)
-        numbers = np.array(first, np.int64)
-        columns["block.first"] = numbers if is_version_1 else pack(numbers)
+        columns["block.first"] = pack(np.array(first, np.int64))
         metadata |= {"remesh.files": json.dumps(stored), "remesh.block_size": str(BLOCK_SIZE)}
         files[path] = encode_columns(columns, metadata)
-    first_blocks = columns["block.first"]
-    bounds = (first_blocks if is_version_1 else unpack(first_blocks, 1 << 20)).tolist()
+    bounds = unpack(columns["block.first"], 1 << 20).tolist()
     for entry, start, stop in zip(record["files"], bounds, bounds[1:], strict=False):
         content = files.get(entry["path"])
         digest = digest_of_digests(columns["block.digest"][start:stop])

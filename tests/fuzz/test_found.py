@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import remesh
 from remesh.core.index import Index, StoredFile
-from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import CheckpointError, CoverageError
 from tests.fuzz.checkpoints import make_checkpoint
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.mutations import forge, record_file
 from tests.fuzz.trial import attempt, import_late_modules, sound_state
-from tests.index_version_1 import version_1
+from tests.stored_index import packed_columns, plain_columns
 
 pytestmark = pytest.mark.usefixtures("late_modules")
 
@@ -116,10 +116,9 @@ def in_index(change: Callable[[dict[str, Any], dict[str, str]], object]) -> Dama
 
     def damage(files: Files) -> None:
         path = next(path for path in files if path.endswith("index.safetensors"))
-        columns, metadata = decode_columns(version_1(Index.decode(files[path], "index")), "index")
-        columns = {name: column.copy() for name, column in columns.items()}
+        columns, metadata = plain_columns(files[path])
         change(columns, metadata)
-        files[path] = encode_columns(columns, metadata)
+        files[path] = packed_columns(columns, metadata)
         forge(files, random.Random(2))  # its dice leave the digests of blocks alone
 
     return damage
@@ -128,7 +127,7 @@ def in_index(change: Callable[[dict[str, Any], dict[str, str]], object]) -> Dama
 def _set_shape(columns: dict[str, Any], row: int, shape: list[int]) -> None:
     """Give all tensors more dims, and one of them, which has no pieces, this shape."""
     num_dims = len(shape)
-    for name, fill in (("tensor.shape", 1), ("box.shape", 1), ("box.offset", 0)):
+    for name, fill in (("tensor.shape", 1), ("piece.shape", 1), ("piece.offset", 0)):
         column = columns[name]
         missing = max(num_dims - column.shape[1], 0)
         columns[name] = np.pad(column, ((0, 0), (0, missing)), constant_values=fill)

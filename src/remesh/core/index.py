@@ -5,8 +5,7 @@ each tensor (`remesh.core.tables.TensorTable`), and lists of offsets, shapes, fi
 pieces, which tensors that are cut alike share (`remesh.core.pieces`). Pieces are numbered, those of
 a tensor together, and what is known of some of them is gathered by number (`Index.rows`).
 
-The stored form holds the same lists, packed (`remesh.core.packing`). Version 1 had a row for each
-piece, and is still read.
+The stored form holds the same lists, packed (`remesh.core.packing`).
 
 A piece is stored row-major, without gaps, at `position` of its file. Digests belong to files: each
 file is cut into blocks of `block_size` bytes (the last may be shorter), and every block has an
@@ -40,7 +39,6 @@ from remesh.core.index_columns import (
     COMPRESSED,
     LISTS,
     ROWS_A_BYTE,
-    check_version_1,
     max_rows_of,
     pieces_of,
     require,
@@ -368,22 +366,17 @@ class Index(Mapping[str, StoredTensor]):
                     metadata["remesh.files"], type=list[tuple[str, int]]
                 )
             )
-            further = (
+            columns = unpacked(columns, len(files), max_rows_of(data))
+            index = cls(
+                TensorTable.from_columns(columns),
+                pieces_of(columns, max_rows_of(data)),
+                files,
                 msgspec.json.decode(metadata["remesh.aliases"], type=dict[str, str]),
                 int(metadata["remesh.block_size"]),
                 columns["block.digest"],
+                columns["block.first"],
+                *(columns[name] for name in COMPRESSED if name in columns),
             )
-            if "box.tensor" in columns:
-                check_version_1(columns, len(files))
-                boxes = BoxTable.from_columns(columns)
-                places = columns["piece.file"], columns["piece.position"]
-                index = cls.of(boxes, *places, files, *further, columns["block.first"])
-            else:
-                columns = unpacked(columns, len(files), max_rows_of(data))
-                tensors = TensorTable.from_columns(columns)
-                pieces = pieces_of(columns, max_rows_of(data))
-                blocks = [columns[name] for name in ("block.first", *COMPRESSED) if name in columns]
-                index = cls(tensors, pieces, files, *further, *blocks)
             _check_numbers(index)
             return index
         except (KeyError, ValueError, msgspec.DecodeError, RecursionError) as error:
@@ -422,9 +415,9 @@ def _check_numbers(index: Index) -> None:
     sizes = np.prod(np.maximum(tensors.shapes, 1), axis=1, dtype=np.float64) * tensors.itemsizes
     require((sizes <= MAX_ELEMENTS).all(), "a tensor is too large to exist")
     file_sizes = [file.num_bytes for file in index.files]
-    require(all(0 <= size < 2**62 for size in file_sizes), "impossible size of a file")
+    require(all(0 <= size < MAX_ELEMENTS for size in file_sizes), "impossible size of a file")
     _check_pieces(index, np.array(file_sizes, dtype=np.int64))
-    require(0 <= index.block_size < 2**62, "impossible size of blocks")
+    require(0 <= index.block_size < MAX_ELEMENTS, "impossible size of blocks")
     if index.block_size:
         num_blocks = [-(-size // index.block_size) for size in file_sizes]
         first_blocks = np.cumsum([0, *num_blocks])

@@ -34,12 +34,6 @@ _PACKED = [
     *(f"{name}{what}" for name in LISTS for what in ("", ".list", ".ends")),
 ]
 
-_VERSION_1 = {"box.offset": "bd", "box.shape": "bd", "piece.file": "b", "piece.position": "b"}
-_VERSION_1 |= {"box.tensor": "b", "tensor.name_ends": "t", "tensor.dtype": "t", "tensor.ndim": "t"}
-_VERSION_1 |= {"tensor.shape": "td", "block.first": "f"}
-"""Dims of each column in version 1; equal letters are equal extents."""
-
-
 COMPRESSED = ("block.begin", "file.num_bytes")
 """Columns of compressed files alone."""
 
@@ -59,44 +53,6 @@ def require(holds: object, what: str) -> None:
         raise ValueError(what)
 
 
-def check_version_1(columns: Columns, num_files: int) -> None:
-    """Check that the columns of an index of version 1 fit each other.
-
-    Raises:
-        KeyError: If one is missing.
-        ValueError: If not.
-    """
-    _check_unpacked(columns)
-    extents: dict[str, int] = {}
-    for name, dims in _VERSION_1.items():
-        column = columns[name]
-        require(column.dtype == np.int64, f"{name} is {column.dtype}")
-        require(column.ndim == len(dims), f"{name} has {column.ndim} dims")
-        for dim, extent in zip(dims, column.shape, strict=True):
-            require(extents.setdefault(dim, extent) == extent, f"{name} has {extent} rows")
-    _check_tensors(columns)
-    tensor, file = columns["box.tensor"], columns["piece.file"]
-    require(((tensor >= 0) & (tensor < extents["t"])).all(), "pieces of no tensor")
-    require((np.diff(tensor) >= 0).all(), "pieces are not sorted by tensor")
-    require(((file >= 0) & (file < num_files)).all(), "pieces of no file")
-
-
-def _check_unpacked(columns: Columns) -> None:
-    for name, (dtype, num_dims) in _UNPACKED.items():
-        column = columns[name]
-        require(column.dtype == dtype, f"{name} is {column.dtype}")
-        require(column.ndim == num_dims, f"{name} has {column.ndim} dims")
-    require(columns["block.digest"].shape[1] == 2, "a digest is not two numbers")
-
-
-def _check_tensors(columns: Columns) -> None:
-    """Check what the columns say of tensors."""
-    ends, dtypes = columns["tensor.name_ends"], columns["tensor.dtype"]
-    require((np.diff(ends, prepend=0) >= 0).all(), "names overlap")
-    require(columns["tensor.name_bytes"].size == (ends[-1] if len(ends) else 0), "names are cut")
-    require(((dtypes >= 0) & (dtypes < len(DTYPES))).all(), "unknown dtype")
-
-
 def unpacked(columns: Columns, num_files: int, max_rows: int) -> dict[str, npt.NDArray[Any]]:
     """The columns of an index, unpacked, which fit each other.
 
@@ -109,8 +65,12 @@ def unpacked(columns: Columns, num_files: int, max_rows: int) -> dict[str, npt.N
         KeyError: If one is missing.
         ValueError: If not.
     """
-    _check_unpacked(columns)
-    found = {name: columns[name] for name in _UNPACKED}
+    found = {}
+    for name, (dtype, num_dims) in _UNPACKED.items():
+        found[name] = columns[name]
+        require(columns[name].dtype == dtype, f"{name} is {columns[name].dtype}")
+        require(columns[name].ndim == num_dims, f"{name} has {columns[name].ndim} dims")
+    require(columns["block.digest"].shape[1] == 2, "a digest is not two numbers")
     is_compressed = any(name in columns for name in COMPRESSED)
     of_tensors = (*_OF_TENSORS, *(f"{name}.list" for name in LISTS))
     # Names differ, so that at most one of them is empty.
@@ -137,7 +97,10 @@ def unpacked(columns: Columns, num_files: int, max_rows: int) -> dict[str, npt.N
     for name in ("tensor.shape", *LISTS[:2]):
         require(len(found[name]) % num_dims == 0, f"{name} has {len(found[name])} numbers")
         found[name] = np.ascontiguousarray(found[name].reshape(num_dims, -1).T)
-    _check_tensors(found)
+    ends, dtypes = found["tensor.name_ends"], found["tensor.dtype"]
+    require((np.diff(ends, prepend=0) >= 0).all(), "names overlap")
+    require(found["tensor.name_bytes"].size == (ends[-1] if len(ends) else 0), "names are cut")
+    require(((dtypes >= 0) & (dtypes < len(DTYPES))).all(), "unknown dtype")
     return found
 
 

@@ -44,6 +44,7 @@ from remesh.core.sharded import (
     ShardedTensorFactory,
     dtype_name,
 )
+from remesh.core.values import INT64, MAX_NESTING
 from remesh.errors import CorruptCheckpointError, NameCollisionError, UnsupportedValueError
 
 Path = tuple[str | int, ...]
@@ -178,14 +179,13 @@ class Description:
 TENSOR_RECORD = "__tensor_flatten__"
 """Below a tensor that is made of others: what they make. No inner tensor has this name."""
 MAX_PATH = 400
-"""Keys on the way to a leaf that a stored state may have; one that is saved has a hundred."""
-_MAX_DEPTH = 100
-_INT64 = range(-(2**63), 2**63)
+"""Keys on the way to a leaf that a stored state may have: more than `MAX_NESTING`, because a leaf
+that is an optimizer or a tensor made of others puts keys of its own below its path."""
 
 
 def _is_path_key(key: object) -> bool:
     if isinstance(key, int) and not isinstance(key, bool):
-        return key in _INT64
+        return key in INT64
     return isinstance(key, str)
 
 
@@ -219,9 +219,9 @@ class Walk:
 
     def visit(self, path: Path, node: Any) -> Rebuild:
         """Describe a node and everything below it; returns how to rebuild it after loading."""
-        if len(path) > _MAX_DEPTH:
+        if len(path) > MAX_NESTING:
             raise UnsupportedValueError(
-                f"{name_of(path[:8])}...: nested more than {_MAX_DEPTH} deep, or it holds itself\n"
+                f"{name_of(path[:8])}...: nested more than {MAX_NESTING} deep, or it holds itself\n"
                 "Flatten it, or wrap it in remesh.sharding.LocalNonpersistentObject"
             )
         # Framework leaves come first: a module or a tensor subclass may also be a container.

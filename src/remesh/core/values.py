@@ -38,7 +38,11 @@ from remesh._repr import shown
 from remesh.core.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, UnsupportedValueError
 
-_INT64 = range(-(2**63), 2**63)
+INT64 = range(-(2**63), 2**63)
+"""Whole numbers that are stored as such, and may be keys of a path."""
+MAX_NESTING = 100
+"""How deep values and states may be nested: each level takes a few calls, and Python's stack has
+room for a thousand, of which the caller has taken some."""
 _NUMPY_SCALAR = re.compile(r"[<>|=][biufcSU][0-9]{1,9}")
 
 
@@ -114,7 +118,7 @@ def is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
 
 def with_arrays(value: object, depth: int = 0) -> object:
     """The value with arrays in the form in which they are stored."""
-    if depth > _MAX_DEPTH:
+    if depth > MAX_NESTING:
         return value  # `encode` says what is wrong with it
     if is_array(value) and value.dtype.name in BY_NAME and value.dtype.isnative:
         return UnresolvedValue(
@@ -139,9 +143,6 @@ def with_arrays(value: object, depth: int = 0) -> object:
     if isinstance(value, Mapping):
         return {key: with_arrays(item, depth + 1) for key, item in value.items()}
     return value
-
-
-_MAX_DEPTH = 100
 
 
 def decode(data: bytes) -> object:
@@ -239,7 +240,7 @@ def _encode_unresolved(value: UnresolvedValue, where: str) -> object:
 
 def _encode_int(value: object, _where: str) -> object:
     assert isinstance(value, int)
-    return value if value in _INT64 else _tagged("int", hex(value))
+    return value if value in INT64 else _tagged("int", hex(value))
 
 
 def _label(key: object) -> str:

@@ -82,14 +82,18 @@ def check_name(name: object, where: str) -> str:
     Raises:
         CorruptCheckpointError: If it is no text, or not in Unicode.
     """
-    if isinstance(name, str):
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            pass
-        else:
-            return name
+    if isinstance(name, str) and is_unicode(name):
+        return name
     raise damaged(where, f"{shown(name)} is not a name")
+
+
+def is_unicode(text: str) -> bool:
+    """True if a text can be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_path(value: object, where: str) -> Path:

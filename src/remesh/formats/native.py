@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
@@ -54,13 +53,11 @@ from remesh.errors import (
     NameCollisionError,
     StorageError,
 )
+from remesh.formats.checks import MALFORMED
 from remesh.storage import Storage, ask_together
 
 FORMAT_NAME = "remesh"
-FORMAT_VERSION = 3
-"""The newest version of the format that is read; the oldest that suffices is written."""
-PLAIN_VERSION = 2
-COMPRESSED_VERSION = 3
+FORMAT_VERSION = 1
 RECORD_NAME = "remesh.json"
 
 NUM_BEGINNINGS = 10
@@ -68,23 +65,21 @@ NUM_BEGINNINGS = 10
 
 _Result = TypeVar("_Result")
 
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what was asked for."""
 
-
-class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A file that belongs to a checkpoint."""
 
     path: str  # relative to the checkpoint
     num_bytes: int  # its size as it is stored
     digest: str  # xxh3-128 in hex; for data files, of the digests of the blocks of their content
+    compressed: bool = False  # as `remesh.core.compression` describes
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What `remesh.json` says."""
 
     format: str  # always `remesh`
-    version: int  # version of the format; readers refuse what is higher than they know
+    version: int  # version of the format; readers refuse what they do not know
     save_id: str  # names the save, and its folder
     created: str  # when it was committed, ISO 8601 in UTC
     world_size: int  # number of ranks that saved
@@ -128,13 +123,13 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
 
     Raises:
         CorruptCheckpointError: If the text is not a commit record or was damaged.
-        FormatVersionError: If it is of a newer version.
+        FormatVersionError: If it is of another version.
     """
     try:
         file = msgspec.json.decode(text, type=_RecordFile)
         body = msgspec.json.format(bytes(file.record), indent=-1)
         head = msgspec.json.decode(body, type=_Version)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise CorruptCheckpointError(
             f"{where}: not a commit record ({error}). {_record_advice(where)}"
         ) from error
@@ -143,14 +138,14 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
             f"{where}: the commit record was changed after it was written (its digest differs). "
             f"{_record_advice(where)}"
         )
-    if head.format != FORMAT_NAME or head.version > FORMAT_VERSION:
+    if head.format != FORMAT_NAME or head.version != FORMAT_VERSION:
         raise FormatVersionError(
             f"{where}: written in format {head.format!r} version {head.version}\nThis remesh reads "
-            f"{FORMAT_NAME!r} up to version {FORMAT_VERSION}. Upgrade remesh to read it."
+            f"{FORMAT_NAME!r} version {FORMAT_VERSION}. Upgrade remesh to read it."
         )
     try:
         return msgspec.json.decode(body, type=CommitRecord)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise CorruptCheckpointError(
             f"{where}: incomplete commit record: {error}. {_record_advice(where)}"
         ) from error
@@ -205,7 +200,7 @@ class ValuesDocument(msgspec.Struct):
         """
         try:
             document = msgspec.msgpack.decode(data, type=cls)
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise CorruptCheckpointError(f"{where}: not a values file: {error}") from error
         if any(not 0 < len(at) <= MAX_PATH for at in document.paths.values()):
             raise CorruptCheckpointError(f"{where}: a path of no keys, or of too many")
@@ -430,12 +425,22 @@ def replace_index(storage: Storage, record: CommitRecord, index: Index) -> None:
     storage.delete(record.index.path)
 
 
-def file_digests(index: Index) -> list[str]:
-    """The digest of each data file of an index."""
-    if not index.block_size:
-        return [""] * len(index.files)
-    bounds = index.first_block.tolist()
-    return [digest_of_digests(index.digests[a:b]) for a, b in pairwise(bounds)]
+def records_of_files(index: Index) -> tuple[FileRecord, ...]:
+    """The entries of the commit record for the data files of an index."""
+    starts, stops = index.first_block[:-1].tolist(), index.first_block[1:].tolist()
+    has_digests = bool(index.block_size)
+    records = []
+    for number, (file, num_bytes) in enumerate(zip(index.files, index.stored_sizes, strict=True)):
+        blocks = slice(starts[number], stops[number]) if has_digests else slice(0)
+        records.append(
+            FileRecord(
+                path=file.path,
+                num_bytes=num_bytes,
+                digest=digest_of_digests(index.digests[blocks]) if has_digests else "",
+                compressed=bool((index.stored_begin[blocks] >= 0).any()),
+            )
+        )
+    return tuple(records)
 
 
 def _read_checked(storage: Storage, file: FileRecord) -> bytes:
@@ -462,10 +467,7 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
         CorruptCheckpointError: If index and record speak of different files.
     """
     damages = []
-    told = zip(index.files, index.stored_sizes, file_digests(index), strict=True)
-    indexed = [(file.path, size, digest) for file, size, digest in told]
-    recorded = [(file.path, file.num_bytes, file.digest) for file in record.files]
-    if indexed != recorded:
+    if records_of_files(index) != record.files:
         raise CorruptCheckpointError(
             f"{storage.url}: the index and {RECORD_NAME} disagree about the data files\nThey "
             f"belong to different saves. {repair_advice(storage.url)}"

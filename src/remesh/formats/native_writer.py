@@ -24,17 +24,16 @@ from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import CheckpointNotFoundError
 from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, SmallFile, Writer, no_grid
 from remesh.formats.native import (
-    COMPRESSED_VERSION,
     FORMAT_NAME,
-    PLAIN_VERSION,
+    FORMAT_VERSION,
     RECORD_NAME,
     CommitRecord,
     FileRecord,
     data_folder,
     data_path,
     encode_record,
-    file_digests,
     read_record,
+    records_of_files,
 )
 from remesh.storage import Storage
 
@@ -149,19 +148,14 @@ def small_files(saved: Saved) -> list[SmallFile]:
     index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
     record = CommitRecord(
         format=FORMAT_NAME,
-        version=COMPRESSED_VERSION if index.is_compressed else PLAIN_VERSION,
+        version=FORMAT_VERSION,
         save_id=saved.save_id,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         world_size=saved.world_size,
         remesh_version=__version__,
         index=_record_of(index_path, encoded),
         values=_record_of(values_path, document),
-        files=tuple(
-            FileRecord(path=file.path, num_bytes=size, digest=digest)
-            for file, size, digest in zip(
-                index.files, index.stored_sizes, file_digests(index), strict=True
-            )
-        ),
+        files=records_of_files(index),
         metadata=dict(saved.metadata),
     )
     return [(index_path, encoded), (RECORD_NAME, encode_record(record))]

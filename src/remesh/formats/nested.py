@@ -17,13 +17,13 @@ from typing import Any
 
 from remesh.core import values
 from remesh.core.state import Path, name_of
+from remesh.core.values import INT64, MAX_NESTING
 from remesh.errors import CorruptCheckpointError, NameCollisionError
+from remesh.formats.checks import is_unicode
 from remesh.formats.pickle_values import ArchivedTensor
 
-MAX_PATH = 100
 MIN_NAME_CHARS = 1 << 24
 NAME_CHARS_PER_BYTE = 16
-_INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class Nested:
             NameCollisionError: If two paths have one name.
             CorruptCheckpointError: If it is nested too deeply, or its names are too long.
         """
-        if len(path) > MAX_PATH:
-            raise CorruptCheckpointError(f"{self.where}: nested more than {MAX_PATH} deep")
+        if len(path) > MAX_NESTING:
+            raise CorruptCheckpointError(f"{self.where}: nested more than {MAX_NESTING} deep")
         if isinstance(node, ArchivedTensor):
             self.tensors[self._claim(path)] = node
         elif isinstance(node, Mapping) and self.is_taken_apart(path, node):
@@ -118,13 +118,4 @@ def path_key(key: Any) -> str | int:
     """A key as part of a path: itself, or as Python shows it."""
     if type(key) is str:
         return key if key.isascii() or is_unicode(key) else repr(key)
-    return key if type(key) is int and key in _INT64 else repr(key)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return key if type(key) is int and key in INT64 else repr(key)

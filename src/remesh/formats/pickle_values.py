@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 
 from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS
 from remesh.core.values import UnresolvedValue, decode, encode
 from remesh.errors import CorruptCheckpointError, PickleRefusedError
 from remesh.formats.pickle_records import Name, Record
 
-MAX_DIMS = 64
-_MAX_EXTENT = 2**62
 _EQUAL_HASHES = 64
 """Keys of one dict that may have one hash: with chosen keys, time grows with the square."""
 
@@ -146,7 +145,7 @@ def numbers(value: object) -> tuple[int, ...]:
 
 
 def _extent(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_EXTENT:
+    if type(value) is not int or not 0 <= value < MAX_ELEMENTS:
         raise ValueError("a number of elements that is none")
     return value
 
@@ -324,7 +323,7 @@ def _raw(data: object) -> bytes:
 
 def _size(record: Record) -> object:
     items = list(_one(record, tuple, list)) if record.args else []
-    if not all(type(item) is int and abs(item) < _MAX_EXTENT for item in items):
+    if not all(type(item) is int and abs(item) < MAX_ELEMENTS for item in items):
         raise ValueError("a size that is none")
     return _of_torch("torch.Size", items)
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from remesh.core.values import UnresolvedValue, enum_member
+from remesh.core.values import MAX_NESTING, UnresolvedValue, enum_member
 from remesh.errors import CheckpointError, CorruptCheckpointError, PickleRefusedError
 from remesh.formats.pickle_literals import describe as describe_error
 from remesh.formats.pickle_reader import parse
@@ -43,8 +43,6 @@ from remesh.formats.pickle_values import (
     is_value,
 )
 
-MAX_DEPTH = 100
-"""How deep a value may be nested, calls and their arguments counted as levels."""
 MIN_PARTS = 1 << 16
 PARTS_PER_BYTE = 8
 _TEXT_PART = 16
@@ -194,8 +192,8 @@ class _Resolver:
             depth += 1
             if parts > most:
                 self._refuse(node, f"it has more than {most} parts, which its file only repeats")
-            if depth > MAX_DEPTH:
-                self._refuse(node, f"it is nested more than {MAX_DEPTH} deep")
+            if depth > MAX_NESTING:  # calls and their arguments are levels, too
+                self._refuse(node, f"it is nested more than {MAX_NESTING} deep")
             sizes[id(node)] = (1, 0) if id(node) in self.refused else (parts, depth)
 
     def _refuse(self, node: Any, why: str) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from remesh.core import values
 from remesh.core.dtypes import DTYPES, DType
-from remesh.core.geometry import Box, IntArray, strides_of
+from remesh.core.geometry import MAX_ELEMENTS, Box, IntArray, strides_of
 from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import (
     CheckpointNotFoundError,
@@ -56,7 +56,7 @@ MAX_CHUNKS = 1 << 16
 _OBJECT = re.compile(
     r"(.*)/shard_([0-9]{1,18}(?:\.[0-9]{1,18})*)_([0-9]{1,18}(?:\.[0-9]{1,18})*)\.pt", re.DOTALL
 )
-_Extent = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_ELEMENTS)]
 
 
 class _Config(msgspec.Struct):
@@ -68,7 +68,7 @@ class _Array(msgspec.Struct):
 
     zarr_format: int
     shape: list[_Extent]
-    chunks: list[Annotated[int, msgspec.Meta(ge=1, le=2**62)]]
+    chunks: list[Annotated[int, msgspec.Meta(ge=1, le=MAX_ELEMENTS)]]
     dtype: str
     compressor: object = None
     filters: object = None

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from remesh.core.compression import BlockTable
 from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box, uncovered
+from remesh.core.geometry import MAX_ELEMENTS, Box, uncovered
 from remesh.core.index import Index
 from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, digest_of_digests
 from remesh.core.safetensors_file import Header, HeaderEntry, decode_header, header_length
@@ -151,15 +151,18 @@ class _Known:
     num_bytes: int | None
     stored_bytes: int | None
     digest: str | None
+    is_compressed: bool
     blocks: Digests | None
     pieces: Sequence[ScannedPiece] | None
 
     @classmethod
     def of(cls, small: SmallFiles, path: str) -> _Known:
         num_bytes, stored_bytes, digest, blocks, pieces = None, None, None, None, None
+        is_compressed = False
         for file in () if small.record is None else small.record.files:
             if file.path == path:
                 stored_bytes, digest = file.num_bytes, file.digest
+                is_compressed = file.compressed
         index = small.index
         number = None if index is None else _row_of(index, path)
         if index is not None and number is not None:
@@ -169,7 +172,7 @@ class _Known:
                 stored_bytes = index.stored_sizes[number]
                 num_bytes = index.files[number].num_bytes
                 pieces = _pieces_of(index, number)
-        return cls(num_bytes, stored_bytes, digest, blocks, pieces)
+        return cls(num_bytes, stored_bytes, digest, is_compressed, blocks, pieces)
 
 
 def _row_of(index: Index, path: str) -> int | None:
@@ -206,8 +209,7 @@ def _scan_file(
         pieces = _pieces_in(header, path)
     except (CorruptCheckpointError, StorageError) as error:
         problem = str(error)
-        version = 0 if small.record is None else small.record.version
-        if table is None and small.index is None and version >= native.COMPRESSED_VERSION:
+        if table is None and small.index is None and known.is_compressed:
             problem = f"{path}: it is compressed, and both the index and its own table are lost"
     if expected is None and header is not None:
         expected = header.data_start + max(
@@ -364,7 +366,7 @@ def _piece_of(
     num_bytes = box.size * dtype.itemsize
     fits = (
         len(shape) == len(offset) == len(extents)
-        and math.prod(shape) < 2**62
+        and math.prod(shape) < MAX_ELEMENTS
         and Box.whole(shape).contains(box)
         and entry.dtype == dtype.safetensors
         and entry.data_offsets[1] - entry.data_offsets[0] == num_bytes > 0
