@@ -112,7 +112,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manager records with each checkpoint."""
+    """A manager's record of a checkpoint."""
 
     step: int
     """Steps done."""
@@ -206,11 +206,7 @@ def place_of(root: str | os.PathLike[str], name: str) -> str:
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
-    """The committed checkpoints directly below a root, by step. Nothing is read but small files.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """The committed checkpoints directly below a root, by step. Nothing is read but small files."""
     infos = []
     for name, files in _directories(storage).items():
         number = number_in(name)
@@ -224,17 +220,13 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 
 
 def committed_names(storage: Storage) -> list[str]:
-    """Names of the directories directly below a root that have a commit record. None is read.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """Names of the directories directly below a root that have a commit record. None is read."""
     found = _directories(storage)
     return sorted(name for name, files in found.items() if native.RECORD_NAME in files)
 
 
 class _Dated(Protocol):
-    """What `newest_of` compares."""
+    """A checkpoint that `newest_of` compares."""
 
     @property
     def name(self) -> str: ...
@@ -308,16 +300,7 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
 def step_of(name: str, record: native.CommitRecord, path: str) -> int | None:
     """Steps done when a checkpoint was saved: as its manager noted, or else as its name ends.
 
-    Args:
-        name: Its directory.
-        record: Its commit record.
-        path: Where it is, for the error message.
-
-    Returns:
-        None if the name does not end with a number; a manager takes no notice of it then.
-
-    Raises:
-        CorruptCheckpointError: If its metadata is not a manager's.
+    None if the name does not end with a number; a manager takes no notice of it then.
     """
     number, note = number_in(name), note_of(record, path)
     return number if number is None or note is None else note.step
@@ -329,11 +312,7 @@ def known_problem(storage: Storage, name: str) -> str:
 
 
 def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
-    """What a manager recorded with a checkpoint; None if it was saved without one.
-
-    Raises:
-        CorruptCheckpointError: If something else stands there.
-    """
+    """The note of a checkpoint's manager; None if it was saved without one."""
     found = record.metadata.get(NOTE_KEY)
     if found is None:
         return None
@@ -451,9 +430,6 @@ def best_effort(action: str) -> Iterator[None]:
     """Log a warning where the storage refuses the action in the block, and go on.
 
     For marks and removals. A checkpoint is readable without them, also on a full or read-only disk.
-
-    Args:
-        action: What the block does, for the warning.
     """
     try:
         yield
@@ -492,7 +468,7 @@ def forget_replaced(storage: Storage) -> None:
 
 
 def is_pinned(storage: Storage, name: str) -> bool:
-    """Whether a checkpoint has a pin."""
+    """True if a checkpoint has a pin."""
     return exists(storage, f"{name}/{_PINNED}")
 
 
@@ -502,19 +478,7 @@ def is_pinned(storage: Storage, name: str) -> bool:
 
 
 def remove(storage: Storage, name: str, *, now: float) -> bool:
-    """Remove a checkpoint, unless a process has begun to read it.
-
-    Args:
-        storage: The root.
-        name: Its directory there.
-        now: The time, in seconds since the epoch.
-
-    Returns:
-        Whether it was removed.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """Remove a checkpoint, unless a process has begun to read it; true if it was removed."""
     record_path = f"{name}/{native.RECORD_NAME}"
     try:
         record = _record_text(storage, record_path)
@@ -544,11 +508,7 @@ def _record_text(storage: Storage, path: str) -> bytes:
 
 
 def finish_removals(storage: Storage) -> list[str]:
-    """Finish what died while it removed checkpoints; returns the names of what is gone.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """Finish what died while it removed checkpoints; returns the names of what is gone."""
     finished = []
     for name, files in _directories(storage).items():
         if _REMOVING not in files:

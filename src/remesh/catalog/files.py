@@ -35,12 +35,7 @@ def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
 
 
 def read_record_and_sizes(storage: Storage) -> tuple[native.CommitRecord, list[Finding]]:
-    """The commit record, and what `check_sizes` finds of it.
-
-    Raises:
-        CheckpointError: If there is no record, or it is damaged.
-        StorageError: If the storage fails.
-    """
+    """The commit record, and what `check_sizes` finds of it."""
 
     def read() -> tuple[native.CommitRecord, list[Finding]]:
         record = native.read_record(storage)
@@ -50,12 +45,7 @@ def read_record_and_sizes(storage: Storage) -> tuple[native.CommitRecord, list[F
 
 
 def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
-    """Compare the files with the record, without reading them.
-
-    Raises:
-        CheckpointReplacedError: If files are missing because the record has been replaced.
-        StorageError: If the storage fails.
-    """
+    """Compare the files with the record, without reading them."""
 
     def size_of(path: str) -> int | None:
         try:
@@ -75,12 +65,7 @@ def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
 def compare_sizes(
     record: native.CommitRecord, size_of: Callable[[str], int | None]
 ) -> list[Finding]:
-    """The files whose sizes are not those of the record.
-
-    Args:
-        record: The commit record.
-        size_of: Gives the size of a file, None if it is missing.
-    """
+    """The files whose sizes are not those of the record."""
     findings = []
     for file in files_of(record):
         size = size_of(file.path)

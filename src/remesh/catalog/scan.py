@@ -76,9 +76,6 @@ def scan(storage: Storage) -> list[Entry]:
     """The checkpoints and unfinished saves directly in a directory, sorted by their numbers.
 
     A link to a directory that is listed anyway (`latest`) is left out.
-
-    Raises:
-        StorageError: If the directory itself cannot be read.
     """
     names = [name for name in list_directory(storage).directories if not name.startswith(".")]
     if is_local(storage):
@@ -92,13 +89,8 @@ def scan(storage: Storage) -> list[Entry]:
 def newest_entry(entries: Sequence[Entry], *, native_only: bool = True) -> Entry | None:
     """The newest whole checkpoint of a directory: that from which a job resumes.
 
-    Args:
-        entries: What `scan` found.
-        native_only: Whether those of other systems do not count. Otherwise they count where no
-            other is.
-
-    Returns:
-        None if there is no whole checkpoint whose step is known.
+    Those of other systems count only where no other is, and with `native_only` not at all. None if
+    there is no whole checkpoint whose step is known.
     """
     whole = [one for one in entries if one.status == "committed" and one.step is not None]
     ours = newest_of([one for one in whole if one.format == native.FORMAT_NAME])
@@ -202,12 +194,7 @@ def _record_and_sizes(root: Storage, name: str) -> tuple[native.CommitRecord, li
 
 
 def is_checkpoint(place: Place) -> bool:
-    """Whether a place holds one checkpoint, of remesh or of another system that it reads.
-
-    Raises:
-        StateError: If it could be read as several formats.
-        StorageError: If the storage fails.
-    """
+    """True if a place holds one checkpoint, of remesh or of another system that it reads."""
     try:
         format_at(place)
     except CheckpointNotFoundError:
@@ -220,7 +207,7 @@ def is_checkpoint(place: Place) -> bool:
 
 
 def holds_record(storage: Storage) -> bool:
-    """Whether there is a commit record; it may be damaged."""
+    """True if there is a commit record; it may be damaged."""
     try:
         storage.size(native.RECORD_NAME)
     except CheckpointNotFoundError:
@@ -230,11 +217,7 @@ def holds_record(storage: Storage) -> bool:
 
 @contextmanager
 def explained_absence(place: Place) -> Iterator[None]:
-    """Open what is at a place; if there is no checkpoint, the error says what is there instead.
-
-    Raises:
-        CheckpointNotFoundError: As `nothing_at`.
-    """
+    """Open what is at a place; if there is no checkpoint, the error says what is there instead."""
     try:
         yield
     except (CheckpointNotFoundError, StorageError) as error:
@@ -250,7 +233,7 @@ def explained_absence(place: Place) -> Iterator[None]:
 
 
 def nothing_at(storage: Storage) -> CheckpointNotFoundError:
-    """What to say where there is no checkpoint; looks at one directory and those directly in it."""
+    """The error where there is no checkpoint; looks at one directory and those directly in it."""
     root = storage.url
     if is_local(storage) and not os.path.isdir(root):
         if not os.path.lexists(root):

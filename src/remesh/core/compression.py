@@ -62,11 +62,7 @@ _local = threading.local()
 
 
 def check_library() -> None:
-    """Check that blocks can be encoded.
-
-    Raises:
-        OptionError: If the library is missing.
-    """
+    """Check that blocks can be encoded."""
     try:
         importlib.import_module("zstandard")
     except ImportError as error:
@@ -77,14 +73,9 @@ def check_library() -> None:
 
 
 def encode_block(block: Bytes, num_planes: int) -> Bytes:
-    """A block in its stored form.
+    """A block in its stored form; `block` itself if it does not get smaller.
 
-    Args:
-        block: Its bytes, at least one.
-        num_planes: Bytes of the elements that the block consists of, mostly.
-
-    Returns:
-        The stored form: `block` itself if it does not get smaller.
+    `num_planes` are the bytes of the elements of which the block, which is not empty, mostly is.
     """
     if not hasattr(_local, "compressor"):
         library = importlib.import_module("zstandard")
@@ -102,18 +93,9 @@ def encode_block(block: Bytes, num_planes: int) -> Bytes:
 
 
 def decode_block(stored: Bytes, into: Bytes, where: str) -> bool:
-    """Decode the stored form of a block.
+    """Decode the stored form of a block into as many bytes as it has.
 
-    Args:
-        stored: What `encode_block` made.
-        into: The bytes of the block, as many as it has.
-        where: The file, for messages.
-
-    Returns:
-        Whether it could be decoded. That it is right, its digest says.
-
-    Raises:
-        FormatVersionError: If the library is missing.
+    True if it could be decoded. That it is right, its digest says.
     """
     if len(stored) == len(into):
         into[:] = stored
@@ -157,10 +139,7 @@ class BlockTable:
 def stored_lengths(begin: IntArray, file: IntArray, end: IntArray) -> IntArray:
     """Bytes of the stored form of blocks: each ends where the next one of its file begins.
 
-    Args:
-        begin: The byte of its file at which each block begins.
-        file: The file of each, ascending.
-        end: The byte of each file at which its last block ends.
+    Files are ascending; `end` is the byte of each at which its last block ends.
     """
     order = np.lexsort((begin, file))
     following = np.append(begin[order][1:], 0)
@@ -187,7 +166,7 @@ def size_of_stored_table(end: bytes) -> int | None:
     """Bytes of the table of a file, given its last `TABLE_END_BYTES`; None if it has no table.
 
     Raises:
-        ValueError: If there is no such table.
+        ValueError: If the table is damaged.
     """
     if len(end) < TABLE_END_BYTES or not end.endswith(_TABLE_MARK):
         return None
@@ -199,10 +178,6 @@ def size_of_stored_table(end: bytes) -> int | None:
 
 def decode_table(data: bytes, stored_bytes: int) -> BlockTable:
     """The table of its stored form.
-
-    Args:
-        data: The stored form.
-        stored_bytes: Size of the file.
 
     Raises:
         ValueError: If the table is damaged or impossible.
@@ -221,7 +196,7 @@ def decode_table(data: bytes, stored_bytes: int) -> BlockTable:
 
 
 def are_possible(begin: IntArray, length: IntArray, full: IntArray) -> bool:
-    """Whether blocks of `full` bytes may lie there in their stored form."""
+    """True if blocks of `full` bytes may lie there in their stored form."""
     is_possible = (begin >= 0) & (length <= full) & (length * MAX_RATIO >= full)
     return bool(is_possible.all())
 

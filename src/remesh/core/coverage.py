@@ -37,13 +37,9 @@ MAX_SHOWN = 4
 def check_coverage(boxes: BoxTable, holders: Callable[[int], str]) -> None:
     """Check that the boxes of each tensor cover it exactly once.
 
-    Args:
-        boxes: Distinct non-empty boxes, sorted by tensor, all inside their tensors.
-        holders: Says, for a row of `boxes`, which ranks hold it (for the message).
-
-    Raises:
-        CoverageError: Naming, for the first faulty tensors, the boxes that no rank holds and those
-            that overlap, and the ranks that hold them.
+    The boxes are distinct, not empty, sorted by tensor, and inside their tensors. `holders` says
+    which ranks hold a row, for the message, which names holes and overlaps of the first faulty
+    tensors.
     """
     num_tensors = len(boxes.tensors)
     faulty = faulty_tensors(boxes)
@@ -58,13 +54,9 @@ def check_coverage(boxes: BoxTable, holders: Callable[[int], str]) -> None:
 
 
 def faulty_tensors(boxes: BoxTable) -> list[int]:
-    """The tensors that are not covered exactly once.
+    """Rows of the tensors that are not covered exactly once.
 
-    Args:
-        boxes: Distinct non-empty boxes, sorted by tensor, all inside their tensors.
-
-    Returns:
-        Rows of `boxes.tensors`, in order.
+    The boxes are distinct, not empty, sorted by tensor, and inside their tensors.
     """
     sizes = row_products(boxes.tensors.shapes)
     covered = np.zeros(len(sizes), dtype=np.int64)
@@ -112,7 +104,7 @@ def _undecided_by_chain(boxes: BoxTable, sizes: IntArray) -> BoolArray:
 
 
 def _is_grid(offsets: IntArray, extents: IntArray) -> bool:
-    """Whether distinct boxes are all the cells between the cut points of each dim."""
+    """True if distinct boxes are all the cells between the cut points of each dim."""
     num_cells = 1
     for dim in range(offsets.shape[1]):
         cuts = np.unique(np.concatenate((offsets[:, dim], offsets[:, dim] + extents[:, dim])))
@@ -125,7 +117,7 @@ def _is_grid(offsets: IntArray, extents: IntArray) -> bool:
 
 
 def _overlaps(offsets: IntArray, extents: IntArray) -> bool:
-    """Whether any two boxes have an element in common."""
+    """True if any two boxes have an element in common."""
     return next(_overlapping_pairs(offsets, extents), None) is not None
 
 
@@ -145,7 +137,7 @@ def _overlapping_pairs(offsets: IntArray, extents: IntArray) -> Iterator[tuple[i
 
 
 def _explain(boxes: BoxTable, row: int, bounds: IntArray, holders: Callable[[int], str]) -> str:
-    """What is wrong with one tensor."""
+    """Say what is wrong with one tensor."""
     first, last = int(bounds[row]), int(bounds[row + 1])
     shape = boxes.tensors.shape(row)
     pieces = [boxes.box(piece) for piece in range(first, last)]

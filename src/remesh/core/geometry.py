@@ -97,7 +97,7 @@ class Box:
         return Box.from_slices(*bounds)
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box; an empty box is in every box."""
+        """True if every element of `other` is in this box; an empty box is in every box."""
         return other.size == 0 or all(
             a <= b and b + n <= a + m
             for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -134,11 +134,6 @@ def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box
 
     Each box is contiguous in flat order, so the elements of the range, in order, are the elements
     of the boxes, in order. There are at most 2n - 1 boxes for n >= 1 dims.
-
-    Args:
-        shape: Shape of the tensor whose row-major order counts.
-        start: First flat element.
-        stop: One past the last flat element.
 
     Raises:
         ValueError: If the range is reversed or leaves the tensor.
@@ -201,11 +196,9 @@ def uncovered(whole: Box, boxes: Sequence[Box]) -> list[Box]:
 
 
 def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int, bool]:
-    """Where a non-empty box lies in the flat order of a tensor.
+    """The span of a non-empty box in the flat order of a tensor.
 
-    Returns:
-        First flat element, one past the last flat element, and whether all in between are in
-        the box too.
+    First flat element, one past the last, and whether all in between are in the box too.
     """
     start = ravel_offset(box.offset, shape)
     last = ravel_offset([e - 1 for e in box.end], shape)
@@ -221,14 +214,9 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int, bool]:
 
 
 def flat_runs(shape: Sequence[int], box: Box) -> tuple[IntArray, int]:
-    """The contiguous runs of a box in its tensor, in row-major order.
+    """The contiguous runs of a non-empty box in its tensor, in row-major order.
 
-    Args:
-        shape: Shape of the tensor.
-        box: A box of it with at least one element.
-
-    Returns:
-        The flat element at which each run begins, and the elements of a run.
+    The flat element at which each run begins, and the elements of a run.
     """
     strides, whole = strides_of(shape), len(shape)
     while whole and box.shape[whole - 1] == shape[whole - 1]:

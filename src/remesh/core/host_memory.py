@@ -35,8 +35,7 @@ _VERSION_2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes of memory that this process may still take; None if the system does not say.
 
-    Args:
-        root: The directory that has `proc` and `sys`.
+    `root` is the directory that has `proc` and `sys`.
     """
     left = [*_left_on_machine(root), *_left_in_groups(root)]
     if not left and root == Path("/"):
@@ -51,7 +50,7 @@ def _half_of_machine() -> Iterator[int]:
 
 
 def _left_on_machine(root: Path) -> Iterator[int]:
-    """What is free on the machine or holds a cache that can be dropped, if it says so."""
+    """Memory that is free on the machine or holds a cache that can be dropped, if it says so."""
     for line in _lines(root / "proc/meminfo"):
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
@@ -59,7 +58,7 @@ def _left_on_machine(root: Path) -> Iterator[int]:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each group of this process has left, if it has limits."""
+    """Bytes that each group of this process has left, if it has limits."""
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, group = line.split(":", 2)
         if number == "0" and not controllers:
@@ -99,7 +98,7 @@ def _nested(mount: PurePosixPath, top: PurePosixPath, group: str) -> Iterator[Pu
 
 
 def _left_in_group(directory: Path, version: _Version) -> Iterator[int]:
-    """What a group has left until each of its limits."""
+    """Bytes that a group has left until each of its limits."""
     used = _number(directory / version.usage)
     if used is None:
         return  # the root of version 2 has no such file

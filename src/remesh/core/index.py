@@ -203,7 +203,7 @@ class Index(Mapping[str, StoredTensor]):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether files are stored in another form than the one that positions are of."""
+        """True if files are stored in another form than the one that positions are of."""
         return len(self.stored_bytes) > 0
 
     @property
@@ -386,8 +386,7 @@ class Index(Mapping[str, StoredTensor]):
 def checked(index: Index, where: str) -> Index:
     """The index itself, if its numbers are possible: pieces lie in their tensors and files.
 
-    Raises:
-        CorruptCheckpointError: If not; for what other systems wrote.
+    For what other systems wrote.
     """
     try:
         _check_numbers(index)

@@ -54,16 +54,11 @@ def require(holds: object, what: str) -> None:
 
 
 def unpacked(columns: Columns, num_files: int, max_rows: int) -> dict[str, npt.NDArray[Any]]:
-    """The columns of an index, unpacked, which fit each other.
-
-    Args:
-        columns: The columns as they are stored.
-        num_files: Data files of which the index speaks.
-        max_rows: Numbers that any column may have.
+    """The columns of an index, unpacked, which fit each other; each of `max_rows` numbers at most.
 
     Raises:
         KeyError: If one is missing.
-        ValueError: If not.
+        ValueError: If they do not fit.
     """
     found = {}
     for name, (dtype, num_dims) in _UNPACKED.items():

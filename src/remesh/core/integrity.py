@@ -31,7 +31,7 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenFile:
-    """What is known of a data file once it is written."""
+    """Digests of a data file that was written."""
 
     digests: Digests  # those of its blocks; none if it is not digested
     stored_begin: IntArray | None = None
@@ -67,14 +67,8 @@ def digest_of_digests(digests: Digests) -> str:
 def find_damage(index: Index, file: int, start: int, data: npt.NDArray[np.uint8]) -> list[Damage]:
     """Compare bytes of a data file, from a block's beginning on, with the index's digests.
 
-    Args:
-        index: The index with the digests; nothing is found if it has none.
-        file: Row of the file in `index.files`.
-        start: Byte at which `data` begins in the file.
-        data: What was read, up to a block's or the file's end.
-
-    Returns:
-        One item for each damaged block.
+    `data` begins at byte `start` and ends where a block or the file ends. One item for each damaged
+    block; none if the index has no digests.
     """
     if not index.block_size:
         return []
@@ -133,9 +127,5 @@ class Damage:
 
 
 def repair_advice(place: str) -> str:
-    """The command that shows what can be saved of a damaged checkpoint, as a sentence.
-
-    Args:
-        place: Directory of the checkpoint, as a path or URL.
-    """
+    """The command that shows what can be saved of a damaged checkpoint, as a sentence."""
     return f"To see what can be saved: remesh repair {shlex.quote(place)} --dry-run"

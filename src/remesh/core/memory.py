@@ -168,12 +168,7 @@ def contiguous_bytes(memory: Memory) -> npt.NDArray[np.uint8] | None:
 
 
 def memory_of_numpy(array: npt.NDArray[Any], where: str, *, writable: bool = False) -> HostMemory:
-    """The memory of a numpy array.
-
-    Args:
-        array: Where the elements are; not copied.
-        where: The name of the array in the state, for the error message.
-        writable: Whether it is going to be written to.
+    """The memory of a numpy array, which is not copied.
 
     Raises:
         UnsupportedValueError: If its element type is not stored, or not in this machine's byte

@@ -54,12 +54,8 @@ def _starts_of_runs(column: IntArray) -> IntArray:
 def unpack(words: IntArray, max_rows: int) -> IntArray:
     """The column of its words.
 
-    Args:
-        words: What `pack` returned.
-        max_rows: Numbers that the column, or a part of its packed form, may have.
-
     Raises:
-        ValueError: If the words are no packed column, or stand for more numbers.
+        ValueError: If the words are no packed column, or stand for more than `max_rows` numbers.
     """
     column, end = _unpack(words, 0, max_rows, MAX_DEPTH)
     if end != len(words):

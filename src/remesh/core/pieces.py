@@ -62,10 +62,7 @@ def joined(values: npt.NDArray[Number], starts: IntArray, lengths: IntArray) -> 
 def chunks(lengths: IntArray) -> list[tuple[int, int]]:
     """First tensor and one past the last of groups of tensors, of about `CHUNK_ROWS` rows each.
 
-    What is large needs memory that is slow when it is new, so long columns are made in chunks.
-
-    Args:
-        lengths: Rows of each tensor.
+    Large columns need memory that is slow when it is new, so long ones are made in chunks.
     """
     ends = np.cumsum(lengths)
     full = np.searchsorted(ends, np.arange(CHUNK_ROWS, int(lengths.sum()), CHUNK_ROWS))
@@ -74,11 +71,7 @@ def chunks(lengths: IntArray) -> list[tuple[int, int]]:
 
 
 def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
-    """The different rows of some columns.
-
-    Returns:
-        The first row of each kind, and the kind of each row.
-    """
+    """The first of each kind of equal rows of some columns, and the kind of each row."""
     of = np.zeros(len(columns[0]), dtype=np.int64)
     first = of
     for column in columns:
@@ -100,28 +93,18 @@ class Lists:
     def apart(cls, values: IntArray, bounds: IntArray) -> Lists:
         """Lists that follow each other, one for each tensor.
 
-        Args:
-            values: The rows of all tensors.
-            bounds: First row of each tensor, and the number of rows.
+        `bounds` are the first row of each tensor, and the number of rows.
         """
         return cls(np.arange(len(bounds) - 1), bounds[1:], values)
 
     @classmethod
     def of(cls, values: IntArray, bounds: IntArray) -> Lists:
-        """Lists that follow each other, of which equal ones are kept once.
-
-        Arguments are those of `apart`.
-        """
+        """Lists as `apart` makes them, of which equal ones are kept once."""
         return cls.apart(values, bounds).once
 
     @classmethod
     def gathered(cls, lists: Iterable[IntArray], no_rows: IntArray) -> Lists:
-        """A list for each tensor, one after the other, of which equal ones are kept once.
-
-        Args:
-            lists: The rows of each.
-            no_rows: An empty list.
-        """
+        """A list of rows for each tensor; equal ones are kept once. `no_rows` is an empty list."""
         known: dict[bytes, int] = {}
         kept = [no_rows]
         number = []
@@ -191,15 +174,7 @@ class Pieces:
         position: IntArray,
         num_files: int,
     ) -> Pieces:
-        """The pieces of columns.
-
-        Args:
-            offsets: Offsets of pieces in their tensors.
-            extents: Their shapes.
-            file: Row of the file of each.
-            position: First byte of each in its file.
-            num_files: Number of files.
-        """
+        """The pieces of columns: the row of the file of each, and its first byte there."""
         in_file = np.full(num_files, MAX_POSITION, dtype=np.int64)
         np.minimum.at(in_file, file, position)
         in_file[in_file == MAX_POSITION] = 0
@@ -238,7 +213,7 @@ class Pieces:
 
     @property
     def steps(self) -> Lists:
-        """What the position of each piece has beside `in_file` and `in_tensor`."""
+        """The rest of the position of each piece beside `in_file` and `in_tensor`."""
         return self.lists[3]
 
     def among(self, tensors: IntArray) -> Pieces:
@@ -247,10 +222,9 @@ class Pieces:
         return Pieces(lists, self.in_file, self.in_tensor[tensors])
 
     def alike(self, *columns: IntArray) -> tuple[IntArray, IntArray]:
-        """Tensors that have the same lists, and the same number in each of some columns.
+        """One of each kind of tensors, and the kind of each tensor.
 
-        Returns:
-            One tensor of each kind, and the kind of each tensor.
+        Those of a kind have the same lists, and the same number in each of some columns.
         """
         return distinct(*(one.number for one in self.lists), *columns)
 

@@ -50,15 +50,9 @@ class Header:
 def encode_header(
     tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Encode a header.
+    """Encode a header of tensors: name, dtype code, shape and number of bytes, in file order.
 
-    Args:
-        tensors: Name, dtype code, shape and number of bytes of each tensor, in file order.
-        metadata: What `__metadata__` shall hold.
-
-    Returns:
-        The bytes from the start of the file to the start of the data, and the byte at which each
-        tensor begins in the file.
+    Returns the bytes before the data, and the byte at which each tensor begins in the file.
     """
     document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position, positions = 0, []
@@ -74,11 +68,7 @@ def encode_header(
 
 
 def header_length(prefix: bytes, where: str) -> int:
-    """Length of the JSON text, from the first 8 bytes of a file.
-
-    Raises:
-        CorruptCheckpointError: If the file is too short or the length is absurd.
-    """
+    """Length of the JSON text, from the first 8 bytes of a file."""
     if len(prefix) < _LENGTH.size:
         raise CorruptCheckpointError(f"{where}: too short for a safetensors file")
     (length,) = _LENGTH.unpack_from(prefix)
@@ -88,11 +78,7 @@ def header_length(prefix: bytes, where: str) -> int:
 
 
 def decode_header(data: bytes | memoryview, where: str) -> Header:
-    """Decode the beginning of a file, at least its whole header.
-
-    Raises:
-        CorruptCheckpointError: If it is not a safetensors header.
-    """
+    """Decode the beginning of a file, at least its whole header."""
     length = header_length(bytes(data[: _LENGTH.size]), where)
     text = bytes(data[_LENGTH.size : _LENGTH.size + length])
     if len(text) < length:

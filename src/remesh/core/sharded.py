@@ -24,7 +24,7 @@ RankOffset = tuple[int, int, int]
 
 
 class ArrayLike(Protocol):
-    """What a torch tensor and a numpy array have in common, as far as descriptions need it."""
+    """The part of torch tensors and numpy arrays that descriptions need."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -44,11 +44,7 @@ class ArrayLike(Protocol):
 
 
 def dtype_name(array: ArrayLike, where: str) -> str:
-    """The name of an array's element type.
-
-    Raises:
-        UnsupportedValueError: If it is not one that remesh stores.
-    """
+    """The name of an array's element type."""
     name = _name_of(array.dtype)
     if name not in BY_NAME:
         raise UnsupportedValueError(
@@ -117,7 +113,7 @@ class ShardedTensor:
 
     @property
     def is_main_replica(self) -> bool:
-        """Whether this rank's copy is declared to be the one that counts."""
+        """True if this rank's copy is declared to be the one that counts."""
         if self.replica_id is None or isinstance(self.replica_id, int):
             return self.replica_id == 0
         return not any(self.replica_id)
@@ -249,7 +245,7 @@ class ShardedObject:
 
     @property
     def is_main_replica(self) -> bool:
-        """Whether this rank's copy is the one that is stored."""
+        """True if this rank's copy is the one that is stored."""
         if isinstance(self.replica_id, int):
             return self.replica_id == 0
         return not any(self.replica_id)

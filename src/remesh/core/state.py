@@ -56,7 +56,7 @@ Path = tuple[str | int, ...]
 
 
 class Role(enum.IntEnum):
-    """What a rank says of its copy of a box."""
+    """A rank's word on its copy of a box."""
 
     REPLICA = 0
     """An identical copy; another rank has the main replica."""
@@ -71,7 +71,7 @@ class Role(enum.IntEnum):
 
 
 def role_of(tensor: ShardedTensor) -> Role:
-    """What a description by hand says of this rank's copy."""
+    """The role that a description by hand gives this rank's copy."""
     if tensor.replica_id is None:
         return Role.ASSUMED
     return Role.MAIN if tensor.is_main_replica else Role.REPLICA
@@ -103,14 +103,14 @@ class TensorEntry:
 
 
 class Stored(Protocol):
-    """What a checkpoint holds, as the walk of a target state asks for it."""
+    """The content of a checkpoint, as the walk of a target state asks for it."""
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Dtype name and global shape of a stored tensor, or None."""
         ...
 
     def has_value(self, name: str) -> bool:
-        """Whether a plain value of this name is stored."""
+        """True if a plain value of this name is stored."""
         ...
 
     def merged_list(self, name: str) -> list[str] | None:
@@ -128,7 +128,7 @@ class Stored(Protocol):
 
 
 class Loaded(Protocol):
-    """What has been read, as `rebuild` functions ask for it."""
+    """The content that has been read, as `rebuild` functions ask for it."""
 
     def value(self, name: str) -> object:
         """A loaded plain value; KeyError if none was loaded under this name."""
@@ -203,17 +203,12 @@ class Walk:
     """One walk over a state: collects a `Description`, leaf by leaf.
 
     Adapters call `add_tensor`, `add_value` and `visit` for what they find in a leaf.
-
-    Attributes:
-        stored: What the checkpoint holds when a target is walked for loading; None for saving.
-        description: What has been found so far.
-        root: The whole state that is walked, for leaves that must look at others (an optimizer
-            takes its names from the modules beside it).
     """
 
     def __init__(self, root: object, describe_leaf: LeafDescriber, stored: Stored | None) -> None:
+        # Leaves may look at others: an optimizer takes its names from the modules beside it.
         self.root = root
-        self.stored = stored
+        self.stored = stored  # None for saving
         self.description = Description()
         self._describe_leaf = describe_leaf
 
@@ -298,11 +293,7 @@ class Walk:
         self.description.merged_lists[self.claim(path)] = names
 
     def claim(self, path: Path) -> str:
-        """Take the stored name of a path.
-
-        Raises:
-            NameCollisionError: If another path has it.
-        """
+        """Take the stored name of a path."""
         name = name_of(path)
         try:
             name.encode()
@@ -350,7 +341,7 @@ class Walk:
         return rebuild
 
     def holds_tensors(self, path: Path) -> bool:
-        """Whether the checkpoint, if there is one, has tensors in the place of a node."""
+        """True if the checkpoint, if there is one, has tensors in the place of a node."""
         stored = self.stored
         return stored is not None and any(
             stored.tensor(name) is not None for _, name in stored.under(path)
@@ -433,15 +424,9 @@ def describe_nothing(_walk: Walk, _path: Path, _node: Any) -> Rebuild | None:
 def describe(
     state: Any, describe_leaf: LeafDescriber = describe_nothing, stored: Stored | None = None
 ) -> Description:
-    """Walk a state.
+    """Walk a state. `stored` is what the checkpoint holds, when the state is a target for loading.
 
-    Args:
-        state: The nested state; of one that is `Joined`, rebuilding returns the state itself.
-        describe_leaf: Describes leaves that belong to a framework.
-        stored: What the checkpoint holds, when the state is a target for loading.
-
-    Raises:
-        StateError: If something in the state cannot be stored; the message names its path.
+    Of a state that is `Joined`, rebuilding returns the state itself.
     """
     parts = (state.state, state.beside) if isinstance(state, Joined) else (state,)
     walk = Walk(parts[0], describe_leaf, stored)
@@ -457,7 +442,7 @@ def describe(
 
 
 def is_placeholder(node: object) -> bool:
-    """Whether a node holds nothing: None or an empty dict, list or tuple."""
+    """True if a node holds nothing: None or an empty dict, list or tuple."""
     return node is None or (isinstance(node, Mapping | list | tuple) and not node)
 
 
@@ -507,13 +492,8 @@ def _numpy_alias_key(array: np.ndarray[Any, Any]) -> object:
 def assemble(leaves: Mapping[Path, object], sequences: Mapping[Path, str], root: Path = ()) -> Any:
     """Build the nested containers of leaves from their paths: what a walk takes apart.
 
-    Args:
-        leaves: Path and content of every leaf; all paths begin with `root`.
-        sequences: Which containers are lists or tuples; all others are dicts.
-        root: Path of the container to build.
-
-    Raises:
-        NameCollisionError: If a leaf lies where another has its container.
+    All paths begin with `root`, that of the container. `sequences` says which containers are lists
+    or tuples; all others are dicts.
     """
     inner = {path[:length] for path in leaves for length in range(len(root) + 1, len(path))}
     for path in leaves:

@@ -39,7 +39,7 @@ class Layout:
         return low, self.address + sum(step for step in steps if step > 0) + self.itemsize
 
     def overlaps_itself(self) -> bool:
-        """Whether two elements have a byte in common."""
+        """True if two elements have a byte in common."""
         dims = [
             (abs(stride), extent)
             for stride, extent in zip(self.strides, self.shape, strict=True)
@@ -53,7 +53,7 @@ class Layout:
         return False
 
     def shares_memory(self, other: Layout) -> bool:
-        """Whether an element of this array and one of the other have a byte in common."""
+        """True if an element of this array and one of the other have a byte in common."""
         return self.device == other.device and _share(
             _phantom(self.address, self.shape, self.strides, self.itemsize),
             _phantom(other.address, other.shape, other.strides, other.itemsize),
@@ -63,12 +63,7 @@ class Layout:
 def shared_pairs(
     layouts: Sequence[Layout], skip: Callable[[int, int], bool] = lambda _first, _second: False
 ) -> Iterator[tuple[int, int]]:
-    """The pairs of arrays that have a byte in common.
-
-    Args:
-        layouts: The arrays.
-        skip: Which pairs, given by their lower and their higher number, are not looked at.
-    """
+    """The pairs of arrays that have a byte in common, but for those that `skip` names."""
     spans = [(layout.device, *layout.span, number) for number, layout in enumerate(layouts)]
     reaching: list[tuple[str, int, int, int]] = []
     for span in sorted(spans):
@@ -82,7 +77,7 @@ def shared_pairs(
 
 
 def _differences_meet_zero(dims: Sequence[tuple[int, int]], itemsize: int) -> bool:
-    """Whether two elements of an array with the given strides and extents have a byte in common.
+    """True if two elements of an array with the given strides and extents have a byte in common.
 
     The differences of two positions whose first differing dim is a certain one are a strided array
     themselves; the two elements meet where this array meets the element at position zero.

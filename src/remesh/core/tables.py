@@ -214,11 +214,7 @@ def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) 
 
 
 def decode_columns(data: bytes, where: str) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """The arrays and the metadata of what `encode_columns` wrote.
-
-    Raises:
-        CorruptCheckpointError: If the bytes are not such a file.
-    """
+    """The arrays and the metadata of what `encode_columns` wrote."""
     header = decode_header(data, where)
     columns = {}
     for name, entry in header.entries.items():

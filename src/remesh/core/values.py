@@ -56,7 +56,7 @@ class UnresolvedValue:
 
 
 def is_plain(value: object) -> bool:
-    """Whether `encode` accepts the value."""
+    """True if `encode` accepts the value."""
     try:
         encode(value)
     except UnsupportedValueError:
@@ -65,11 +65,7 @@ def is_plain(value: object) -> bool:
 
 
 def encode(value: object, where: str = "value") -> bytes:
-    """Encode a plain value.
-
-    Args:
-        value: What to encode.
-        where: The path of the value in the state, for the error message.
+    """Encode a plain value; `where` is its path in the state.
 
     Raises:
         UnsupportedValueError: If the value, or one inside it, has no safe encoding, or stands for
@@ -99,10 +95,7 @@ def _pack(value: object, where: str) -> bytes:
 
 
 def encode_object(value: object, where: str = "value") -> bytes:
-    """Encode an opaque object: a plain value in which numpy arrays and torch tensors may stand.
-
-    Args and errors are those of `encode`.
-    """
+    """Encode an opaque object: a plain value in which numpy arrays and torch tensors may stand."""
     return encode(with_arrays(value), where)
 
 
@@ -112,7 +105,7 @@ def encode_read(value: object, where: str) -> bytes:
 
 
 def is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
-    """Whether a value is an array of numpy whose elements are all of it: one without a mask."""
+    """True if a value is an array of numpy whose elements are all of it: one without a mask."""
     return isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
 
 
@@ -146,11 +139,7 @@ def with_arrays(value: object, depth: int = 0) -> object:
 
 
 def decode(data: bytes) -> object:
-    """Decode what `encode` wrote.
-
-    Raises:
-        CorruptCheckpointError: If the bytes are not such an encoding.
-    """
+    """Decode what `encode` wrote."""
     try:
         return _decode(msgspec.msgpack.decode(data))
     except _MALFORMED as error:
@@ -228,7 +217,7 @@ def _encode(value: object, where: str) -> object:
 
 
 def _encode_unresolved(value: UnresolvedValue, where: str) -> object:
-    """What could not be resolved is stored again as it was."""
+    """An unresolved value is stored again as it was."""
     if value.kind == "namedtuple":
         assert isinstance(value.payload, list)
         items = [_encode(item, where) for item in value.payload]
@@ -418,12 +407,7 @@ def _decode_enum(payload: tuple[str, str]) -> object:
 
 
 def enum_member(type_name: str, value: object) -> object:
-    """The member with a value of an enum that this program has imported; None if there is none.
-
-    Args:
-        type_name: Qualified name of the enum.
-        value: An integer or a text.
-    """
+    """The member with a value of an enum that this program has imported; None if there is none."""
     found = _known_type(type_name)
     if isinstance(found, type) and issubclass(found, enum.Enum) and type(value) in {int, str}:
         for member in found.__members__.values():

@@ -76,7 +76,7 @@ class RangeFile(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What an archive holds."""
+    """An archive whose storages stay where they are."""
 
     where: str  # what to call it in messages
     pickled: Pickled  # what was saved, as data
@@ -85,27 +85,19 @@ class Archive:
     allow: Collection[str] = ()  # names that the user allows its pickle
 
     def value(self, tensor_of: Callable[[ArchivedTensor], object] | None = None) -> Any:
-        """What was saved; see `restricted_pickle.resolved`."""
+        """The saved value; see `restricted_pickle.resolved`."""
         return restricted_pickle.resolved(
             self.pickled, self.where, allow=self.allow, tensor_of=tensor_of
         )
 
     def position(self, tensor: ArchivedTensor) -> int:
-        """The byte of the file at which a tensor begins.
-
-        Raises:
-            CorruptCheckpointError: If the tensor leaves its storage.
-        """
+        """The byte of the file at which a tensor begins."""
         position, size = self.storages.get(tensor.key, (0, -1))
         return position + check_extent(tensor, size, self.where)
 
 
 def check_extent(tensor: ArchivedTensor, num_bytes: int, where: str) -> int:
-    """The byte of its storage at which a tensor begins, if it lies in so many bytes.
-
-    Raises:
-        CorruptCheckpointError: If it does not.
-    """
+    """The byte of its storage at which a tensor begins, if it lies in so many bytes."""
     itemsize = BY_NAME[tensor.dtype].itemsize
     is_sound = (
         len(tensor.shape) == len(tensor.strides)
@@ -130,18 +122,7 @@ def read_archive(
     base: int = 0,
     allow: Collection[str] = (),
 ) -> Archive:
-    """Read what an archive describes; the storages stay where they are.
-
-    Args:
-        file: The archive.
-        where: What to call it in messages.
-        base: Byte of the outer file at which the archive begins.
-        allow: See `restricted_pickle.resolved`.
-
-    Raises:
-        CorruptCheckpointError: If it is not such an archive.
-        FormatVersionError: If it is compressed, big-endian, or of torch before 1.6.
-    """
+    """Read what an archive describes; `base` is the byte of the outer file at which it begins."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -226,10 +207,7 @@ def scan_head(head: bytes) -> tuple[bytes, int] | None:
     """The pickle of an archive of one tensor, and where its only storage begins, from its head.
 
     Reading the first kilobyte of an archive instead of its directory at the end saves a request
-    for each of many tensors.
-
-    Returns:
-        None if the head does not show both; then `read_archive` must say what is there.
+    for each of many tensors. None if the head does not show both: `read_archive` must look then.
     """
     at, found = 0, None
     while at + LOCAL_HEADER.size <= len(head) and head.startswith(LOCAL_MAGIC, at):
@@ -261,16 +239,7 @@ def row_major_pieces(
 ) -> tuple[IntArray, tuple[int, ...], IntArray]:
     """Cut a strided tensor into boxes that lie row by row, without gaps.
 
-    Args:
-        shape: Extents, all positive.
-        strides: Elements between neighbours in memory, dim by dim.
-        where: The tensor, for the error message.
-
-    Returns:
-        Offsets of the boxes, a row each; their common shape; the element at which each begins.
-
-    Raises:
-        FormatVersionError: If there would be more than `MAX_PIECES`.
+    Returns their offsets, a row each; their common shape; and the element at which each begins.
     """
     inside: list[int] = []
     step = 1
@@ -294,7 +263,7 @@ def row_major_pieces(
 
 
 def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie row by row, without gaps."""
+    """True if the elements lie row by row, without gaps."""
     expected = strides_of(shape)
     return all(
         extent == 1 or stride == wanted
@@ -305,10 +274,7 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def tensor_value(tensor: ArchivedTensor, data: bytes, position: int) -> object:
     """A tensor inside an opaque object: torch's own where torch is loaded.
 
-    Args:
-        tensor: What the pickle says of it.
-        data: Bytes that hold its storage.
-        position: Byte of `data` at which the tensor begins.
+    It begins at byte `position` of `data`.
     """
     dtype = BY_NAME[tensor.dtype]
     view = np.ndarray(

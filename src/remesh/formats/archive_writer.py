@@ -42,7 +42,7 @@ def tensor_pickle(dtype: DType, shape: Sequence[int]) -> bytes:
 
 
 def tensor_value(dtype: DType, shape: Sequence[int], key: str) -> Call:
-    """What a pickle says of a tensor whose elements are a storage, row by row."""
+    """The description of a tensor in a pickle; its elements are a storage, row by row."""
     size, legacy = math.prod(shape), _STORAGE_OF.get(dtype.name)
     storage = Global("torch", legacy) if legacy else Global("torch.storage", "UntypedStorage")
     num_items = size if legacy else size * dtype.itemsize
@@ -62,16 +62,10 @@ def tensor_value(dtype: DType, shape: Sequence[int], key: str) -> Call:
 
 
 def frame(pickled: bytes, num_bytes: int, at: int) -> tuple[bytes, bytes]:
-    """What surrounds the elements of an archive of one storage.
+    """The head and the tail of an archive of one storage, `0`.
 
-    Args:
-        pickled: The archive's pickle.
-        num_bytes: Size of the storage `0`.
-        at: Byte of the file at which the archive begins.
-
-    Returns:
-        The head, after which the elements begin at a multiple of `ALIGNMENT` in the file, and the
-        tail.
+    The elements begin after the head, at a multiple of `ALIGNMENT` in the file. The archive begins
+    at its byte `at`.
     """
     head, directory = _small_entries([("data.pkl", pickled)])
     name = f"{ROOT}/data/0".encode()
@@ -124,15 +118,7 @@ def directory_end(directory: bytes, num_entries: int, at: int) -> bytes:
 
 
 def archive_of(value: object, name: str) -> bytes:
-    """A whole archive of a plain value, as `torch.save` writes it.
-
-    Args:
-        value: A value that `remesh.core.values` can store.
-        name: What it is called, for the error message.
-
-    Raises:
-        UnsupportedValueError: If its type is not known in this program.
-    """
+    """A whole archive of a plain value, as `torch.save` writes it."""
     unknown = next(values.unresolved(value), None)
     if unknown is not None:
         raise UnsupportedValueError(

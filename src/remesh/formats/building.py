@@ -66,17 +66,13 @@ Listing = Mapping[str, int | None]
 
 
 def file_size(storage: Storage, listing: Listing, path: str) -> int:
-    """Bytes of a file, asked for only if the listing does not tell.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such file.
-    """
+    """Bytes of a file, asked for only if the listing does not tell."""
     size = listing.get(path)
     return storage.size(path) if size is None else size
 
 
 def exists(storage: Storage, path: str) -> bool:
-    """Whether a storage has a file."""
+    """True if a storage has a file."""
     try:
         storage.size(path)
     except CheckpointNotFoundError:
@@ -87,8 +83,7 @@ def exists(storage: Storage, path: str) -> bool:
 def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
     """Read many small ranges; near ones with one request, several requests at a time.
 
-    Returns:
-        The bytes of each range; fewer if the file ends before.
+    Fewer bytes of a range are returned if the file ends before.
     """
     found = [b""] * len(ranges)
     for group, first, data in read_groups(storage, ranges):
@@ -103,9 +98,7 @@ def read_groups(
 ) -> Iterator[tuple[list[int], int, bytes]]:
     """Read many small ranges as `read_ranges` does, and keep few of them at a time.
 
-    Yields:
-        Numbers of ranges that lie near each other, the first byte of them, and the bytes from
-        there on.
+    Yields numbers of ranges that lie near each other, their first byte, and the bytes from there.
     """
     groups = iter(_near(ranges))
 
@@ -166,12 +159,7 @@ class IndexBuilder:
     )
 
     def add_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> int:
-        """Add a tensor; returns its row.
-
-        Raises:
-            CorruptCheckpointError: If there is one of this name, or no tensor can have this name,
-                dtype or shape.
-        """
+        """Add a tensor; returns its row."""
         url = self.storage.url
         if check_name(name, url) in self._names:
             raise CorruptCheckpointError(f"{url}: two tensors are called {name}")
@@ -183,13 +171,7 @@ class IndexBuilder:
     def add_whole(self, path: str, tensors: Sequence[WholeTensor], prefix: Path = ()) -> None:
         """Add tensors that lie whole, row by row, in a file: `add_tensor` and `add_piece` for many.
 
-        Args:
-            path: The file.
-            tensors: The tensors; their places are the keys of `prefix` and their own.
-            prefix: The first keys of their places.
-
-        Raises:
-            CorruptCheckpointError: See `add_tensor` and `add_piece`.
+        Their places in the state are the keys of `prefix` and their own.
         """
         file, size = self._file_row(path), self.size_of(path)
         before = name_of((*prefix, ""))
@@ -225,15 +207,11 @@ class IndexBuilder:
         return len(self._tensors) - 1
 
     def has_tensor(self, name: str) -> bool:
-        """Whether a tensor of this name was added."""
+        """True if a tensor of this name was added."""
         return name in self._names
 
     def size_of(self, path: str) -> int:
-        """Bytes of a file of the checkpoint.
-
-        Raises:
-            CorruptCheckpointError: If it is missing.
-        """
+        """Bytes of a file of the checkpoint."""
         return self._sizes[self._file_row(path)]
 
     @property
@@ -255,11 +233,7 @@ class IndexBuilder:
         return row
 
     def add_piece(self, row: int, box: Box, path: str, position: int) -> None:
-        """Add a box of a tensor that lies row by row at a byte of a file; empty ones are none.
-
-        Raises:
-            CorruptCheckpointError: If the box leaves the tensor, or its bytes leave the file.
-        """
+        """Add a box of a tensor that lies row by row at a byte of a file; empty ones are none."""
         if box.size:
             self._check_piece(row, box, path, position, box.size)
             self._tensor.append(row)
@@ -291,14 +265,7 @@ class IndexBuilder:
     ) -> None:
         """Add boxes that lie row by row at bytes of files: `add_piece` for many.
 
-        Args:
-            rows: The tensors.
-            boxes: Offsets and shapes, with as many dims as the tensors; none is empty.
-            paths: The files.
-            positions: The bytes at which they begin.
-
-        Raises:
-            CorruptCheckpointError: See `add_piece`.
+        `boxes` are offsets and shapes, with as many dims as the tensors; none is empty.
         """
         if not rows:
             return
@@ -323,12 +290,7 @@ class IndexBuilder:
     def add_strided(
         self, row: int, box: Box, path: str, position: int, strides: Sequence[int]
     ) -> None:
-        """Add a box of a tensor whose elements lie with strides.
-
-        Raises:
-            CorruptCheckpointError: If the box leaves the tensor, or its bytes leave the file.
-            FormatVersionError: If they lie almost singly.
-        """
+        """Add a box of a tensor whose elements lie with strides."""
         if not box.size or is_row_major(box.shape, strides):
             self.add_piece(row, box, path, position)
             return
@@ -372,11 +334,7 @@ class IndexBuilder:
         self.add_strided(row, Box.whole(tensor.shape), path, position, tensor.strides)
 
     def add_alias(self, alias: str, name: str) -> None:
-        """Add a further name of a tensor.
-
-        Raises:
-            CorruptCheckpointError: If there is no such tensor, or the name is taken.
-        """
+        """Add a further name of a tensor."""
         url = self.storage.url
         is_new = check_name(alias, url) not in self._names and alias not in self._aliases
         if name not in self._names or not is_new:
@@ -411,25 +369,13 @@ class IndexBuilder:
         self.document.set_path(unique, (unique,))
 
     def add_nested(self, path: Path, archive: Archive, file: str) -> None:
-        """Take apart a nested value that lies in an archive.
-
-        Args:
-            path: Its place in the state.
-            archive: What was saved.
-            file: The file in which the archive is.
-        """
+        """Take apart a nested value that lies in an archive; `path` is its place in the state."""
         self.add_tree(path, archive.value(), archive, file)
 
     def add_tree(self, path: Path, root: object, archive: Archive, file: str) -> None:
         """Take apart a part of the nested value that lies in an archive.
 
         Names of one view of one storage, as those of tied weights, are names of one tensor.
-
-        Args:
-            path: Its place in the state.
-            root: The part.
-            archive: What was saved.
-            file: The file that the archive is.
         """
         found = take_apart(root, path, archive.where, archive.pickled.num_bytes)
         for name, tensor in found.tensors.items():
@@ -446,11 +392,7 @@ class IndexBuilder:
         self.set_sequences(found.sequences)
 
     def set_path(self, name: str, path: Path) -> None:
-        """Record the place of a name.
-
-        Raises:
-            CorruptCheckpointError: If it is no place in a state.
-        """
+        """Record the place of a name."""
         check_path(path, f"{self.storage.url}: {name}")
         self.document.set_path(name, path)
 
@@ -461,11 +403,7 @@ class IndexBuilder:
         self.document.sequences += [(list(path), kind) for path, kind in new.items()]
 
     def build(self) -> Index:
-        """The index of all that was added.
-
-        Raises:
-            CorruptCheckpointError: If a piece leaves its tensor or its file.
-        """
+        """The index of all that was added."""
         tensors = TensorTable.of(self._tensors)
         num_dims = tensors.shapes.shape[1]
         offsets = [pad_dims(self._offsets, num_dims, 0)]
@@ -509,7 +447,7 @@ class IndexBuilder:
 
 
 def _is_name(item: object) -> bool:
-    """Whether it is text, in Unicode."""
+    """True if it is text, in Unicode."""
     if type(item) is not str:
         return False
     return item.isascii() or not any("\ud800" <= character <= "\udfff" for character in item)

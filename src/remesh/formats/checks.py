@@ -32,16 +32,7 @@ def damaged(where: str, what: str) -> CorruptCheckpointError:
 
 
 def decode_json(data: bytes, where: str, wanted: type[T]) -> T:
-    """Decode a JSON file.
-
-    Args:
-        data: Its content.
-        where: The file, for error messages.
-        wanted: What it shall hold.
-
-    Raises:
-        CorruptCheckpointError: If it does not.
-    """
+    """Decode a JSON file."""
     try:
         return msgspec.json.decode(data, type=wanted)
     except MALFORMED as error:
@@ -51,8 +42,7 @@ def decode_json(data: bytes, where: str, wanted: type[T]) -> T:
 def integers(value: Any, where: str, what: str) -> tuple[int, ...]:
     """A shape or an offset: numbers that are not negative and not too large for 64 bits.
 
-    Raises:
-        CorruptCheckpointError: If the value is something else; `what` says what it should be.
+    `what` says what the value should be.
     """
     is_sequence = isinstance(value, list | tuple) and len(value) <= MAX_DIMS
     # Not isinstance: True is no extent.
@@ -62,12 +52,7 @@ def integers(value: Any, where: str, what: str) -> tuple[int, ...]:
 
 
 def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:
-    """Check that a tensor of a shape can exist.
-
-    Raises:
-        CorruptCheckpointError: If not: negative extents, or too many elements for 64 bits.
-        FormatVersionError: If it has more dims than arrays can have.
-    """
+    """Check that a tensor of a shape can exist."""
     integers(shape[:MAX_DIMS], where, "a shape")
     if len(shape) > MAX_DIMS:
         raise FormatVersionError(f"{where}: {len(shape)} dims; arrays have at most {MAX_DIMS}")
@@ -77,11 +62,7 @@ def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:
 
 
 def check_name(name: object, where: str) -> str:
-    """A name of a tensor or value.
-
-    Raises:
-        CorruptCheckpointError: If it is no text, or not in Unicode.
-    """
+    """A name of a tensor or value."""
     if isinstance(name, str) and is_unicode(name):
         return name
     raise damaged(where, f"{shown(name)} is not a name")
@@ -97,11 +78,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_path(value: object, where: str) -> Path:
-    """The keys that lead to something in a nested state: at least one text or whole number.
-
-    Raises:
-        CorruptCheckpointError: If it is something else.
-    """
+    """The keys that lead to something in a nested state: at least one text or whole number."""
     if isinstance(value, list | tuple) and 0 < len(value) <= MAX_PATH:
         for key in value:
             if type(key) is not int or abs(key) > MAX_ELEMENTS:

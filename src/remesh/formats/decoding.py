@@ -66,14 +66,10 @@ def decoded(storage: Storage, index: Index) -> Storage:
 class DecompressedFiles(StorageView):
     """Compressed files, which are read as what they hold; others are read as they are.
 
-    Sizes are those of the stored files.
-
-    Args:
-        storage: Where the files are.
-        table_of: Says where the blocks of a file lie; None for one that is not compressed. By
-            default the file itself says it.
-        digest_of: The digest of a block of a file, given its number, as one row. If none is known,
-            a block that cannot be decoded is a `CorruptCheckpointError`.
+    Sizes are those of the stored files. `table_of` says where the blocks of a file lie, None for
+    one that is not compressed; by default the file itself says it. `digest_of` gives the digest of
+    a block of a file, by its number, as one row. If none is known, a block that cannot be decoded
+    is a `CorruptCheckpointError`.
     """
 
     def __init__(
@@ -150,11 +146,7 @@ class DecompressedFiles(StorageView):
 
 
 def read_table(storage: Storage, path: str) -> BlockTable | None:
-    """Where the blocks of a file lie, as it says itself; None if it is not compressed.
-
-    Raises:
-        CorruptCheckpointError: If its table is damaged.
-    """
+    """Where the blocks of a file lie, as it says itself; None if it is not compressed."""
     stored_bytes = storage.size(path)
     end = storage.read(path, max(stored_bytes - TABLE_END_BYTES, 0), stored_bytes)
     try:

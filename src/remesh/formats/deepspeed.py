@@ -106,7 +106,7 @@ _CONSUMED = frozenset({
 
 
 def recognise(paths: Collection[str]) -> bool:
-    """Whether a place with these files is such a checkpoint, or names one by its tag."""
+    """True if a place with these files is such a checkpoint, or names one by its tag."""
     if any(map(_is_mark, paths)):
         return True
     return any(name in paths for name in LATEST_NAMES) and any(
@@ -121,18 +121,7 @@ def _is_mark(path: str) -> bool:
 
 
 def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
-    """Read what such a checkpoint holds; its tensors stay where they are.
-
-    Args:
-        storage: The folder of the checkpoint, or the one with the file `latest`.
-        files: The files in it.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-        CorruptCheckpointError: If files are missing, damaged, or contradict each other.
-        FormatVersionError: If it is of a kind that is not read.
-    """
+    """Read what such a checkpoint holds; its tensors stay where they are."""
     base = _folder(storage, files)
     names = [path.removeprefix(base) for path in files if path.startswith(base)]
     reader = _Reader(IndexBuilder(storage, files), base, allow)

@@ -33,15 +33,11 @@ class RankFile:
 
     @property
     def where(self) -> str:
-        """What messages call it."""
+        """The file, for error messages."""
         return self.archive.where
 
     def part(self, value: object, what: str) -> FlatPart:
-        """The elements of a tensor in one dim.
-
-        Raises:
-            CorruptCheckpointError: If the value is no such tensor.
-        """
+        """The elements of a tensor in one dim."""
         if not isinstance(value, ArchivedTensor) or len(value.shape) != 1:
             raise damaged(self.where, f"{what} is no tensor in one dim")
         if value.strides != (1,) and value.shape[0] > 1:
@@ -88,7 +84,7 @@ def param_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank holds of the optimizer."""
+    """A rank's part of the optimizer."""
 
     file: RankFile
     weights: Sequence[Any]  # the flattened float32 parameters of each group
@@ -101,12 +97,7 @@ class Shard:
 
     @classmethod
     def of(cls, file: RankFile) -> Shard:
-        """What a file says.
-
-        Raises:
-            CorruptCheckpointError: If it says something else.
-            FormatVersionError: If groups are cut over different ranks.
-        """
+        """The shard that a file describes."""
         where = file.where
         content = mapping(file.content.get("optimizer_state_dict"), where, "optimizer_state_dict")
         if content.get("ds_zero_partition_groups"):
@@ -139,13 +130,8 @@ def holders_of(
 ) -> list[tuple[dict[str, str], Sequence[Shard]]]:
     """The ranks that hold parts of a group: all of them, or for experts those of each share.
 
-    Expert-parallel ranks follow each other, and all call their experts 0, 1 and so on.
-
-    Returns:
-        For each share, the name in the model of each parameter of the group, and its ranks.
-
-    Raises:
-        FormatVersionError: If it is not known which parameters the ranks hold.
+    Expert-parallel ranks follow each other, and all call their experts 0, 1 and so on. For each
+    share: the name in the model of each parameter of the group, and the ranks.
     """
     counts = shards[0].counts
     count = counts[number] if number < len(counts) else len(shards)

@@ -56,24 +56,12 @@ def file_name(family: str, rank: int, world_size: int) -> str:
 
 
 def recognise(paths: Iterable[str]) -> bool:
-    """Whether a directory with these files holds such a checkpoint."""
+    """True if a directory with these files holds such a checkpoint."""
     return any(_FILE.fullmatch(path) for path in paths)
 
 
 def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
-    """Read what a directory holds; its tensors stay where they are.
-
-    Args:
-        storage: The directory.
-        files: The files in it.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such checkpoint.
-        PickleRefusedError: If a meta file asks for more than plain values.
-        CorruptCheckpointError: If files are missing, damaged, or contradict each other.
-        FormatVersionError: If the checkpoint is of a kind that is not read.
-    """
+    """Read what a directory holds; its tensors stay where they are."""
     builder = IndexBuilder(storage, files)
     model, metas = _family(storage, files, "flat_param"), _family(storage, files, "flat_meta")
     optimizer = _family(storage, files, "optim_param")
@@ -154,7 +142,7 @@ def _add_model(
 def _check_version(
     storage: Storage, files: Listing, meta_file: str, allow: Collection[str]
 ) -> None:
-    """Check what the file says that is written last.
+    """Check the meta file, which is written last.
 
     Early checkpoints of ATorch have none; later ones are of version 1.
     """
@@ -173,7 +161,6 @@ def _check_version(
 
 
 def _read_slices(storage: Storage, path: str, allow: Collection[str]) -> dict[str, ParameterSlice]:
-    """What a flat meta file says."""
     where = f"{storage.url}/{path}"
     document = _mapping(_plain(storage, path, allow), where)
     units = _mapping(document.get("flat_param_meta", {}), where)

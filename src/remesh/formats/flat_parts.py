@@ -32,17 +32,7 @@ class FlatPart:
 def add_flat_parts(
     builder: IndexBuilder, place: Path, shape: tuple[int, ...], parts: Sequence[FlatPart]
 ) -> None:
-    """Add a tensor whose flattened elements are those of some parts, one after the other.
-
-    Args:
-        builder: What is built.
-        place: The keys that lead to the tensor in the state.
-        shape: Its shape.
-        parts: Its elements.
-
-    Raises:
-        CorruptCheckpointError: If they are too few, too many, or differ in dtype.
-    """
+    """Add a tensor whose flattened elements are those of some parts, one after the other."""
     name = name_of(place)
     found = sum(part.num_elements for part in parts)
     dtypes = sorted({part.dtype for part in parts})

@@ -87,7 +87,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def written(self) -> WrittenFile:
-        """What is known of the file."""
+        """Digests of the file, and where its blocks lie."""
         begin = self.stored_begin
         return WrittenFile(
             np.frombuffer(self.digests, "<u8").reshape(-1, 2),
@@ -97,12 +97,12 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def part_of(path: str, num_bytes: int, positions: IntArray, written: WrittenFile) -> Part:
-    """What a rank says of the only file that it wrote."""
+    """The part of a rank that wrote a single file."""
     return as_written(Part(path, num_bytes, column_bytes(positions), b""), written)
 
 
 def as_written(part: Part, written: WrittenFile) -> Part:
-    """What a rank says of a file once it is written."""
+    """The part of a file once it is written."""
     begin = written.stored_begin
     return msgspec.structs.replace(
         part,
@@ -119,7 +119,7 @@ def column_bytes(numbers: IntArray) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """What rank 0 knows of a save."""
+    """A save as rank 0 knows it when all parts are written."""
 
     save_id: str  # names the save
     cuts: Cuts  # the distinct boxes that are stored

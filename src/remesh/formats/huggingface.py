@@ -74,26 +74,14 @@ class _Weights:
 
 
 def recognise(paths: Collection[str]) -> bool:
-    """Whether a folder with these files is one of these."""
+    """True if a folder with these files is one of these."""
     if torch_file.recognise(paths):
         return False  # a single file of torch.save, whatever it is called
     return bool(_parts_in(paths)) or any(map(_SHARDED.fullmatch, paths))
 
 
 def read(storage: Storage, paths: Listing, *, allow: Collection[str] = ()) -> Contents:
-    """Read what such a folder holds; its tensors stay where they are.
-
-    Args:
-        storage: The folder.
-        paths: The files in it.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-        CorruptCheckpointError: If a file is missing, damaged or cut short.
-        FormatVersionError: If something in it cannot be read in place.
-        StateError: If it holds several variants, and none without a name.
-    """
+    """Read what such a folder holds; its tensors stay where they are."""
     parts = _parts_in(paths)
     sharded = [found[1] for path in paths if (found := _SHARDED.fullmatch(path))]
     if not parts and not sharded:

@@ -56,18 +56,7 @@ def index_name(stem: str) -> str:
 def plan_files(
     tensors: TensorTable, document: ValuesDocument, max_shard_bytes: int | None, stem: str = _STEM
 ) -> Grid:
-    """Which tensors lie where in which files.
-
-    Args:
-        tensors: The tensors.
-        document: What else the state has.
-        max_shard_bytes: Bytes of tensors that a file has at most; None for a single file.
-        stem: How the names of the files begin.
-
-    Raises:
-        StateError: If the state is not weights alone.
-        UnsupportedValueError: If the files have no name for an element type.
-    """
+    """The files, and where the tensors lie in them. `stem` begins their names."""
     check_is_weights(document)
     weights = [
         FileTensor(name, tensors.dtype(number).name, tensors.shape(number))
@@ -89,11 +78,7 @@ def plan_files(
 
 
 def check_is_weights(document: ValuesDocument) -> None:
-    """Check that there is nothing but tensors.
-
-    Raises:
-        StateError: If there are values.
-    """
+    """Check that there is nothing but tensors."""
     others = sorted([*document.values, *document.lists, *document.objects])
     if others:
         raise StateError(
@@ -106,21 +91,12 @@ def check_is_weights(document: ValuesDocument) -> None:
 
 
 def huggingface_files(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    """Where the tensors lie: in several files, if there is much.
-
-    Raises:
-        StateError: If the state is not weights alone, or the limit is no number.
-        UnsupportedValueError: If the files have no name for an element type.
-    """
+    """Where the tensors lie: in several files, if there is much."""
     return plan_files(cuts.tensors, document, limit_of(options))
 
 
 def limit_of(options: Mapping[str, object]) -> int:
-    """Bytes of tensors that a file has at most.
-
-    Raises:
-        StateError: If the option is no such number.
-    """
+    """Bytes of tensors that a file has at most."""
     limit = options.get("max_shard_bytes", MAX_SHARD_BYTES)
     if not isinstance(limit, int) or limit < 1:
         raise StateError(f"max_shard_bytes must be a number of bytes, not {limit!r}")
@@ -128,12 +104,7 @@ def limit_of(options: Mapping[str, object]) -> int:
 
 
 def single_file(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-    """Where the tensors lie in a single file.
-
-    Raises:
-        StateError: If the state is not weights alone.
-        UnsupportedValueError: If the file has no name for an element type.
-    """
+    """Where the tensors lie in a single file."""
     return plan_files(cuts.tensors, document, None)
 
 

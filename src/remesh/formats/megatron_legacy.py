@@ -76,24 +76,14 @@ _log = logging.getLogger("remesh")
 
 
 def recognise(paths: Collection[str]) -> bool:
-    """Whether a place with these files is such a checkpoint, or names one by its iteration."""
+    """True if a place with these files is such a checkpoint, or names one by its iteration."""
     return any(map(_FILE.fullmatch, paths)) or (
         TRACKER_NAME in paths and any(_FILE.fullmatch(path.partition("/")[2]) for path in paths)
     )
 
 
 def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
-    """Read what such a checkpoint holds; its tensors stay where they are.
-
-    Args:
-        storage: The folder of the checkpoint, or the one with the tracker file.
-        files: The files in it.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-        CorruptCheckpointError: If a file is missing or damaged.
-    """
+    """Read what such a checkpoint holds; its tensors stay where they are."""
     base = _folder(storage, files)
     builder = IndexBuilder(storage, files)
     parts = []
@@ -162,7 +152,7 @@ class _CannotJoinError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """What one rank has stored; `place` is its stage and its tensor-parallel rank."""
+    """The content of one rank's file; `place` is its stage and its tensor-parallel rank."""
 
     folder: str
     place: tuple[int, int]
@@ -295,6 +285,6 @@ def _dim_of(name: str) -> int | None:
 
 
 def _is_norm(name: str) -> bool:
-    """Whether it is a weight or bias such as `q_layernorm.weight` or `layer_norm_bias`."""
+    """True if it is a weight or bias such as `q_layernorm.weight` or `layer_norm_bias`."""
     found = _PARAMETER.search(name)
     return found is not None and "norm" in name[: found.start()].rpartition(".")[2]

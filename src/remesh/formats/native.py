@@ -76,7 +76,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What `remesh.json` says."""
+    """The content of `remesh.json`."""
 
     format: str  # always `remesh`
     version: int  # version of the format; readers refuse what they do not know
@@ -170,7 +170,7 @@ class ObjectElement(msgspec.Struct, frozen=True):
 
 
 class ValuesDocument(msgspec.Struct):
-    """What `values.msgpack` holds, and what each rank knows of it before it is written."""
+    """The content of `values.msgpack`, and a rank's part of it before it is written."""
 
     values: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     """Plain values by name, encoded by `remesh.core.values`."""
@@ -193,11 +193,7 @@ class ValuesDocument(msgspec.Struct):
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> ValuesDocument:
-        """The document of its stored form.
-
-        Raises:
-            CorruptCheckpointError: If the bytes are no such document.
-        """
+        """The document of its stored form."""
         try:
             document = msgspec.msgpack.decode(data, type=cls)
         except MALFORMED as error:
@@ -226,12 +222,7 @@ class ValuesDocument(msgspec.Struct):
 
 
 def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
-    """Unite what ranks know, in rank order.
-
-    Raises:
-        DivergedReplicaError: If ranks have different values under one name.
-        NameCollisionError: If ranks give one name different paths.
-    """
+    """Unite the documents of ranks, in rank order."""
     merged = ValuesDocument()
     unchecked = dict.fromkeys(name for one in documents for name in one.unchecked_names)
     if unchecked:
@@ -294,7 +285,7 @@ def read_record(storage: Storage) -> CommitRecord:
     Raises:
         CheckpointNotFoundError: If there is none.
         CorruptCheckpointError: If it was damaged.
-        FormatVersionError: If it is of a newer version.
+        FormatVersionError: If it is of another version.
     """
     try:
         return read_record_at(storage, RECORD_NAME)
@@ -314,11 +305,7 @@ def read_record_at(storage: Storage, path: str) -> CommitRecord:
 
 
 def read_small_files(storage: Storage) -> NativeFiles:
-    """Read record, index and values, each checked against its digest.
-
-    Raises:
-        CheckpointError: If there is no checkpoint or one of the files was damaged.
-    """
+    """Read record, index and values, each checked against its digest."""
 
     def read() -> NativeFiles:
         record = read_record(storage)
@@ -337,19 +324,14 @@ def read_small_files(storage: Storage) -> NativeFiles:
 
 
 def identity_of(record: CommitRecord) -> str:
-    """What tells a commit record from every other one."""
+    """A text that is different for every commit record."""
     return hex_digest(msgspec.json.encode(record))
 
 
 def check_current(storage: Storage, identity: str) -> None:
     """Check that the commit record is the one that was read before.
 
-    Args:
-        storage: Where the checkpoint is.
-        identity: The record that was read; "" for formats without one, of which nothing is said.
-
-    Raises:
-        CheckpointReplacedError: If another record is there now, or none.
+    `identity` is "" for formats without one, of which nothing is said.
     """
     if not identity:
         return
@@ -370,17 +352,10 @@ def check_current(storage: Storage, identity: str) -> None:
 
 @contextmanager
 def unless_replaced(storage: Storage, identity: str) -> Iterator[None]:
-    """Read what a record refers to; a failure is explained by the record if that has changed.
+    """Read what a record refers to; a failure is a `CheckpointReplacedError` if that has changed.
 
     The files of a replaced checkpoint are removed, so that what is missing or cannot be read may
     be in perfect order.
-
-    Args:
-        storage: Where the checkpoint is.
-        identity: The record that was read; "" for formats without one.
-
-    Raises:
-        CheckpointReplacedError: If reading failed and the record is not the same any more.
     """
     try:
         yield
@@ -393,11 +368,7 @@ def unless_replaced(storage: Storage, identity: str) -> Iterator[None]:
 
 
 def begin_anew(read: Callable[[], _Result]) -> _Result:
-    """Read a checkpoint from its record on, again if it was replaced meanwhile.
-
-    Raises:
-        CheckpointReplacedError: If it was replaced each of `NUM_BEGINNINGS` times.
-    """
+    """Read a checkpoint from its record on, again if it was replaced meanwhile."""
     for _ in range(NUM_BEGINNINGS - 1):
         with suppress(CheckpointReplacedError):
             return read()
@@ -408,9 +379,6 @@ def replace_index(storage: Storage, record: CommitRecord, index: Index) -> None:
     """Give a checkpoint another index over the same data files.
 
     Readers see the old one until they see the new one, because the record is replaced in one step.
-
-    Raises:
-        StorageError: If the storage fails.
     """
     data = index.encode()
     digest = hex_digest(data)
@@ -461,11 +429,7 @@ def _read_checked(storage: Storage, file: FileRecord) -> bytes:
 
 
 def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Damage]:
-    """Check, without reading them, that the data files are there and belong to the index.
-
-    Raises:
-        CorruptCheckpointError: If index and record speak of different files.
-    """
+    """Check, without reading them, that the data files are there and belong to the index."""
     damages = []
     if records_of_files(index) != record.files:
         raise CorruptCheckpointError(

@@ -39,14 +39,9 @@ from remesh.storage import Storage
 
 
 def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
-    """Lay out a data file.
+    """Lay out a data file that holds some rows of distinct boxes, in this order.
 
-    Args:
-        boxes: Distinct boxes.
-        rows: Those that the file holds, in order.
-
-    Returns:
-        The file's header, the byte at which each piece begins, and the size of the file.
+    Returns its header, the byte at which each piece begins, and its size.
     """
     tensors, entries = [], {}
     table, of = boxes.tensors, boxes.tensor[rows]
@@ -77,11 +72,7 @@ def build_index(
 ) -> Index:
     """The index of what all ranks wrote.
 
-    Args:
-        cuts: The distinct boxes.
-        assignments: Rows of these that each rank wrote.
-        parts: What each rank says of its files.
-        aliases: Further names of tensors.
+    `assignments` are the rows of `cuts` that each rank wrote, `parts` the files of each.
     """
     file = np.zeros(len(cuts), dtype=np.int64)
     position = np.zeros(len(cuts), dtype=np.int64)
@@ -166,11 +157,7 @@ def _record_of(path: str, data: bytes) -> FileRecord:
 
 
 def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-    """The checkpoint that is there.
-
-    Raises:
-        CheckpointError: If its record is damaged.
-    """
+    """The checkpoint that is there."""
     try:
         record = read_record(storage)
     except CheckpointNotFoundError:
@@ -179,11 +166,7 @@ def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | Non
 
 
 def is_committed(storage: Storage, save_id: str) -> bool:
-    """Whether the checkpoint that is there is that of a save.
-
-    Raises:
-        CheckpointError: If there is none, or its record is damaged.
-    """
+    """True if the checkpoint that is there is that of a save."""
     return read_record(storage).save_id == save_id
 
 

@@ -28,7 +28,7 @@ NAME_CHARS_PER_BYTE = 16
 
 @dataclass(slots=True)
 class Nested:
-    """What was found, by stored name."""
+    """Leaves by stored name."""
 
     where: str  # the file, for error messages
     max_chars: int  # how many characters the names may have, together
@@ -39,12 +39,7 @@ class Nested:
     _plain: dict[int, bool] = field(default_factory=dict)
 
     def visit(self, path: Path, node: Any) -> None:
-        """Take a node apart.
-
-        Raises:
-            NameCollisionError: If two paths have one name.
-            CorruptCheckpointError: If it is nested too deeply, or its names are too long.
-        """
+        """Take a node apart."""
         if len(path) > MAX_NESTING:
             raise CorruptCheckpointError(f"{self.where}: nested more than {MAX_NESTING} deep")
         if isinstance(node, ArchivedTensor):
@@ -63,13 +58,13 @@ class Nested:
             self.leaves[self._claim(path)] = node
 
     def is_taken_apart(self, path: Path, node: Mapping[Any, Any]) -> bool:
-        """Whether the items of a dict get paths of their own."""
+        """True if the items of a dict get paths of their own."""
         if all(path_key(key) is key for key in node):
             return bool(node or not path)
         return not self._is_plain(node)
 
     def _is_plain(self, node: Any) -> bool:
-        """Whether `remesh.core.values` can store the node with all that is in it."""
+        """True if `remesh.core.values` can store the node with all that is in it."""
         found = self._plain.get(id(node))
         if found is None:
             if isinstance(node, Mapping):
@@ -102,11 +97,7 @@ class Nested:
 def take_apart(root: Any, path: Path, where: str, num_bytes: int) -> Nested:
     """Take a nested value apart. What is not a dict, at the top, is called `value`.
 
-    Args:
-        root: The value, with `ArchivedTensor`s in it.
-        path: Its place in the state.
-        where: The file, for error messages.
-        num_bytes: Length of the pickle that it came from.
+    `num_bytes` is the length of the pickle that it came from.
     """
     found = Nested(where, MIN_NAME_CHARS + NAME_CHARS_PER_BYTE * num_bytes)
     is_whole = not path and isinstance(root, Mapping) and found.is_taken_apart(path, root)

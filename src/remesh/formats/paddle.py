@@ -98,7 +98,7 @@ class LocalTensorIndex:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a metadata file says."""
+    """The content of a metadata file."""
 
     state_dict_metadata: Mapping[str, list[LocalTensorMetadata]]  # the boxes of each tensor
     storage_metadata: Mapping[LocalTensorIndex, str]  # the data file of each stored box
@@ -112,17 +112,7 @@ class Metadata:
 
 
 def read_metadata(storage: Storage, path: str, *, allow: Collection[str] = ()) -> Metadata:
-    """Read a metadata file.
-
-    Args:
-        storage: The directory.
-        path: Name of the file in it.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        PickleRefusedError: If it asks for anything but the classes of metadata.
-        CorruptCheckpointError: If it is no such file.
-    """
+    """Read a metadata file."""
     where = f"{storage.url}/{path}"
     kinds = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
     also = {f"{home}.{kind}" for home in _HOMES for kind in kinds}
@@ -208,18 +198,7 @@ class StoredArray:
 def find_arrays(
     storage: Storage, files: Listing, path: str, *, allow: Collection[str] = ()
 ) -> dict[str, StoredArray]:
-    """Where the arrays of a data file lie; what is between them is all that is read.
-
-    Args:
-        storage: The directory.
-        files: The files in it, as far as they are known.
-        path: Name of the file.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        PickleRefusedError: If the file asks for anything but numpy arrays.
-        CorruptCheckpointError: If it is no such file.
-    """
+    """Where the arrays of a data file lie; what is between them is all that is read."""
     where = f"{storage.url}/{path}"
     if storage.read(path, 8, 9) == b"{":  # behind the length of a header
         arrays = read_arrays(storage, [path], files)[path]
@@ -347,11 +326,7 @@ class _Reader:
 
 
 def checkpoint_numbers(files: Iterable[str]) -> list[int]:
-    """The numbers of the checkpoints in a directory, in order.
-
-    Args:
-        files: Names of the files in it.
-    """
+    """The numbers of the checkpoints in a directory, in order."""
     names = map(METADATA_NAME.fullmatch, files)
     return sorted(int(name[1]) for name in names if name is not None)
 
@@ -362,7 +337,7 @@ def metadata_name(number: int) -> str:
 
 
 def recognise(paths: Iterable[str]) -> bool:
-    """Whether a directory with these files holds checkpoints of Paddle."""
+    """True if a directory with these files holds checkpoints of Paddle."""
     return bool(checkpoint_numbers(paths))
 
 
@@ -376,19 +351,7 @@ def other_files(paths: Collection[str]) -> list[str]:
 def read(
     storage: Storage, files: Listing, path: str = "", *, allow: Collection[str] = ()
 ) -> Contents:
-    """Read what a checkpoint holds; its tensors stay where they are.
-
-    Args:
-        storage: The directory.
-        files: The files in it; may be empty if `path` names one.
-        path: Name of the metadata file; by default that with the largest number.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such checkpoint.
-        PickleRefusedError: If a file asks for what a checkpoint does not need.
-        CorruptCheckpointError: If files are missing, damaged, or contradict each other.
-    """
+    """Read what a checkpoint holds; its tensors stay where they are."""
     if not path:
         numbers = checkpoint_numbers(files)
         if not numbers:

@@ -66,12 +66,7 @@ def _header(entries: list[tuple[str, DType, Box]]) -> tuple[bytes, list[int]]:
 
 
 def no_values(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-    """Check that the format has a form for everything.
-
-    Raises:
-        StateError: If there are values.
-        UnsupportedValueError: If an element type has no name in the files.
-    """
+    """Check that the format has a form for everything."""
     check_is_weights(document)
     for number, name in enumerate(cuts.tensors.names):
         dtype = cuts.tensors.dtype(number)

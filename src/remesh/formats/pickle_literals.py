@@ -20,22 +20,14 @@ def describe(error: Exception) -> str:
 
 
 def integer(text: bytes) -> int:
-    """The integer that a line of digits is.
-
-    Raises:
-        MalformedError: If there are too many.
-    """
+    """The integer that a line of digits is."""
     if len(text) > MAX_DIGITS:
         raise MalformedError("an integer of too many digits")
     return int(text.removesuffix(b"L"))
 
 
 def long_of(data: bytes) -> int:
-    """The integer of its bytes, the lowest first.
-
-    Raises:
-        MalformedError: If there are too many.
-    """
+    """The integer of its bytes, the lowest first."""
     if len(data) > MAX_INT_BYTES:
         raise MalformedError(f"an integer of {len(data)} bytes")
     return int.from_bytes(data, "little", signed=True)

@@ -42,16 +42,7 @@ _PLAIN_INT = range(-(2**60), 2**60)
 
 
 def parse(data: bytes, where: str, rows: Sequence[RowForm] = ()) -> Pickled:
-    """Read a pickle as data.
-
-    Args:
-        data: The pickle; what follows its end is not looked at.
-        where: The file, for error messages.
-        rows: What comes as columns where many of it follow each other.
-
-    Raises:
-        CorruptCheckpointError: If it is not a pickle.
-    """
+    """Read a pickle as data. Bytes after its end are not looked at."""
     machine = _Machine(data, rows)
     try:
         machine.run()
@@ -67,31 +58,20 @@ _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}
 
 
 class _Machine:
-    """A stack, the places of marks in it, and what was put away by number.
-
-    Attributes:
-        data: The pickle.
-        stack: The stack.
-        marks: Lengths of the stack at its marks.
-        memo: What was put away by number, as far as the pickle may take it again.
-        count: How many numbers were put away.
-        memoized: One past the last number that was put away by counting.
-        is_taken: Whether the pickle may take what has a number.
-        names: Its names.
-        rows: What reads runs of like objects, by the class of the first one.
-    """
+    """A stack, the places of marks in it, and what was put away by number."""
 
     __slots__ = ("count", "data", "is_taken", "marks", "memo", "memoized", "names", "rows", "stack")
 
     def __init__(self, data: bytes, rows: Sequence[RowForm]) -> None:
         self.data = data
         self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-        self.count = self.memoized = 0
-        self.is_taken = taken_again(data)
+        self.marks: list[int] = []  # lengths of the stack
+        self.memo: dict[int, Any] = {}  # what was put away and may be taken again
+        self.count = 0  # how many numbers were put away
+        self.memoized = 0  # one past the last number that was put away by counting
+        self.is_taken = taken_again(data)  # by number
         self.names: dict[str, Name] = {}
-        self.rows = {
+        self.rows = {  # readers of runs of like objects, by the class of the first one
             form.objects[0][0]: RowReader(form, data, self.memo, self.is_taken) for form in rows
         }
 
@@ -218,7 +198,7 @@ def _float_line(machine: _Machine, at: int) -> int:
 
 
 def _short(made: Callable[[bytes], object]) -> Step:
-    """What begins with its length in one byte."""
+    """A step for data that begins with its length in one byte."""
 
     def step(machine: _Machine, at: int) -> int:
         begin = at + 1
@@ -230,7 +210,7 @@ def _short(made: Callable[[bytes], object]) -> Step:
 
 
 def _sized(size: int, made: Callable[[bytes], object], signed: bool = False) -> Step:
-    """What begins with its length."""
+    """A step for data that begins with its length."""
 
     def step(machine: _Machine, at: int) -> int:
         begin = at + size

@@ -7,41 +7,27 @@ from typing import Any
 
 
 class Name:
-    """A class, function or constant that a pickle names. Only its name; there is nothing behind it.
-
-    Attributes:
-        full: Module and name, joined by a dot.
-    """
+    """A class, function or constant that a pickle names: the name, with nothing behind it."""
 
     __slots__ = ("full",)
 
     def __init__(self, full: str) -> None:
-        self.full = full
+        self.full = full  # module and name, joined by a dot
 
 
 class Record:
-    """An object that a pickle describes: what makes it, and what it is given afterwards.
-
-    Attributes:
-        name: Qualified name of the class or function.
-        args: The arguments.
-        is_new: Whether a class is to be made without being called (`__new__` alone).
-        kwargs: Named arguments of `__new__`; None if there are none.
-        state: What the object is given as its state; None if nothing.
-        items: What is appended to it; None if nothing.
-        pairs: What is set in it by key; None if nothing.
-    """
+    """An object that a pickle describes: what makes it, and what it is given afterwards."""
 
     __slots__ = ("args", "is_new", "items", "kwargs", "name", "pairs", "state")
 
     def __init__(self, name: str, args: tuple[Any, ...], is_new: bool = False) -> None:
-        self.name = name
+        self.name = name  # qualified, of the class or function
         self.args = args
-        self.is_new = is_new
-        self.kwargs: dict[Any, Any] | None = None
+        self.is_new = is_new  # a class is made without being called (`__new__` alone)
+        self.kwargs: dict[Any, Any] | None = None  # of `__new__`
         self.state: Any = None
-        self.items: list[Any] | None = None
-        self.pairs: dict[Any, Any] | None = None
+        self.items: list[Any] | None = None  # appended to it
+        self.pairs: dict[Any, Any] | None = None  # set in it by key
 
     def field(self, name: str) -> Any:
         """An attribute of the object, by its state; None if it has none of this name."""
@@ -92,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What a pickle says."""
+    """The value that a pickle describes."""
 
     root: Any
     """None, booleans, numbers, text, bytes, lists, tuples, dicts, and the classes above. Parts that

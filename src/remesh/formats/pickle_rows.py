@@ -115,13 +115,9 @@ class RowReader:
     def read(self, at: int, count: int) -> tuple[int, int, Rows | None]:
         """Read a run whose first object has been made, and has not been put away yet.
 
-        Args:
-            at: Position after the opcode that made it.
-            count: How many values have been put away before.
-
-        Returns:
-            Position and count after the run, and its rows. The first object after them has been
-            made if `Rows.is_followed`. None if there is not one row.
+        `at` is the position after the opcode that made it, `count` how many values have been put
+        away. Returns both after the run, and its rows; None if there is not one row. The first
+        object after them has been made if `Rows.is_followed`.
         """
         self._num_seen += 1
         if self._pattern is None and self._num_seen & (self._num_seen - 1) == 0:

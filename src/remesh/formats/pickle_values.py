@@ -101,11 +101,7 @@ def _of_torch(kind: str, payload: object) -> object:
 
 
 def archived_storage(pid: object) -> ArchivedStorage:
-    """The storage that a persistent id of torch means.
-
-    Raises:
-        ValueError: If it means none.
-    """
+    """The storage that a persistent id of torch means."""
     if type(pid) is tuple and len(pid) == 5 and pid[0] == "storage":
         _, kind, key, *_ = pid
         if type(kind) is Name and kind.full in _STORAGES and type(key) in {str, int}:
@@ -133,11 +129,7 @@ def _all_of(record: Record, *kinds: type) -> tuple[Any, ...]:
 
 
 def numbers(value: object) -> tuple[int, ...]:
-    """The extents or strides of a tensor.
-
-    Raises:
-        ValueError: If they are none.
-    """
+    """The extents or strides of a tensor."""
     items = value.payload if isinstance(value, UnresolvedValue) else value
     if not isinstance(items, tuple | list) or len(items) > MAX_DIMS:
         raise ValueError("a shape that is none")
@@ -266,11 +258,7 @@ _NUMPY_TYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c(?:8|16)|[SU][0-9]{1,9}
 
 
 def numpy_dtype(record: object) -> np.dtype[Any]:
-    """The element type that a record describes: a text, and a state with the byte order.
-
-    Raises:
-        PickleRefusedError: If its elements are not plain numbers or text.
-    """
+    """The element type that a record describes: a text, and a state with the byte order."""
     if isinstance(record, np.dtype):
         return record
     if isinstance(record, UnresolvedValue):
@@ -343,7 +331,7 @@ def _layout(record: Record) -> object:
 
 
 def _tensor(record: Record) -> ArchivedTensor | UnresolvedValue:
-    """What torch rebuilds a tensor from; the dtype is told where the storage is of bytes.
+    """A tensor as torch rebuilds it; the dtype is told where the storage is of bytes.
 
     A last argument may say that the elements are the conjugates or negatives of those stored.
     """
@@ -470,6 +458,6 @@ _TORCH_TYPES = frozenset({"Size", "dtype", "device", "layout", "memory_format"})
 
 
 def is_value(value: object) -> bool:
-    """Whether something is of one of the types that a pickle may make."""
+    """True if something is of one of the types that a pickle may make."""
     kind = type(value)
     return kind in _VALUE_TYPES or (kind.__module__ == "torch" and kind.__name__ in _TORCH_TYPES)

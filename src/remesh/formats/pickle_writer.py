@@ -27,7 +27,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What calling a function gives."""
+    """A call of a function."""
 
     function: Global
     args: tuple[Any, ...]
@@ -49,11 +49,7 @@ class PersistentId:
 
 
 def dumps(value: Any) -> bytes:
-    """Write a pickle.
-
-    Raises:
-        TypeError: If a value is of none of the kinds above.
-    """
+    """Write a pickle."""
     writer = _Writer(bytearray(b"\x80\x02"), {})
     writer.write(value)
     return bytes(writer.data + b".")

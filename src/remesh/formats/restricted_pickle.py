@@ -61,16 +61,7 @@ def loads(
 ) -> Pickled:
     """Read a pickle as data, if it only names what is known.
 
-    Args:
-        data: The pickle.
-        where: The file, for error messages.
-        also: Names that are known besides those of plain values, tensors and numpy arrays.
-        allow: Names that the user allows.
-        rows: See `pickle_reader.parse`.
-
-    Raises:
-        PickleRefusedError: If it names anything else.
-        CorruptCheckpointError: If it is not a pickle.
+    Known are plain values, tensors, numpy arrays, the names in `also`, and in `allow` of the user.
     """
     pickled = parse(data, where, rows)
     for name in sorted(pickled.names):
@@ -88,17 +79,8 @@ def resolved(
 ) -> Any:
     """The value that a pickle describes; what appears in it twice is made once.
 
-    Args:
-        pickled: What `loads` or `pickle_reader.parse` gave.
-        where: The file, for error messages.
-        allow: Qualified names that are imported and called as the pickle says.
-        tensor_of: What an archived tensor becomes; by default it stays as it is.
-
-    Returns:
-        The value, with an `UnresolvedValue` of kind `pickle` for each part that cannot be had.
-
-    Raises:
-        CorruptCheckpointError: If something cannot be what the pickle says that it is.
+    Names in `allow` are imported and called as the pickle says. There is an `UnresolvedValue` of
+    kind `pickle` for each part that cannot be had. Tensors stay as they are without `tensor_of`.
     """
     resolver = _Resolver(where, frozenset(allow), tensor_of, pickled.num_bytes)
     try:
@@ -118,7 +100,7 @@ def max_parts(num_bytes: int) -> int:
 
 
 def refusal(type_name: str, where: str) -> PickleRefusedError:
-    """What to tell the user about a name that is not allowed."""
+    """The error for a name that is not allowed."""
     remedy = (
         "If you trust this checkpoint as much as your own code, allow it: "
         f"remesh.formats.Source(path, allow=[{type_name[:200]!r}])."
@@ -155,7 +137,7 @@ class _Resolver:
         return self._of(root)
 
     def _children(self, node: Any) -> Iterable[Any]:
-        """What a node is made of; nothing if it has no value."""
+        """The parts of a node; nothing if it has no value."""
         if id(node) in self.refused:
             return ()
         kind = type(node)
@@ -310,11 +292,7 @@ def _is_missing(value: object) -> bool:
 
 
 def imported(name: str) -> Any:
-    """The class or function of a name that the user allows.
-
-    Raises:
-        PickleRefusedError: If there is none.
-    """
+    """The class or function of a name that the user allows."""
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:
@@ -326,7 +304,7 @@ def imported(name: str) -> Any:
 
 
 def called(record: Record) -> object:
-    """What the call of a record gives. Only for names that the user allows."""
+    """The result of the call of a record. Only for names that the user allows."""
     made = imported(record.name)
     if record.is_new:
         made = made.__new__(made, *record.args, **(record.kwargs or {}))
@@ -342,7 +320,7 @@ def called(record: Record) -> object:
 
 
 def _set_state(made: Any, state: Any) -> None:
-    """What a pickle's state means for an object (see `object.__reduce__` in Python's docs)."""
+    """Apply a pickle's state to an object (see `object.__reduce__` in Python's docs)."""
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
         return

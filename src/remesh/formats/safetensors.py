@@ -54,26 +54,14 @@ class StoredArray(NamedTuple):
 
 
 def recognise(paths: Iterable[str]) -> bool:
-    """Whether a folder with these files holds such; those of remesh's data folders are none."""
+    """True if a folder with these files holds such; those of remesh's data folders are none."""
     names = [path for path in paths if "/" not in path]
     is_data_folder = any(name.startswith("index-") and name.endswith(SUFFIX) for name in names)
     return bool(_files_of(names)) and not is_data_folder
 
 
 def read(storage: Storage, files: Listing, path: str = "") -> Contents:
-    """Read what a file or a folder holds; its tensors stay where they are.
-
-    Args:
-        storage: The folder.
-        files: The files in it; may be empty if `path` names one.
-        path: The file in it; empty for all files.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such file.
-        CorruptCheckpointError: If a file is damaged or cut short.
-        FormatVersionError: If a tensor has an element type that remesh does not know.
-        StateError: If several files hold a tensor of one name.
-    """
+    """Read what a file or a folder holds; its tensors stay where they are."""
     builder = IndexBuilder(storage, files)
     paths = [path] if path else _files_of(files)
     if not paths:
@@ -95,18 +83,7 @@ def _files_of(paths: Iterable[str]) -> list[str]:
 def read_arrays(
     storage: Storage, paths: Sequence[str], listing: Listing
 ) -> dict[str, dict[str, StoredArray]]:
-    """The tensors of files, by file and name, from their headers alone.
-
-    Args:
-        storage: Where they are.
-        paths: The files.
-        listing: Sizes that are known.
-
-    Raises:
-        CheckpointNotFoundError: If a file is missing.
-        CorruptCheckpointError: If one is no such file, or is cut short.
-        FormatVersionError: If a tensor has an element type that remesh does not know.
-    """
+    """The tensors of files, by file and name, from their headers alone."""
     sizes = {path: file_size(storage, listing, path) for path in paths}
     ranges = [(path, 0, min(size, HEAD_BYTES)) for path, size in sizes.items()]
     heads = dict(zip(sizes, read_ranges(storage, ranges), strict=True))
@@ -193,12 +170,7 @@ def _offsets_in(metadata: Mapping[str, str], where: str) -> dict[str, tuple[int,
 def add_arrays(
     builder: IndexBuilder, arrays: Iterable[tuple[str, StoredArray]], prefix: Path = ()
 ) -> None:
-    """Add tensors of files, with the keys of `prefix` before their names.
-
-    Raises:
-        CorruptCheckpointError: If parts do not fit each other.
-        StateError: If two files hold a tensor of one name.
-    """
+    """Add tensors of files, with the keys of `prefix` before their names."""
     found: dict[str, list[StoredArray]] = {}
     for name, array in arrays:
         found.setdefault(name, []).append(array)

@@ -109,7 +109,7 @@ class Format:
     """Whether one file is a checkpoint, so that several can lie in one directory."""
 
     def is_at(self, place: Place) -> bool:
-        """Whether a place has the mark of this format."""
+        """True if a place has the mark of this format."""
         return (self.is_file or not place.file) and self.recognise(place)
 
 
@@ -214,11 +214,7 @@ WRITERS: Mapping[str, Writer] = {writer.name: writer for row in FORMATS for writ
 
 
 def writer_of(name: str) -> Writer:
-    """The writer of a format.
-
-    Raises:
-        StateError: If there is none.
-    """
+    """The writer of a format."""
     if name in EXPORTS:
         return EXPORTS[name]
     if name not in WRITERS:
@@ -232,12 +228,7 @@ _SINGLE_FILES = (*torch_file.SUFFIXES, safetensors.SUFFIX)
 
 
 def place_of(source: Any) -> Place:
-    """Open what a caller named: a path, a URL, a storage or a `Source`.
-
-    Raises:
-        StateError: If the source names a format that there is none of.
-        StorageError: If the place cannot be opened.
-    """
+    """Open what a caller named: a path, a URL, a storage or a `Source`."""
     if isinstance(source, Source):
         place = place_of(source.path)
         names = [row.name for row in FORMATS]
@@ -273,12 +264,7 @@ def listed_formats(place: Place) -> list[Format]:
 
 
 def format_at(place: Place) -> Format:
-    """The format of what is at a place.
-
-    Raises:
-        CheckpointNotFoundError: If nothing is recognised.
-        StateError: If several formats are.
-    """
+    """The format of what is at a place."""
     if place.format is not None:
         return next(row for row in FORMATS if row.name == place.format)
     found = formats_at(place)
@@ -298,12 +284,7 @@ def format_at(place: Place) -> Format:
 
 
 def read_contents(place: Place) -> Contents:
-    """Read what a place holds, in whatever format; tensors stay where they are.
-
-    Raises:
-        CheckpointError: If there is no checkpoint, or it is damaged.
-        StateError: If it is not clear which format it has.
-    """
+    """Read what a place holds, in whatever format; tensors stay where they are."""
     row, files = _opened(place)
     return row.read(place) if files is None else _native_contents(place.storage, files)
 
@@ -346,10 +327,6 @@ def read_encoded(place: Place) -> tuple[bytes, bytes, str]:
     """Index, values document and identity of a place in stored form, to be sent to other ranks.
 
     The identity is that of the commit record (`native.identity_of`); "" where there is none.
-
-    Raises:
-        CheckpointError: As `read_contents`.
-        StateError: As `read_contents`.
     """
     row, files = _opened(place)
     if files is not None:

@@ -119,24 +119,12 @@ METADATA_CLASSES: tuple[str, ...] = (
 
 
 def recognise(storage: Storage) -> bool:
-    """Whether a place holds such a checkpoint."""
+    """True if a place holds such a checkpoint."""
     return exists(storage, METADATA_NAME)
 
 
 def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
-    """Read what such a checkpoint holds; its tensors stay where they are.
-
-    Args:
-        storage: Where it is.
-        files: Its files.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-        CorruptCheckpointError: If it is damaged.
-        FormatVersionError: If something in it is of a kind that cannot be read in place.
-        PickleRefusedError: If `.metadata` names a class that no such checkpoint has.
-    """
+    """Read what such a checkpoint holds; its tensors stay where they are."""
     builder = IndexBuilder(storage, files)
     add_folder(builder, "", allow)
     return Contents(NAME, builder.build(), builder.document)
@@ -145,15 +133,7 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
 def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None:
     """Add what such a checkpoint holds that lies in a folder of a larger one.
 
-    Args:
-        builder: What is built.
-        base: The folder, with a slash at its end; empty for the place itself.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CorruptCheckpointError: If it is damaged.
-        FormatVersionError: If something in it is of a kind that cannot be read in place.
-        PickleRefusedError: If `.metadata` names a class that no such checkpoint has.
+    `base` is the folder, with a slash at its end; empty for the place itself.
     """
     reader = _Reader(builder, allow, read_metadata(builder.storage, base, ROWS), base)
     reader.read_tensors()
@@ -163,7 +143,7 @@ def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None
 
 
 def is_flattened(size: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of a shape may be stored flattened as `size`: a grid, and a part's size."""
+    """True if a tensor of a shape may be stored flattened as `size`: a grid, and a part's size."""
     return (
         len(size) == len(shape) + 1
         and all(n and whole % n == 0 for whole, n in zip(shape, size, strict=False))
@@ -172,17 +152,7 @@ def is_flattened(size: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def read_metadata(storage: Storage, base: str = "", rows: Sequence[RowForm] = ()) -> Record:
-    """The record of `.metadata`.
-
-    Args:
-        storage: Where the checkpoint is.
-        base: The folder of it, with a slash at its end.
-        rows: What comes as columns where many of it follow each other.
-
-    Raises:
-        CorruptCheckpointError: If it is damaged.
-        PickleRefusedError: If it names a class that no such checkpoint has.
-    """
+    """The record of `.metadata`; `rows` are what comes as columns where many follow each other."""
     where = f"{storage.url}/{base}{METADATA_NAME}"
     data = storage.read(base + METADATA_NAME)
     metadata = restricted_pickle.loads(data, where, also=METADATA_CLASSES, rows=rows).root
@@ -237,7 +207,7 @@ class _Reader:
 
     @property
     def entries(self) -> Mapping[str, Record]:
-        """What is stored, by name."""
+        """Stored entries, by name."""
         entries = self.metadata.field("state_dict_metadata")
         if not isinstance(entries, dict):
             raise self._malformed()
@@ -251,7 +221,7 @@ class _Reader:
 
     @property
     def where(self) -> str:
-        """What to call the metadata in messages."""
+        """The metadata file, for error messages."""
         return f"{self.storage.url}/{self.base}{METADATA_NAME}"
 
     def _malformed(self) -> CorruptCheckpointError:
@@ -416,7 +386,7 @@ class _Reader:
             )
 
     def _tensor_of(self, pickled: bytes, where: str) -> object:
-        """What the pickle of a chunk says; most chunks have one of a few shapes."""
+        """The tensor that the pickle of a chunk describes; most chunks have one of a few shapes."""
         if pickled not in self.tensors:
             self.tensors[pickled] = restricted_pickle.resolved(
                 restricted_pickle.loads(pickled, where), where
@@ -527,13 +497,7 @@ class _Reader:
 
 
 def opaque(archive: Archive, data: bytes, base: int) -> object:
-    """What an archive holds, as one value with its tensors in it.
-
-    Args:
-        archive: What was read of it.
-        data: Its bytes.
-        base: Byte of the file at which they begin.
-    """
+    """The content of an archive, as one value with its tensors; `data` begins at byte `base`."""
     num_bytes = 0
 
     def tensor_of(tensor: ArchivedTensor) -> object:

@@ -65,7 +65,7 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the head of an archive says of the tensor that lies in it, row by row."""
+    """The description of the tensor in an archive, which lies row by row, from its head."""
 
     shape: Numbers  # the tensor's shape
     dtype: str  # the name of its element type
@@ -102,11 +102,7 @@ _MAX_HEADS = 1 << 12
 
 
 def boxes_of(value: object, num_dims: int, where: str) -> Iterator[tuple[Numbers, Numbers]]:
-    """Offsets and shapes of the chunks of a tensor.
-
-    Raises:
-        CorruptCheckpointError: If they are none, or have another number of dims.
-    """
+    """Offsets and shapes of the chunks of a tensor."""
     if not isinstance(value, list | tuple):
         raise damaged(where, f"{shown(value)} are not the chunks of a tensor")
     for item in value:
@@ -128,12 +124,7 @@ Place = tuple[str, Numbers | None, str, int, int]
 
 
 def places_of(key: object, info: object, where: str) -> Sequence[Place] | Iterator[Place]:
-    """The rows of a key and a value of `storage_data`.
-
-    Raises:
-        CorruptCheckpointError: If they are none.
-        FormatVersionError: If what lies there has no bytes that can be read in place.
-    """
+    """The rows of a key and a value of `storage_data`."""
     if isinstance(key, Rows) and key is info and key.form is _PLACES:
         names, offsets, paths, starts, lengths = key.columns
         return zip(names, offsets, paths, starts, lengths, strict=True)

@@ -58,11 +58,7 @@ def _file_name(rank: int, number: int, save_id: str) -> str:
 
 
 def separation_hint(cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    """The option `separation_hint`: what the names of the tensors begin with that lie apart.
-
-    Raises:
-        StateError: If no name of a file can begin with it, or `flat_shapes` does not fit the state.
-    """
+    """The option `separation_hint`: what the names of the tensors begin with that lie apart."""
     _check_flat_shapes(cuts, options)
     hint = options.get("separation_hint", "")
     if not isinstance(hint, str) or "/" in hint:

@@ -21,24 +21,12 @@ LOOKS_FOR = "a single file *.pt, *.pth, *.bin or *.ckpt (torch.save)"
 
 
 def recognise(paths: Collection[str]) -> bool:
-    """Whether a place with these files holds one such file and nothing else."""
+    """True if a place with these files holds one such file and nothing else."""
     return len(paths) == 1 and all(path.endswith(SUFFIXES) for path in paths)
 
 
 def read(storage: Storage, files: Listing, path: str, *, allow: Collection[str] = ()) -> Contents:
-    """Read what such a file holds; its tensors stay where they are.
-
-    Args:
-        storage: Where it is.
-        files: The files there, as far as they are known.
-        path: The file.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such file.
-        CorruptCheckpointError: If it is damaged or cut short.
-        FormatVersionError: If it cannot be read in place (compressed, or of an old torch).
-    """
+    """Read what such a file holds; its tensors stay where they are."""
     builder = IndexBuilder(storage, files)
     builder.add_nested((), open_archive(storage, path, files, allow=allow), path)
     return Contents(NAME, builder.build(), builder.document)

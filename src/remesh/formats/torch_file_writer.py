@@ -30,20 +30,12 @@ FILE_NAME = "state.pt"
 
 
 def one_archive(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-    """Where the tensors lie.
-
-    Raises:
-        UnsupportedValueError: If the pickle has no form for a value.
-    """
+    """Where the tensors lie."""
     return plan_archive(cuts, document, FILE_NAME)
 
 
 def plan_archive(cuts: Cuts, document: ValuesDocument, file_name: str) -> Grid:
-    """Where the tensors lie in a file of this name.
-
-    Raises:
-        UnsupportedValueError: If the pickle has no form for a value.
-    """
+    """Where the tensors lie in a file of this name."""
     table = cuts.tensors
     tensors = [
         FileTensor(name, table.dtype(number).name, table.shape(number))

@@ -36,11 +36,7 @@ class FileTensor:
 
 @dataclass(slots=True)
 class SafetensorsContent:
-    """The bytes of a safetensors file before its tensors.
-
-    Raises:
-        UnsupportedValueError: If a tensor is of a type that such a file has no name for.
-    """
+    """The bytes of a safetensors file before its tensors."""
 
     tensors: Sequence[FileTensor]  # the tensors, in the order of the file
     num_bytes: int = field(init=False)  # size of the file
@@ -66,9 +62,7 @@ def split_into_files(
 ) -> list[list[FileTensor]]:
     """The tensors of each file, wide elements first; a larger tensor has a file of its own.
 
-    Args:
-        tensors: In their order.
-        max_file_bytes: Bytes of tensors that a file has at most; None for a single file.
+    `max_file_bytes` are the bytes of tensors that a file has at most; None for a single file.
     """
     files: list[list[FileTensor]] = []
     num_bytes = 0

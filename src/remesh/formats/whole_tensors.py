@@ -49,7 +49,7 @@ class WholeFiles(msgspec.Struct, frozen=True):
     names (`by_save`), or have their final names at once (`final`)."""
 
     def encode(self) -> Grid:
-        """What all ranks get to know."""
+        """The form that is sent to all ranks."""
         return msgspec.msgpack.encode(self)
 
 
@@ -112,13 +112,7 @@ def _own_frames(boxes: BoxTable, rank: int, save_id: str, plan: WholeFiles) -> l
 
 
 def give_to_ranks(grid: Grid, world_size: int, names: str) -> Grid:
-    """Let each file be written by one rank: large ones first, to the rank that has least.
-
-    Args:
-        grid: The files.
-        world_size: Number of ranks.
-        names: See `WholeFiles`.
-    """
+    """Let each file be written by one rank: large ones first, to the rank that has least."""
     plan = decode_files(grid)
     writers = [0] * len(plan.files)
     loads = [0] * world_size

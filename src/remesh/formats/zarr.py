@@ -64,7 +64,7 @@ class _Config(msgspec.Struct):
 
 
 class _Array(msgspec.Struct):
-    """What `.zarray` says."""
+    """The content of `.zarray`."""
 
     zarr_format: int
     shape: list[_Extent]
@@ -78,7 +78,7 @@ class _Array(msgspec.Struct):
 
 
 def recognise(storage: Storage) -> bool:
-    """Whether a place holds such a checkpoint."""
+    """True if a place holds such a checkpoint."""
     if not exists(storage, CONFIG_NAME):
         return False
     try:
@@ -89,18 +89,7 @@ def recognise(storage: Storage) -> bool:
 
 
 def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
-    """Read what such a checkpoint holds; its tensors stay where they are.
-
-    Args:
-        storage: Where it is.
-        files: Its files.
-        allow: See `remesh.formats.table.Source`.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-        CorruptCheckpointError: If it is damaged: a chunk is missing or has another size.
-        FormatVersionError: If an array is compressed, filtered or in column order.
-    """
+    """Read what such a checkpoint holds; its tensors stay where they are."""
     if CONFIG_NAME not in files:
         raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
     builder = IndexBuilder(storage, files)
@@ -188,11 +177,7 @@ def _dtype_text(dtype: DType) -> str:
 
 
 def chunk_shapes(boxes: BoxTable) -> dict[str, tuple[int, ...]]:
-    """The chunk shape of each tensor: the largest regular one that all its boxes are made of.
-
-    Raises:
-        StateError: If a tensor would be cut into too many chunks.
-    """
+    """The chunk shape of each tensor: the largest regular one that all its boxes are made of."""
     found: dict[str, list[Box]] = {name: [] for name in boxes.tensors.names}
     for row in range(len(boxes)):
         found[boxes.tensors.names[boxes.tensor[row]]].append(boxes.box(row))

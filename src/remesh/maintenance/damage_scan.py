@@ -85,12 +85,12 @@ class ScannedFile:
     pieces: Sequence[ScannedPiece]  # what it holds or should hold
 
     def is_good(self, piece: ScannedPiece) -> bool:
-        """Whether a piece is there and not known to be damaged."""
+        """True if a piece is there and not known to be damaged."""
         inside = piece.position + piece.num_bytes <= self.num_bytes
         return inside and not self.bad[_blocks_of(piece)].any()
 
     def is_proven(self, piece: ScannedPiece) -> bool:
-        """Whether old digests prove all bytes of a good piece."""
+        """True if old digests prove all bytes of a good piece."""
         return bool(self.is_checked[_blocks_of(piece)].all())
 
 
@@ -116,11 +116,6 @@ def scan_data_files(storage: Storage, contents: Storage, small: SmallFiles) -> l
     """Read every data file of a save once; those that are named somewhere and gone are listed too.
 
     Memory is bounded by what the headers need.
-
-    Args:
-        storage: The damaged checkpoint.
-        contents: `contents_of` it.
-        small: Its small files.
     """
     folder = f"{native.data_folder(small.save_id)}/"
     # The index is the one file of that ending which has no pieces.
@@ -146,7 +141,7 @@ def scan_data_files(storage: Storage, contents: Storage, small: SmallFiles) -> l
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the small files say of a data file."""
+    """The word of the small files on a data file."""
 
     num_bytes: int | None
     stored_bytes: int | None
@@ -180,7 +175,7 @@ def _row_of(index: Index, path: str) -> int | None:
 
 
 def _pieces_of(index: Index, number: int) -> list[ScannedPiece]:
-    """What an index says that a file holds."""
+    """The pieces of a file by an index."""
     boxes, sizes = index.boxes, index.boxes.num_bytes
     pieces = []
     for row in np.flatnonzero(index.file == number).tolist():
@@ -257,7 +252,7 @@ def _without_blocks(
 def _state_of(
     size: int, expected: int | None, bad: _Flags, unreadable: _Flags, problem: str
 ) -> tuple[DataFileState, str]:
-    """What to call the state of a file, and why."""
+    """The state of a file, and the reason."""
     if expected is not None and size < expected:
         return "truncated", f"it has {size} of {expected} bytes"
     if unreadable.any():
@@ -337,7 +332,7 @@ def _read_header(storage: Storage, path: str, size: int) -> Header:
 
 
 def _pieces_in(header: Header, path: str) -> list[ScannedPiece]:
-    """What a header says that its file holds."""
+    """The pieces of a file by its header."""
     try:
         described = msgspec.json.decode(
             header.metadata["pieces"],
@@ -397,7 +392,7 @@ class LostTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScannedTensors:
-    """What the files hold, put together."""
+    """The content of all files, put together."""
 
     boxes: BoxTable  # pieces of the whole tensors, sorted by tensor
     file: npt.NDArray[np.int64]  # row of the file of each piece in the list of files
@@ -414,13 +409,7 @@ _Kind = tuple[str, tuple[int, ...]]
 def assemble_tensors(
     small: SmallFiles, files: Sequence[ScannedFile], *, keep_unchecked: bool
 ) -> ScannedTensors:
-    """Find out which tensors are whole.
-
-    Args:
-        small: The small files.
-        files: The data files.
-        keep_unchecked: Whether to keep tensors that no digest proves.
-    """
+    """Find out which tensors are whole."""
     kinds, contradicted = _kinds(small, files)
     rows = {name: row for row, name in enumerate(kinds)}
     table = TensorTable.of([(name, *kind) for name, kind in kinds.items()])

@@ -95,12 +95,9 @@ class Orphan:
 def find_orphans(
     places: Sequence[ScannedDirectory], *, now: float, older_than: float
 ) -> list[Orphan]:
-    """What no commit record refers to, and which of it may be removed.
+    """The files to which no commit record refers, and which of them may be removed.
 
-    Args:
-        places: What was seen.
-        now: The time, in seconds since the epoch.
-        older_than: Seconds without a change after which a save is taken for dead.
+    A save is taken for dead `older_than` seconds after its last change.
     """
     return [
         Orphan(
@@ -140,14 +137,7 @@ def _reason_to_keep(
 def scan(root: Any) -> list[ScannedDirectory]:
     """Find what remesh left in a directory and in all directories below it.
 
-    Links to directories are not followed.
-
-    Args:
-        root: A checkpoint's directory, or one with checkpoints below it; a path or a URL.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such directory.
-        StorageError: If its storage cannot list directories, or fails to.
+    Links to directories are not followed. `root` may be a path or a URL.
     """
     storage = open_storage(root)
     if not is_local(storage):
@@ -170,7 +160,7 @@ def scan(root: Any) -> list[ScannedDirectory]:
 
 
 def _scan_directory(directory: Path) -> ScannedDirectory:
-    """What lies directly in a directory, and in its folders of saves."""
+    """Entries directly in a directory, and in its folders of saves."""
     seen: list[ScannedEntry] = []
     for entry in _entries(directory):
         status = _status(entry)
@@ -235,7 +225,7 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """What an entry itself is, links not followed; None if it has just gone."""
+    """The status of an entry itself, links not followed; None if it has just gone."""
     try:
         return entry.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -273,7 +263,7 @@ def _scan_below(storage: Storage, listing: DirectoryListing, path: str) -> list[
 def _scan_listed(
     storage: Storage, listing: DirectoryListing, path: str, here: Directory
 ) -> ScannedDirectory:
-    """What lies directly in a directory, and in its folders of saves."""
+    """As `_scan_directory`, from a listing."""
     url = _joined(storage.url, path)
     folders = [name for name in here.directories if _FOLDER.fullmatch(name)]
     inside = {name: listing.list_directory(_joined(path, name)) for name in folders}
@@ -318,21 +308,10 @@ def _joined(path: str, name: str) -> str:
 
 
 def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -> bool:
-    """Remove an orphan, unless it must not be removed any more.
+    """Remove an orphan that `find_orphans` gave with nothing in `kept`; true if it was removed.
 
-    A directory that holds nothing afterwards goes as well, unless it is `root`.
-
-    Args:
-        orphan: One that `find_orphans` gave, with nothing in `kept`.
-        root: Where `scan` looked.
-        now: The time, in seconds since the epoch.
-        older_than: Seconds without a change after which a save is taken for dead.
-
-    Returns:
-        Whether it was removed; false if it has changed, was committed, or has gone meanwhile.
-
-    Raises:
-        StorageError: If it cannot be removed.
+    It is not if it has changed, was committed or has gone meanwhile. A directory that holds nothing
+    afterwards goes as well, unless it is `root`, where `scan` looked.
     """
     storage = open_storage(root)
     if not is_local(storage):
@@ -368,13 +347,6 @@ def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None
 
     The time is that of the commit record, as the storage says it, so no clock but the storage's
     counts. Storages of which this module cannot tell what lies there are left alone.
-
-    Args:
-        storage: The checkpoint.
-        older_than: Seconds without a change after which a save is taken for dead.
-
-    Raises:
-        StorageError: If the storage fails.
     """
     if is_local(storage):
         place = _scan_directory(Path(storage.url))

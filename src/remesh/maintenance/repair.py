@@ -103,7 +103,7 @@ class RepairReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that was saved once is saved again, and digests prove it."""
+        """True if everything that was saved once is saved again, and digests prove it."""
         is_proven = not self.unchecked and not self.left_out
         is_whole = not self.lost and not self.lost_aliases
         return self.values in {"intact", "decodes"} and self.knows_all and is_whole and is_proven
@@ -115,7 +115,7 @@ class RepairReport:
 
     @property
     def knows_all(self) -> bool:
-        """Whether every tensor that has elements is known by name."""
+        """True if every tensor that has elements is known by name."""
         if self.index in {"intact", "decodes"}:
             return True
         readable = all(file.state not in {"missing", "unreadable"} for file in self.files)
@@ -123,7 +123,7 @@ class RepairReport:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to save."""
+        """True if there is nothing to save."""
         return not self.saved and not self.num_values
 
 
@@ -221,7 +221,7 @@ def plan_repair(
 
 
 def _notes(report: RepairReport) -> Iterable[str]:
-    """What the loss of files makes unknowable."""
+    """Say what the loss of files makes unknowable."""
     lost: set[SmallFileState] = {"damaged", "missing"}
     if not report.knows_all:
         yield (

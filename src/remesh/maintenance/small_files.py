@@ -51,17 +51,7 @@ class SmallFiles:
 
 
 def read_small_files(storage: Storage, save_id: str | None) -> SmallFiles:
-    """Find the save, and read what there is of its small files.
-
-    Args:
-        storage: The damaged checkpoint.
-        save_id: The save, if the caller names it.
-
-    Raises:
-        CheckpointNotFoundError: If there are no files of a save.
-        CheckpointError: If there are files of several saves and nothing says which is meant.
-        FormatVersionError: If a newer remesh wrote the record.
-    """
+    """Find the save, or that which the caller names, and read what there is of its small files."""
     record, record_state = _read_record(storage)
     if save_id is not None and (record is None or record.save_id != save_id):
         record, record_state = None, "missing"
