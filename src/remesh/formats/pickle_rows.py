@@ -109,6 +109,7 @@ class RowReader:
     memo: dict[int, Any]  # what it has put away, by number, as far as it may be taken again
     is_taken: bytearray  # for each number, whether it may be taken again
     _num_seen: int = 0
+    _taken: int = -1  # the number that `_next_taken` has found
     _pattern: re.Pattern[bytes] | None = None
     _sizes: dict[bytes, tuple[int, ...]] = field(default_factory=_Sizes)
 
@@ -128,15 +129,13 @@ class RowReader:
         match, data, num_put_away = self._pattern.match, self.data, self.form.num_put_away()
         texts = self.form.texts()
         rows: list[list[Any]] = []
-        taken, is_followed = self.is_taken.find(1, count), True
+        is_followed = True
         while is_followed and (found := match(data, at)) is not None:
             *row, follows = found.groups()
             new = self._set_texts(row, texts, count) if texts else {}
             stop = count + num_put_away + len(new or ())
-            if new is None or (0 <= taken < stop and not self._put_away(new, taken, stop)):
+            if new is None or not self._put_away(new, count, stop):
                 break
-            if taken < stop:
-                taken = self.is_taken.find(1, stop)
             rows.append(row)
             at, count, is_followed = found.end(), stop, follows is not None
         return at, count, self._columns(rows, is_followed) if rows else None
@@ -160,14 +159,27 @@ class RowReader:
                 return None
         return new
 
-    def _put_away(self, new: dict[int, str], taken: int, stop: int) -> bool:
+    def _put_away(self, new: dict[int, str], count: int, stop: int) -> bool:
         """Put away the texts of a row that may be taken again; False if more of it may be."""
-        while 0 <= taken < stop:
+        taken = self._next_taken(count)
+        if taken >= stop:
+            return True
+        while taken < stop:
             if taken not in new:
                 return False
-            taken = self.is_taken.find(1, taken + 1)
+            taken = self._next_taken(taken + 1)
         self.memo.update(new)
         return True
+
+    def _next_taken(self, number: int) -> int:
+        """The first number from this one on that may be taken again.
+
+        Numbers ascend, so the stretch to the one that was found last is not searched again.
+        """
+        if self._taken < number:
+            found = self.is_taken.find(1, number)
+            self._taken = len(self.is_taken) if found < 0 else found
+        return self._taken
 
     def _columns(self, rows: list[list[Any]], is_followed: bool) -> Rows:
         """The values of the opcodes of some rows."""

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Literal
 
 from remesh.errors import (
@@ -39,6 +38,7 @@ from remesh.storage import (
     Storage,
     delete_files,
     is_local,
+    list_directory,
     open_storage,
 )
 
@@ -109,7 +109,7 @@ def find_orphans(
         )
         for place in places
         for seen in place.seen
-        if seen.kind == "put" or Path(seen.path).name not in place.referred
+        if seen.kind == "put" or PurePath(seen.path).name not in place.referred
     ]
 
 
@@ -140,65 +140,72 @@ def scan(root: Any) -> list[ScannedDirectory]:
     Links to directories are not followed. `root` may be a path or a URL.
     """
     storage = open_storage(root)
-    if not is_local(storage):
-        return _scan_below(storage, _listing_of(storage), "")
-    if not Path(storage.url).is_dir():
+    if is_local(storage) and not os.path.isdir(storage.url):
         raise CheckpointNotFoundError(f"{storage.url}: no such directory")
+    if not isinstance(storage, DirectoryListing):
+        raise StorageError(f"{storage.url}: leftovers cannot be found in a storage of this kind")
+    return _scan_below(storage, "")
 
-    def fail(error: OSError) -> None:
-        # A save that ends just now takes directories away.
-        if not isinstance(error, FileNotFoundError):
-            raise _cannot("list", error.filename, error) from error
 
-    places = []
-    for directory, names, _ in os.walk(storage.url, onerror=fail):
-        names[:] = sorted(name for name in names if _FOLDER.fullmatch(name) is None)
-        place = _scan_directory(Path(directory))
-        if place.seen:
-            places.append(place)
+def _scan_below(storage: Storage, path: str) -> list[ScannedDirectory]:
+    """`scan` for a directory and those below."""
+    here = list_directory(storage, path)
+    place = _scan_directory(storage, path, here)
+    places = [place] if place.seen else []
+    for name in here.directories:
+        below = _joined(path, name)
+        if not _FOLDER.fullmatch(name) and not _is_link(storage, below):
+            places += _scan_below(storage, below)
     return places
 
 
-def _scan_directory(directory: Path) -> ScannedDirectory:
+def _scan_directory(storage: Storage, path: str, here: Directory) -> ScannedDirectory:
     """Entries directly in a directory, and in its folders of saves."""
-    seen: list[ScannedEntry] = []
-    for entry in _entries(directory):
-        status = _status(entry)
-        if status is None:
-            continue
-        if stat.S_ISDIR(status.st_mode) and _FOLDER.fullmatch(entry.name):
-            seen += _scan_folder(Path(entry), status)
-        elif stat.S_ISREG(status.st_mode) and _HIDDEN.fullmatch(entry.name):
-            seen.append(ScannedEntry(entry.path, "put", status.st_mtime, status.st_size))
+    url = _joined(storage.url, path)
+    folders = [
+        name
+        for name in here.directories
+        if _FOLDER.fullmatch(name) and not _is_link(storage, _joined(path, name))
+    ]
+    inside = {name: list_directory(storage, _joined(path, name)) for name in folders}
+    saves = [_seen_folder(storage, _joined(path, name), found) for name, found in inside.items()]
+    puts = list(_seen_puts(url, here))
     # The record is read after the folders: a save that commits meanwhile is then seen.
-    nothing: tuple[RecordState, frozenset[str]] = ("missing", frozenset())
-    record, referred = _read_record(open_storage(directory), "") if seen else nothing
+    record, referred = _read_record(storage, path) if saves or puts else ("missing", frozenset())
     # Hidden files in a folder count for themselves only if the folder belongs to a checkpoint.
-    inside = tuple(
-        one
-        for one in seen
-        if one.kind == "save"
-        or Path(one.path).parent == directory
-        or Path(one.path).parent.name in referred
+    for name in folders:
+        if name in referred:
+            puts += _seen_puts(_joined(url, name), inside[name])
+    return ScannedDirectory(url, record, referred, (*saves, *puts))
+
+
+def _seen_folder(storage: Storage, path: str, found: Directory) -> ScannedEntry:
+    url = _joined(storage.url, path)
+    times = [facts.modified for facts in found.files.values()]
+    if is_local(storage):
+        with suppress(OSError):  # it has just gone
+            times.append(os.lstat(url).st_mtime)
+    known = [time for time in times if time is not None]
+    names = tuple(sorted(found.files))
+    strange = [
+        name
+        for name in names
+        if _OURS.fullmatch(name) is None or _is_link(storage, _joined(path, name))
+    ]
+    return ScannedEntry(
+        url,
+        "save",
+        max(known) if known and len(known) == len(times) else None,
+        sum(facts.num_bytes for facts in found.files.values()),
+        names,
+        next(iter([*strange, *found.directories]), ""),
     )
-    return ScannedDirectory(str(directory), record, referred, inside)
 
 
-def _scan_folder(folder: Path, status: os.stat_result) -> Iterator[ScannedEntry]:
-    """A folder of a save, and each hidden file in it."""
-    newest, num_bytes, names, strange = status.st_mtime, 0, [], ""
-    for entry in _entries(folder):
-        found = _status(entry)
-        if found is None:
-            continue
-        names.append(entry.name)
-        newest = max(newest, found.st_mtime)
-        num_bytes += found.st_size
-        if not stat.S_ISREG(found.st_mode) or _OURS.fullmatch(entry.name) is None:
-            strange = strange or entry.name
-        elif _HIDDEN.fullmatch(entry.name):
-            yield ScannedEntry(entry.path, "put", found.st_mtime, found.st_size)
-    yield ScannedEntry(str(folder), "save", newest, num_bytes, tuple(names), strange)
+def _seen_puts(url: str, found: Directory) -> Iterator[ScannedEntry]:
+    for name, facts in found.files.items():
+        if _HIDDEN.fullmatch(name):
+            yield ScannedEntry(_joined(url, name), "put", facts.modified, facts.num_bytes)
 
 
 def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[str]]:
@@ -214,88 +221,8 @@ def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[st
     return "readable", frozenset({native.data_folder(record.save_id), *folders})
 
 
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as found:
-            return sorted(found, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise _cannot("list", directory, error) from error
-
-
-def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """The status of an entry itself, links not followed; None if it has just gone."""
-    try:
-        return entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _cannot("look at", entry.path, error) from error
-
-
-def _cannot(action: str, path: object, error: OSError) -> StorageError:
-    return StorageError(f"cannot {action} {path}: {error.strerror}; check its permissions")
-
-
-# ---------------------------------------------------------------------------------------------
-# Scanning object stores
-# ---------------------------------------------------------------------------------------------
-
-
-def _listing_of(storage: Storage) -> DirectoryListing:
-    if not isinstance(storage, DirectoryListing):
-        raise StorageError(f"{storage.url}: leftovers cannot be found in a storage of this kind")
-    return storage
-
-
-def _scan_below(storage: Storage, listing: DirectoryListing, path: str) -> list[ScannedDirectory]:
-    """`scan` for what is not local, in a directory and below."""
-    here = listing.list_directory(path)
-    place = _scan_listed(storage, listing, path, here)
-    places = [place] if place.seen else []
-    for name in here.directories:
-        if not _FOLDER.fullmatch(name):
-            places += _scan_below(storage, listing, _joined(path, name))
-    return places
-
-
-def _scan_listed(
-    storage: Storage, listing: DirectoryListing, path: str, here: Directory
-) -> ScannedDirectory:
-    """As `_scan_directory`, from a listing."""
-    url = _joined(storage.url, path)
-    folders = [name for name in here.directories if _FOLDER.fullmatch(name)]
-    inside = {name: listing.list_directory(_joined(path, name)) for name in folders}
-    saves = [_seen_folder(_joined(url, name), found) for name, found in inside.items()]
-    puts = list(_seen_puts(url, here))
-    # As for local directories, the record is read after the folders.
-    record, referred = _read_record(storage, path) if saves or puts else ("missing", frozenset())
-    for name in folders:
-        if name in referred:
-            puts += _seen_puts(_joined(url, name), inside[name])
-    return ScannedDirectory(url, record, referred, (*saves, *puts))
-
-
-def _seen_folder(url: str, found: Directory) -> ScannedEntry:
-    times = [facts.modified for facts in found.files.values()]
-    known = [time for time in times if time is not None]
-    names = tuple(sorted(found.files))
-    strange = [name for name in names if _OURS.fullmatch(name) is None]
-    return ScannedEntry(
-        url,
-        "save",
-        max(known) if known and len(known) == len(times) else None,
-        sum(facts.num_bytes for facts in found.files.values()),
-        names,
-        next(iter([*strange, *found.directories]), ""),
-    )
-
-
-def _seen_puts(url: str, found: Directory) -> Iterator[ScannedEntry]:
-    for name, facts in found.files.items():
-        if _HIDDEN.fullmatch(name):
-            yield ScannedEntry(_joined(url, name), "put", facts.modified, facts.num_bytes)
+def _is_link(storage: Storage, path: str) -> bool:
+    return is_local(storage) and os.path.islink(_joined(storage.url, path))
 
 
 def _joined(path: str, name: str) -> str:
@@ -314,31 +241,21 @@ def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -
     afterwards goes as well, unless it is `root`, where `scan` looked.
     """
     storage = open_storage(root)
-    if not is_local(storage):
-        return _remove_listed(storage, orphan, now=now, older_than=older_than)
-    path = Path(orphan.path)
-    directory = path.parent
-    if orphan.kind == "put" and _FOLDER.fullmatch(directory.name):
-        directory = directory.parent
-    place = _scan_directory(directory)
+    path = orphan.path.removeprefix(storage.url).removeprefix("/")
+    directory = path.rpartition("/")[0]
+    if orphan.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
+        directory = directory.rpartition("/")[0]
+    place = _scan_directory(storage, directory, list_directory(storage, directory))
     again = find_orphans([place], now=now, older_than=older_than)
     if not any(one.path == orphan.path and not one.kept for one in again):
         return False
-    try:
-        if orphan.kind == "put":
-            path.unlink()
-            return True
+    files = [path]
+    if orphan.kind == "save":
         # By name, and not as a tree: a file that has just come is not taken along.
-        for name in next(seen.files for seen in place.seen if seen.path == orphan.path):
-            (path / name).unlink()
-        path.rmdir()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise _cannot("remove", error.filename or path, error) from error
-    if directory != Path(storage.url):
-        with suppress(OSError):  # it holds something else
-            directory.rmdir()
+        seen = next(seen for seen in place.seen if seen.path == orphan.path)
+        # Deleting a file that is not there takes an empty folder away.
+        files = [_joined(path, file) for file in seen.files or ["00000.safetensors"]]
+    delete_files(storage, files)
     return True
 
 
@@ -348,42 +265,16 @@ def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None
     The time is that of the commit record, as the storage says it, so no clock but the storage's
     counts. Storages of which this module cannot tell what lies there are left alone.
     """
-    if is_local(storage):
-        place = _scan_directory(Path(storage.url))
-        try:
-            now: float | None = Path(storage.url, native.RECORD_NAME).stat().st_mtime
-        except OSError as error:
-            raise _cannot("look at", storage.url, error) from error
-    elif isinstance(storage, DirectoryListing):
-        here = storage.list_directory("")
-        place = _scan_listed(storage, storage, "", here)
-        record = here.files.get(native.RECORD_NAME)
-        now = None if record is None else record.modified
-    else:
+    if not isinstance(storage, DirectoryListing):
         return
+    here = storage.list_directory()
+    place = _scan_directory(storage, "", here)
+    record = here.files.get(native.RECORD_NAME)
+    now = None if record is None else record.modified
     if now is not None:
         for orphan in find_orphans([place], now=now, older_than=older_than):
             if not orphan.kept:
                 remove_orphan(orphan, storage, now=now, older_than=older_than)
-
-
-def _remove_listed(storage: Storage, orphan: Orphan, *, now: float, older_than: float) -> bool:
-    """`remove_orphan` for what is not local; directories there end with their last file."""
-    listing = _listing_of(storage)
-    path = orphan.path.removeprefix(storage.url).removeprefix("/")
-    directory = path.rpartition("/")[0]
-    if orphan.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
-        directory = directory.rpartition("/")[0]
-    place = _scan_listed(storage, listing, directory, listing.list_directory(directory))
-    again = find_orphans([place], now=now, older_than=older_than)
-    if not any(one.path == orphan.path and not one.kept for one in again):
-        return False
-    files = [path]
-    if orphan.kind == "save":
-        seen = next(seen for seen in place.seen if seen.path == orphan.path)
-        files = [_joined(path, file) for file in seen.files]
-    delete_files(storage, files)
-    return True
 
 
 def remove_files(storage: Storage, save_id: str, *, keep: str = "") -> None:
