@@ -16,6 +16,7 @@ import torch
 import remesh
 from remesh.errors import RemeshError
 from remesh.formats import pickle_writer, table
+from remesh.formats.contents import Place
 from remesh.formats.pickle_reader import _BY_OPCODE
 from remesh.formats.pickle_values import KNOWN
 from remesh.storage import MemoryStorage
@@ -300,8 +301,8 @@ def stored(files: dict[str, bytes]) -> MemoryStorage:
 def open_all(files: dict[str, bytes]) -> None:
     """Read a checkpoint as the format that it seems to be, and each archive in it alone."""
     storage = stored(files)
-    places = [table.Place(storage, file=path) for path in files if path.endswith(".pt")]
-    for place in (table.Place(storage), *places):
+    places = [Place(storage, file=path) for path in files if path.endswith(".pt")]
+    for place in (Place(storage), *places):
         try:
             table.read_contents(place)
         except RemeshError:

@@ -26,6 +26,7 @@ import remesh
 from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointError, CorruptCheckpointError, RemeshError
 from remesh.formats import table
+from remesh.formats.contents import Place
 from remesh.formats.pickle_reader import parse
 from remesh.formats.pickle_values import KNOWN, MAKERS, ArchivedStorage, ArchivedTensor
 from remesh.formats.restricted_pickle import max_parts, resolved
@@ -176,7 +177,7 @@ def test_values_in_the_same_bytes_are_not_read_again_and_again() -> None:
     shared = b"\x80\x04" + _two_values(len(files["__0_0.distcp"])) + b"."
     storage = hostile.stored({**files, ".metadata": shared})
     with pytest.raises(CorruptCheckpointError, match="in the same bytes"):
-        table.read_contents(table.Place(storage))
+        table.read_contents(Place(storage))
 
 
 def _two_values(length: int) -> bytes:

@@ -30,7 +30,8 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.formats.table import FORMATS, Place, format_at
+from remesh.formats.contents import Place
+from remesh.formats.table import FORMATS, format_at
 from remesh.storage import (
     Directory,
     Storage,

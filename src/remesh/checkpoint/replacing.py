@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from remesh.errors import CheckpointError, CheckpointExistsError, StateError
+from remesh.formats.contents import Place
 from remesh.formats.framing import Existing, Writer
-from remesh.formats.table import Format, Place, listed_formats, marked_formats, writer_of
+from remesh.formats.table import Format, listed_formats, marked_formats, writer_of
 from remesh.storage import Storage, ask_together, list_directory
 
 

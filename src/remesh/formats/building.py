@@ -35,7 +35,7 @@ from remesh.errors import (
     UnsupportedValueError,
 )
 from remesh.formats.archive import Archive, is_row_major, row_major_pieces
-from remesh.formats.checks import check_name, check_path, check_shape, damaged
+from remesh.formats.checks import check_name, check_path, check_shape, damaged, is_unicode
 from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.nested import take_apart
@@ -351,10 +351,13 @@ class IndexBuilder:
 
         The names of an optimizer's parameters are a list that ranks know parts of.
         """
-        names = value if isinstance(value, list) and all(map(_is_name, value)) else None
         is_params = path[-3:-2] == ("param_groups",) and path[-1] == "params"
-        if names is not None and is_params:
-            self.document.lists[name] = list(names)
+        if (
+            is_params
+            and isinstance(value, list)
+            and all(type(item) is str and is_unicode(item) for item in value)
+        ):
+            self.document.lists[name] = list(value)
         else:
             self.add_value(name, value)
 
@@ -444,13 +447,6 @@ class IndexBuilder:
             ),
             self.storage.url,
         )
-
-
-def _is_name(item: object) -> bool:
-    """True if it is text, in Unicode."""
-    if type(item) is not str:
-        return False
-    return item.isascii() or not any("\ud800" <= character <= "\udfff" for character in item)
 
 
 def encoded(value: object, where: str) -> bytes:

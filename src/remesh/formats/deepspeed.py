@@ -56,7 +56,7 @@ from remesh.core.state import Path, name_of
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import check_name, damaged, integers
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.formats.deepspeed_files import (
     NOT_READ,
     Cut,
@@ -105,8 +105,9 @@ _CONSUMED = frozenset({
 """Entries of a module file that say where tensors are, or are read by themselves."""
 
 
-def recognise(paths: Collection[str]) -> bool:
+def recognise(place: Place) -> bool:
     """True if a place with these files is such a checkpoint, or names one by its tag."""
+    paths = place.listing
     if any(map(_is_mark, paths)):
         return True
     return any(name in paths for name in LATEST_NAMES) and any(
@@ -120,16 +121,17 @@ def _is_mark(path: str) -> bool:
     return is_universal or bool(_MODEL.fullmatch(path) or _OPTIM.fullmatch(path))
 
 
-def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
+def read(place: Place) -> Contents:
     """Read what such a checkpoint holds; its tensors stay where they are."""
+    storage, files = place.storage, place.listing
     base = _folder(storage, files)
     names = [path.removeprefix(base) for path in files if path.startswith(base)]
-    reader = _Reader(IndexBuilder(storage, files), base, allow)
+    reader = _Reader(IndexBuilder(storage, files), base, place.allow)
     if any(map(_UNIVERSAL.fullmatch, names)):
         reader.read_universal(names)
     else:
         reader.read_ranks(names)
-    return Contents(NAME, reader.builder.build(), reader.builder.document)
+    return Contents.of(NAME, reader.builder)
 
 
 def _folder(storage: Storage, files: Listing) -> str:

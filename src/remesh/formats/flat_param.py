@@ -33,7 +33,7 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, Forma
 from remesh.formats import restricted_pickle
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import check_name, damaged, decode_json, integers
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.formats.flat_parts import FlatPart, add_flat_parts
 from remesh.formats.safetensors import StoredArray, read_arrays
 from remesh.storage import Storage
@@ -55,13 +55,14 @@ def file_name(family: str, rank: int, world_size: int) -> str:
     return f"{family}.{rank:05d}-{world_size:05d}"
 
 
-def recognise(paths: Iterable[str]) -> bool:
+def recognise(place: Place) -> bool:
     """True if a directory with these files holds such a checkpoint."""
-    return any(_FILE.fullmatch(path) for path in paths)
+    return any(_FILE.fullmatch(path) for path in place.listing)
 
 
-def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
+def read(place: Place) -> Contents:
     """Read what a directory holds; its tensors stay where they are."""
+    storage, files, allow = place.storage, place.listing, place.allow
     builder = IndexBuilder(storage, files)
     model, metas = _family(storage, files, "flat_param"), _family(storage, files, "flat_meta")
     optimizer = _family(storage, files, "optim_param")
@@ -76,7 +77,7 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
         shapes = _add_model(builder, model, metas, allow)
     if optimizer:
         _add_optimizer(builder, optimizer, shapes, allow)
-    return Contents(NAME, builder.build(), builder.document)
+    return Contents.of(NAME, builder)
 
 
 def _family(storage: Storage, files: Iterable[str], family: str) -> list[str]:

@@ -31,9 +31,9 @@ import msgspec
 from remesh.core.state import Path, name_of
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import safetensors, torch_dcp, torch_file
-from remesh.formats.building import IndexBuilder, Listing
+from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import damaged, decode_json
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.storage import Storage
 
 NAME = "huggingface"
@@ -73,15 +73,17 @@ class _Weights:
     name: str
 
 
-def recognise(paths: Collection[str]) -> bool:
+def recognise(place: Place) -> bool:
     """True if a folder with these files is one of these."""
-    if torch_file.recognise(paths):
+    paths = place.listing
+    if torch_file.is_single(paths):
         return False  # a single file of torch.save, whatever it is called
     return bool(_parts_in(paths)) or any(map(_SHARDED.fullmatch, paths))
 
 
-def read(storage: Storage, paths: Listing, *, allow: Collection[str] = ()) -> Contents:
+def read(place: Place) -> Contents:
     """Read what such a folder holds; its tensors stay where they are."""
+    storage, paths, allow = place.storage, place.listing, place.allow
     parts = _parts_in(paths)
     sharded = [found[1] for path in paths if (found := _SHARDED.fullmatch(path))]
     if not parts and not sharded:
@@ -99,7 +101,7 @@ def read(storage: Storage, paths: Listing, *, allow: Collection[str] = ()) -> Co
     for found in states if is_training else ():
         archive = torch_file.open_archive(storage, found[0], paths, allow=allow)
         builder.add_nested((found["key"],), archive, found[0])
-    return Contents(NAME, builder.build(), builder.document)
+    return Contents.of(NAME, builder)
 
 
 def _parts_in(paths: Iterable[str]) -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats.archive import Archive
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import damaged
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.formats.nested import Nested, take_apart
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.formats.torch_file import open_archive
@@ -75,15 +75,17 @@ _SECOND_LAYERS = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 _log = logging.getLogger("remesh")
 
 
-def recognise(paths: Collection[str]) -> bool:
+def recognise(place: Place) -> bool:
     """True if a place with these files is such a checkpoint, or names one by its iteration."""
+    paths = place.listing
     return any(map(_FILE.fullmatch, paths)) or (
         TRACKER_NAME in paths and any(_FILE.fullmatch(path.partition("/")[2]) for path in paths)
     )
 
 
-def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
+def read(place: Place) -> Contents:
     """Read what such a checkpoint holds; its tensors stay where they are."""
+    storage, files, allow = place.storage, place.listing, place.allow
     base = _folder(storage, files)
     builder = IndexBuilder(storage, files)
     parts = []
@@ -94,11 +96,11 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
             content = archive.value()
             if not isinstance(content, Mapping):
                 raise damaged(archive.where, f"{shown(content)} is no dict")
-            place = int(found["pp"] or 0), int(found["tp"])
-            parts.append(_Part(found["folder"], place, path, archive, content))
+            at = int(found["pp"] or 0), int(found["tp"])
+            parts.append(_Part(found["folder"], at, path, archive, content))
     if len(parts) == 1:
         builder.add_nested((), parts[0].archive, parts[0].path)
-        return Contents(NAME, builder.build(), builder.document)
+        return Contents.of(NAME, builder)
     parts.sort(key=lambda part: part.place)
     try:
         joined = _Joined.of(parts)
@@ -110,7 +112,7 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
         )  # fmt: skip
         for part in parts:
             builder.add_nested((part.folder,), part.archive, part.path)
-        return Contents(NAME, builder.build(), builder.document)
+        return Contents.of(NAME, builder)
     joined.add_to(builder)
     for part in parts:
         for key, value in part.content.items():
@@ -118,7 +120,7 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
                 builder.add_tree((part.folder, key), value, part.archive, part.path)
             elif part is parts[0] and not _is_model(key):
                 builder.add_tree((key,), value, part.archive, part.path)
-    return Contents(NAME, builder.build(), builder.document)
+    return Contents.of(NAME, builder)
 
 
 def _folder(storage: Storage, files: Listing) -> str:

@@ -42,7 +42,7 @@ from remesh.errors import (
 from remesh.formats import restricted_pickle, safetensors
 from remesh.formats.building import IndexBuilder, Listing, file_size
 from remesh.formats.checks import check_name, check_path, damaged, integers
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_values import numbers, numpy_dtype
 from remesh.formats.safetensors import read_arrays
@@ -336,9 +336,9 @@ def metadata_name(number: int) -> str:
     return f"{number}.metadata"
 
 
-def recognise(paths: Iterable[str]) -> bool:
+def recognise(place: Place) -> bool:
     """True if a directory with these files holds checkpoints of Paddle."""
-    return bool(checkpoint_numbers(paths))
+    return bool(checkpoint_numbers(place.listing))
 
 
 def other_files(paths: Collection[str]) -> list[str]:
@@ -348,10 +348,9 @@ def other_files(paths: Collection[str]) -> list[str]:
     return [path for path, name in names.items() if name is None or int(name[1]) not in numbers]
 
 
-def read(
-    storage: Storage, files: Listing, path: str = "", *, allow: Collection[str] = ()
-) -> Contents:
+def read(place: Place) -> Contents:
     """Read what a checkpoint holds; its tensors stay where they are."""
+    storage, files, path, allow = place.storage, place.listing_beside, place.file, place.allow
     if not path:
         numbers = checkpoint_numbers(files)
         if not numbers:

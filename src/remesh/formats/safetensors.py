@@ -26,7 +26,7 @@ from remesh.core.state import Path, name_of
 from remesh.errors import CheckpointNotFoundError, FormatVersionError, StateError
 from remesh.formats.building import IndexBuilder, Listing, WholeTensor, file_size, read_ranges
 from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.storage import Storage
 
 NAME = "safetensors"
@@ -60,15 +60,16 @@ def recognise(paths: Iterable[str]) -> bool:
     return bool(_files_of(names)) and not is_data_folder
 
 
-def read(storage: Storage, files: Listing, path: str = "") -> Contents:
+def read(place: Place) -> Contents:
     """Read what a file or a folder holds; its tensors stay where they are."""
+    storage, files = place.storage, place.listing_beside
     builder = IndexBuilder(storage, files)
-    paths = [path] if path else _files_of(files)
+    paths = [place.file] if place.file else _files_of(files)
     if not paths:
         raise CheckpointNotFoundError(f"{storage.url}: no file *{SUFFIX}")
     arrays = read_arrays(storage, paths, files)
     add_arrays(builder, (item for file in paths for item in arrays[file].items()))
-    return Contents(NAME, builder.build(), builder.document)
+    return Contents.of(NAME, builder)
 
 
 def _files_of(paths: Iterable[str]) -> list[str]:

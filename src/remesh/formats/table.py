@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from remesh._repr import short_repr
@@ -38,11 +38,11 @@ from remesh.formats import (
     torch_file_writer,
     zarr,
 )
-from remesh.formats.building import Listing, exists
-from remesh.formats.contents import Contents
+from remesh.formats.building import exists
+from remesh.formats.contents import Contents, Place
 from remesh.formats.exported import EXPORTS
 from remesh.formats.framing import Writer
-from remesh.storage import Storage, ask_together, is_remote, list_with_sizes, open_storage
+from remesh.storage import Storage, ask_together, is_remote, open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +62,6 @@ class Source:
     do."""
 
     __repr__ = short_repr
-
-
-@dataclass(frozen=True)
-class Place:
-    """A source that has been opened, to be read once."""
-
-    storage: Storage  # where the checkpoint is
-    format: str | None = None  # name of its format, or None to look
-    allow: tuple[str, ...] = ()  # see `Source`
-    file: str = ""  # the file, if the source is a single one
-    known: Listing | None = None
-    """The files that count, if the caller has listed them; else all below the place."""
-
-    @property
-    def url(self) -> str:
-        """Where it is, for messages."""
-        return f"{self.storage.url}/{self.file}" if self.file else self.storage.url
-
-    @cached_property
-    def listing(self) -> Listing:
-        """The files below the place; listed once, when they are first needed."""
-        return list_with_sizes(self.storage) if self.known is None else self.known
-
-    @property
-    def listing_beside(self) -> Listing:
-        """The same; nothing if the source is a single file, whose neighbours are not needed."""
-        return {} if self.file else self.listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,46 +86,43 @@ class Format:
         return (self.is_file or not place.file) and self.recognise(place)
 
 
+def _is_safetensors(place: Place) -> bool:
+    """True if files are safetensors, and not those of a format that is more than these files."""
+    if place.file:
+        return place.file.endswith(safetensors.SUFFIX)
+    is_other = huggingface.recognise(place)
+    return not is_other and safetensors.recognise(paddle.other_files(place.listing))
+
+
 FORMATS: tuple[Format, ...] = (
     Format(
         native.FORMAT_NAME,
         f"{native.RECORD_NAME} (remesh)",
         lambda place: exists(place.storage, native.RECORD_NAME),
-        lambda place: _read_native(place.storage),
+        lambda place: _native_contents(place.storage, native.read_small_files(place.storage)),
         writers=(native_writer.NATIVE,),
     ),
     Format(
         torch_dcp.NAME,
         torch_dcp.LOOKS_FOR,
-        lambda place: torch_dcp.recognise(place.storage),
-        lambda place: torch_dcp.read(place.storage, place.listing, allow=place.allow),
+        torch_dcp.recognise,
+        torch_dcp.read,
         writers=(torch_dcp_writer.TORCH_DCP, torch_dcp_writer.TORCH_DIST),
     ),
-    Format(
-        zarr.NAME,
-        zarr.LOOKS_FOR,
-        lambda place: zarr.recognise(place.storage),
-        lambda place: zarr.read(place.storage, place.listing, allow=place.allow),
-        writers=(zarr.ZARR,),
-    ),
+    Format(zarr.NAME, zarr.LOOKS_FOR, zarr.recognise, zarr.read, writers=(zarr.ZARR,)),
     Format(
         huggingface.NAME,
         huggingface.LOOKS_FOR,
-        lambda place: huggingface.recognise(place.listing),
-        lambda place: huggingface.read(place.storage, place.listing, allow=place.allow),
+        huggingface.recognise,
+        huggingface.read,
         lists=True,
         writers=(huggingface_writer.HUGGINGFACE,),
     ),
     Format(
         safetensors.NAME,
         safetensors.LOOKS_FOR,
-        lambda place: (
-            place.file.endswith(safetensors.SUFFIX)
-            if place.file
-            else safetensors.recognise(paddle.other_files(place.listing))
-            and not huggingface.recognise(place.listing)
-        ),
-        lambda place: safetensors.read(place.storage, place.listing_beside, place.file),
+        _is_safetensors,
+        safetensors.read,
         lists=True,
         writers=(huggingface_writer.SAFETENSORS,),
         is_file=True,
@@ -160,17 +130,8 @@ FORMATS: tuple[Format, ...] = (
     Format(
         torch_file.NAME,
         torch_file.LOOKS_FOR,
-        lambda place: (
-            place.file.endswith(torch_file.SUFFIXES)
-            if place.file
-            else torch_file.recognise(place.listing)
-        ),
-        lambda place: torch_file.read(
-            place.storage,
-            place.listing_beside,
-            place.file or min(place.listing, default=""),
-            allow=place.allow,
-        ),
+        torch_file.recognise,
+        torch_file.read,
         lists=True,
         writers=(torch_file_writer.TORCH_FILE,),
         is_file=True,
@@ -178,32 +139,20 @@ FORMATS: tuple[Format, ...] = (
     Format(
         paddle.NAME,
         paddle.LOOKS_FOR,
-        lambda place: paddle.recognise(place.listing),
-        lambda place: paddle.read(
-            place.storage, place.listing_beside, place.file, allow=place.allow
-        ),
+        paddle.recognise,
+        paddle.read,
         lists=True,
         writers=(paddle_writer.PADDLE_SAFETENSORS,),
     ),
     Format(
-        flat_param.NAME,
-        flat_param.LOOKS_FOR,
-        lambda place: flat_param.recognise(place.listing),
-        lambda place: flat_param.read(place.storage, place.listing, allow=place.allow),
-        lists=True,
+        flat_param.NAME, flat_param.LOOKS_FOR, flat_param.recognise, flat_param.read, lists=True
     ),
-    Format(
-        deepspeed.NAME,
-        deepspeed.LOOKS_FOR,
-        lambda place: deepspeed.recognise(place.listing),
-        lambda place: deepspeed.read(place.storage, place.listing, allow=place.allow),
-        lists=True,
-    ),
+    Format(deepspeed.NAME, deepspeed.LOOKS_FOR, deepspeed.recognise, deepspeed.read, lists=True),
     Format(
         megatron_legacy.NAME,
         megatron_legacy.LOOKS_FOR,
-        lambda place: megatron_legacy.recognise(place.listing),
-        lambda place: megatron_legacy.read(place.storage, place.listing, allow=place.allow),
+        megatron_legacy.recognise,
+        megatron_legacy.read,
         lists=True,
     ),
 )
@@ -287,10 +236,6 @@ def read_contents(place: Place) -> Contents:
     """Read what a place holds, in whatever format; tensors stay where they are."""
     row, files = _opened(place)
     return row.read(place) if files is None else _native_contents(place.storage, files)
-
-
-def _read_native(storage: Storage) -> Contents:
-    return _native_contents(storage, native.read_small_files(storage))
 
 
 def _native_contents(storage: Storage, files: native.NativeFiles) -> Contents:

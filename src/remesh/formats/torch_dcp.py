@@ -49,7 +49,6 @@ from remesh.formats.archive import (
 )
 from remesh.formats.building import (
     IndexBuilder,
-    Listing,
     exists,
     file_size,
     read_groups,
@@ -57,7 +56,7 @@ from remesh.formats.building import (
     refused,
 )
 from remesh.formats.checks import check_name, check_path, damaged, integers
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.formats.pickle_records import Name, Record
 from remesh.formats.pickle_rows import RowForm
 from remesh.formats.pickle_values import ArchivedTensor
@@ -65,7 +64,7 @@ from remesh.formats.torch_dcp_rows import (
     ROWS,
     Chunks,
     Heads,
-    Place,
+    PlaceRow,
     Places,
     boxes_of,
     places_of,
@@ -118,16 +117,16 @@ METADATA_CLASSES: tuple[str, ...] = (
 """The classes that `.metadata` is made of. They only hold what they are given."""
 
 
-def recognise(storage: Storage) -> bool:
+def recognise(place: Place) -> bool:
     """True if a place holds such a checkpoint."""
-    return exists(storage, METADATA_NAME)
+    return exists(place.storage, METADATA_NAME)
 
 
-def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
+def read(place: Place) -> Contents:
     """Read what such a checkpoint holds; its tensors stay where they are."""
-    builder = IndexBuilder(storage, files)
-    add_folder(builder, "", allow)
-    return Contents(NAME, builder.build(), builder.document)
+    builder = IndexBuilder(place.storage, place.listing)
+    add_folder(builder, "", place.allow)
+    return Contents.of(NAME, builder)
 
 
 def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None:
@@ -230,7 +229,7 @@ class _Reader:
     def _path_of(self, name: str) -> Path:
         return check_path(self.paths.get(name, (name,)), f"{self.where}: {name}")
 
-    def _add_places(self, places: Iterable[Place]) -> None:
+    def _add_places(self, places: Iterable[PlaceRow]) -> None:
         rows, known, sizes = self.places.rows, self.places, self.file_sizes
         for name, offset, path, start, num_bytes in places:
             of_name = rows.get(name)

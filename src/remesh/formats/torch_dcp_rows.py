@@ -119,11 +119,11 @@ def boxes_of(value: object, num_dims: int, where: str) -> Iterator[tuple[Numbers
             yield offset, shape
 
 
-Place = tuple[str, Numbers | None, str, int, int]
+PlaceRow = tuple[str, Numbers | None, str, int, int]
 """Name and offset of a chunk, file, first byte and length."""
 
 
-def places_of(key: object, info: object, where: str) -> Sequence[Place] | Iterator[Place]:
+def places_of(key: object, info: object, where: str) -> Sequence[PlaceRow] | Iterator[PlaceRow]:
     """The rows of a key and a value of `storage_data`."""
     if isinstance(key, Rows) and key is info and key.form is _PLACES:
         names, offsets, paths, starts, lengths = key.columns

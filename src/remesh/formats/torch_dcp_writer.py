@@ -20,11 +20,11 @@ import numpy as np
 from remesh.core import values
 from remesh.core.dtypes import DType
 from remesh.core.geometry import IntArray, row_products
-from remesh.core.index import Index
 from remesh.core.state import Path, assemble, name_of
 from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import StateError
 from remesh.formats.archive_writer import archive_of, frame, tensor_pickle
+from remesh.formats.contents import Place
 from remesh.formats.framing import (
     Existing,
     Frame,
@@ -44,7 +44,7 @@ from remesh.formats.torch_dcp import (
     is_flattened,
     read,
 )
-from remesh.storage import Storage, list_with_sizes
+from remesh.storage import Storage
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -317,11 +317,8 @@ def _info(place: _Place) -> New:
 
 def _existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The checkpoint that is there, of torch or of Megatron."""
-
-    def index() -> Index:
-        return read(storage, list_with_sizes(storage)).index
-
-    return existing_files(storage, METADATA_NAME, index, (COMMON_NAME, CONFIG_NAME))
+    small = COMMON_NAME, CONFIG_NAME
+    return existing_files(storage, METADATA_NAME, lambda: read(Place(storage)).index, small)
 
 
 _OPTIONS = ("separation_hint", "flat_shapes")

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from remesh.formats.archive import Archive, RangeFile, read_archive
 from remesh.formats.building import IndexBuilder, Listing, file_size
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.storage import Storage
 
 NAME = "torch_file"
@@ -20,16 +20,23 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 LOOKS_FOR = "a single file *.pt, *.pth, *.bin or *.ckpt (torch.save)"
 
 
-def recognise(paths: Collection[str]) -> bool:
-    """True if a place with these files holds one such file and nothing else."""
+def recognise(place: Place) -> bool:
+    """True if a place is such a file, or holds one and nothing else."""
+    return place.file.endswith(SUFFIXES) if place.file else is_single(place.listing)
+
+
+def is_single(paths: Collection[str]) -> bool:
+    """True if the only file is one."""
     return len(paths) == 1 and all(path.endswith(SUFFIXES) for path in paths)
 
 
-def read(storage: Storage, files: Listing, path: str, *, allow: Collection[str] = ()) -> Contents:
+def read(place: Place) -> Contents:
     """Read what such a file holds; its tensors stay where they are."""
-    builder = IndexBuilder(storage, files)
-    builder.add_nested((), open_archive(storage, path, files, allow=allow), path)
-    return Contents(NAME, builder.build(), builder.document)
+    files = place.listing_beside
+    path = place.file or min(files, default="")
+    builder = IndexBuilder(place.storage, files)
+    builder.add_nested((), open_archive(place.storage, path, files, allow=place.allow), path)
+    return Contents.of(NAME, builder)
 
 
 def open_archive(

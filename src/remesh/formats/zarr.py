@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -37,9 +37,9 @@ from remesh.errors import (
     StateError,
 )
 from remesh.formats.archive_writer import archive_of
-from remesh.formats.building import IndexBuilder, Listing, exists
+from remesh.formats.building import IndexBuilder, exists
 from remesh.formats.checks import MALFORMED, decode_json
-from remesh.formats.contents import Contents
+from remesh.formats.contents import Contents, Place
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
@@ -77,19 +77,20 @@ class _Array(msgspec.Struct):
     dimension_separator: Literal[".", "/"] = "."
 
 
-def recognise(storage: Storage) -> bool:
+def recognise(place: Place) -> bool:
     """True if a place holds such a checkpoint."""
-    if not exists(storage, CONFIG_NAME):
+    if not exists(place.storage, CONFIG_NAME):
         return False
     try:
-        config = msgspec.json.decode(storage.read(CONFIG_NAME), type=_Config)
+        config = msgspec.json.decode(place.storage.read(CONFIG_NAME), type=_Config)
     except MALFORMED:
         return False
     return config.sharded_backend == NAME
 
 
-def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
+def read(place: Place) -> Contents:
     """Read what such a checkpoint holds; its tensors stay where they are."""
+    storage, files, allow = place.storage, place.listing, place.allow
     if CONFIG_NAME not in files:
         raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
     builder = IndexBuilder(storage, files)
@@ -106,7 +107,7 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
     if COMMON_NAME in files:
         archive = open_archive(storage, COMMON_NAME, files, allow=allow)
         builder.add_nested((), archive, COMMON_NAME)
-    return Contents(NAME, builder.build(), builder.document)
+    return Contents.of(NAME, builder)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
