@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import remesh
 from remesh.errors import StateError
 from remesh.exchange import Exchange
-from remesh.formats import paddle_writer
+from remesh.formats import paddle
 from tests.support import run_ranks
 
 WHOLE = {
@@ -121,7 +121,7 @@ def test_data_files_may_be_called_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "0_0.safetensors"
-    monkeypatch.setattr(paddle_writer, "_file_name", lambda _rank, _turn: name)
+    monkeypatch.setattr(paddle, "_file_name", lambda _rank, _turn: name)
     remesh.save({"w": torch.arange(3)}, tmp_path, format="paddle_safetensors")
     assert {path.name for path in tmp_path.iterdir()} == {"0.metadata", name}
     checkpoint = remesh.Checkpoint(tmp_path)

@@ -22,8 +22,15 @@ import remesh
 from remesh.core.dtypes import BY_NAME, DTYPES
 from remesh.errors import StateError, StorageError, UnsupportedValueError
 from remesh.exchange import Exchange, ThreadExchange
-from remesh.formats.weight_files import FileTensor, file_names, split_into_files
-from remesh.formats.whole_tensors import WholeFile, WholeFiles, decode_files, give_to_ranks
+from remesh.formats.whole_tensors import (
+    FileTensor,
+    WholeFile,
+    WholeFiles,
+    decode_files,
+    file_names,
+    give_to_ranks,
+    split_into_files,
+)
 from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage

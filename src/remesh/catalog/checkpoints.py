@@ -298,10 +298,7 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
 
 
 def step_of(name: str, record: native.CommitRecord, path: str) -> int | None:
-    """Steps done when a checkpoint was saved: as its manager noted, or else as its name ends.
-
-    None if the name does not end with a number; a manager takes no notice of it then.
-    """
+    """The step that a manager noted, or else the number in the name; None if that has none."""
     number, note = number_in(name), note_of(record, path)
     return number if number is None or note is None else note.step
 

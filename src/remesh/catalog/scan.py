@@ -148,15 +148,12 @@ def _committed(name: str, path: str, record: native.CommitRecord, problem: str) 
 
 
 def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
-    """A checkpoint of another system.
-
-    Formats that are recognised by a listing are looked for in directories without directories, so
-    that no tree is walked.
-    """
+    """A checkpoint of another system."""
     if name.startswith("data-") or not (here.files or here.directories):
         return None
     place = Place(open_storage(path))
     for row in FORMATS:
+        # Of directories with directories no listing is made, so that no tree is walked.
         if not (row.lists and here.directories) and row.is_at(place):
             num_bytes = sum(list_sizes(place.storage).values())
             return Entry(

@@ -17,7 +17,7 @@ from remesh.cli.places import json_object, transform_option
 from remesh.core.index import Index
 from remesh.elastic.script import finish
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.formats.huggingface_writer import CONFIG_NAME
+from remesh.formats.huggingface import CONFIG_NAME
 from remesh.formats.table import WRITERS
 from remesh.pipeline import Compress
 from remesh.recipes import huggingface_to_megatron, megatron_to_huggingface

@@ -73,10 +73,7 @@ def check_library() -> None:
 
 
 def encode_block(block: Bytes, num_planes: int) -> Bytes:
-    """A block in its stored form; `block` itself if it does not get smaller.
-
-    `num_planes` are the bytes of the elements of which the block, which is not empty, mostly is.
-    """
+    """A block of elements of `num_planes` bytes in its stored form; as it is if not smaller."""
     if not hasattr(_local, "compressor"):
         library = importlib.import_module("zstandard")
         parameters = library.ZstdCompressionParameters.from_level(
@@ -93,10 +90,7 @@ def encode_block(block: Bytes, num_planes: int) -> Bytes:
 
 
 def decode_block(stored: Bytes, into: Bytes, where: str) -> bool:
-    """Decode the stored form of a block into as many bytes as it has.
-
-    True if it could be decoded. That it is right, its digest says.
-    """
+    """Decode a block; true if that was possible. That it is right, its digest says."""
     if len(stored) == len(into):
         into[:] = stored
         return True
@@ -137,10 +131,7 @@ class BlockTable:
 
 
 def stored_lengths(begin: IntArray, file: IntArray, end: IntArray) -> IntArray:
-    """Bytes of the stored form of blocks: each ends where the next one of its file begins.
-
-    Files are ascending; `end` is the byte of each at which its last block ends.
-    """
+    """Bytes of stored blocks: each ends where the next one of its file begins, or at `end`."""
     order = np.lexsort((begin, file))
     following = np.append(begin[order][1:], 0)
     is_last = np.diff(file, append=-1) != 0
@@ -163,11 +154,7 @@ def encode_table(begin: IntArray, num_bytes: int, block_size: int) -> Bytes:
 
 
 def size_of_stored_table(end: bytes) -> int | None:
-    """Bytes of the table of a file, given its last `TABLE_END_BYTES`; None if it has no table.
-
-    Raises:
-        ValueError: If the table is damaged.
-    """
+    """Bytes of a file's table, given its end; None without one, ValueError if damaged."""
     if len(end) < TABLE_END_BYTES or not end.endswith(_TABLE_MARK):
         return None
     num_bytes, block_size = np.frombuffer(end[:16], "<i8").tolist()
@@ -177,11 +164,7 @@ def size_of_stored_table(end: bytes) -> int | None:
 
 
 def decode_table(data: bytes, stored_bytes: int) -> BlockTable:
-    """The table of its stored form.
-
-    Raises:
-        ValueError: If the table is damaged or impossible.
-    """
+    """The table of its stored form; ValueError if it is damaged or impossible."""
     numbers = data[:-24]
     if xxhash.xxh3_128_digest(numbers) != data[-24:-8]:
         raise ValueError("its table of blocks is damaged")

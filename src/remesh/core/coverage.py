@@ -54,10 +54,7 @@ def check_coverage(boxes: BoxTable, holders: Callable[[int], str]) -> None:
 
 
 def faulty_tensors(boxes: BoxTable) -> list[int]:
-    """Rows of the tensors that are not covered exactly once.
-
-    The boxes are distinct, not empty, sorted by tensor, and inside their tensors.
-    """
+    """Rows of tensors that distinct boxes, sorted by tensor, do not cover exactly once."""
     sizes = row_products(boxes.tensors.shapes)
     covered = np.zeros(len(sizes), dtype=np.int64)
     np.add.at(covered, boxes.tensor, row_products(boxes.extents))

@@ -133,10 +133,8 @@ def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box
     """Cut the flat range [start, stop) of a tensor into boxes, in flat order.
 
     Each box is contiguous in flat order, so the elements of the range, in order, are the elements
-    of the boxes, in order. There are at most 2n - 1 boxes for n >= 1 dims.
-
-    Raises:
-        ValueError: If the range is reversed or leaves the tensor.
+    of the boxes, in order. There are at most 2n - 1 boxes for n >= 1 dims. A ValueError says that
+    the range is reversed or leaves the tensor.
     """
     size = math.prod(shape)
     if not 0 <= start <= stop <= size:
@@ -196,10 +194,7 @@ def uncovered(whole: Box, boxes: Sequence[Box]) -> list[Box]:
 
 
 def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int, bool]:
-    """The span of a non-empty box in the flat order of a tensor.
-
-    First flat element, one past the last, and whether all in between are in the box too.
-    """
+    """First element and end of a box in the flat order, and if all in between are in the box."""
     start = ravel_offset(box.offset, shape)
     last = ravel_offset([e - 1 for e in box.end], shape)
     return start, last + 1, last + 1 - start == box.size
@@ -214,10 +209,7 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int, bool]:
 
 
 def flat_runs(shape: Sequence[int], box: Box) -> tuple[IntArray, int]:
-    """The contiguous runs of a non-empty box in its tensor, in row-major order.
-
-    The flat element at which each run begins, and the elements of a run.
-    """
+    """The flat element at which each contiguous run of a box begins, and a run's elements."""
     strides, whole = strides_of(shape), len(shape)
     while whole and box.shape[whole - 1] == shape[whole - 1]:
         whole -= 1
@@ -271,10 +263,7 @@ def flat_spans(
 def intersect_rows(
     offsets: IntArray, extents: IntArray, other_offsets: IntArray, other_extents: IntArray
 ) -> tuple[IntArray, IntArray, BoolArray]:
-    """Cut boxes pairwise, row by row (rows broadcast): offsets, extents, and which are non-empty.
-
-    Rows that are empty have undefined offsets and extents.
-    """
+    """Intersect boxes row by row (broadcast): offsets and extents, defined where not empty."""
     start = np.maximum(offsets, other_offsets)
     extent = np.minimum(offsets + extents, other_offsets + other_extents) - start
     meets = np.ones(extent.shape[:-1], dtype=np.bool_)

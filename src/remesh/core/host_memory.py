@@ -33,10 +33,7 @@ _VERSION_2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that this process may still take; None if the system does not say.
-
-    `root` is the directory that has `proc` and `sys`.
-    """
+    """Bytes that this process may still take; None if unknown. `root` has `proc` and `sys`."""
     left = [*_left_on_machine(root), *_left_in_groups(root)]
     if not left and root == Path("/"):
         left = [*_half_of_machine()]

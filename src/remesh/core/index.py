@@ -384,10 +384,7 @@ class Index(Mapping[str, StoredTensor]):
 
 
 def checked(index: Index, where: str) -> Index:
-    """The index itself, if its numbers are possible: pieces lie in their tensors and files.
-
-    For what other systems wrote.
-    """
+    """The index that another system wrote, if its numbers are possible."""
     try:
         _check_numbers(index)
     except ValueError as error:

@@ -44,22 +44,13 @@ def max_rows_of(data: bytes) -> int:
 
 
 def require(holds: object, what: str) -> None:
-    """Check a condition.
-
-    Raises:
-        ValueError: If it does not hold.
-    """
+    """Raise a ValueError unless a condition holds."""
     if not holds:
         raise ValueError(what)
 
 
 def unpacked(columns: Columns, num_files: int, max_rows: int) -> dict[str, npt.NDArray[Any]]:
-    """The columns of an index, unpacked, which fit each other; each of `max_rows` numbers at most.
-
-    Raises:
-        KeyError: If one is missing.
-        ValueError: If they do not fit.
-    """
+    """The unpacked columns; KeyError if one is missing, ValueError if they do not fit."""
     found = {}
     for name, (dtype, num_dims) in _UNPACKED.items():
         found[name] = columns[name]
@@ -100,11 +91,7 @@ def unpacked(columns: Columns, num_files: int, max_rows: int) -> dict[str, npt.N
 
 
 def pieces_of(columns: Columns, max_rows: int) -> Pieces:
-    """The pieces that unpacked columns say.
-
-    Raises:
-        ValueError: If lists are cut, or differ in their lengths, or there are too many pieces.
-    """
+    """The pieces of unpacked columns; ValueError if they do not fit, or are too many."""
     found = []
     for name in LISTS:
         number, ends, values = (columns[f"{name}{what}"] for what in (".list", ".ends", ""))

@@ -65,11 +65,7 @@ def digest_of_digests(digests: Digests) -> str:
 
 
 def find_damage(index: Index, file: int, start: int, data: npt.NDArray[np.uint8]) -> list[Damage]:
-    """Compare bytes of a data file, from a block's beginning on, with the index's digests.
-
-    `data` begins at byte `start` and ends where a block or the file ends. One item for each damaged
-    block; none if the index has no digests.
-    """
+    """Damaged blocks of bytes of a file, from a block's beginning on, by the index's digests."""
     if not index.block_size:
         return []
     first = int(index.first_block[file]) + start // index.block_size

@@ -28,20 +28,16 @@ class Memory(Protocol):
     @property
     def carrier(self) -> CarrierDType:
         """Dtype of the arrays that elements are copied to and from."""
-        ...
 
     @property
     def layout(self) -> Layout | None:
         """Where the elements lie; None if there are none."""
-        ...
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """Copy the elements of `box` into an array of the same shape."""
-        ...
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """Replace the elements of `box` by those of an array of the same shape."""
-        ...
 
 
 @runtime_checkable
@@ -50,7 +46,6 @@ class QueuedMemory(Memory, Protocol):
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         """Like `copy_out`, but done only when the `CopyQueue` that is entered says so."""
-        ...
 
 
 @runtime_checkable
@@ -59,7 +54,6 @@ class DigestedMemory(Memory, Protocol):
 
     def digest(self) -> bytes:
         """16 bytes that are equal for equal elements in equal order, whatever the strides."""
-        ...
 
 
 @runtime_checkable
@@ -68,11 +62,9 @@ class DirectMemory(Memory, Protocol):
 
     def elements(self, box: Box) -> Any:
         """The elements of `box`, as tensors of the device's library that hold integers."""
-        ...
 
     def fill(self, box: Box, elements: Any) -> None:
         """Replace the elements of `box` by some of the same shape; may be done later, in order."""
-        ...
 
 
 class DeviceBuffer(Protocol):
@@ -82,11 +74,9 @@ class DeviceBuffer(Protocol):
 
     def part(self, start: int, stop: int) -> Any:
         """The bytes [start, stop), as `Exchange.begin_swap` sends and fills them."""
-        ...
 
     def memory(self, position: int, shape: tuple[int, ...], carrier: CarrierDType) -> Memory:
         """The bytes from `position` on, as elements of a box."""
-        ...
 
 
 class Device(Protocol):
@@ -94,11 +84,9 @@ class Device(Protocol):
 
     def buffers(self, number: int, num_bytes: int) -> Sequence[DeviceBuffer]:
         """Some buffers of one size."""
-        ...
 
     def finish(self) -> None:
         """Wait until all that the thread has queued is done."""
-        ...
 
 
 class CopyQueue(Protocol):
@@ -110,7 +98,6 @@ class CopyQueue(Protocol):
 
     def mark(self) -> Callable[[], None]:
         """A function that waits until all copies that are queued by now are done."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,12 +155,7 @@ def contiguous_bytes(memory: Memory) -> npt.NDArray[np.uint8] | None:
 
 
 def memory_of_numpy(array: npt.NDArray[Any], where: str, *, writable: bool = False) -> HostMemory:
-    """The memory of a numpy array, which is not copied.
-
-    Raises:
-        UnsupportedValueError: If its element type is not stored, or not in this machine's byte
-            order, or it is to be written and cannot be, element by element.
-    """
+    """The memory of a numpy array, which is not copied."""
     dtype = BY_NAME.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
         raise UnsupportedValueError(

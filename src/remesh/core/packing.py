@@ -52,11 +52,7 @@ def _starts_of_runs(column: IntArray) -> IntArray:
 
 
 def unpack(words: IntArray, max_rows: int) -> IntArray:
-    """The column of its words.
-
-    Raises:
-        ValueError: If the words are no packed column, or stand for more than `max_rows` numbers.
-    """
+    """The column of its words; ValueError if they are none, or of more than `max_rows` numbers."""
     column, end = _unpack(words, 0, max_rows, MAX_DEPTH)
     if end != len(words):
         raise ValueError(f"{len(words) - end} words too many")

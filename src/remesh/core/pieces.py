@@ -44,10 +44,7 @@ def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 
 
 def joined(values: npt.NDArray[Number], starts: IntArray, lengths: IntArray) -> npt.NDArray[Number]:
-    """Rows from each start on, as many as its length says, one range after the other.
-
-    Where the ranges follow each other, no row is copied.
-    """
+    """Rows from each start on, as many as its length says; not copied where ranges adjoin."""
     if len(starts) and np.array_equal(starts[1:], (starts + lengths)[:-1]):
         return values[starts[0] : starts[-1] + lengths[-1]]
     if LONG_RANGE * len(starts) > lengths.sum():
@@ -91,10 +88,7 @@ class Lists:
 
     @classmethod
     def apart(cls, values: IntArray, bounds: IntArray) -> Lists:
-        """Lists that follow each other, one for each tensor.
-
-        `bounds` are the first row of each tensor, and the number of rows.
-        """
+        """Lists that follow each other; `bounds` are their first rows, and the number of rows."""
         return cls(np.arange(len(bounds) - 1), bounds[1:], values)
 
     @classmethod
@@ -222,10 +216,7 @@ class Pieces:
         return Pieces(lists, self.in_file, self.in_tensor[tensors])
 
     def alike(self, *columns: IntArray) -> tuple[IntArray, IntArray]:
-        """One of each kind of tensors, and the kind of each tensor.
-
-        Those of a kind have the same lists, and the same number in each of some columns.
-        """
+        """One of each kind of tensors with equal lists and columns, and the kind of each."""
         return distinct(*(one.number for one in self.lists), *columns)
 
 

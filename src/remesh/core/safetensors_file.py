@@ -50,10 +50,7 @@ class Header:
 def encode_header(
     tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Encode a header of tensors: name, dtype code, shape and number of bytes, in file order.
-
-    Returns the bytes before the data, and the byte at which each tensor begins in the file.
-    """
+    """A header of (name, code, shape, bytes) rows, and the byte at which each begins."""
     document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position, positions = 0, []
     for name, dtype, shape, num_bytes in tensors:

@@ -29,16 +29,13 @@ class ArrayLike(Protocol):
     @property
     def shape(self) -> Sequence[int]:
         """Extent of each dim."""
-        ...
 
     @property
     def dtype(self) -> object:
         """Element type, whose text is or ends in its name."""
-        ...
 
     def reshape(self, shape: tuple[int, ...], /) -> Any:
         """A view of another shape."""
-        ...
 
     def __getitem__(self, key: Any, /) -> Any: ...
 

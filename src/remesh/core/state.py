@@ -107,24 +107,19 @@ class Stored(Protocol):
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Dtype name and global shape of a stored tensor, or None."""
-        ...
 
     def has_value(self, name: str) -> bool:
         """True if a plain value of this name is stored."""
-        ...
 
     def merged_list(self, name: str) -> list[str] | None:
         """A stored list of names (see `Walk.add_merged_list`), or None."""
-        ...
 
     def under(self, path: Path) -> list[tuple[Path, str]]:
         """Path and name of every stored leaf whose path begins with `path`."""
-        ...
 
     @property
     def sequences(self) -> Mapping[Path, str]:
         """Paths of stored containers that were a `list` or a `tuple`."""
-        ...
 
 
 class Loaded(Protocol):
@@ -132,11 +127,9 @@ class Loaded(Protocol):
 
     def value(self, name: str) -> object:
         """A loaded plain value; KeyError if none was loaded under this name."""
-        ...
 
     def object(self, unique_name: str) -> object:
         """A loaded element of a sharded object."""
-        ...
 
 
 Rebuild = Callable[[Loaded], Any]
@@ -424,10 +417,7 @@ def describe_nothing(_walk: Walk, _path: Path, _node: Any) -> Rebuild | None:
 def describe(
     state: Any, describe_leaf: LeafDescriber = describe_nothing, stored: Stored | None = None
 ) -> Description:
-    """Walk a state. `stored` is what the checkpoint holds, when the state is a target for loading.
-
-    Of a state that is `Joined`, rebuilding returns the state itself.
-    """
+    """Walk a state; `stored` is the content of the checkpoint that is loaded into it."""
     parts = (state.state, state.beside) if isinstance(state, Joined) else (state,)
     walk = Walk(parts[0], describe_leaf, stored)
     first, *others = [walk.visit((), part) for part in parts]
@@ -490,11 +480,7 @@ def _numpy_alias_key(array: np.ndarray[Any, Any]) -> object:
 
 
 def assemble(leaves: Mapping[Path, object], sequences: Mapping[Path, str], root: Path = ()) -> Any:
-    """Build the nested containers of leaves from their paths: what a walk takes apart.
-
-    All paths begin with `root`, that of the container. `sequences` says which containers are lists
-    or tuples; all others are dicts.
-    """
+    """Build nested containers of leaves from their paths, all of which begin with `root`."""
     inner = {path[:length] for path in leaves for length in range(len(root) + 1, len(path))}
     for path in leaves:
         if path in inner:

@@ -27,8 +27,9 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import msgspec
@@ -65,12 +66,7 @@ def is_plain(value: object) -> bool:
 
 
 def encode(value: object, where: str = "value") -> bytes:
-    """Encode a plain value; `where` is its path in the state.
-
-    Raises:
-        UnsupportedValueError: If the value, or one inside it, has no safe encoding, or stands for
-            what was not read.
-    """
+    """Encode a plain value, whose path is `where`; UnsupportedValueError if it has no safe form."""
     encoded = _pack(value, where)
     # Stand-ins are rare, and their encoding is found faster than all parts of a value are visited.
     missing = next(unread(value), None) if _UNREAD in encoded else None
@@ -207,8 +203,7 @@ def _encode(value: object, where: str) -> object:
     if isinstance(value, Mapping):
         return _encode_mapping(value, where)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [_encode(item, f"{where}.{i}") for i, item in enumerate(value)]
-        return _tagged("namedtuple", [_type_name(value), items])
+        return _tagged("namedtuple", [_type_name(value), _encode_items(value, where)])
     raise UnsupportedValueError(
         f"{where}: a value of type {_type_name(value)} has no safe encoding\nGive it state_dict() "
         "and load_state_dict(), turn it into plain values (for instance dataclasses.asdict), or "
@@ -220,24 +215,19 @@ def _encode_unresolved(value: UnresolvedValue, where: str) -> object:
     """An unresolved value is stored again as it was."""
     if value.kind == "namedtuple":
         assert isinstance(value.payload, list)
-        items = [_encode(item, where) for item in value.payload]
-        return _tagged(value.kind, [value.type_name, items])
+        return _tagged(
+            value.kind, [value.type_name, [_encode(item, where) for item in value.payload]]
+        )
     if value.kind in {"enum", "pickle"}:
         return _tagged(value.kind, [value.type_name, value.payload])
     return _tagged(value.kind, value.payload)
-
-
-def _encode_int(value: object, _where: str) -> object:
-    assert isinstance(value, int)
-    return value if value in INT64 else _tagged("int", hex(value))
 
 
 def _label(key: object) -> str:
     return key[:80] if type(key) is str else shown(key)
 
 
-def _encode_mapping(value: object, where: str) -> object:
-    assert isinstance(value, Mapping)
+def _encode_mapping(value: Mapping[Any, object], where: str) -> object:
     if all(type(key) is str for key in value) and "$" not in value:
         return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
     pairs = [
@@ -247,79 +237,46 @@ def _encode_mapping(value: object, where: str) -> object:
     return _tagged("dict", pairs)
 
 
-def _sequence(kind: str | None) -> Callable[[object, str], object]:
-    def encode_items(value: object, where: str) -> object:
-        assert isinstance(value, list | tuple)
-        items = [_encode(item, f"{where}.{i}") for i, item in enumerate(value)]
-        return items if kind is None else _tagged(kind, items)
-
-    return encode_items
+def _encode_items(value: Sequence[object], where: str) -> list[object]:
+    return [_encode(item, f"{where}.{i}") for i, item in enumerate(value)]
 
 
-def _set(kind: str) -> Callable[[object, str], object]:
-    def encode_items(value: object, where: str) -> object:
-        assert isinstance(value, set | frozenset)
-        items = [_encode(item, where) for item in value]
-        # Sets have no order of their own; equal sets must have equal bytes on every rank.
-        return _tagged(kind, sorted(items, key=msgspec.msgpack.encode))
+def _encode_set(kind: str, value: Iterable[object], where: str) -> object:
+    items = [_encode(item, where) for item in value]
+    # Sets have no order of their own; equal sets must have equal bytes on every rank.
+    return _tagged(kind, sorted(items, key=msgspec.msgpack.encode))
 
-    return encode_items
+
+def _encode_namespace(kind: str, value: object, where: str) -> object:
+    return _tagged(kind, _encode_mapping(vars(value), where))
 
 
 def _itself(value: object, _where: str) -> object:
     return value
 
 
-def _isoformat(kind: str) -> Callable[[object, str], object]:
-    def encode_time(value: object, _where: str) -> object:
-        assert isinstance(value, dt.datetime | dt.date | dt.time)
-        return _tagged(kind, value.isoformat())
-
-    return encode_time
-
-
-def _encode_timedelta(value: object, _where: str) -> object:
-    assert isinstance(value, dt.timedelta)
-    return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
-
-
-def _encode_stream(value: object, _where: str) -> object:
-    assert isinstance(value, io.BytesIO)
-    return _tagged("io.BytesIO", value.getvalue())
-
-
-def _encode_complex(value: object, _where: str) -> object:
-    assert isinstance(value, complex)
-    return _tagged("complex", [value.real, value.imag])
-
-
-def _encode_namespace(kind: str) -> Callable[[object, str], object]:
-    def encode_attributes(value: object, where: str) -> object:
-        return _tagged(kind, _encode_mapping(vars(value), where))
-
-    return encode_attributes
-
-
-_ENCODERS: dict[type, Callable[[object, str], object]] = {
+_ENCODERS: dict[type, Callable[[Any, str], object]] = {
     type(None): _itself,
     bool: _itself,
     float: _itself,
     str: _itself,
     bytes: _itself,
-    int: _encode_int,
-    list: _sequence(None),
-    tuple: _sequence("tuple"),
+    int: lambda value, _: value if value in INT64 else _tagged("int", hex(value)),
+    list: _encode_items,
+    tuple: lambda value, where: _tagged("tuple", _encode_items(value, where)),
     dict: _encode_mapping,
-    set: _set("set"),
-    frozenset: _set("frozenset"),
-    complex: _encode_complex,
-    io.BytesIO: _encode_stream,
-    dt.datetime: _isoformat("datetime"),
-    dt.date: _isoformat("date"),
-    dt.time: _isoformat("time"),
-    dt.timedelta: _encode_timedelta,
-    argparse.Namespace: _encode_namespace("argparse.Namespace"),
-    types.SimpleNamespace: _encode_namespace("types.SimpleNamespace"),
+    set: partial(_encode_set, "set"),
+    frozenset: partial(_encode_set, "frozenset"),
+    complex: lambda value, _: _tagged("complex", [value.real, value.imag]),
+    io.BytesIO: lambda value, _: _tagged("io.BytesIO", value.getvalue()),
+    dt.datetime: lambda value, _: _tagged("datetime", value.isoformat()),
+    dt.date: lambda value, _: _tagged("date", value.isoformat()),
+    dt.time: lambda value, _: _tagged("time", value.isoformat()),
+    dt.timedelta: lambda value, _: _tagged(
+        "timedelta", [value.days, value.seconds, value.microseconds]
+    ),
+    argparse.Namespace: partial(_encode_namespace, "argparse.Namespace"),
+    types.SimpleNamespace: partial(_encode_namespace, "types.SimpleNamespace"),
 }
 
 _UNREAD = msgspec.msgpack.encode(_tagged("pickle", []))[:-1]

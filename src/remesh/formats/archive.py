@@ -29,6 +29,7 @@ from remesh.core.geometry import IntArray, strides_of
 from remesh.core.values import UnresolvedValue, decode, encode
 from remesh.errors import CorruptCheckpointError, FormatVersionError, RemeshError
 from remesh.formats import pickle_reader, restricted_pickle
+from remesh.formats.checks import damaged
 from remesh.formats.pickle_records import Pickled
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.storage import Storage
@@ -108,9 +109,8 @@ def check_extent(tensor: ArchivedTensor, num_bytes: int, where: str) -> int:
         last = tensor.offset + sum((extent - 1) * stride for extent, stride in steps)
         is_sound = (last + 1) * itemsize <= num_bytes
     if not is_sound:
-        raise CorruptCheckpointError(
-            f"{where}: a tensor of shape {tensor.shape} leaves its storage of {num_bytes} bytes\n"
-            "The file is damaged. Load another checkpoint, or restore this file from a copy."
+        raise damaged(
+            where, f"a tensor of shape {tensor.shape} leaves its storage of {num_bytes} bytes"
         )
     return tensor.offset * itemsize
 
@@ -135,17 +135,14 @@ def read_archive(
                 f"{where}: a pickle without an archive around it, as torch wrote before 1.6\nLoad "
                 "and save it again with a later torch"
             ) from error
-        raise CorruptCheckpointError(
-            f"{where}: not an archive of torch.save, or cut short ({error!s:.80})\nLoad another "
-            "checkpoint, or restore this file from a copy."
+        raise damaged(
+            where, f"not an archive of torch.save, or cut short ({error!s:.80})"
         ) from error
     size = file.seek(0, io.SEEK_END)
     names = {entry.filename: _Entry(file, entry, size, where) for entry in entries}
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise CorruptCheckpointError(
-            f"{where}: a zip file, but not one of torch.save (no data.pkl)"
-        )
+        raise damaged(where, "a zip file, but not one of torch.save (no data.pkl)")
     root = pickles[0].removesuffix("data.pkl")
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise FormatVersionError(f"{where}: compressed; save it again without compression")
@@ -198,9 +195,7 @@ class _Entry:
         return data
 
     def _damaged(self, what: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f"{self.where}: the archive's entry {self.info.filename!r:.200} {what}"
-        )
+        return damaged(self.where, f"the archive's entry {self.info.filename!r:.200} {what}")
 
 
 def scan_head(head: bytes) -> tuple[bytes, int] | None:
@@ -237,10 +232,7 @@ def scan_head(head: bytes) -> tuple[bytes, int] | None:
 def row_major_pieces(
     shape: Sequence[int], strides: Sequence[int], where: str
 ) -> tuple[IntArray, tuple[int, ...], IntArray]:
-    """Cut a strided tensor into boxes that lie row by row, without gaps.
-
-    Returns their offsets, a row each; their common shape; and the element at which each begins.
-    """
+    """Boxes of a strided tensor that lie row by row: offsets, common shape, first elements."""
     inside: list[int] = []
     step = 1
     for dim in sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d]):
@@ -272,10 +264,7 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def tensor_value(tensor: ArchivedTensor, data: bytes, position: int) -> object:
-    """A tensor inside an opaque object: torch's own where torch is loaded.
-
-    It begins at byte `position` of `data`.
-    """
+    """A tensor of an opaque object, from byte `position` of `data` on; torch's own if loaded."""
     dtype = BY_NAME[tensor.dtype]
     view = np.ndarray(
         tensor.shape,

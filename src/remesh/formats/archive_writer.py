@@ -62,11 +62,7 @@ def tensor_value(dtype: DType, shape: Sequence[int], key: str) -> Call:
 
 
 def frame(pickled: bytes, num_bytes: int, at: int) -> tuple[bytes, bytes]:
-    """The head and the tail of an archive of one storage, `0`.
-
-    The elements begin after the head, at a multiple of `ALIGNMENT` in the file. The archive begins
-    at its byte `at`.
-    """
+    """Head and tail of an archive, which begins at byte `at`; between them lies storage `0`."""
     head, directory = _small_entries([("data.pkl", pickled)])
     name = f"{ROOT}/data/0".encode()
     is_large = num_bytes >= _MAX_32

@@ -10,6 +10,7 @@ one that says why. It is an error when it is asked for, and only then.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ import numpy as np
 from remesh._repr import shown
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box, IntArray, pad_dims, row_products
+from remesh.core.geometry import Box, IntArray, boxes_of_flat_range, pad_dims, row_products
 from remesh.core.index import Index, StoredFile, checked
 from remesh.core.state import Path, name_of
 from remesh.core.tables import BoxTable, TensorTable
@@ -81,10 +82,7 @@ def exists(storage: Storage, path: str) -> bool:
 
 
 def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
-    """Read many small ranges; near ones with one request, several requests at a time.
-
-    Fewer bytes of a range are returned if the file ends before.
-    """
+    """Read many small ranges, near ones with one request; ranges behind the end are shorter."""
     found = [b""] * len(ranges)
     for group, first, data in read_groups(storage, ranges):
         for number in group:
@@ -96,10 +94,7 @@ def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
 def read_groups(
     storage: Storage, ranges: Sequence[Range]
 ) -> Iterator[tuple[list[int], int, bytes]]:
-    """Read many small ranges as `read_ranges` does, and keep few of them at a time.
-
-    Yields numbers of ranges that lie near each other, their first byte, and the bytes from there.
-    """
+    """`read_ranges` with few in memory: numbers of near ranges, their first byte, the bytes."""
     groups = iter(_near(ranges))
 
     def read(group: list[int]) -> tuple[list[int], int, bytes]:
@@ -169,10 +164,7 @@ class IndexBuilder:
         return self._add_like(name, dtype, tuple(shape))
 
     def add_whole(self, path: str, tensors: Sequence[WholeTensor], prefix: Path = ()) -> None:
-        """Add tensors that lie whole, row by row, in a file: `add_tensor` and `add_piece` for many.
-
-        Their places in the state are the keys of `prefix` and their own.
-        """
+        """Add tensors that lie whole, row by row, in a file; `prefix` is before their keys."""
         file, size = self._file_row(path), self.size_of(path)
         before = name_of((*prefix, ""))
         known: dict[tuple[str, tuple[int, ...]], tuple[Box, int]] = {}
@@ -263,10 +255,7 @@ class IndexBuilder:
         paths: Sequence[str],
         positions: Sequence[int],
     ) -> None:
-        """Add boxes that lie row by row at bytes of files: `add_piece` for many.
-
-        `boxes` are offsets and shapes, with as many dims as the tensors; none is empty.
-        """
+        """`add_piece` for many boxes, given their offsets and shapes; none is empty."""
         if not rows:
             return
         offsets, shapes = boxes
@@ -347,10 +336,7 @@ class IndexBuilder:
         self.document.values[name] = msgspec.Raw(encoded(value, f"{self.storage.url}: {name}"))
 
     def add_leaf(self, name: str, path: Path, value: object) -> None:
-        """Add an opaque value with a place in the state.
-
-        The names of an optimizer's parameters are a list that ranks know parts of.
-        """
+        """Add an opaque value; the parameter names of an optimizer are a list merged over ranks."""
         is_params = path[-3:-2] == ("param_groups",) and path[-1] == "params"
         if (
             is_params
@@ -376,10 +362,7 @@ class IndexBuilder:
         self.add_tree(path, archive.value(), archive, file)
 
     def add_tree(self, path: Path, root: object, archive: Archive, file: str) -> None:
-        """Take apart a part of the nested value that lies in an archive.
-
-        Names of one view of one storage, as those of tied weights, are names of one tensor.
-        """
+        """Add a part of an archive's value; names of one view, of tied weights, are one tensor."""
         found = take_apart(root, path, archive.where, archive.pickled.num_bytes)
         for name, tensor in found.tensors.items():
             view = file, archive.position(tensor), tensor.dtype, tensor.shape, tensor.strides
@@ -462,3 +445,47 @@ def encoded(value: object, where: str) -> bytes:
 def refused(type_name: str, why: str) -> UnresolvedValue:
     """The stand-in of a value that cannot be built."""
     return UnresolvedValue("pickle", type_name, why)
+
+
+# ---------------------------------------------------------------------------------------------
+# Flattened tensors
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """Elements of a flattened tensor that lie next to each other in a file."""
+
+    path: str  # the file
+    position: int  # byte at which they begin
+    num_elements: int  # how many there are
+    dtype: str  # name of their element type
+
+    def range(self, start: int, stop: int) -> FlatPart:
+        """Some of the elements."""
+        assert 0 <= start <= stop <= self.num_elements
+        position = self.position + start * BY_NAME[self.dtype].itemsize
+        return FlatPart(self.path, position, stop - start, self.dtype)
+
+
+def add_flat_parts(
+    builder: IndexBuilder, place: Path, shape: tuple[int, ...], parts: Sequence[FlatPart]
+) -> None:
+    """Add a tensor whose flattened elements are those of some parts, one after the other."""
+    name = name_of(place)
+    found = sum(part.num_elements for part in parts)
+    dtypes = sorted({part.dtype for part in parts})
+    if found != math.prod(shape) or len(dtypes) != 1:
+        raise CorruptCheckpointError(
+            f"{builder.storage.url}: {name}\n"
+            f"The files have {found} elements of {dtypes} for shape {shape}"
+        )
+    row = builder.add_tensor(name, dtypes[0], shape)
+    builder.set_path(name, place)
+    start = 0
+    for part in parts:
+        position = part.position
+        for box in boxes_of_flat_range(shape, start, start + part.num_elements):
+            builder.add_piece(row, box, part.path, position)
+            position += box.size * BY_NAME[part.dtype].itemsize
+        start += part.num_elements

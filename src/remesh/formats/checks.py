@@ -40,10 +40,7 @@ def decode_json(data: bytes, where: str, wanted: type[T]) -> T:
 
 
 def integers(value: Any, where: str, what: str) -> tuple[int, ...]:
-    """A shape or an offset: numbers that are not negative and not too large for 64 bits.
-
-    `what` says what the value should be.
-    """
+    """A shape or an offset: no negative numbers, none too large for 64 bits."""
     is_sequence = isinstance(value, list | tuple) and len(value) <= MAX_DIMS
     # Not isinstance: True is no extent.
     if is_sequence and all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value):

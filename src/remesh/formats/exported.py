@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 
 from remesh.core.tables import Cuts
-from remesh.formats import huggingface_writer, torch_file_writer, whole_tensors
+from remesh.formats import huggingface, torch_file, whole_tensors
 from remesh.formats.framing import Existing, Grid, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.storage import Storage, list_directory
@@ -25,12 +25,12 @@ SAFETENSORS, PTH = "exported safetensors", "exported pth"
 
 
 def _safetensors(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    limit = huggingface_writer.limit_of(options)
-    return huggingface_writer.plan_files(cuts.tensors, document, limit, str(options["name"]))
+    limit = huggingface.limit_of(options)
+    return huggingface.plan_files(cuts.tensors, document, limit, str(options["name"]))
 
 
 def _pth(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    return torch_file_writer.plan_archive(cuts, document, f"{options['name']}.pth")
+    return torch_file.plan_archive(cuts, document, f"{options['name']}.pth")
 
 
 def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> Existing | None:
@@ -39,12 +39,12 @@ def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> E
     number = rf"-\d{{5}}-of-\d{{5}}{re.escape(suffix)}"
     pattern = re.compile(rf"{re.escape(name)}({number}|{re.escape(suffix)})" + r"(\.[0-9a-f]{12})?")
     there = list_directory(storage).files
-    index = huggingface_writer.index_name(name)
+    index = huggingface.index_name(name)
     paths = []
-    if suffix == huggingface_writer.SUFFIX and index in there:
+    if suffix == huggingface.SUFFIX and index in there:
         # Another export may have a name that looks like one with the id of a save.
         by_save = re.compile(rf"{re.escape(name)}-[0-9a-f]{{12}}{number}")
-        named = huggingface_writer.indexed_files(storage, index)
+        named = huggingface.indexed_files(storage, index)
         paths = [index, *(file for file in named if file in there and by_save.fullmatch(file))]
     paths += filter(pattern.fullmatch, sorted(there))
     if not paths:
@@ -57,8 +57,8 @@ EXPORTS = {
         SAFETENSORS,
         _safetensors,
         whole_tensors.frames,
-        huggingface_writer.small_files,
-        functools.partial(_existing, huggingface_writer.SUFFIX),
+        huggingface.small_files,
+        functools.partial(_existing, huggingface.SUFFIX),
         has_metadata=True,
         object_names="final",
         is_beside_others=True,
@@ -68,7 +68,7 @@ EXPORTS = {
         PTH,
         _pth,
         whole_tensors.frames,
-        huggingface_writer.config_and_renames,
+        huggingface.config_and_renames,
         functools.partial(_existing, ".pth"),
         has_metadata=True,
         has_checksums=True,

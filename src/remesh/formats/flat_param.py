@@ -31,10 +31,9 @@ from remesh.core.state import name_of
 from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
-from remesh.formats.building import IndexBuilder, Listing
+from remesh.formats.building import FlatPart, IndexBuilder, Listing, add_flat_parts
 from remesh.formats.checks import check_name, damaged, decode_json, integers
 from remesh.formats.contents import Contents, Place
-from remesh.formats.flat_parts import FlatPart, add_flat_parts
 from remesh.formats.safetensors import StoredArray, read_arrays
 from remesh.storage import Storage
 
@@ -143,10 +142,7 @@ def _add_model(
 def _check_version(
     storage: Storage, files: Listing, meta_file: str, allow: Collection[str]
 ) -> None:
-    """Check the meta file, which is written last.
-
-    Early checkpoints of ATorch have none; later ones are of version 1.
-    """
+    """Check the meta file, which is written last. Early checkpoints of ATorch have none."""
     if MODEL_META not in files:
         if storage.read(meta_file, 0, 1) == _PICKLE:
             return
@@ -203,10 +199,7 @@ def _add_optimizer(
     shapes: Mapping[str, tuple[int, ...]],
     allow: Collection[str],
 ) -> None:
-    """Add the state and the groups of the optimizer.
-
-    State in one dim gets the shape of its parameter, if that is known and as large.
-    """
+    """Add the optimizer. Flat state gets the shape of its parameter, if that is as large."""
     storage = builder.storage
     parts: dict[str, list[FlatPart]] = {}
     wholes: dict[str, StoredArray] = {}

@@ -119,12 +119,7 @@ class _Version(msgspec.Struct):
 
 
 def decode_record(text: bytes, where: str) -> CommitRecord:
-    """The commit record of its text.
-
-    Raises:
-        CorruptCheckpointError: If the text is not a commit record or was damaged.
-        FormatVersionError: If it is of another version.
-    """
+    """The commit record of its text; `FormatVersionError` if it is of another version."""
     try:
         file = msgspec.json.decode(text, type=_RecordFile)
         body = msgspec.json.format(bytes(file.record), indent=-1)
@@ -280,13 +275,7 @@ class NativeFiles:
 
 
 def read_record(storage: Storage) -> CommitRecord:
-    """Read the commit record.
-
-    Raises:
-        CheckpointNotFoundError: If there is none.
-        CorruptCheckpointError: If it was damaged.
-        FormatVersionError: If it is of another version.
-    """
+    """Read the commit record; `CheckpointNotFoundError` if there is none."""
     try:
         return read_record_at(storage, RECORD_NAME)
     except CheckpointNotFoundError:
@@ -329,10 +318,7 @@ def identity_of(record: CommitRecord) -> str:
 
 
 def check_current(storage: Storage, identity: str) -> None:
-    """Check that the commit record is the one that was read before.
-
-    `identity` is "" for formats without one, of which nothing is said.
-    """
+    """Check that the commit record is still that of `identity`; "" is that of other formats."""
     if not identity:
         return
     try:
@@ -376,10 +362,7 @@ def begin_anew(read: Callable[[], _Result]) -> _Result:
 
 
 def replace_index(storage: Storage, record: CommitRecord, index: Index) -> None:
-    """Give a checkpoint another index over the same data files.
-
-    Readers see the old one until they see the new one, because the record is replaced in one step.
-    """
+    """Replace the index of a checkpoint, for readers in one step: the exchange of the record."""
     data = index.encode()
     digest = hex_digest(data)
     path = f"{data_folder(record.save_id)}/index-{digest[:12]}.safetensors"

@@ -39,10 +39,7 @@ from remesh.storage import Storage
 
 
 def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
-    """Lay out a data file that holds some rows of distinct boxes, in this order.
-
-    Returns its header, the byte at which each piece begins, and its size.
-    """
+    """The header of a data file of some rows, where each piece begins, and the file's size."""
     tensors, entries = [], {}
     table, of = boxes.tensors, boxes.tensor[rows]
     dtypes = [DTYPES[code] for code in table.dtypes[of].tolist()]
@@ -70,10 +67,7 @@ def build_index(
     parts: Sequence[Sequence[Part]],
     aliases: Mapping[str, str],
 ) -> Index:
-    """The index of what all ranks wrote.
-
-    `assignments` are the rows of `cuts` that each rank wrote, `parts` the files of each.
-    """
+    """The index of what all ranks wrote: `assignments` are the rows of `cuts` of each."""
     file = np.zeros(len(cuts), dtype=np.int64)
     position = np.zeros(len(cuts), dtype=np.int64)
     files: list[StoredFile] = []

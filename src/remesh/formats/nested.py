@@ -95,10 +95,7 @@ class Nested:
 
 
 def take_apart(root: Any, path: Path, where: str, num_bytes: int) -> Nested:
-    """Take a nested value apart. What is not a dict, at the top, is called `value`.
-
-    `num_bytes` is the length of the pickle that it came from.
-    """
+    """Take a nested value of a pickle of `num_bytes` apart; at the top, no dict is `value`."""
     found = Nested(where, MIN_NAME_CHARS + NAME_CHARS_PER_BYTE * num_bytes)
     is_whole = not path and isinstance(root, Mapping) and found.is_taken_apart(path, root)
     found.visit(path if path or is_whole else ("value",), root)

@@ -24,17 +24,23 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from remesh.errors import CorruptCheckpointError
-from remesh.formats.pickle_literals import (
+from remesh.formats.checks import damaged
+from remesh.formats.pickle_records import (
     MAX_DIGITS,
+    Items,
+    Key,
     MalformedError,
+    Name,
+    PersistentId,
+    Pickled,
+    Record,
+    Rows,
     ascii_of,
     describe,
     integer,
     long_of,
     utf8,
 )
-from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record, Rows
 from remesh.formats.pickle_rows import RowForm, RowReader, taken_again
 
 _PLAIN_INT = range(-(2**60), 2**60)
@@ -48,10 +54,7 @@ def parse(data: bytes, where: str, rows: Sequence[RowForm] = ()) -> Pickled:
         machine.run()
         return Pickled(machine.stack.pop(), frozenset(machine.names), len(data))
     except Exception as error:  # a malformed program may do anything
-        raise CorruptCheckpointError(
-            f"{where}: not a pickle that can be read ({describe(error)})\nLoad another checkpoint, "
-            "or restore this file from a copy."
-        ) from error
+        raise damaged(where, f"not a pickle that can be read ({describe(error)})") from error
 
 
 _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}
@@ -256,21 +259,14 @@ def _mark(machine: _Machine, at: int) -> int:
     return at
 
 
-def _tuple1(machine: _Machine, at: int) -> int:
-    machine.stack[-1] = (machine.stack[-1],)
-    return at
+def _tuple_of(size: int) -> Step:
+    def step(machine: _Machine, at: int) -> int:
+        if len(machine.stack) < size:
+            raise MalformedError("a tuple of more than the stack")
+        machine.stack[-size:] = [tuple(machine.stack[-size:])]
+        return at
 
-
-def _tuple2(machine: _Machine, at: int) -> int:
-    second = machine.stack.pop()
-    machine.stack[-1] = (machine.stack[-1], second)
-    return at
-
-
-def _tuple3(machine: _Machine, at: int) -> int:
-    third, second = machine.stack.pop(), machine.stack.pop()
-    machine.stack[-1] = (machine.stack[-1], second, third)
-    return at
+    return step
 
 
 def _from_mark(made: Callable[[list[Any]], object]) -> Step:
@@ -539,9 +535,9 @@ _BY_OPCODE: dict[bytes, Step] = {
     b"}": _empty(dict),
     b"\x8f": _empty(lambda: Items([], is_frozen=False)),
     b")": _constant(()),
-    b"\x85": _tuple1,
-    b"\x86": _tuple2,
-    b"\x87": _tuple3,
+    b"\x85": _tuple_of(1),
+    b"\x86": _tuple_of(2),
+    b"\x87": _tuple_of(3),
     b"t": _from_mark(tuple),
     b"l": _from_mark(list),
     b"d": _from_mark(_dict_of),

@@ -172,10 +172,7 @@ class RowReader:
         return True
 
     def _next_taken(self, number: int) -> int:
-        """The first number from this one on that may be taken again.
-
-        Numbers ascend, so the stretch to the one that was found last is not searched again.
-        """
+        """The first number from an ascending one on that may be taken again, searched once."""
         if self._taken < number:
             found = self.is_taken.find(1, number)
             self._taken = len(self.is_taken) if found < 0 else found

@@ -109,6 +109,8 @@ def archived_storage(pid: object) -> ArchivedStorage:
     raise ValueError("a persistent id that is not one of torch")
 
 
+Maker = Callable[[Record], object]
+
 # -- checks of arguments --------------------------------------------------------------------------
 
 
@@ -143,12 +145,7 @@ def _extent(value: object) -> int:
 
 
 def checked_keys(keys: Iterable[Any]) -> list[Any]:
-    """The keys, if they can be those of a dict or a set.
-
-    Raises:
-        ValueError: If too many have one hash.
-        TypeError: If one has none.
-    """
+    """The keys, if they can be those of a dict or set; else ValueError, TypeError."""
     found = list(keys)
     hashes = collections.Counter(hash(key) for key in found if type(key) is not str)
     if hashes and hashes.most_common(1)[0][1] > _EQUAL_HASHES:
@@ -196,16 +193,13 @@ def _attributes(record: Record) -> dict[str, Any]:
     return state
 
 
-def _arguments(record: Record) -> argparse.Namespace:
-    made = argparse.Namespace()
-    vars(made).update(_attributes(record))
-    return made
+def _namespace(kind: type[argparse.Namespace | types.SimpleNamespace]) -> Maker:
+    def make(record: Record) -> object:
+        made = kind()
+        vars(made).update(_attributes(record))
+        return made
 
-
-def _namespace(record: Record) -> types.SimpleNamespace:
-    made = types.SimpleNamespace()
-    vars(made).update(_attributes(record))
-    return made
+    return make
 
 
 def _stream(record: Record) -> io.BytesIO:
@@ -217,39 +211,12 @@ def _set(record: Record) -> set[Any]:
     return set(checked_keys(_one(record, list, tuple))) if record.args else set()
 
 
-def _complex(record: Record) -> complex:
-    return complex(*_all_of(record, float, int))
-
-
-def _slice(record: Record) -> slice:
-    return slice(*_all_of(record, int, type(None)))
-
-
-def _path(record: Record) -> pathlib.Path:
-    return pathlib.Path(*_all_of(record, str))
+def _of(made: Callable[..., object], *kinds: type) -> Maker:
+    """Make something of arguments of some types."""
+    return lambda record: made(*_all_of(record, *kinds))
 
 
 _MOMENT_PARTS = (bytes, str, int, type(None), dt.timezone)
-
-
-def _datetime(record: Record) -> dt.datetime:
-    return dt.datetime(*_all_of(record, *_MOMENT_PARTS))  # noqa: DTZ001 - the zone is an argument
-
-
-def _date(record: Record) -> dt.date:
-    return dt.date(*_all_of(record, *_MOMENT_PARTS))
-
-
-def _time(record: Record) -> dt.time:
-    return dt.time(*_all_of(record, *_MOMENT_PARTS))
-
-
-def _timedelta(record: Record) -> dt.timedelta:
-    return dt.timedelta(*_all_of(record, int, float))
-
-
-def _timezone(record: Record) -> dt.timezone:
-    return dt.timezone(*_all_of(record, dt.timedelta, str))
 
 
 # -- numpy ----------------------------------------------------------------------------------------
@@ -381,8 +348,6 @@ _REBUILDERS = tuple(
 
 # -- the table ------------------------------------------------------------------------------------
 
-Maker = Callable[[Record], object]
-
 
 def _makers() -> dict[str, Maker]:
     table: dict[str, Maker] = {
@@ -390,14 +355,14 @@ def _makers() -> dict[str, Maker]:
         "collections.defaultdict": _default_dict,
         "collections.Counter": _mapping,
         "_codecs.encode": _encoded,
-        "argparse.Namespace": _arguments,
-        "types.SimpleNamespace": _namespace,
+        "argparse.Namespace": _namespace(argparse.Namespace),
+        "types.SimpleNamespace": _namespace(types.SimpleNamespace),
         "_io.BytesIO": _stream,
-        "datetime.datetime": _datetime,
-        "datetime.date": _date,
-        "datetime.time": _time,
-        "datetime.timedelta": _timedelta,
-        "datetime.timezone": _timezone,
+        "datetime.datetime": _of(dt.datetime, *_MOMENT_PARTS),
+        "datetime.date": _of(dt.date, *_MOMENT_PARTS),
+        "datetime.time": _of(dt.time, *_MOMENT_PARTS),
+        "datetime.timedelta": _of(dt.timedelta, int, float),
+        "datetime.timezone": _of(dt.timezone, dt.timedelta, str),
         "numpy.dtype": numpy_dtype,
         "torch.Size": _size,
         "torch.device": _device,
@@ -410,8 +375,8 @@ def _makers() -> dict[str, Maker]:
     table |= {
         "builtins.set": _set,
         "builtins.frozenset": lambda record: frozenset(_set(record)),
-        "builtins.complex": _complex,
-        "builtins.slice": _slice,
+        "builtins.complex": _of(complex, float, int),
+        "builtins.slice": _of(slice, int, type(None)),
         "builtins.bytes": _bytes,
         "builtins.bytearray": lambda record: bytearray(_bytes(record)),
         "builtins.dict": _mapping,
@@ -420,7 +385,7 @@ def _makers() -> dict[str, Maker]:
     }
     for package in ("pathlib", "pathlib._local"):  # the latter in Python 3.13
         for kind in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath"):
-            table[f"{package}.{kind}"] = _path
+            table[f"{package}.{kind}"] = _of(pathlib.Path, str)
     for package in ("numpy.core", "numpy._core"):  # the latter since numpy 2
         table[f"{package}.multiarray._reconstruct"] = _array
         table[f"{package}.multiarray.scalar"] = _scalar

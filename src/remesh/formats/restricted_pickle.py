@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remesh.core.values import MAX_NESTING, UnresolvedValue, enum_member
-from remesh.errors import CheckpointError, CorruptCheckpointError, PickleRefusedError
-from remesh.formats.pickle_literals import describe as describe_error
+from remesh.errors import CheckpointError, PickleRefusedError
+from remesh.formats.checks import damaged
 from remesh.formats.pickle_reader import parse
 from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record
+from remesh.formats.pickle_records import describe as describe_error
 from remesh.formats.pickle_rows import RowForm
 from remesh.formats.pickle_values import (
     ATOMS,
@@ -88,10 +89,7 @@ def resolved(
     except CheckpointError:
         raise
     except Exception as error:  # a malformed record may raise anything
-        raise CorruptCheckpointError(
-            f"{where}: its pickle is malformed ({describe_error(error)})\nLoad another "
-            "checkpoint, or restore this file from a copy."
-        ) from error
+        raise damaged(where, f"its pickle is malformed ({describe_error(error)})") from error
 
 
 def max_parts(num_bytes: int) -> int:
@@ -260,10 +258,7 @@ class _Resolver:
 
 
 def _post_order(root: Any, children: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """Containers below and including a node, each once, after those in it.
-
-    In a cycle, the one that was met first comes last.
-    """
+    """Containers below a node and itself, after those in them; the first of a cycle is last."""
     if type(root) not in _CONTAINERS:
         return
     seen = {id(root)}

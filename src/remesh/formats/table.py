@@ -25,17 +25,14 @@ from remesh.formats import (
     deepspeed,
     flat_param,
     huggingface,
-    huggingface_writer,
     megatron_legacy,
     native,
     native_writer,
     paddle,
-    paddle_writer,
     safetensors,
     torch_dcp,
     torch_dcp_writer,
     torch_file,
-    torch_file_writer,
     zarr,
 )
 from remesh.formats.building import exists
@@ -116,7 +113,7 @@ FORMATS: tuple[Format, ...] = (
         huggingface.recognise,
         huggingface.read,
         lists=True,
-        writers=(huggingface_writer.HUGGINGFACE,),
+        writers=(huggingface.HUGGINGFACE,),
     ),
     Format(
         safetensors.NAME,
@@ -124,7 +121,7 @@ FORMATS: tuple[Format, ...] = (
         _is_safetensors,
         safetensors.read,
         lists=True,
-        writers=(huggingface_writer.SAFETENSORS,),
+        writers=(huggingface.SAFETENSORS,),
         is_file=True,
     ),
     Format(
@@ -133,7 +130,7 @@ FORMATS: tuple[Format, ...] = (
         torch_file.recognise,
         torch_file.read,
         lists=True,
-        writers=(torch_file_writer.TORCH_FILE,),
+        writers=(torch_file.TORCH_FILE,),
         is_file=True,
     ),
     Format(
@@ -142,7 +139,7 @@ FORMATS: tuple[Format, ...] = (
         paddle.recognise,
         paddle.read,
         lists=True,
-        writers=(paddle_writer.PADDLE_SAFETENSORS,),
+        writers=(paddle.PADDLE_SAFETENSORS,),
     ),
     Format(
         flat_param.NAME, flat_param.LOOKS_FOR, flat_param.recognise, flat_param.read, lists=True
@@ -249,10 +246,7 @@ def _native_contents(storage: Storage, files: native.NativeFiles) -> Contents:
 
 
 def _opened(place: Place) -> tuple[Format, native.NativeFiles | None]:
-    """The format of what is at a place, and the small files if that is the native one.
-
-    A far storage is asked for both at the same time.
-    """
+    """The format at a place, and native small files; a far storage is asked for both at once."""
     storage, rows, files = place.storage, list[Format](), list[native.NativeFiles]()
 
     def read_native() -> None:
@@ -269,10 +263,7 @@ def _opened(place: Place) -> tuple[Format, native.NativeFiles | None]:
 
 
 def read_encoded(place: Place) -> tuple[bytes, bytes, str]:
-    """Index, values document and identity of a place in stored form, to be sent to other ranks.
-
-    The identity is that of the commit record (`native.identity_of`); "" where there is none.
-    """
+    """Index, values and identity ("" if there is no commit record) of a place, to be sent."""
     row, files = _opened(place)
     if files is not None:
         return files.index_bytes, files.values_bytes, native.identity_of(files.record)

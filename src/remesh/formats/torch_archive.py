@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remesh.formats.weight_files import FileTensor
+from remesh.formats.whole_tensors import FileTensor
 
 ALIGNMENT = 64
 """Tensors begin at multiples of this, as torch wants it to map a file into memory."""

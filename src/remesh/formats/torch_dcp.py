@@ -130,10 +130,7 @@ def read(place: Place) -> Contents:
 
 
 def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None:
-    """Add what such a checkpoint holds that lies in a folder of a larger one.
-
-    `base` is the folder, with a slash at its end; empty for the place itself.
-    """
+    """Add a checkpoint in the folder `base`, which ends with a slash or is empty."""
     reader = _Reader(builder, allow, read_metadata(builder.storage, base, ROWS), base)
     reader.read_tensors()
     reader.read_values()

@@ -3,16 +3,34 @@
 Names are the keys on the way to each tensor or value, joined by dots. A tensor that shares its
 storage with another, whole or in part, is a range of the same bytes. What is not a dict is called
 `value`.
+
+A whole state is written as such a file, which `torch.load(weights_only=True)` reads: an archive
+with a pickle of the nested state, and the elements of each tensor as a storage of its own
+(`torch_archive`); a tied tensor is stored once. All bytes but the elements are known before one of
+them moves, so ranks write their elements into the one file (`whole_tensors`). Checksums of the
+elements are 0 then, because no rank sees all of a tensor; torch does not look at them. In an object
+store one rank collects the tensors and writes the file, with checksums.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
+from remesh.core import values
+from remesh.core.state import Path, assemble
+from remesh.core.tables import Cuts
+from remesh.errors import UnsupportedValueError
+from remesh.formats import whole_tensors
 from remesh.formats.archive import Archive, RangeFile, read_archive
-from remesh.formats.building import IndexBuilder, Listing, file_size
+from remesh.formats.archive_writer import tensor_value
+from remesh.formats.building import IndexBuilder, Listing, exists, file_size
 from remesh.formats.contents import Contents, Place
+from remesh.formats.framing import Existing, Grid, Rename, Saved, Writer
+from remesh.formats.native import ValuesDocument
+from remesh.formats.pickle_writer import dumps
+from remesh.formats.torch_archive import TorchArchive
+from remesh.formats.whole_tensors import FileTensor
 from remesh.storage import Storage
 
 NAME = "torch_file"
@@ -45,3 +63,77 @@ def open_archive(
     """The archive that a whole file is; its size may be known from a listing."""
     raw = RangeFile(storage, path, 0, file_size(storage, listing, path))
     return read_archive(io.BufferedReader(raw, 1 << 16), f"{storage.url}/{path}", allow=allow)
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+FILE_NAME = "state.pt"
+
+
+def one_archive(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+    """Where the tensors lie."""
+    return plan_archive(cuts, document, FILE_NAME)
+
+
+def plan_archive(cuts: Cuts, document: ValuesDocument, file_name: str) -> Grid:
+    """Where the tensors lie in a file of this name."""
+    table = cuts.tensors
+    tensors = [
+        FileTensor(name, table.dtype(number).name, table.shape(number))
+        for number, name in enumerate(table.names)
+    ]
+    archive = TorchArchive(tensors, _pickle(cuts, document))
+    places = {
+        tensor.name: (0, position)
+        for tensor, position in zip(tensors, archive.positions, strict=True)
+    }
+    file = whole_tensors.WholeFile(
+        file_name, archive.num_bytes, archive.fillers(), archive.checksums()
+    )
+    return whole_tensors.WholeFiles([file], places).encode()
+
+
+def _pickle(cuts: Cuts, document: ValuesDocument) -> bytes:
+    """The nested state."""
+    if document.objects:
+        raise UnsupportedValueError(
+            f"{min(document.objects)}: an element of a sharded object, which a file of torch.save "
+            "has no form for\nLeave it out, or save in another format"
+        )
+    leaves: dict[Path, object] = {}
+    for name, raw in document.values.items():
+        value = values.decode(bytes(raw))
+        try:
+            dumps(value)
+        except TypeError as error:
+            raise UnsupportedValueError(
+                f"{name}: {error}; store plain values, or save in another format"
+            ) from error
+        leaves[document.path_of(name)] = value
+    leaves |= {document.path_of(name): list(items) for name, items in document.lists.items()}
+    names = {name: number for number, name in enumerate(cuts.tensors.names)}
+    names |= {alias: names[name] for alias, name in document.aliases.items()}
+    for name, number in names.items():
+        tensor = tensor_value(cuts.tensors.dtype(number), cuts.tensors.shape(number), str(number))
+        leaves[document.path_of(name)] = tensor
+    kinds = {tuple(path): kind for path, kind in document.sequences}
+    holding = {path[:at] for path in leaves for at in range(len(path))}
+    return dumps(assemble(leaves, {path: kinds[path] for path in holding & kinds.keys()}))
+
+
+def small_files(saved: Saved) -> Sequence[Rename]:
+    """The file exists when it has its name."""
+    return whole_tensors.renames(saved)
+
+
+def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
+    """The file that is there."""
+    return Existing(FILE_NAME, paths=(FILE_NAME,)) if exists(storage, FILE_NAME) else None
+
+
+TORCH_FILE = Writer(
+    NAME, one_archive, whole_tensors.frames, small_files, existing, object_names="final"
+)

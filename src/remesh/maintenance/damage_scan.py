@@ -113,10 +113,7 @@ def contents_of(storage: Storage, small: SmallFiles) -> Storage:
 
 
 def scan_data_files(storage: Storage, contents: Storage, small: SmallFiles) -> list[ScannedFile]:
-    """Read every data file of a save once; those that are named somewhere and gone are listed too.
-
-    Memory is bounded by what the headers need.
-    """
+    """Read every data file that is there or named somewhere, once."""
     folder = f"{native.data_folder(small.save_id)}/"
     # The index is the one file of that ending which has no pieces.
     paths = [path for path in storage.list(folder) if path.endswith(".safetensors")]

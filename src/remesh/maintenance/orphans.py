@@ -95,10 +95,7 @@ class Orphan:
 def find_orphans(
     places: Sequence[ScannedDirectory], *, now: float, older_than: float
 ) -> list[Orphan]:
-    """The files to which no commit record refers, and which of them may be removed.
-
-    A save is taken for dead `older_than` seconds after its last change.
-    """
+    """Files of no commit record; a save is dead `older_than` seconds after its last change."""
     return [
         Orphan(
             seen.path,
@@ -135,10 +132,7 @@ def _reason_to_keep(
 
 
 def scan(root: Any) -> list[ScannedDirectory]:
-    """Find what remesh left in a directory and in all directories below it.
-
-    Links to directories are not followed. `root` may be a path or a URL.
-    """
+    """Find what remesh left in a directory and below; links are not followed."""
     storage = open_storage(root)
     if is_local(storage) and not os.path.isdir(storage.url):
         raise CheckpointNotFoundError(f"{storage.url}: no such directory")

@@ -131,20 +131,13 @@ class RepairReport:
 class RepairPlan:
     """The input of `write_repaired`."""
 
-    storage: Storage
-    """The damaged checkpoint."""
-    contents: Storage
-    """The same, with compressed files as what they hold."""
-    small: SmallFiles
-    """What there is of its small files."""
-    files: tuple[ScannedFile, ...]
-    """Its data files."""
-    tensors: ScannedTensors
-    """What is whole."""
-    document: native.ValuesDocument
-    """The values of the new checkpoint."""
-    report: RepairReport
-    """The same for human readers."""
+    storage: Storage  # the damaged checkpoint
+    contents: Storage  # the same, with compressed files as what they hold
+    small: SmallFiles  # what there is of its small files
+    files: tuple[ScannedFile, ...]  # its data files
+    tensors: ScannedTensors  # what is whole
+    document: native.ValuesDocument  # the values of the new checkpoint
+    report: RepairReport  # the same for human readers
 
     __repr__ = short_repr
 
@@ -291,10 +284,7 @@ def _document(
 def _whole_sequences(
     document: native.ValuesDocument, there: Iterable[StatePath], gone: Iterable[StatePath]
 ) -> list[tuple[list[str | int], str]]:
-    """The lists and tuples that have lost no item; others stay dicts with numbers as keys.
-
-    Otherwise the items after a lost one would move up to its place.
-    """
+    """Lists and tuples without lost items; in others, later items would move up."""
     nodes = {path[:length] for path in there for length in range(len(path) + 1)}
     broken = {
         path[: length - 1]
@@ -345,10 +335,7 @@ def _check_target(source: Storage, target: Storage) -> None:
 
 
 def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
-    """Write everything but the record, and make it durable; returns the record.
-
-    Each data file stands for a rank of the save.
-    """
+    """Write everything but the record, which is returned; each file is that of a rank."""
     folder, tensors, old = native.data_folder(save_id), plan.tensors, plan.small.record
     boxes = tensors.boxes
     assignments: list[IntArray] = []

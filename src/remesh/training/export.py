@@ -40,9 +40,9 @@ from remesh.events import ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats import exported
 from remesh.formats.decoding import decoded
-from remesh.formats.huggingface_writer import index_name, indexed_files
+from remesh.formats.huggingface import index_name, indexed_files
 from remesh.formats.table import Source, place_of
-from remesh.formats.weight_files import FileTensor, file_names, split_into_files
+from remesh.formats.whole_tensors import FileTensor, file_names, split_into_files
 from remesh.storage import SharedFiles, Storage, open_storage
 
 WeightFormat = Literal["safetensors", "pth"]
