@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from remesh.errors import CheckpointNotFoundError
+from remesh.errors import CheckpointNotFoundError, CheckpointReplacedError
 from remesh.formats import native
-from remesh.storage import SizedListing, Storage
+from remesh.storage import SizedListing, Storage, list_directory
 
 Problem = Literal["missing", "size", "content"]
 
@@ -34,12 +34,28 @@ def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
     return (record.index, record.values, *record.files)
 
 
-def read_record_and_sizes(storage: Storage) -> tuple[native.CommitRecord, list[Finding]]:
-    """The commit record, and what `check_sizes` finds of it."""
+def read_record_and_sizes(
+    root: Storage, name: str = ""
+) -> tuple[native.CommitRecord, list[Finding]]:
+    """The commit record of a directory, and the files whose sizes differ; the files are listed."""
+    before = f"{name}/" if name else ""
+
+    def read_record() -> native.CommitRecord:
+        return native.read_record_at(root, before + native.RECORD_NAME)
 
     def read() -> tuple[native.CommitRecord, list[Finding]]:
-        record = native.read_record(storage)
-        return record, check_sizes(storage, record)
+        record = read_record()
+        sizes: dict[str, int] = {}
+        for folder in sorted({file.path.rpartition("/")[0] for file in files_of(record)}):
+            prefix = f"{folder}/" if folder else ""
+            files = list_directory(root, f"{before}{prefix}".rstrip("/")).files
+            sizes.update({f"{prefix}{file}": facts.num_bytes for file, facts in files.items()})
+        findings = compare_sizes(record, sizes.get)
+        if findings and read_record() != record:
+            raise CheckpointReplacedError(
+                f"{root.url}/{name}: replaced by another save while it was looked at"
+            )
+        return record, findings
 
     return native.begin_anew(read)
 

@@ -15,16 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from remesh.catalog.checkpoints import known_problem, newest_of, number_in, step_of
-from remesh.catalog.files import (
-    Finding,
-    compare_sizes,
-    describe_findings,
-    files_of,
-)
+from remesh.catalog.files import describe_findings, files_of, read_record_and_sizes
 from remesh.core.integrity import repair_advice
 from remesh.errors import (
     CheckpointNotFoundError,
-    CheckpointReplacedError,
     CorruptCheckpointError,
     RemeshError,
     StorageError,
@@ -117,7 +111,7 @@ def _entry_at(root: Storage, name: str) -> Entry | None:
                 num_bytes = sum(sum(found.values()) for found in sizes)
                 return Entry(name, path, "unfinished", _NO_RECORD, num_bytes)
             return _foreign_entry(name, path, here) if is_local(root) else None
-        record, findings = native.begin_anew(lambda: _record_and_sizes(root, name))
+        record, findings = read_record_and_sizes(root, name)
         problem = known_problem(root, name)
     except CorruptCheckpointError:
         return Entry(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
@@ -165,25 +159,6 @@ def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
                 format=row.name,
             )
     return None
-
-
-def _record_and_sizes(root: Storage, name: str) -> tuple[native.CommitRecord, list[Finding]]:
-    """The commit record of a directory, and the files whose sizes differ; the files are listed."""
-    path = f"{root.url}/{name}"
-
-    def read() -> native.CommitRecord:
-        return native.read_record_at(root, f"{name}/{native.RECORD_NAME}")
-
-    record = read()
-    sizes: dict[str, int] = {}
-    for folder in sorted({file.path.rpartition("/")[0] for file in files_of(record)}):
-        files = list_directory(root, f"{name}/{folder}" if folder else name).files
-        prefix = f"{folder}/" if folder else ""
-        sizes.update({f"{prefix}{file}": facts.num_bytes for file, facts in files.items()})
-    findings = compare_sizes(record, sizes.get)
-    if findings and read() != record:
-        raise CheckpointReplacedError(f"{path}: replaced by another save while it was looked at")
-    return record, findings
 
 
 # ---------------------------------------------------------------------------------------------

@@ -140,7 +140,6 @@ def scan_data_files(storage: Storage, contents: Storage, small: SmallFiles) -> l
 class _Known:
     """The word of the small files on a data file."""
 
-    num_bytes: int | None
     stored_bytes: int | None
     digest: str | None
     is_compressed: bool
@@ -149,26 +148,21 @@ class _Known:
 
     @classmethod
     def of(cls, small: SmallFiles, path: str) -> _Known:
-        num_bytes, stored_bytes, digest, blocks, pieces = None, None, None, None, None
-        is_compressed = False
+        stored_bytes, digest, is_compressed, blocks, pieces = None, None, False, None, None
         for file in () if small.record is None else small.record.files:
             if file.path == path:
                 stored_bytes, digest = file.num_bytes, file.digest
                 is_compressed = file.compressed
         index = small.index
-        number = None if index is None else _row_of(index, path)
-        if index is not None and number is not None:
+        paths = [] if index is None else [file.path for file in index.files]
+        if index is not None and path in paths:
+            number = paths.index(path)
             if index.block_size == BLOCK_SIZE:
                 blocks = index.digests[index.first_block[number] : index.first_block[number + 1]]
             if small.index_state == "intact":
                 stored_bytes = index.stored_sizes[number]
-                num_bytes = index.files[number].num_bytes
                 pieces = _pieces_of(index, number)
-        return cls(num_bytes, stored_bytes, digest, is_compressed, blocks, pieces)
-
-
-def _row_of(index: Index, path: str) -> int | None:
-    return next((row for row, file in enumerate(index.files) if file.path == path), None)
+        return cls(stored_bytes, digest, is_compressed, blocks, pieces)
 
 
 def _pieces_of(index: Index, number: int) -> list[ScannedPiece]:
