@@ -142,9 +142,9 @@ class _Bare(str):
         return str(self)
 
 
-def format_value(value: object, width: int = 80) -> str:
+def format_value(value: object) -> str:
     """A stored value in Python's notation, laid out in lines."""
-    return pprint.pformat(_with_bare_text(value), width=width, sort_dicts=False)
+    return pprint.pformat(_with_bare_text(value), sort_dicts=False)
 
 
 def format_value_short(value: object, length: int = 60) -> str:
@@ -163,14 +163,10 @@ def _with_bare_text(value: object) -> object:
             return _Bare(f"{value.type_name}({inner!r})")
         case dict():
             return {key: _with_bare_text(item) for key, item in value.items()}
-        case list() | tuple():
-            return type(value)(map(_with_bare_text, value)) if _is_plain(value) else value
+        case list() | tuple() if type(value) in {list, tuple}:
+            return type(value)(map(_with_bare_text, value))
         case _:
             return value
-
-
-def _is_plain(value: object) -> bool:
-    return type(value) in {list, tuple}
 
 
 def type_name(value: object) -> str:

@@ -52,11 +52,8 @@ def _structural(schema: Schema, parts: dict[str, Schema], *, defaults: bool) -> 
         default = None if default is None else {}  # those of its fields follow
     elif made["type"] == "object":
         made["x-kubernetes-preserve-unknown-fields"] = True
-    if (
-        defaults
-        and default is not None
-        and ("properties" in made or isinstance(default, str | int))
-    ):
+    # Empty lists and templates are what a missing one means.
+    if defaults and (isinstance(default, str | int) or ("properties" in made and default == {})):
         made["default"] = default
     return made
 
