@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from remesh.formats.pickle_reader import parse
 from remesh.formats.pickle_records import Rows
-from remesh.formats.torch_dcp_rows import ROWS, boxes_of, places_of
+from remesh.formats.torch_dcp import ROWS, boxes_of, places_of
 
 NUMBERS = st.sampled_from((0, 1, 106, 148, 255, 256, 65535, 65536, 2**31, 2**40, 2**55))
 SIZES = st.integers(0, 5).flatmap(lambda n: st.lists(NUMBERS, min_size=n, max_size=n))

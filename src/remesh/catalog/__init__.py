@@ -5,9 +5,7 @@ package. `list_checkpoints` reads the commit records of a directory and the smal
 `scan` also compares the sizes of files, and finds unfinished saves.
 """
 
-from remesh.catalog.checkpoints import (
-    NOTE_KEY as NOTE_KEY,
-)
+from remesh.catalog.checkpoints import NOTE_KEY as NOTE_KEY
 from remesh.catalog.checkpoints import (
     CheckpointInfo,
     ManagerNote,

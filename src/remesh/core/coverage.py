@@ -35,11 +35,9 @@ MAX_SHOWN = 4
 
 
 def check_coverage(boxes: BoxTable, holders: Callable[[int], str]) -> None:
-    """Check that the boxes of each tensor cover it exactly once.
+    """Check that distinct boxes, sorted by tensor, cover each tensor exactly once.
 
-    The boxes are distinct, not empty, sorted by tensor, and inside their tensors. `holders` says
-    which ranks hold a row, for the message, which names holes and overlaps of the first faulty
-    tensors.
+    `holders` says which ranks hold a row, for the message about the first faulty tensors.
     """
     num_tensors = len(boxes.tensors)
     faulty = faulty_tensors(boxes)

@@ -193,10 +193,7 @@ def cut_name(name: str) -> Path:
 
 
 class Walk:
-    """One walk over a state: collects a `Description`, leaf by leaf.
-
-    Adapters call `add_tensor`, `add_value` and `visit` for what they find in a leaf.
-    """
+    """One walk over a state; adapters tell it by its methods what they find in a leaf."""
 
     def __init__(self, root: object, describe_leaf: LeafDescriber, stored: Stored | None) -> None:
         # Leaves may look at others: an optimizer takes its names from the modules beside it.

@@ -593,8 +593,8 @@ def holders_of(
 ) -> list[tuple[dict[str, str], Sequence[Shard]]]:
     """The ranks that hold parts of a group: all of them, or for experts those of each share.
 
-    Expert-parallel ranks follow each other, and all call their experts 0, 1 and so on. For each
-    share: the name in the model of each parameter of the group, and the ranks.
+    Expert-parallel ranks follow each other, and all call their experts 0, 1 and so on. With the
+    ranks come the names of the parameters in the model.
     """
     counts = shards[0].counts
     count = counts[number] if number < len(counts) else len(shards)

@@ -36,10 +36,9 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats.archive import Archive
-from remesh.formats.building import IndexBuilder, Listing
+from remesh.formats.building import IndexBuilder, Listing, Nested, take_apart
 from remesh.formats.checks import damaged
 from remesh.formats.contents import Contents, Place
-from remesh.formats.nested import Nested, take_apart
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.formats.torch_file import open_archive
 from remesh.storage import Storage

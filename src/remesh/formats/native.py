@@ -340,8 +340,7 @@ def check_current(storage: Storage, identity: str) -> None:
 def unless_replaced(storage: Storage, identity: str) -> Iterator[None]:
     """Read what a record refers to; a failure is a `CheckpointReplacedError` if that has changed.
 
-    The files of a replaced checkpoint are removed, so that what is missing or cannot be read may
-    be in perfect order.
+    The files of a replaced checkpoint are removed, so what is missing may be in perfect order.
     """
     try:
         yield

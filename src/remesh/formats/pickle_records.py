@@ -67,11 +67,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Objects that follow each other, as columns; see `pickle_rows`.
-
-    They are one item of a list in the place of many, or key and value of a dict in the place of
-    many keys and values.
-    """
+    """Like objects as columns (`pickle_rows`), in place of many items or many keys and values."""
 
     form: object  # what they are
     columns: list[list[Any]]  # the values of their fields

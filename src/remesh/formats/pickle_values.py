@@ -298,10 +298,7 @@ def _layout(record: Record) -> object:
 
 
 def _tensor(record: Record) -> ArchivedTensor | UnresolvedValue:
-    """A tensor as torch rebuilds it; the dtype is told where the storage is of bytes.
-
-    A last argument may say that the elements are the conjugates or negatives of those stored.
-    """
+    """A tensor as torch rebuilds it; refused if its elements are stored without their sign."""
     storage, offset, shape, strides, *more = record.args
     if not isinstance(storage, ArchivedStorage):
         raise TypeError("a tensor without a storage")

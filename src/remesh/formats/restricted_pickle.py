@@ -60,10 +60,7 @@ def loads(
     allow: Collection[str] = (),
     rows: Sequence[RowForm] = (),
 ) -> Pickled:
-    """Read a pickle as data, if it only names what is known.
-
-    Known are plain values, tensors, numpy arrays, the names in `also`, and in `allow` of the user.
-    """
+    """Read a pickle that only names plain values, tensors, arrays, and what is allowed."""
     pickled = parse(data, where, rows)
     for name in sorted(pickled.names):
         if not (name in KNOWN or name in also or name in allow):

@@ -4,12 +4,10 @@ Names are the keys on the way to each tensor or value, joined by dots. A tensor 
 storage with another, whole or in part, is a range of the same bytes. What is not a dict is called
 `value`.
 
-A whole state is written as such a file, which `torch.load(weights_only=True)` reads: an archive
-with a pickle of the nested state, and the elements of each tensor as a storage of its own
-(`torch_archive`); a tied tensor is stored once. All bytes but the elements are known before one of
-them moves, so ranks write their elements into the one file (`whole_tensors`). Checksums of the
-elements are 0 then, because no rank sees all of a tensor; torch does not look at them. In an object
-store one rank collects the tensors and writes the file, with checksums.
+A whole state is written as such a file, which `torch.load(weights_only=True)` reads, by all ranks
+together (`whole_tensors`); a tied tensor is stored once. Checksums of the elements are 0 then,
+because no rank sees all of a tensor; torch does not look at them. In an object store one rank
+collects the tensors and writes the file, with checksums.
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ from remesh.core.tables import Cuts
 from remesh.errors import UnsupportedValueError
 from remesh.formats import whole_tensors
 from remesh.formats.archive import Archive, RangeFile, read_archive
-from remesh.formats.archive_writer import tensor_value
+from remesh.formats.archive_writer import TorchArchive, tensor_value
 from remesh.formats.building import IndexBuilder, Listing, exists, file_size
 from remesh.formats.contents import Contents, Place
 from remesh.formats.framing import Existing, Grid, Rename, Saved, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import dumps
-from remesh.formats.torch_archive import TorchArchive
 from remesh.formats.whole_tensors import FileTensor
 from remesh.storage import Storage
 

@@ -24,30 +24,39 @@ pieces seem to be there. Tensors with such bytes are *unchecked*, and taken only
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remesh.core import values
 from remesh.core.compression import BlockTable
 from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import MAX_ELEMENTS, Box, uncovered
 from remesh.core.index import Index
-from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, digest_of_digests
+from remesh.core.integrity import (
+    BLOCK_SIZE,
+    Digests,
+    WrittenFile,
+    block_digests,
+    digest_of_digests,
+    hex_digest,
+)
 from remesh.core.safetensors_file import Header, HeaderEntry, decode_header, header_length
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageError,
 )
 from remesh.formats import native
 from remesh.formats.decoding import DecompressedFiles, decoded
-from remesh.maintenance.small_files import SmallFiles
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, Storage
 
@@ -57,6 +66,123 @@ READ_BYTES = 8 * BLOCK_SIZE
 DataFileState = Literal["sound", "damaged", "truncated", "unreadable", "missing"]
 
 _Flags = npt.NDArray[np.bool_]
+
+
+# ---------------------------------------------------------------------------------------------
+# Small files
+# ---------------------------------------------------------------------------------------------
+
+
+SmallFileState = Literal["intact", "decodes", "damaged", "missing"]
+
+_FOLDER = re.compile(r"data-([0-9a-f]+)/.+", re.DOTALL)
+
+_Decoded = TypeVar("_Decoded")
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFiles:
+    """The small files of a save, as far as there is anything of them."""
+
+    save_id: str  # names the save
+    record: native.CommitRecord | None  # the commit record, if it is readable
+    index: Index | None  # the index, if it decodes
+    document: native.ValuesDocument | None
+    """The values, if they decode and are not known to be damaged."""
+    record_state: SmallFileState  # what is known of the record; it carries its own digest
+    index_state: SmallFileState
+    """What is known of the index. It may decode and be damaged all the same."""
+    values_state: SmallFileState  # what is known of the values file
+
+    @property
+    def trusted_index(self) -> Index | None:
+        """The index, if its digest proves it."""
+        return self.index if self.index_state == "intact" else None
+
+
+def read_small_files(storage: Storage, save_id: str | None) -> SmallFiles:
+    """Find the save, or that which the caller names, and read what there is of its small files."""
+    record, record_state = _read_record(storage)
+    if save_id is not None and (record is None or record.save_id != save_id):
+        record, record_state = None, "missing"
+    if save_id is None:
+        save_id = record.save_id if record is not None else _only_save(storage)
+    elif not storage.list(f"{native.data_folder(save_id)}/"):
+        raise CheckpointNotFoundError(f"{storage.url}: there are no files of a save {save_id!r}")
+    folder = native.data_folder(save_id)
+
+    def read(
+        name: str, file: native.FileRecord | None, decode: Callable[[bytes, str], _Decoded]
+    ) -> tuple[_Decoded | None, SmallFileState]:
+        path = f"{folder}/{name}" if file is None else file.path
+        try:
+            data = storage.read(path)
+        except CheckpointNotFoundError:
+            return None, "missing"
+        except StorageError:
+            return None, "damaged"
+        try:
+            decoded = decode(data, path)
+        except CorruptCheckpointError:
+            return None, "damaged"
+        if file is None:
+            return decoded, "decodes"
+        is_intact = len(data) == file.num_bytes and hex_digest(data) == file.digest
+        return decoded, "intact" if is_intact else "damaged"
+
+    index_file, values_file = (None, None) if record is None else (record.index, record.values)
+    index, index_state = read("index.safetensors", index_file, Index.decode)
+    document, values_state = read("values.msgpack", values_file, _decode_values)
+    return SmallFiles(
+        save_id,
+        record,
+        index,
+        document if values_state != "damaged" else None,
+        record_state,
+        index_state,
+        values_state,
+    )
+
+
+def _read_record(storage: Storage) -> tuple[native.CommitRecord | None, SmallFileState]:
+    try:
+        return native.read_record(storage), "intact"
+    except CheckpointNotFoundError:
+        return None, "missing"
+    except (CorruptCheckpointError, StorageError):
+        return None, "damaged"
+
+
+def _only_save(storage: Storage) -> str:
+    """The save whose files lie there."""
+    found = (_FOLDER.fullmatch(path) for path in storage.list())
+    saves = sorted({match[1] for match in found if match is not None})
+    if not saves:
+        raise CheckpointNotFoundError(
+            f"{storage.url}: nothing to repair, there is no folder data-<save id> with files"
+        )
+    if len(saves) > 1:
+        raise CheckpointError(
+            f"{storage.url} has files of {len(saves)} saves and no readable "
+            f"{native.RECORD_NAME}\n"
+            f"Look at each of them with --save: {', '.join(saves)}"
+        )
+    return saves[0]
+
+
+def _decode_values(data: bytes, where: str) -> native.ValuesDocument:
+    """The document, if every value in it decodes as well."""
+    document = native.ValuesDocument.decode(data, where)
+    for raw in document.values.values():
+        values.decode(bytes(raw))
+    for element in document.objects.values():
+        values.decode(bytes(element.value))
+    return document
+
+
+# ---------------------------------------------------------------------------------------------
+# Data files
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +223,6 @@ class ScannedFile:
 def _blocks_of(piece: ScannedPiece) -> slice:
     stop = -(-(piece.position + piece.num_bytes) // BLOCK_SIZE)
     return slice(piece.position // BLOCK_SIZE, stop)
-
-
-# ---------------------------------------------------------------------------------------------
-# Data files
-# ---------------------------------------------------------------------------------------------
 
 
 def contents_of(storage: Storage, small: SmallFiles) -> Storage:
@@ -191,7 +312,7 @@ def _scan_file(
     header, problem = None, ""
     pieces: Sequence[ScannedPiece] = []
     try:
-        header = _read_header(contents, path, there)
+        header = _read_header(contents, path)
         pieces = _pieces_in(header, path)
     except (CorruptCheckpointError, StorageError) as error:
         problem = str(error)
@@ -315,10 +436,8 @@ def _compare(
 # ---------------------------------------------------------------------------------------------
 
 
-def _read_header(storage: Storage, path: str, size: int) -> Header:
+def _read_header(storage: Storage, path: str) -> Header:
     length = header_length(storage.read(path, 0, 8), path)
-    if 8 + length > size:
-        raise CorruptCheckpointError(f"{path}: ends in its safetensors header")
     return decode_header(storage.read(path, 0, 8 + length), path)
 
 

@@ -229,10 +229,10 @@ def _joined(path: str, name: str) -> str:
 
 
 def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -> bool:
-    """Remove an orphan that `find_orphans` gave with nothing in `kept`; true if it was removed.
+    """Remove an orphan with nothing in `kept`, unless it has changed; true if it was removed.
 
-    It is not if it has changed, was committed or has gone meanwhile. A directory that holds nothing
-    afterwards goes as well, unless it is `root`, where `scan` looked.
+    A directory that holds nothing afterwards goes as well, unless it is `root`, where `scan`
+    looked.
     """
     storage = open_storage(root)
     path = orphan.path.removeprefix(storage.url).removeprefix("/")

@@ -33,12 +33,14 @@ from remesh.maintenance.damage_scan import (
     LostTensor,
     ScannedFile,
     ScannedTensors,
+    SmallFiles,
+    SmallFileState,
     assemble_tensors,
     contents_of,
+    read_small_files,
     scan_data_files,
 )
 from remesh.maintenance.orphans import remove_files
-from remesh.maintenance.small_files import SmallFiles, SmallFileState, read_small_files
 from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
@@ -442,7 +444,6 @@ class _StoredMemory:
 
     @property
     def layout(self) -> None:
-        """See `Memory.layout`; this is not in memory."""
         return
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
@@ -453,7 +454,7 @@ class _StoredMemory:
         into[...] = data.view(self.dtype.carrier).reshape(box.shape)
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """See `Memory.copy_in`; the damaged checkpoint is only read."""
+        # The damaged checkpoint is only read.
         raise AssertionError(box, values)
 
 

@@ -74,8 +74,8 @@ from remesh.formats.torch_dcp import (
     dtype_of,
     kind_of,
     read_metadata,
+    size_of,
 )
-from remesh.formats.torch_dcp_rows import size_of
 from remesh.storage import Storage
 
 
