@@ -591,7 +591,7 @@ class _Reader:
         where = f"{self.storage.url}/{place.path}: {name}"
 
         archive = read_archive(io.BytesIO(data), where, base=place.start, allow=self.allow)
-        element = _OBJECT.fullmatch(name)
+        element = element_of(name)
         if name == COMMON_KEY:
             # A list of one item, as every object of Megatron's.
             found = archive.pickled.root
@@ -600,11 +600,11 @@ class _Reader:
             common = replace(archive, pickled=replace(archive.pickled, root=found[0]))
             self.builder.add_nested((), common, place.path)
         elif element is not None:
-            key, offset, shape = element.groups()
+            key, offset, shape = element
             value = opaque(archive, data, place.start)
             if isinstance(value, list) and len(value) == 1:
                 value = value[0]
-            self.builder.add_object(key, _numbers(shape), _numbers(offset), value)
+            self.builder.add_object(key, shape, offset, value)
         else:
             path = self._path_of(name)
             self._set_lists(path)
@@ -657,5 +657,10 @@ def dtype_of(entry: Record) -> str | None:
     return name if name in BY_NAME else None
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split("."))
+def element_of(name: str) -> tuple[str, Numbers, Numbers] | None:
+    """Key, offset and shape of the grid of an element of a grid of values, by its name."""
+    found = _OBJECT.fullmatch(name)
+    if found is None:
+        return None
+    offset, shape = (tuple(map(int, text.split("."))) for text in found.groups()[1:])
+    return found[1], offset, shape

@@ -167,9 +167,7 @@ def common_file(document: ValuesDocument) -> SmallFile:
     }
     common |= {document.path_of(name): list(items) for name, items in document.lists.items()}
     sequences = {tuple(path): kind for path, kind in document.sequences}
-    holding = {path[:at] for path in common for at in range(len(path))}
-    nested = assemble(common, {path: sequences[path] for path in holding & sequences.keys()})
-    return COMMON_NAME, archive_of(nested, COMMON_NAME)
+    return COMMON_NAME, archive_of(assemble(common, sequences), COMMON_NAME)
 
 
 def config_file(backend: str) -> SmallFile:

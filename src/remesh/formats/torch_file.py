@@ -116,9 +116,7 @@ def _pickle(cuts: Cuts, document: ValuesDocument) -> bytes:
     for name, number in names.items():
         tensor = tensor_value(cuts.tensors.dtype(number), cuts.tensors.shape(number), str(number))
         leaves[document.path_of(name)] = tensor
-    kinds = {tuple(path): kind for path, kind in document.sequences}
-    holding = {path[:at] for path in leaves for at in range(len(path))}
-    return dumps(assemble(leaves, {path: kinds[path] for path in holding & kinds.keys()}))
+    return dumps(assemble(leaves, {tuple(path): kind for path, kind in document.sequences}))
 
 
 def small_files(saved: Saved) -> Sequence[Rename]:

@@ -19,7 +19,6 @@ Writing cuts each tensor into the largest regular chunks that every stored box i
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -42,7 +41,7 @@ from remesh.formats.checks import MALFORMED, decode_json
 from remesh.formats.contents import Contents, Place
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
-from remesh.formats.torch_dcp import COMMON_NAME, opaque
+from remesh.formats.torch_dcp import COMMON_NAME, element_of, opaque
 from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
 from remesh.formats.torch_file import open_archive
 from remesh.storage import Storage
@@ -53,9 +52,6 @@ LOOKS_FOR = f"{CONFIG_NAME} with sharded_backend zarr (Megatron)"
 MAX_CHUNKS = 1 << 16
 """Chunk files of one tensor that are written at most."""
 
-_OBJECT = re.compile(
-    r"(.*)/shard_([0-9]{1,18}(?:\.[0-9]{1,18})*)_([0-9]{1,18}(?:\.[0-9]{1,18})*)\.pt", re.DOTALL
-)
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_ELEMENTS)]
 
 
@@ -98,20 +94,16 @@ def read(place: Place) -> Contents:
         folder, _, name = path.rpartition("/")
         if name == ARRAY_NAME and folder:
             _add_array(builder, folder)
-        element = _OBJECT.fullmatch(path)
+        element = element_of(path.removesuffix(".pt")) if path.endswith(".pt") else None
         if element is not None:
-            key, offset, shape = element.groups()
+            key, offset, shape = element
             archive = open_archive(storage, path, files, allow=allow)
             value = opaque(archive, storage.read(path), 0)
-            builder.add_object(key, _numbers(shape), _numbers(offset), value)
+            builder.add_object(key, shape, offset, value)
     if COMMON_NAME in files:
         archive = open_archive(storage, COMMON_NAME, files, allow=allow)
         builder.add_nested((), archive, COMMON_NAME)
     return Contents.of(NAME, builder)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split("."))
 
 
 def _add_array(builder: IndexBuilder, name: str) -> None:
