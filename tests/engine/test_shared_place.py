@@ -140,7 +140,7 @@ def test_object_stores_of_nodes_under_one_url_are_an_error_and_are_left_clean(
     for outcome in outcomes:
         assert isinstance(outcome, Raised)
         assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
-        assert "does not see what rank 0 writes there" in str(outcome.error)
+        assert "rank 0 does not see the files of ranks 1, 2." in str(outcome.error)
     assert [place.list() for place in places] == [[], [], []]
 
 

@@ -1,19 +1,17 @@
 """The end of a save: rank 0 makes a checkpoint exist once every rank's files are durable.
 
 What a writer has for early files (the values of remesh's own format) is known before the tensors
-are written, so it is written beside them (`write_beside`), as are the directories. In an object
-store the other small files are written while the last bytes are on their way
-(`begin_small_files`). What is left to do after the last byte is short: the data file itself, the
-small files and the mark. Or the save is given up, and what was written is removed (`give_up`).
+are written, so it is written beside them (`write_beside`), as are the directories. What is left to
+do once all data files are durable is short: the other small files, and then the mark. Or the save
+is given up, and what was written is removed (`give_up`).
 
 This serves every format, and saves in the foreground and in the background alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 from remesh import catalog
@@ -26,45 +24,17 @@ from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
 from remesh.maintenance.orphans import remove_files, remove_orphans
-from remesh.storage import SharedFiles, Storage, ask_meanwhile, ask_together, delete_files
+from remesh.storage import SharedFiles, Storage, ask_together, delete_files
 
 
-@dataclass(slots=True, eq=False)
-class SmallFiles:
-    """What rank 0 does when it knows what all ranks have written; see `last_steps`."""
-
-    files: Sequence[SmallFile]  # small files
-    renames: Sequence[Rename]  # data files that get their final names
-    mark: SmallFile | Rename | None
-    """What makes the checkpoint exist; None if it is a single data file that has its name."""
-    put: list[str] = field(default_factory=list)  # paths of the files that are there
-    wait: Callable[[], object] = lambda: None  # waits until all are
-
-
-def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> list[str]:
-    """What a rank does while its data is being written.
-
-    Directories are made durable, and rank 0 writes the early files.
-
-    Args:
-        storage: Where the checkpoint is.
-        save: On rank 0, what it knows of the save.
-        emit: Called at `save.values_written`.
-
-    Returns:
-        Paths of the early files.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
+    """Make directories durable, or on rank 0 write the early files; beside the writing of data."""
     if save is None:
         storage.sync()
-        return []
-    files = early_files(save)
-    for path, data in files:
+        return
+    for path, data in early_files(save):
         storage.put(path, data, overwrite=False)
         emit("save.values_written", len(data))
-    return [path for path, _ in files]
 
 
 def early_files(save: GlobalSavePlan) -> Sequence[SmallFile]:
@@ -89,43 +59,8 @@ def last_steps(
     ]
 
 
-def begin_small_files(
-    storage: Storage,
-    save: GlobalSavePlan,
-    parts: Sequence[Sequence[Part]],
-    beside: Sequence[Callable[[], None]] = (),
-) -> SmallFiles:
-    """Rank 0: begin to write the small files before the mark. Nothing refers to them yet.
-
-    Args:
-        storage: Where the checkpoint is.
-        save: What rank 0 knows of the save.
-        parts: What each rank says of its files, in rank order.
-        beside: What is done at the same time.
-    """
-    others = list(last_steps(save, parts))
-    mark = others.pop() if others else None
-    renames = [step for step in others if isinstance(step, Rename)]
-    small = SmallFiles([step for step in others if not isinstance(step, Rename)], renames, mark)
-    overwrite = not writer_of(save.options.format).has_folder
-
-    def write_one(path: str, data: bytes) -> None:
-        storage.put(path, data, overwrite=overwrite)
-        small.put.append(path)
-
-    steps: list[Callable[[], None]] = [*beside]
-    steps += [partial(write_one, path, data) for path, data in small.files]
-    small.wait = ask_meanwhile(storage, lambda: ask_together(storage, steps))
-    return small
-
-
 def finish(
-    storage: Storage,
-    save: GlobalSavePlan,
-    parts: Sequence[Sequence[Part]],
-    emit: Emit,
-    *,
-    small: SmallFiles | None = None,
+    storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]], emit: Emit
 ) -> None:
     """Rank 0: write the small files and, in one atomic step, the one that makes it exist.
 
@@ -135,9 +70,8 @@ def finish(
     Args:
         storage: Where the checkpoint is.
         save: What rank 0 knows of the save.
-        parts: What each rank says of its files, in rank order.
+        parts: What each rank says of its files, which are durable, in rank order.
         emit: Called at the points from `save.parts_gathered` to `save.committed`.
-        small: What `begin_small_files` has begun, if the ranks know that they share the place.
 
     Raises:
         CheckpointExistsError: If another process has committed a checkpoint there meanwhile.
@@ -145,25 +79,34 @@ def finish(
         StorageError: If the storage fails.
     """
     writer, overwrite = writer_of(save.options.format), save.options.overwrite
+    put: list[str] = []  # paths of small files that are there
+
+    def put_one(path: str, data: bytes) -> None:
+        storage.put(path, data, overwrite=not writer.has_folder)
+        put.append(path)
+
     try:
         written = [part for own in parts for part in own if not part.is_kept]
         unchanged = [part for own in parts for part in own if part.is_kept]
         emit("save.parts_gathered", sum(part.num_bytes for part in written))
         emit("save.stored", sum(part.stored_size for part in written))
         emit("save.kept", sum(part.num_bytes for part in unchanged))
-        if small is None:
-            looks = [partial(_look, storage, save, parts)] if any(parts[1:]) else []
-            if not writer.has_folder:
-                # Small files may replace those of another checkpoint.
-                ask_together(storage, looks)
-                looks = []
-            small = begin_small_files(storage, save, parts, looks)
-        small.wait()
-        emit("save.index_written", sum(len(data) for _, data in small.files))
+        looks = [partial(_look, storage, save, parts)] if any(parts[1:]) else []
+        if not writer.has_folder:
+            # Small files may replace those of another checkpoint.
+            ask_together(storage, looks)
+            looks = []
+        others = list(last_steps(save, parts))
+        mark = others.pop() if others else None
+        small = [step for step in others if not isinstance(step, Rename)]
+        renames = [step for step in others if isinstance(step, Rename)]
+        # Nothing refers to them yet.
+        ask_together(storage, [*looks, *(partial(put_one, *step) for step in small)])
+        emit("save.index_written", sum(len(data) for _, data in small))
         storage.sync()
         emit("save.before_commit")
     except BaseException:
-        give_up(storage, save, small=small)
+        give_up(storage, save, put=put)
         raise
     # Another job may have committed here since the ranks agreed; then its save is replaced, too.
     replaced = [save.replaced] if save.replaced is not None else []
@@ -171,8 +114,8 @@ def finish(
         with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
             now = writer.existing(storage, save.options.format_options)
             replaced += [now] if now is not None and now != save.replaced else []
-    kept = {part.path for own in parts for part in own} | {*small.put, *save.options.without}
-    kept |= _commit(storage, small, overwrite)
+    kept = {part.path for own in parts for part in own} | {*put, *save.options.without}
+    kept |= _commit(storage, renames, mark, overwrite)
     emit("save.committed")
     if overwrite and writer.has_folder:
         with suppress(StorageError):  # the checkpoint is there
@@ -187,12 +130,13 @@ def _look(storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]
     check_arrived(storage, f"{data_folder(save.save_id)}/" if has_folder else "", files)
 
 
-def _commit(storage: Storage, small: SmallFiles, overwrite: bool) -> set[str]:
+def _commit(
+    storage: Storage, renames: Sequence[Rename], mark: SmallFile | Rename | None, overwrite: bool
+) -> set[str]:
     """Give data files their final names and make the checkpoint exist; the names it then has.
 
     Without a mark the checkpoint is its only data file.
     """
-    mark, renames = small.mark, small.renames
     if mark is None:
         return set()
     if not isinstance(mark, Rename):
@@ -226,7 +170,7 @@ def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[s
 
 
 def give_up(
-    storage: Storage, save: GlobalSavePlan, *, keep: str = "", small: SmallFiles | None = None
+    storage: Storage, save: GlobalSavePlan, *, keep: str = "", put: Sequence[str] = ()
 ) -> None:
     """Rank 0, when a rank has failed: remove the data files of all ranks, but one file.
 
@@ -237,11 +181,8 @@ def give_up(
         storage: Where the checkpoint was to be.
         save: What rank 0 knows of the save.
         keep: The file that stays.
-        small: What `begin_small_files` has begun; removed as well.
+        put: Small files that are there; removed as well.
     """
-    if small is not None:
-        with suppress(Exception):  # the save has failed already
-            small.wait()
     writer = writer_of(save.options.format)
     if not writer.has_folder:
         of_rank = (
@@ -252,10 +193,8 @@ def give_up(
         if not (writer.object_names and decode_files(save.grid).names == "final"):
             remove_paths(storage, paths)
     remove_files(storage, save.save_id, keep=keep)
-    if small is not None:
-        # Where a checkpoint was to be replaced, small files with fixed names may be its own.
-        own = (path for path in small.put if save.replaced is None or save.save_id in path)
-        remove_paths(storage, list(own))
+    # Where a checkpoint was to be replaced, small files with fixed names may be its own.
+    remove_paths(storage, [path for path in put if save.replaced is None or save.save_id in path])
 
 
 def remove_own(storage: Storage, save_id: str, paths: Sequence[str]) -> None:

@@ -65,12 +65,7 @@ from remesh.formats.whole_tensors import decode_files
 from remesh.pipeline import Compress
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
-from remesh.storage import (
-    FileSystemSpace,
-    Storage,
-    ask_meanwhile,
-    begins_unseen,
-)
+from remesh.storage import FileSystemSpace, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +217,11 @@ def make_save_plan(
     cache: PlanCache,
     emit: Emit,
     first: Callable[[], None] | None = None,
-    ahead: Callable[[RankSavePlan], None] | None = None,
     begin: Callable[[RankSavePlan], None] | None = None,
 ) -> RankSavePlan:
     """Describe, compare, check and plan. Collective.
 
-    When it returns, every rank knows its part and has begun with it. Where files are begun unseen,
-    rank 0 looks what is there while the ranks plan, and the ranks begin ahead of its answer.
+    When it returns, every rank knows its part and has begun with it.
 
     Args:
         exchange: The group.
@@ -238,9 +231,7 @@ def make_save_plan(
         cache: The plan of the last save; filled with that of this one.
         emit: Called at `save.described` and `save.planned`.
         first: What this rank does before; all ranks raise its failure.
-        ahead: What this rank begins with, unseen, when it knows its part, but not yet whether there
-            is a checkpoint that is not to be overwritten; all ranks raise its failure.
-        begin: What this rank does when that is known, too; all ranks raise its failure.
+        begin: What this rank does when it knows its part; all ranks raise its failure.
 
     Raises:
         StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
@@ -264,9 +255,6 @@ def make_save_plan(
         with collector_rests():
             mine = rank.accept(assignment, fingerprints)
         agreed.append(mine)
-        if ahead is not None and rank.may_begin_ahead:
-            ahead(mine)
-        agreed[0] = mine = rank.with_found(mine)
         if begin is not None:
             begin(mine)
         return b""
@@ -304,35 +292,19 @@ class _Rank:
     replicas: list[str] = field(default_factory=list, init=False)
     is_known: bool = field(default=False, init=False)
     same_document: bool = field(default=False, init=False)
-    found: Callable[[], Existing | None] = field(default=lambda: None, init=False)
+    replaced: Existing | None = field(default=None, init=False)
     global_plan: GlobalSavePlan | None = field(default=None, init=False)
 
-    @property
-    def may_begin_ahead(self) -> bool:
-        """Whether what is begun before it is known what is there can be given up unseen."""
-        has_folder = writer_of(self.options.format).has_folder
-        return has_folder and begins_unseen(self.storage)
-
     def describe(self, state: Any) -> bytes:
-        """What do I hold?"""
-        if self.exchange.rank != 0:
-            return self.describe_state(state)
-        self.found = ask_meanwhile(self.storage, self.look)
-        described = self.describe_state(state)
-        if not self.may_begin_ahead:
-            self.found()
-        return described
-
-    def look(self) -> Existing | None:
-        """Rank 0: what is replaced?"""
-        check_metadata(self.options.metadata)
-        options = self.options
-        return existing_checkpoint(
-            self.storage, options.format, options.format_options, overwrite=options.overwrite
-        )
-
-    def describe_state(self, state: Any) -> bytes:
-        """What `describe` returns."""
+        """What do I hold? On rank 0 also: what is replaced?"""
+        if self.exchange.rank == 0:
+            check_metadata(self.options.metadata)
+            self.replaced = existing_checkpoint(
+                self.storage,
+                self.options.format,
+                self.options.format_options,
+                overwrite=self.options.overwrite,
+            )
         description = describe_local(state)
         description.tensors = choose_buffers(
             description.tensors, self.options.buffers, self.exchange.rank
@@ -416,9 +388,8 @@ class _Rank:
         grid, holders = plan_files(
             writer, self.storage, plan, document, self.options.format_options, world_size
         )
-        replaced = None if self.may_begin_ahead else self.found()
         self.global_plan = GlobalSavePlan(
-            save_id, self.options, plan.cuts, cache.assignments, document, replaced, grid
+            save_id, self.options, plan.cuts, cache.assignments, document, self.replaced, grid
         )
         meets = self.options.meets or bool(writer.object_names)
         meets = meets and world_size > 1 and not is_one_directory(spaces)
@@ -499,12 +470,6 @@ class _Rank:
             frames = frames_of(self.tensors.boxes)
             stream = lay_out(frames, self.tensors, compress=self.options.compress)
         return RankSavePlan(save_id, stream, self.tensors, self.document, self.global_plan)
-
-    def with_found(self, mine: RankSavePlan) -> RankSavePlan:
-        """My part, if the checkpoint that is there may be replaced; on rank 0 with that one."""
-        if mine.global_plan is None:
-            return mine
-        return replace(mine, global_plan=replace(mine.global_plan, replaced=self.found()))
 
     def accept_files(self, writer: Writer, assignment: _WriteAssignment) -> RankSavePlan:
         """Lay out my files, keeping those that did not change."""

@@ -5,7 +5,9 @@
 2. Write: every rank writes its files and makes them durable; rank 0 writes the values beside them.
 3. Finish: rank 0 gets the positions and digests of all files, and commits (`commit`).
 
-Where files are not durable at once, rank 0 gets positions and digests before they are.
+To an object store this takes six round trips, one after the other: to see what is there; to begin
+the upload, for its last part, and to end it; for the index, while rank 0 lists the files of all
+ranks; and for the commit record.
 
 A rank that fails takes part in the exchange all the same, with its error in place of its result;
 all ranks raise it, and rank 0 gives the save up: it removes what was written.
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
@@ -23,17 +24,9 @@ import msgspec
 
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import (
-    SmallFiles,
-    begin_small_files,
-    finish,
-    give_up,
-    remove_own,
-    write_beside,
-)
+from remesh.checkpoint.commit import finish, give_up, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
-from remesh.checkpoint.sharing import check_seen
 from remesh.checkpoint.stored_memory import stored_copies
 from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
@@ -42,14 +35,9 @@ from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.pipeline import Collection, Compress, fill_stream, write_collected
+from remesh.pipeline import Compress, fill_stream, write_collected
 from remesh.pipeline.write import ChunkWriter
-from remesh.storage import (
-    Storage,
-    ask_meanwhile,
-    begins_unseen,
-    open_storage,
-)
+from remesh.storage import Storage, open_storage
 
 
 def save(  # noqa: PLR0913 - each option stands for itself
@@ -222,157 +210,34 @@ def _save_from(
     first: Callable[[], None] | None,
 ) -> None:
     """Plan, write and commit; the arguments are those of `make_save_plan`."""
-    ahead: list[ChunkWriter] = []
+    mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+    parts: list[Part] = []
 
-    def begin_ahead(mine: RankSavePlan) -> None:
-        if mine.stream.files.paths and mine.stream.collection is None:
-            ahead.append(_begin_files(storage, mine))
+    def write_mine() -> bytes:
+        beside = partial(write_beside, storage, mine.global_plan, emit)
+        parts.extend(write(storage, mine, emit, beside))
+        return msgspec.msgpack.encode(parts)
+
+    def commit(replies: list[bytes]) -> list[bytes]:
+        finish(storage, mine.on_rank_0, decode_parts(replies), emit)
+        return [b""] * len(replies)
 
     try:
-        mine = make_save_plan(
-            exchange,
-            storage,
-            state,
-            options,
-            cache=cache,
-            emit=emit,
-            first=first,
-            ahead=begin_ahead,
-        )
-    except BaseException:
-        for writer in ahead:
-            writer.abort()
-        raise
-    rank = _Rank(exchange, storage, mine, emit, *ahead)
-    try:
-        rank.write_and_commit()
+        run_joined(exchange, write_mine, commit, lambda: give_up(storage, mine.on_rank_0))
     except NotSharedError:
         # Rank 0 has removed what it sees; this rank's files lie elsewhere.
         remove_own(storage, mine.save_id, mine.paths)
         raise
-    cache.history = mine.committed(storage, rank.parts)
+    cache.history = mine.committed(storage, parts)
     emit("save.done")
-
-
-class _Written(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says when its chunks are written."""
-
-    parts: list[Part]  # what rank 0 has to know of its files
-    is_durable: bool  # whether the files are durable
-    has_failed: bool  # whether it has failed; it raises the failure in the next step
-
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    """One rank's side of writing and committing; its methods are the steps.
-
-    In an object store the last bytes take round trips to become durable. Meanwhile rank 0 gets to
-    know what all ranks have written, and writes the small files; the others see whether they share
-    the place. A failure is raised when no rank writes any more, so that rank 0 removes everything.
-    """
-
-    exchange: Exchange
-    storage: Storage
-    mine: RankSavePlan
-    emit: Emit
-    writer: ChunkWriter | None = None
-    parts: list[Part] = field(default_factory=list, init=False)
-    early: list[str] = field(default_factory=list, init=False)
-    wait: Callable[[], None] | None = field(default=None, init=False)
-    failure: BaseException | None = field(default=None, init=False)
-    of_all: list[list[Part]] = field(default_factory=list, init=False)
-    small: SmallFiles | None = field(default=None, init=False)
-
-    def write_and_commit(self) -> None:
-        """All steps. Collective."""
-        written = self.write()
-        try:
-            place = run_joined(self.exchange, lambda: written, self.join)
-        except BaseException:
-            # What is durable may be committed.
-            if self.wait is not None and self.writer is not None:
-                self.writer.abort()
-            raise
-        if place:
-            seen = msgspec.msgpack.decode(place, type=str)
-            run_joined(self.exchange, lambda: self.settle(seen), self.commit, self.give_up)
-
-    def write(self) -> bytes:
-        """Write my chunks; returns what rank 0 has to know."""
-        try:
-            self.fill()
-        except BaseException as error:  # noqa: BLE001 - raised by `settle`
-            self.failure = error
-            if self.writer is not None:
-                self.writer.abort()
-        has_failed = self.failure is not None
-        is_durable = self.wait is None and not has_failed
-        return msgspec.msgpack.encode(_Written(self.parts, is_durable, has_failed))
-
-    def fill(self) -> None:
-        """Write my chunks."""
-        collection = self.mine.stream.collection
-        if collection is not None:
-            found = _collect(self.storage, self.mine, collection, self.emit, self.write_beside)
-            self.parts.extend(found)
-            return
-        found, self.wait = _fill(self.storage, self.mine, self.emit, self.write_beside, self.begin)
-        self.parts.extend(found)
-
-    def write_beside(self) -> None:
-        """What I do meanwhile."""
-        self.early.extend(write_beside(self.storage, self.mine.global_plan, self.emit))
-
-    def begin(self) -> ChunkWriter:
-        """My files, which may be begun already."""
-        self.writer = self.writer or _begin_files(self.storage, self.mine)
-        return self.writer
-
-    def join(self, replies: list[bytes]) -> list[bytes]:
-        """Rank 0: commit if all files are durable; else a file of mine that others look for."""
-        told = [msgspec.msgpack.decode(reply, type=_Written) for reply in replies]
-        self.of_all = [one.parts for one in told]
-        if all(one.is_durable for one in told):
-            return self.commit(replies)
-        place = ""
-        if self.early and begins_unseen(self.storage):
-            place = self.early[0]
-            try:
-                if not any(one.has_failed for one in told):
-                    self.small = begin_small_files(self.storage, self.mine.on_rank_0, self.of_all)
-            except BaseException as error:  # noqa: BLE001 - raised by `settle`
-                self.failure = error
-        return [msgspec.msgpack.encode(place)] * len(told)
-
-    def settle(self, seen: str) -> bytes:
-        """Wait until my files are durable, and look for the file of rank 0 if there is one."""
-        look: Callable[[], object] = lambda: None  # noqa: E731
-        if seen and self.exchange.rank:
-            question = partial(check_seen, self.storage, self.exchange.rank, seen)
-            look = ask_meanwhile(self.storage, question)
-        try:
-            if self.wait is not None:
-                self.wait()
-        finally:
-            look()
-        if self.failure is not None:
-            raise self.failure
-        return b""
-
-    def commit(self, replies: list[bytes]) -> list[bytes]:
-        """Rank 0: commit; all files are durable."""
-        finish(self.storage, self.mine.on_rank_0, self.of_all, self.emit, small=self.small)
-        return [b""] * len(replies)
-
-    def give_up(self) -> None:
-        """Rank 0: remove everything."""
-        give_up(self.storage, self.mine.on_rank_0, small=self.small)
 
 
 def write(
     storage: Storage, mine: RankSavePlan, emit: Emit, beside: Callable[[], None]
 ) -> list[Part]:
     """Write this rank's files, unless they are there, and do what is to be done beside.
+
+    Collective if tensors lie on several ranks.
 
     Args:
         storage: Where to.
@@ -386,76 +251,37 @@ def write(
     Raises:
         StorageError: If the storage fails.
     """
-    parts, wait = _fill(storage, mine, emit, beside, partial(_begin_files, storage, mine))
-    if wait is not None:
-        wait()
-    return parts
-
-
-def _begin_files(storage: Storage, mine: RankSavePlan) -> ChunkWriter:
-    """This rank's files."""
-    return ChunkWriter(storage, mine.stream.files, mine.stream.layout.num_bytes)
-
-
-def _fill(
-    storage: Storage,
-    mine: RankSavePlan,
-    emit: Emit,
-    beside: Callable[[], None],
-    begin: Callable[[], ChunkWriter],
-) -> tuple[list[Part], Callable[[], None] | None]:
-    """As `write`; also what waits until the files are durable, unless they are."""
     stream = mine.stream
-    if not stream.files.paths:
+    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
+
+    def begin() -> None:
+        emit("save.file_created", num_bytes)
+
+    def on_chunk(size: int) -> None:
+        emit("save.chunk_written", size)
+
+    if stream.collection is not None:
+        written = write_collected(
+            storage,
+            stream.files,
+            stream.layout,
+            stream.collection,
+            on_chunk,
+            beside,
+            begin=begin,
+            copies=copies,
+        )
+    elif stream.files.paths:
+        begin()
+        writer = ChunkWriter(storage, stream.files, num_bytes)
+        written = fill_stream(writer, stream.layout, on_chunk, beside, copies=copies)
+    else:
         beside()
         storage.sync()
-        return list(mine.kept), None
-    num_bytes = stream.layout.num_bytes
-    emit("save.file_created", num_bytes)
-    writer = begin()
-    written = fill_stream(
-        writer,
-        stream.layout,
-        lambda size: emit("save.chunk_written", size),
-        beside,
-        copies=stored_copies(mine.tensors.memories),
-    )
-    parts = [*mine.kept, *map(as_written, stream.parts, written)]
-
-    def wait() -> None:
-        writer.wait()
-        storage.sync()
-        emit("save.file_finished", num_bytes)
-
-    if writer.is_durable:
-        wait()
-        return parts, None
-    return parts, wait
-
-
-def _collect(
-    storage: Storage,
-    mine: RankSavePlan,
-    collection: Collection,
-    emit: Emit,
-    beside: Callable[[], None],
-) -> list[Part]:
-    """As `write`, of tensors that lie on several ranks. Collective."""
-    stream = mine.stream
-    num_bytes = stream.layout.num_bytes
-    written = write_collected(
-        storage,
-        stream.files,
-        stream.layout,
-        collection,
-        lambda size: emit("save.chunk_written", size),
-        beside,
-        begin=lambda: emit("save.file_created", num_bytes),
-        copies=stored_copies(mine.tensors.memories),
-    )
+        return list(mine.kept)
     storage.sync()
     emit("save.file_finished", num_bytes)
-    return list(map(as_written, stream.parts, written))
+    return [*mine.kept, *map(as_written, stream.parts, written)]
 
 
 def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:

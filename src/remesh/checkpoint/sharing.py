@@ -6,8 +6,7 @@ checks find that:
 
 * The ranks compare the names of their places while they plan (`check_same_place`).
 * Before the commit rank 0 lists the files once, and compares them with what the ranks say that they
-  have written (`check_arrived`). In an object store, where that would be a wait of its own, each
-  rank instead looks for a file of rank 0 while its own is being uploaded (`check_seen`).
+  have written (`check_arrived`).
 * Ranks of a background save meet only through the storage, so they would wait for each other until
   the deadline. Rank 0 therefore puts a small file before the first save to a directory, and every
   rank looks for it (`meet`). That is left out if the file systems prove that the directory is the
@@ -119,19 +118,6 @@ def meet(exchange: Exchange, storage: Storage, path: str, undo: Callable[[], Non
         return replies
 
     run_joined(exchange, look, part, undo)
-
-
-def check_seen(storage: Storage, rank: int, path: str) -> None:
-    """Check that a rank sees a file that rank 0 has put into an object store.
-
-    Raises:
-        NotSharedError: If it does not.
-        StorageError: If the storage fails.
-    """
-    try:
-        storage.size(path)
-    except CheckpointNotFoundError:
-        raise _unseen(rank, storage, path) from None
 
 
 def _unseen(rank: int, storage: Storage, path: str) -> NotSharedError:

@@ -23,10 +23,7 @@ def write_stream(
 
     If it fails, the files are gone, if the storage still can.
     """
-    writer = ChunkWriter(storage, files, layout.num_bytes)
-    written = fill_stream(writer, layout, on_chunk)
-    writer.wait()
-    return written
+    return fill_stream(ChunkWriter(storage, files, layout.num_bytes), layout, on_chunk)
 
 
 def fill_stream(
@@ -37,7 +34,7 @@ def fill_stream(
     *,
     copies: Callable[[], CopyQueue] | None = None,
 ) -> list[WrittenFile]:
-    """Write all chunks of a stream; `ChunkWriter.wait` then waits until the files are durable.
+    """Write all chunks of a stream and make its files durable.
 
     `on_chunk` is called after each chunk, in the thread that wrote it, with its size; `meanwhile`
     is done beside the writing; `copies` makes a queue for the copies that fill a chunk. If it
@@ -48,19 +45,15 @@ def fill_stream(
 
     def write_next(number: int, buffer: Buffer) -> None:
         nonlocal left
-        write_chunk(number, buffer)
+        chunk = _filled(layout, number, buffer, copies)
+        writer.write(number, chunk)
+        on_chunk(len(chunk))
         with counting:
             left -= 1
             is_last = left == 0
         if is_last:
             # Here, because what is done meanwhile may take longer.
-            written.extend(writer.end())
-
-    def write_chunk(number: int, buffer: Buffer) -> None:
-        lent = writer.lend(number, min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
-        chunk = _filled(layout, number, buffer if lent is None else lent, copies)
-        writer.write(number, chunk, is_lent=lent is not None)
-        on_chunk(len(chunk))
+            written.extend(writer.finish())
 
     try:
         run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, write_next, meanwhile)

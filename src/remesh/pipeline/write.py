@@ -18,7 +18,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -28,7 +27,7 @@ from remesh.core.dtypes import DType
 from remesh.core.geometry import IntArray, boxes_of_flat_range
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, block_digests
 from remesh.core.memory import Memory, QueuedMemory, contiguous_bytes
-from remesh.storage import Buffer, EndingWriter, LendingWriter, SharedFiles, Storage, Writer
+from remesh.storage import Buffer, SharedFiles, Storage, Writer
 
 Compress = Literal["zstd"]
 """How files are compressed."""
@@ -200,7 +199,6 @@ class ChunkWriter:
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
-        self._wait: Callable[[], None] | None = None
         self._is_single = self._has_digests and len(files.paths) == 1 and not self._copies
         if self._is_single:
             self._writer_of(0)
@@ -231,29 +229,20 @@ class ChunkWriter:
         """True if a chunk is of a file that is a copy."""
         return bool(self.copied) and self._file_of(number) in self.copied
 
-    def lend(self, number: int, num_bytes: int) -> Buffer | None:
-        """Memory to fill a chunk in, if the file has some; then `write` gets it."""
-        if not self._is_single or self._is_compressed:
-            return None
-        writer = self._writer_of(0)
-        if not isinstance(writer, LendingWriter):
-            return None
-        return writer.lend(number * CHUNK_SIZE, num_bytes)
-
-    def write(self, number: int, chunk: Buffer, *, is_lent: bool = False) -> None:
-        """Write a chunk; any thread, any order. One that was lent may change afterwards."""
-        if is_lent:
-            self.accept(number, chunk)
-            writer = self._writer_of(0)
-            assert isinstance(writer, LendingWriter)
-            writer.filled(number * CHUNK_SIZE, len(chunk))
-            return
+    def write(self, number: int, chunk: Buffer) -> None:
+        """Write a chunk; any thread, any order."""
         for file, position, part in self._parts(number, chunk):
             if self._is_compressed:
                 self._append(file, number * CHUNK_SIZE, part)
             else:
                 self._writer_of(file).write(position, part)
-        self.accept(number, chunk)
+        for file, _, part in self._parts(number, chunk):
+            if self._has_digests:
+                found = block_digests(part)
+                first = number * CHUNK_SIZE // BLOCK_SIZE
+                self._digests[first : first + len(found)] = found
+            if not self._is_compressed:
+                self._count(file, len(part))
 
     def _append(self, file: int, start: int, part: Buffer) -> None:
         """Take the stored form of what a file has from a byte of the stream on; write what may be.
@@ -280,16 +269,6 @@ class ChunkWriter:
             self._writer_of(file).write(int(begins[0]), stored)
             self._count(file, num_bytes)
 
-    def accept(self, number: int, chunk: Buffer) -> None:
-        """Take notice of a chunk that is in the files."""
-        for file, _, part in self._parts(number, chunk):
-            if self._has_digests:
-                found = block_digests(part)
-                first = number * CHUNK_SIZE // BLOCK_SIZE
-                self._digests[first : first + len(found)] = found
-            if not self._is_compressed:
-                self._count(file, len(part))
-
     def _parts(self, number: int, chunk: Buffer) -> Iterator[tuple[int, int, Buffer]]:
         """File, position in it and bytes of what a chunk consists of."""
         start, files = number * CHUNK_SIZE, self._files
@@ -306,46 +285,17 @@ class ChunkWriter:
             if len(part):
                 yield file, position + skipped, part
 
-    @property
-    def is_durable(self) -> bool:
-        """True if there is nothing to wait for, once the chunks have ended."""
-        return self._wait is None
+    def finish(self) -> list[WrittenFile]:
+        """Make the files durable, now that all chunks are there; what is known of each.
 
-    def end(self) -> list[WrittenFile]:
-        """Take it that all chunks are there; what is known of each file.
-
-        If it takes time until the files are durable, they become it meanwhile: see `wait`.
+        Raises:
+            StorageError: If the storage fails; the files are gone once `abort` was called.
         """
         if self._is_single:
-            writer, num_bytes = self._writer_of(0), self._write_table(0)
-            if isinstance(writer, EndingWriter):
-                writer.end(num_bytes)
-                self._wait = partial(writer.finish, num_bytes)
-            else:
-                writer.finish(num_bytes)
+            self._writer_of(0).finish(self._write_table(0))
         else:
             assert not self._left.any(), "the files are not complete"
         return [self._known.get(file) or self._written(file) for file in range(len(self._left))]
-
-    def wait(self) -> None:
-        """Wait until the files are durable.
-
-        Raises:
-            StorageError: If the storage fails; the files are gone then, if the storage still can.
-        """
-        if self._wait is not None:
-            try:
-                self._wait()
-            except BaseException:
-                self.abort()
-                raise
-            self._wait = None
-
-    def finish(self) -> list[WrittenFile]:
-        """Make the files durable; what is known of each."""
-        written = self.end()
-        self.wait()
-        return written
 
     def _written(self, file: int) -> WrittenFile:
         if not self._has_digests:

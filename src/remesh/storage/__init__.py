@@ -36,12 +36,8 @@ from remesh.storage.own_memory import read_range as read_range
 from remesh.storage.paths import check_path as check_path
 from remesh.storage.protocol import Buffer as Buffer
 from remesh.storage.protocol import CopiedFiles as CopiedFiles
-from remesh.storage.protocol import EndingWriter as EndingWriter
 from remesh.storage.protocol import FileSystemSpace, Storage, Writer
-from remesh.storage.protocol import LendingWriter as LendingWriter
 from remesh.storage.protocol import SharedFiles as SharedFiles
-from remesh.storage.protocol import UnseenFiles as UnseenFiles
-from remesh.storage.protocol import begins_unseen as begins_unseen
 from remesh.storage.shown import shown_url as shown_url
 from remesh.storage.sizes import Directory as Directory
 from remesh.storage.sizes import DirectoryListing as DirectoryListing

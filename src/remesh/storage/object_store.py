@@ -242,10 +242,6 @@ class ObjectStorage:
         )
 
     @property
-    def begins_unseen(self) -> bool:
-        return True
-
-    @property
     def copies_at_once(self) -> bool:
         return False
 

@@ -2,10 +2,10 @@
 
 Object stores take a large file as a sequence of parts of one size, several megabytes each, while
 writers bring smaller chunks from several threads, nearly in order. Between them is a window of a
-few parts: a chunk is copied into the parts that it touches, or filled in place where a part lends
-its memory, and a part leaves as soon as all parts before it have left and it is full. A thread that
-writes beyond the window waits until it moves, which bounds the memory. So a thread has to write the
-beginning: if the window does not move for a long time, those who wait give up with an error.
+few parts: a chunk is copied into the parts that it touches, and a part leaves as soon as all parts
+before it have left and it is full. A thread that writes beyond the window waits until it moves,
+which bounds the memory. So a thread has to write the beginning: if the window does not move for a
+long time, those who wait give up with an error.
 
 The upload runs in a thread of its own, which takes the parts and ends when the writer says that all
 is written. Ranges that were not written are zeros. When the writer gives up, taking the next part
@@ -72,33 +72,18 @@ class Parts:
         """
         assert 0 <= position <= position + data.size <= self._num_bytes
         while data.size:
-            taken = data[: self._part_bytes - position % self._part_bytes]
-            lent = self.lend(position, taken.size)
-            assert lent is not None
-            lent[:] = taken
-            self.filled(position, taken.size)
+            number, start = divmod(position, self._part_bytes)
+            taken = data[: self._part_bytes - start]
+            stop = start + taken.size
+            self._buffer(number)[start:stop] = taken
+            with self._changed:
+                if self._failure is None:
+                    self._missing[number] -= taken.size
+                    self._ranges[number].append((start, stop))
+                    if not self._missing[number]:  # nothing less is waited for
+                        self._changed.notify_all()
             position += taken.size
             data = data[taken.size :]
-
-    def lend(self, position: int, num_bytes: int) -> Buffer | None:
-        """See `LendingWriter.lend`.
-
-        Raises:
-            StorageError: If the upload has failed, or the window does not move.
-        """
-        number, start = divmod(position, self._part_bytes)
-        if start + num_bytes > self._part_bytes:
-            return None
-        return self._buffer(number)[start : start + num_bytes]
-
-    def filled(self, position: int, num_bytes: int) -> None:
-        number, start = divmod(position, self._part_bytes)
-        with self._changed:
-            if self._failure is None:
-                self._missing[number] -= num_bytes
-                self._ranges[number].append((start, start + num_bytes))
-                if not self._missing[number]:  # nothing less is waited for
-                    self._changed.notify_all()
 
     def finish(self, num_bytes: int | None = None) -> None:
         """Let all parts leave, whether they are full or not.
@@ -242,20 +227,9 @@ class StreamWriter:
         assert self._open, f"{self._name} is closed"
         self._parts.write(position, data)
 
-    def lend(self, position: int, num_bytes: int) -> Buffer | None:
-        """See `LendingWriter.lend`; waits if it is too far ahead of the upload."""
-        assert self._open, f"{self._name} is closed"
-        return self._parts.lend(position, num_bytes)
-
-    def filled(self, position: int, num_bytes: int) -> None:
-        self._parts.filled(position, num_bytes)
-
-    def end(self, num_bytes: int | None = None) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
         assert self._open, f"{self._name} is closed"
         self._parts.finish(num_bytes)
-
-    def finish(self, num_bytes: int | None = None) -> None:
-        self.end(num_bytes)
         self._thread.join()
         self._close()
         if self._error is not None:

@@ -61,40 +61,6 @@ class Writer(Protocol):
 
 
 @runtime_checkable
-class LendingWriter(Protocol):
-    """What writers may have besides the methods of `Writer`: memory of the file itself.
-
-    What is filled in place is not copied by `write`.
-    """
-
-    def lend(self, position: int, num_bytes: int) -> Buffer | None:
-        """Memory for a range, to be filled by who called; None if there is none in one piece.
-
-        As with `write`, ranges are disjoint and nearly in order, and this may wait.
-
-        Raises:
-            StorageError: If the storage fails.
-        """
-        ...
-
-    def filled(self, position: int, num_bytes: int) -> None:
-        """Say that the memory of a range is filled; it must not be touched any more."""
-        ...
-
-
-@runtime_checkable
-class EndingWriter(Protocol):
-    """What writers may have besides the methods of `Writer`: they finish without being waited for.
-
-    `abort` may be called meanwhile.
-    """
-
-    def end(self, num_bytes: int | None = None) -> None:
-        """Begin what `finish` does, which waits for it when it is called with the same size."""
-        ...
-
-
-@runtime_checkable
 class Storage(Protocol):
     """Files under one root.
 
@@ -179,25 +145,6 @@ class SharedFiles(Protocol):
     def rename(self, path: str, new: str) -> None:
         """Give a file another name in one step; a file that has the name is replaced."""
         ...
-
-
-@runtime_checkable
-class UnseenFiles(Protocol):
-    """What storages may have besides the methods of `Storage`: files that are begun unseen.
-
-    Of a file that is not finished, or was given up, nothing is seen, no directory either. So it may
-    be begun before it is known whether it is wanted.
-    """
-
-    @property
-    def begins_unseen(self) -> bool:
-        """Whether that is so."""
-        ...
-
-
-def begins_unseen(storage: Storage) -> bool:
-    """Whether files that are begun in a storage are seen only when they are finished."""
-    return isinstance(storage, UnseenFiles) and storage.begins_unseen
 
 
 @runtime_checkable
