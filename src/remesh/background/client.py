@@ -37,7 +37,7 @@ from remesh.pipeline.stage import Filled, Stager
 
 
 class Server(Protocol):
-    """What a client has for a server: one in this process, or the way to another one."""
+    """The server as a client has it: one in this process, or the way to another one."""
 
     def receive(self, message: ToServer) -> None:
         """Take a message to the server."""
@@ -51,16 +51,9 @@ class Server(Protocol):
 class SaveClient:
     """One save on this rank, as its trainer has it.
 
-    Args:
-        task: What the server has to do.
-        url: Where the save goes.
-        layout: What this rank's file holds.
-        arena: Where it is staged.
-        connect: Makes the server, given what takes its messages.
-        emit: Called at each event of the save.
-        copies: See `Stager`.
-        collection: What the ranks hold together, if this one collects the tensors of its files.
-        on_commit: Told, once the save is committed, what this rank has said of its files.
+    `connect` makes the server, given what takes its messages. `on_commit` is told, once the save is
+    committed, what this rank has said of its files. `collection` is what the ranks hold together,
+    if this one collects the tensors of its files.
     """
 
     def __init__(
@@ -194,7 +187,7 @@ class SaveClient:
             self.handle.set_exception(error)
 
     def _is_by_cancel(self, error: BaseException) -> bool:
-        """Whether a save has failed because this rank has cancelled it."""
+        """True if a save has failed because this rank has cancelled it."""
         return (
             isinstance(error, RankFailedError)
             and error.rank == self._task.rank

@@ -56,7 +56,7 @@ class SaveHandle(Future[None]):
 
     @property
     def staged(self) -> bool:
-        """Whether the trainer may change its state, as always once `save_async` has returned."""
+        """True if the trainer may change its state, as always once `save_async` has returned."""
         return self._progress().phase != "staging"
 
     def progress(self) -> Progress:
@@ -80,7 +80,7 @@ class SaveHandle(Future[None]):
             raise TimeoutError(text) from None
 
     def running(self) -> bool:
-        """Whether the save has not ended."""
+        """True if the save has not ended."""
         return not self.done()
 
     def cancel(self) -> bool:

@@ -56,12 +56,7 @@ _END_SECONDS = 10.0
 
 
 class ServerProcess:
-    """A process that writes and commits what is staged in a shared arena.
-
-    Args:
-        arena: Descriptor of the arena's file.
-        chunk_bytes: Size of its chunks.
-    """
+    """A process that writes and commits what is staged in the file of a shared arena."""
 
     def __init__(self, arena: int, chunk_bytes: int) -> None:
         mine, theirs = socket.socketpair()
@@ -96,7 +91,7 @@ class ServerProcess:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process has died."""
+        """True if the process has died."""
         return self._is_lost
 
     def begin(self, save: RemoteServer) -> int | None:
@@ -148,14 +143,7 @@ class ServerProcess:
 
 
 class RemoteServer:
-    """The server of one save, in another process; see `client.Server`.
-
-    Args:
-        process: The process.
-        task: What it has to do.
-        storage: Where the save goes.
-        send: Takes messages to the client.
-    """
+    """The server of one save, in another process; see `client.Server`."""
 
     def __init__(
         self,

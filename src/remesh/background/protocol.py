@@ -48,7 +48,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class WriteTask(_Message, frozen=True):
-    """What one rank has to write, and what it has to know to end the save."""
+    """The task of one rank, with all that ends the save."""
 
     place: str  # where the save goes, as another process opens it
     save_id: str  # names the save
@@ -151,10 +151,9 @@ decode_for_client = _FOR_CLIENT.decode
 
 
 class Pipe:
-    """One end of the connection. Sending is thread-safe, and does nothing if the peer is gone.
+    """One end of a blocking stream socket.
 
-    Args:
-        connection: A stream socket, blocking.
+    Sending is thread-safe, and does nothing if the peer is gone.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -334,7 +334,7 @@ class Saver:
         options: SaveOptions,
         emit: Emit,
     ) -> SaveClient:
-        """What does a save from here on."""
+        """The client that does a save from here on."""
         num_bytes, last = mine.stream.layout.num_bytes, mine.history.storage
         fits = self._arena.budget >= mine.stream.layout.num_chunks * CHUNK_SIZE
         is_slow = isinstance(storage, CopiedFiles) and not storage.copies_at_once

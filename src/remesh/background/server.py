@@ -57,12 +57,8 @@ GRACE_SECONDS = 2.0
 class SaveServer:
     """One save on one rank: `run` does it in a thread, `receive` is called meanwhile.
 
-    Args:
-        task: What to do.
-        storage: Where the save goes.
-        last: Where the last checkpoint is, if files may be copied from it.
-        chunk: The chunk of the arena in a slot.
-        send: Takes messages to the client. What it raises for an event fails the save.
+    Files may be copied from the checkpoint in `last`. What `send` raises for an event fails the
+    save.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class SaveServer:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the client stages no more, well or not."""
+        """True if the client stages no more, well or not."""
         return self._staged.is_set()
 
     def receive(self, message: ToServer) -> None:
@@ -210,7 +206,7 @@ class SaveServer:
         write_beside(self._storage, self._task.global_plan, self._emit)
 
     def _counted(self) -> Callable[[int], None]:
-        """What is called after each chunk: emits the event, and puts the progress now and then."""
+        """A function for after each chunk: emits the event, and puts the progress now and then."""
         task = self._task
         lock = threading.Lock()
         done, next_time = 0, time.monotonic() + task.report_seconds

@@ -43,14 +43,7 @@ class _WrittenBytes(msgspec.Struct, frozen=True):
 
 
 class StatusFiles:
-    """The status files of one save, as one rank uses them.
-
-    Args:
-        storage: Where the save goes.
-        file_format: Name of the format that is written.
-        save_id: Names the save.
-        rank: This rank.
-    """
+    """The status files of one save, as one rank uses them."""
 
     def __init__(self, storage: Storage, file_format: str, save_id: str, rank: int) -> None:
         self._storage = storage
@@ -96,7 +89,7 @@ class StatusFiles:
         return None if self.is_committed() else self.report(error)
 
     def is_committed(self) -> bool:
-        """Whether the save is seen to be committed."""
+        """True if the save is seen to be committed."""
         try:
             if self._shows_commit is not None:
                 return self._shows_commit(self._storage, self._save_id)
@@ -114,8 +107,7 @@ class StatusFiles:
     def missing_parts(self, ranks: Sequence[int]) -> list[int]:
         """Rank 0: the ranks whose parts are not there yet.
 
-        Raises:
-            RemeshError: What a rank says it failed with, also after it had put its part.
+        Raises what a rank says it failed with, also after it had put its part.
         """
         found = set(self._storage.list(f"{self._folder}/"))
         failures = [path for path in found if path.startswith(f"{self._folder}/failed-")]
@@ -188,12 +180,7 @@ def seal(data: bytes) -> bytes:
 
 
 def read_sealed(storage: Storage, path: str) -> bytes:
-    """What `seal` was given for a file.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such file.
-        StorageError: If the storage fails, or its bytes are not what was written.
-    """
+    """What `seal` was given for a file; StorageError if its bytes are not what was written."""
     for _ in range(NUM_READINGS):
         found = storage.read(path)
         if found[:16] == raw_digest(found[16:]):

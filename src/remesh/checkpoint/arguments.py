@@ -19,21 +19,12 @@ from remesh.storage import Storage
 
 
 def is_place(value: object) -> bool:
-    """Whether a value names a place: a path, a URL, a storage or a `Source`."""
+    """True if a value names a place: a path, a URL, a storage or a `Source`."""
     return isinstance(value, str | os.PathLike | Source | Storage)
 
 
 def check_order(call: str, state: object, path: object) -> None:
-    """Refuse a state where the path is to stand and a path where the state is to stand.
-
-    Args:
-        call: The function as the caller knows it, such as `save`.
-        state: What was passed as the state.
-        path: What was passed as the place.
-
-    Raises:
-        StateError: If they are swapped.
-    """
+    """Refuse a state where the path is to stand and a path where the state is to stand."""
     if is_place(state) and not is_place(path):
         raise StateError(
             f"{call}: state and path are swapped; write {call}(state, path)\nThe first argument is "
@@ -43,32 +34,20 @@ def check_order(call: str, state: object, path: object) -> None:
 
 
 def check_flag(call: str, name: str, value: object) -> None:
-    """Refuse anything but True and False, such as the text "false" of a configuration file.
-
-    Raises:
-        OptionError: If it is something else.
-    """
+    """Refuse anything but True and False, such as the text "false" of a configuration file."""
     if not isinstance(value, bool | np.bool_):
         raise OptionError(f"{call}: {name}= must be True or False, not {shown(value)}.")
 
 
 def check_choice(call: str, name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse anything but one of some words.
-
-    Raises:
-        OptionError: If it is something else.
-    """
+    """Refuse anything but one of some words."""
     if value not in choices:
         known = " or ".join(repr(choice) for choice in choices)
         raise OptionError(f"{call}: {name}= must be {known}, not {shown(value)}.")
 
 
 def check_count(call: str, name: str, value: object, least: int) -> int:
-    """A whole number that is not too small.
-
-    Raises:
-        OptionError: If it is too small, or something else.
-    """
+    """A whole number; refuse one that is too small, and anything else."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             count = operator.index(value)  # type: ignore[arg-type]
@@ -80,11 +59,7 @@ def check_count(call: str, name: str, value: object, least: int) -> int:
 
 
 def check_seconds(call: str, name: str, value: object) -> None:
-    """Refuse anything but a positive number.
-
-    Raises:
-        OptionError: If it is something else.
-    """
+    """Refuse anything but a positive number."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not value > 0:  # type: ignore[operator]
         raise OptionError(
@@ -100,13 +75,9 @@ def shown(value: object) -> str:
 
 
 def check_same_options(options: Sequence[tuple[str | None, ...]]) -> None:
-    """Check that the ranks of a save treat copies alike; others would wait for each other.
+    """Check that the ranks treat copies alike; others would wait for each other.
 
-    Args:
-        options: Those of each rank, in rank order.
-
-    Raises:
-        StateError: If two of them differ.
+    Options are given in rank order.
     """
     other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
     if other is not None:

@@ -28,11 +28,7 @@ _OF_RANK = re.compile(r"(.*)@rank_\d{5,}", re.DOTALL)
 
 
 def check_buffers(buffers: Buffers | None) -> Buffers | None:
-    """The option, if there is such a one.
-
-    Raises:
-        StateError: If there is not.
-    """
+    """The option; StateError if there is no such one."""
     if buffers not in {None, "rank0", "per_rank"}:
         raise StateError(f'buffers must be "rank0", "per_rank" or None, not {buffers!r}')
     return buffers
@@ -77,13 +73,9 @@ def own_buffers(
 
 
 def without_buffers_of_ranks(names: Iterable[str], extra: Iterable[str]) -> list[str]:
-    """Those of some stored names that are not of buffers which are stored for each rank.
+    """Those of `extra` that are not of buffers which are stored for each rank.
 
     Not every copy of such a buffer is asked for in every world size.
-
-    Args:
-        names: All stored names.
-        extra: Those to choose from.
     """
     bases = {match[1] for match in map(_OF_RANK.fullmatch, names) if match is not None}
     copies = {name_on_rank(base, 0)[:-5] for base in bases}

@@ -35,20 +35,8 @@ def plan_files(
 ) -> tuple[Grid, bytes]:
     """Rank 0: plan the files of a format.
 
-    Args:
-        writer: How the format is written.
-        storage: Where to.
-        plan: Who holds what.
-        document: The values of all ranks.
-        options: Options of the format.
-        world_size: Number of ranks.
-
-    Returns:
-        What the writer of the format makes of what is stored; and what all ranks hold, as an index,
-        if each file has one writer.
-
-    Raises:
-        StateError: If the format has no form for something.
+    Returns what its writer makes of what is stored; and what all ranks hold, as an index, if each
+    file has one writer.
     """
     grid = writer.grid(plan.cuts, document, options)
     can_share = isinstance(storage, SharedFiles)
@@ -68,12 +56,7 @@ def lay_out_collected(
 ) -> RankStream:
     """The stream of a rank that writes whole tensors of which other ranks hold boxes.
 
-    Args:
-        frames_of: Its data files, given a table of whole tensors.
-        tensors: The rank's boxes.
-        rows: Those that it writes.
-        holders: From `plan_files`.
-        exchange: The ranks.
+    Its frames are made of a table of whole tensors; `holders` is what `plan_files` gave.
     """
     index = Index.decode(holders, "the save")
     table, given = index.tensors, tensors.given(rows)

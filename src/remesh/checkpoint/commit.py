@@ -47,11 +47,8 @@ def last_steps(
 ) -> Sequence[SmallFile | Rename]:
     """The small files that finish the checkpoint, and renamed files; the last makes it exist.
 
-    There are none if the checkpoint is a single data file that has its name.
-
-    Args:
-        save: What rank 0 knows of the save.
-        parts: What each rank says of its files, in rank order.
+    There are none if the checkpoint is a single data file that has its name. Parts are in rank
+    order.
     """
     steps = writer_of(save.options.format).small_files(save.saved(parts))
     return [
@@ -65,18 +62,8 @@ def finish(
     """Rank 0: write the small files and, in one atomic step, the one that makes it exist.
 
     A failure before that step removes all files of the save. A failure in it, or after it, leaves
-    everything in place, because the checkpoint may be visible already.
-
-    Args:
-        storage: Where the checkpoint is.
-        save: What rank 0 knows of the save.
-        parts: What each rank says of its files, which are durable, in rank order.
-        emit: Called at the points from `save.parts_gathered` to `save.committed`.
-
-    Raises:
-        CheckpointExistsError: If another process has committed a checkpoint there meanwhile.
-        NotSharedError: If files of other ranks are not there.
-        StorageError: If the storage fails.
+    everything in place, because the checkpoint may be visible already. What `parts` says of files,
+    in rank order, is durable.
     """
     writer, overwrite = writer_of(save.options.format), save.options.overwrite
     put: list[str] = []  # paths of small files that are there
@@ -172,16 +159,10 @@ def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[s
 def give_up(
     storage: Storage, save: GlobalSavePlan, *, keep: str = "", put: Sequence[str] = ()
 ) -> None:
-    """Rank 0, when a rank has failed: remove the data files of all ranks, but one file.
+    """Rank 0, when a rank has failed: remove the data files of all ranks, but the file `keep`.
 
     A checkpoint that is a single file with its final name from the beginning stays: it is whole if
-    it is there, and may be another writer's.
-
-    Args:
-        storage: Where the checkpoint was to be.
-        save: What rank 0 knows of the save.
-        keep: The file that stays.
-        put: Small files that are there; removed as well.
+    it is there, and may be another writer's. The small files in `put` are removed as well.
     """
     writer = writer_of(save.options.format)
     if not writer.has_folder:

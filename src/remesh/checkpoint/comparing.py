@@ -62,11 +62,7 @@ class Wanted:
         return array
 
     def planned(self) -> RankReads:
-        """Plan the reads of what is wanted.
-
-        Raises:
-            CoverageError: If no piece holds a part of it.
-        """
+        """Plan the reads of what is wanted; CoverageError if no piece holds a part of it."""
         table = BoxTable.of(self.index.tensors, self.boxes)
         plan = plan_load(self.index, table, self.limits)
         return RankReads(self.index, plan, self.destinations, int(table.num_bytes.sum()))
@@ -77,7 +73,7 @@ Check = tuple[str, Callable[[], bool]]
 
 
 def differences(checks: Iterable[Check]) -> list[str]:
-    """What to say about the values that differ."""
+    """The problems of values that differ, each once."""
     return list(dict.fromkeys(problem for problem, is_equal in checks if not is_equal()))
 
 
@@ -119,12 +115,7 @@ class Draft:
 
 
 def refuse_shared(filled: Sequence[Filled], conflicts: list[str]) -> None:
-    """Find parts that share memory and would be filled one over the other.
-
-    Args:
-        filled: The parts that are filled.
-        conflicts: Gets what to say of each such pair.
-    """
+    """Find parts that share memory and would be filled one over the other, and say so."""
     for one, other in shared_pairs([part.layout for part in filled]):
         first, second = filled[one], filled[other]
         if not _same_elements(first, second):
@@ -135,7 +126,7 @@ def refuse_shared(filled: Sequence[Filled], conflicts: list[str]) -> None:
 
 
 def _same_elements(first: Filled, second: Filled) -> bool:
-    """Whether two parts keep each element of their tensor at the same address."""
+    """True if two parts keep each element of their tensor at the same address."""
     one, other = first.layout, second.layout
     if first.content != second.content or one.itemsize != other.itemsize:
         return False

@@ -172,7 +172,7 @@ def convert(  # noqa: PLR0913 - each option stands for itself
 
 
 def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[Index, VerifyReport]:
-    """What reading a new checkpoint again finds."""
+    """The result of reading a new checkpoint again."""
     row = next(row for row in FORMATS if writer in row.writers)
     written = Checkpoint(Source(target, format=row.name))
     found = run_on_one(exchange, lambda: msgspec.json.encode(written.verify()))
@@ -211,7 +211,7 @@ def _warn_of_unchecked(description: Description, url: str, format_name: str) -> 
 
 
 def _share_of(description: Description, rank: int, world_size: int) -> Description:
-    """What one rank writes: tensors of about as many bytes as others, on rank 0 the values, too."""
+    """A rank's share: tensors of about as many bytes as others', on rank 0 the values, too."""
     if world_size == 1:
         return description
     weights: dict[object, int] = {}
@@ -232,7 +232,7 @@ def _share_of(description: Description, rank: int, world_size: int) -> Descripti
 
 
 def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
-    """What is stored under names that one of some patterns fits."""
+    """The stored entries under names that one of some patterns fits."""
     patterns = [only] if isinstance(only, str) else list(only)
     if "*" in patterns:
         return contents
@@ -284,17 +284,7 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
 def describe_stored(
     contents: Contents, source: StoredSource, owners: Mapping[str, str] | None = None
 ) -> Description:
-    """What a checkpoint holds, all of it, described as a state whose tensors are read from it.
-
-    Args:
-        contents: The checkpoint.
-        source: What its tensors are read from.
-        owners: See `Transform`.
-
-    Raises:
-        StateError: If the transformation makes something that cannot be stored, or a value was not
-            read.
-    """
+    """All that a checkpoint holds, described as a state whose tensors are read from `source`."""
     index, document, resolved = contents.index, contents.document, source.resolved
     others = [*document.values, *document.lists, *document.objects]
     renamed: Mapping[str, list[str]] = {}

@@ -58,7 +58,7 @@ _LOGGER = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one save compares; the same on all ranks."""
+    """The extent of what one save compares; the same on all ranks."""
 
     compares: Compares  # how much
     looks: bool  # whether it looks at copies that a framework promises to be equal
@@ -77,7 +77,7 @@ class Comparison:
         return levels
 
     def compares_all_bytes(self, level: int) -> bool:
-        """Whether all bytes of copies of a level are compared, or stretches."""
+        """True if all bytes of copies of a level are compared, and not only stretches."""
         return level == 2 and self.compares != "sampled"
 
 
@@ -89,18 +89,9 @@ def compare_copies(
     copies: Copies | None,
     local_boxes: Sequence[LocalBoxes],
 ) -> None:
-    """Compare what several ranks hold. Collective.
+    """Compare what several ranks hold: `rows` of this rank's tensors. Collective.
 
-    Args:
-        exchange: The ranks.
-        tensors: What this rank holds.
-        rows: Rows of it that other ranks hold as well.
-        comparison: What to compare.
-        copies: On rank 0, the copies of all ranks.
-        local_boxes: On rank 0, what each rank holds.
-
-    Raises:
-        DivergedReplicaError: If copies differ that must not.
+    Copies and boxes of all ranks are known on rank 0.
     """
 
     def join(replies: list[bytes]) -> list[bytes]:
@@ -237,10 +228,6 @@ def sample_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]
 
     They are spread evenly from the first element to the last, and consist of whole rows if these
     are short, for each stretch of a device's memory is then one copy.
-
-    Args:
-        shape: Shape of the box.
-        itemsize: Bytes of an element.
     """
     size = math.prod(shape)
     length = SAMPLE_BLOCK_BYTES // itemsize

@@ -47,15 +47,8 @@ def device_in_use(memories: Iterable[Memory]) -> DeviceInUse:
 def agree_on_devices(exchange: Exchange, in_use: Sequence[DeviceInUse]) -> Device | None:
     """The device of this rank, if messages go from device to device. Collective.
 
-    They do if all ranks have most of their bytes on devices of one kind, no two on the same one,
-    and the group has a backend that moves them.
-
-    Args:
-        exchange: The ranks.
-        in_use: What `device_in_use` found on each rank.
-
-    Raises:
-        ExchangeError: If the devices cannot be connected.
+    They do if all ranks have most of their bytes on devices of one kind (`in_use`, in rank order),
+    no two on the same one, and the group has a backend that moves them.
     """
     kinds = {one.kind for one in in_use}
     if kinds & {"", "cpu"} or len(kinds) > 1:

@@ -13,11 +13,7 @@ from remesh.formats import native
 
 
 def document_of(description: Description, aliases: Mapping[str, str]) -> native.ValuesDocument:
-    """What a rank knows that is not a tensor.
-
-    Raises:
-        NameCollisionError: If two main replicas of one element of an object differ.
-    """
+    """All that a rank knows that is not a tensor."""
     document = native.ValuesDocument(
         values={
             name: msgspec.Raw(values.encode(value, name))
@@ -53,14 +49,8 @@ def document_of_all(
 ) -> native.ValuesDocument:
     """The values of all ranks, which go together with each other and with names of tensors.
 
-    Args:
-        told: What each rank knows that is not a tensor, encoded, empty if another rank tells it;
-            and the elements of sharded objects of which it has another replica than the main one.
-        names: Names of the tensors.
-
-    Raises:
-        StateError: If a name is two things.
-        CoverageError: If an element of a sharded object has no main replica.
+    Each rank tells its encoded document, empty if another rank tells it, and the elements of
+    sharded objects of which it has another replica than the main one.
     """
     document = native.merge_documents(
         [native.ValuesDocument.decode(encoded, "values") for encoded, _ in told if encoded]
@@ -96,11 +86,7 @@ def _check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence
 
 
 def check_metadata(metadata: Mapping[str, object]) -> None:
-    """Check that what is recorded beside the state is a JSON object.
-
-    Raises:
-        StateError: If it is not.
-    """
+    """Check that what is recorded beside the state is a JSON object."""
     try:
         same = msgspec.json.decode(msgspec.json.encode(metadata)) == dict(metadata)
     except (TypeError, msgspec.MsgspecError) as error:

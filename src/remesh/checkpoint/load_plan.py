@@ -48,7 +48,7 @@ Names = StoredState | TransformedState
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What the caller of a load allows."""
+    """Options of the caller of a load."""
 
     keep_missing: bool  # leave what is not stored as it is
     refuse_unexpected: bool  # refuse a checkpoint with names that no rank asks for
@@ -61,7 +61,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLoadPlan:
-    """What a load does on one rank."""
+    """The part of one rank in a load."""
 
     description: Description  # the state
     stored: StoredState  # what is stored
@@ -94,17 +94,9 @@ def match(
     options: LoadOptions,
     reserved: Sequence[tuple[str, Layout]] = (),
 ) -> RankLoadPlan:
-    """Compare a state with what is stored, and plan the reads.
+    """Compare a state, described with `names`, with what is stored, and plan the reads.
 
-    Args:
-        description: The state, described with `names` as what is stored.
-        names: What is stored, as it is or transformed.
-        options: What the caller allows.
-        reserved: Names and layouts of memory that must not be filled.
-
-    Raises:
-        MismatchError: If they do not fit.
-        StateError: If reserved memory would be filled.
+    Memory in `reserved`, given by names and layouts, must not be filled.
     """
     stored = names.stored if isinstance(names, TransformedState) else names
     found = Findings()
@@ -226,7 +218,7 @@ def _note_derived(own: list[str], sources: list[str], found: Findings) -> None:
 def _fits(
     entry: TensorEntry, stored: StoredTensor, policy: str | None, cast: bool, found: Findings
 ) -> bool:
-    """Whether a stored tensor can fill an entry; what becomes of it, or why not, is filed."""
+    """True if a stored tensor can fill an entry; what becomes of it, or why not, is filed."""
     name = entry.name
     differ = f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted"
     is_opaque = BY_NAME[stored.dtype].is_opaque or BY_NAME[entry.dtype].is_opaque

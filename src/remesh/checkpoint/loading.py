@@ -199,17 +199,7 @@ def load_into(
 ) -> tuple[Any, RestoreReport]:
     """Steps 2 to 4 of a load: from what is stored into a state. Collective.
 
-    Args:
-        state: The target.
-        stored: What is stored.
-        exchange: The ranks that load.
-        options: What the caller allows.
-        read: Reads what a rank wants.
-        emit: Called at the points from `load.planned` on.
-        reserved: See `match`.
-
-    Returns:
-        The state, and this rank's report, without the time that the load took.
+    Returns the state, and this rank's report, without the time that the load took.
     """
     plan, _ = plan_into(state, stored, exchange, options, read=read, reserved=reserved)
     return fill_planned(plan, exchange, read, emit)
@@ -226,9 +216,8 @@ def plan_into(
 ) -> tuple[RankLoadPlan, bool]:
     """Step 2 of a load. Collective; arguments are those of `load_into`.
 
-    Returns:
-        The plan of this rank, and whether what is stored was compared for it on any rank, so that
-        it holds for these bytes alone.
+    Returns the plan of this rank, and whether what is stored was compared for it on any rank, so
+    that it holds for these bytes alone.
     """
     plan, replies = _match_on_all(state, stored, exchange, options, reserved)
     compares = any(compares for compares, _ in replies)
@@ -352,16 +341,7 @@ def fill_planned(
 
 
 def open_shared(exchange: Exchange, source: Any) -> StoredState:
-    """Open a checkpoint of any format on every rank; only rank 0 reads.
-
-    Args:
-        exchange: The ranks.
-        source: A path, URL, storage or `Source`, or a `Place`.
-
-    Raises:
-        CheckpointError: If there is none or its small files are damaged.
-        StateError: If it is not clear which format it has.
-    """
+    """Open a checkpoint of any format on every rank; only rank 0 reads."""
     place = source if isinstance(source, Place) else place_of(source)
 
     def read() -> bytes:

@@ -39,9 +39,7 @@ from remesh.pipeline.arena import Pin
 def exchange_of(group: Any) -> Exchange:
     """The exchange that a caller's `group` means.
 
-    Args:
-        group: An `Exchange`, a torch process group, or None for torch's default group if there is
-            one and else for this process alone.
+    None means torch's default group if there is one, and else this process alone.
     """
     if hasattr(group, "all_gather") and hasattr(group, "world_size"):
         return group  # type: ignore[no-any-return]
@@ -70,9 +68,8 @@ def describe_local(state: Any, stored: Stored | None = None) -> Description:
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
     """The memory of an array or tensor; what is a memory itself is taken as it is.
 
-    Raises:
-        UnsupportedValueError: If it is of a kind that cannot be copied, or filled if it is to be
-            `writable`; the message has `where`.
+    Others, and such as cannot be filled if they are to be `writable`, are refused with a message
+    that has `where`.
     """
     if hasattr(array, "copy_out"):
         return cast("Memory", array)
@@ -86,13 +83,9 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
 def casting_memory_of(
     array: ArrayLike, stored_dtype: str, where: str, through: tuple[str, ...] = ()
 ) -> Memory:
-    """The memory of an array that is filled with converted elements of another dtype.
+    """The memory of an array that is filled with converted elements of the stored dtype.
 
-    Args:
-        array: Where the converted elements go.
-        stored_dtype: Name of the dtype of what comes in.
-        where: The name of the array in the state, for the error message.
-        through: Dtypes that the elements pass on their way.
+    They are converted to each of the dtypes in `through` on their way.
     """
     from remesh import adapters
 
@@ -153,11 +146,7 @@ class LocalTensors:
     """Whether each box is of a tensor that training does not change."""
 
     def given(self, rows: IntArray) -> LocalTensors:
-        """Those that this rank may give to others: what it writes, and copies that do not differ.
-
-        Args:
-            rows: The rows that it writes.
-        """
+        """Those that this rank may give to others: rows that it writes, and equal copies."""
         is_given = self.roles != Role.FIRST
         if is_given.all():
             return self
@@ -177,12 +166,7 @@ class LocalTensors:
 
 
 def tensors_to_store(description: Description) -> LocalTensors:
-    """Tabulate what this rank holds; tied tensors are kept once.
-
-    Raises:
-        StateError: If two leaves of one name disagree about dtype or global shape.
-        NameCollisionError: If two leaves of one name both claim to be what is stored.
-    """
+    """Tabulate what this rank holds; tied tensors are kept once."""
     entries, aliases = split_aliases(description.tensors)
     rows: dict[str, int] = {}
     tensors: list[tuple[str, str, tuple[int, ...]]] = []

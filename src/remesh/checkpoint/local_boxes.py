@@ -21,7 +21,7 @@ from remesh.planner import LocalBoxes
 
 
 class BoxesMessage(msgspec.Struct, frozen=True):
-    """What a rank holds; equal for equal boxes."""
+    """The boxes of a rank; equal for equal boxes."""
 
     digest: bytes = b""  # names `shared`
     shared: bytes = b""
@@ -39,12 +39,7 @@ class BoxesMessage(msgspec.Struct, frozen=True):
 
 
 def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> BoxesMessage:
-    """A message that says what this rank holds.
-
-    Args:
-        boxes: Its boxes.
-        roles: The role of each (`remesh.core.state.Role`).
-    """
+    """A message that says what this rank holds: its boxes, and the role of each."""
     held = LocalBoxes.of(boxes, roles)
     columns = held.tensors.columns() | {"box.tensor": held.tensor, "box.kind": held.kind}
     shared = encode_columns(
@@ -60,11 +55,7 @@ def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> BoxesMessage:
 def decode_local_boxes(messages: Sequence[BoxesMessage]) -> list[LocalBoxes]:
     """What `encode_local_boxes` said on each rank.
 
-    Args:
-        messages: The messages of all ranks; of those with equal digests, one has what they share.
-
-    Raises:
-        CorruptCheckpointError: If a message is something else.
+    Of the messages with equal digests, one has what they share.
     """
     known = {one.digest: _shared(one.shared) for one in messages if one.shared}
     found = []

@@ -86,7 +86,7 @@ def _following(others: Sequence[str], names: Sequence[str], rename: tuple[str, s
 
 
 def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
-    """What to say of names that are not stored, and of stored ones that may be meant."""
+    """Lines about names that are not stored, and stored ones that may be meant."""
     lines = [f"{counted(len(missing), 'is', 'are')} not stored:"]
     others, rename = list(missing), _common_rename(missing, names)
     if rename is not None:
@@ -141,7 +141,7 @@ def difference(stored: object, wanted: object) -> str:
 
 
 def untied(name: str, other: str, what: str) -> str:
-    """What to say of stored tensors that differ and cannot both fill one tied tensor."""
+    """A line about stored tensors that differ and cannot both fill one tied tensor."""
     return (
         f"{name} and {other} are tied in the state, but the checkpoint has different {what} for "
         "them; untie them, or load one of the two"

@@ -60,7 +60,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all is there, and all bytes are those that a save or a repair has written."""
+        """True if all is there, and all bytes are those that a save or a repair has written."""
         return not self.damages and not self.incomplete
 
 

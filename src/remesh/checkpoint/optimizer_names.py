@@ -38,7 +38,7 @@ _NO_OPTIONS = frozenset({"params", "param_names"})
 
 
 class LiveOptimizer(msgspec.Struct, frozen=True):
-    """What is known of an optimizer of the state that is loaded into."""
+    """An optimizer of the state that is loaded into."""
 
     path: list[str | int]  # its place in the state
     groups: list[list[str]]  # names of the parameters of each group, in order
@@ -56,16 +56,8 @@ def with_parameter_names(
 ) -> StoredState:
     """What is stored, by the names that the optimizers of a state have for it. Collective.
 
-    Args:
-        exchange: The ranks that load.
-        state: The state that is loaded into, with the modules whose parameters are optimized.
-        stored: What is stored.
-        url: Where it is, for messages.
-        is_transformed: Whether parameters may be stored under other names than the state has.
-
-    Raises:
-        MismatchError: If the stored parameters cannot be told from their numbers.
-        StateError: If the state cannot be a target.
+    The state has the modules whose parameters are optimized. `is_transformed` says whether
+    parameters may be stored under other names than the state has.
     """
     roots = unnamed_optimizers(stored)
     if not roots:

@@ -27,17 +27,8 @@ def renamed_lists(
     """The lists of a checkpoint with the names that its tensors have after a transformation.
 
     A joined parameter stands where the first of its parts stood, parts of one that is split follow
-    each other, and a deleted one is left out.
-
-    Args:
-        lists: The lists, by name.
-        index: The tensors that are stored.
-        resolved: The transformation.
-        owners: See `Transform`.
-
-    Raises:
-        StateError: If it cannot be told which parameters the names are, or parameters of several
-            groups are joined.
+    each other, and a deleted one is left out. If that cannot be told, or parameters of several
+    groups are joined, that is a StateError.
     """
     states = find_states(index, (), owners)
     made: dict[str, list[str]] = {}
@@ -84,12 +75,7 @@ def renamed_path(name: str, old: Path) -> Path:
 def renamed_sequences(
     paths: Mapping[Path, Path], sequences: Iterable[tuple[Path, str]]
 ) -> dict[Path, str]:
-    """The lists and tuples of a state under their new paths.
-
-    Args:
-        paths: Old path → new path of what is in the state.
-        sequences: Old paths of lists and tuples, and which of both they are.
-    """
+    """The lists and tuples of a state under their new paths, given old path → new path."""
     kinds = dict(sequences)
     found = {}
     for old, new in paths.items():

@@ -23,15 +23,7 @@ def existing_checkpoint(
 ) -> Existing | None:
     """The checkpoint that a save replaces, if there is one.
 
-    Args:
-        storage: Where the save is going to be.
-        format_name: The format that it writes.
-        options: Options of the format.
-        overwrite: Whether to replace what is there.
-
-    Raises:
-        CheckpointExistsError: If there is one and it is not to be overwritten.
-        StateError: If it cannot be replaced.
+    If it is not to be overwritten, that is a CheckpointExistsError; if it cannot be, a StateError.
     """
     writer = writer_of(format_name)
     rows, found = _look(storage, writer, options)

@@ -31,11 +31,7 @@ _ROWS_AT_ONCE = 4096
 
 
 def check_policies(resize: Mapping[str, str]) -> None:
-    """Refuse policies that there are not.
-
-    Raises:
-        StateError: If there is one.
-    """
+    """Refuse policies that there are not."""
     for pattern, policy in resize.items():
         if policy not in POLICIES:
             raise StateError(
@@ -45,15 +41,7 @@ def check_policies(resize: Mapping[str, str]) -> None:
 
 
 def check_patterns(resize: Mapping[str, str], fitting: Iterable[str]) -> None:
-    """Refuse patterns that fit no tensor.
-
-    Args:
-        resize: Policies by name or pattern.
-        fitting: The names and patterns that fit a tensor of the state of any rank.
-
-    Raises:
-        StateError: If there is one.
-    """
+    """Refuse patterns that fit no tensor: that are not in `fitting`, of all ranks."""
     unknown = sorted(set(resize).difference(fitting))
     if unknown:
         raise StateError(
@@ -70,10 +58,6 @@ def policies_of(
 
     A whole name comes before a pattern, and patterns come in their order. A tied tensor may be
     called by any of its names.
-
-    Args:
-        entries: The tensors with all their names.
-        resize: Policies by name or pattern.
     """
     found: dict[str, str] = {}
     for entry, names in entries:
@@ -111,14 +95,7 @@ def fitting_patterns(
 def refusal(
     stored: tuple[int, ...], wanted: tuple[int, ...], policy: str | None, *, is_real: bool
 ) -> str | None:
-    """Why a tensor cannot be resized; None if it can.
-
-    Args:
-        stored: Shape of what is stored.
-        wanted: Shape of the target.
-        policy: What is allowed.
-        is_real: Whether the elements are floating-point numbers.
-    """
+    """Why a tensor of a stored shape cannot be resized to a wanted one; None if it can."""
     told = f"shape {stored} is stored, {wanted} is wanted"
     if policy is None or len(stored) != len(wanted):
         return told
@@ -130,12 +107,9 @@ def refusal(
 
 
 def has_size_of(state: tuple[int, ...], stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether optimizer state is as long as its parameter was in a dim that is resized.
+    """True if optimizer state is as long as its parameter was in a dim that is resized.
 
-    Args:
-        state: Shape of the state.
-        stored: Stored shape of the parameter.
-        wanted: Shape that the parameter has.
+    Arguments are the shape of the state, and the stored and the new shape of the parameter.
     """
     if len(state) == len(stored):
         changed = zip(state, stored, wanted, strict=True)

@@ -70,7 +70,7 @@ from remesh.storage import FileSystemSpace, Storage
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What the caller of a save asked for."""
+    """Options of the caller of a save."""
 
     overwrite: bool  # replace a checkpoint that is there
     metadata: Mapping[str, object]  # what to record beside the state
@@ -93,7 +93,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GlobalSavePlan:
-    """What rank 0 knows of a save."""
+    """The knowledge of rank 0 about a save."""
 
     save_id: str  # names the save
     options: SaveOptions  # what the caller asked for
@@ -120,7 +120,7 @@ class GlobalSavePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSavePlan:
-    """What one rank has to do."""
+    """The part of one rank in a save."""
 
     save_id: str  # names the save
     stream: RankStream  # what this rank writes
@@ -150,7 +150,7 @@ class RankSavePlan:
         return sources_of(self.history, [of_path[path] for path in self.stream.files.paths])
 
     def committed(self, storage: Storage, parts: Sequence[Part]) -> History:
-        """What is known of this save once it is committed, given what this rank said of it."""
+        """The history after this save is committed, given what this rank said of it."""
         if not self.files:
             return self.history
         num_bytes = self.tensors.boxes.num_bytes
@@ -183,7 +183,7 @@ class PlanCache:
 
 
 class _Described(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0; boxes and document are empty if rank 0 has them already."""
+    """Message of a rank to rank 0; boxes and document are empty if rank 0 has them already."""
 
     local_boxes: BoxesMessage
     document: bytes
@@ -195,7 +195,7 @@ class _Described(msgspec.Struct, frozen=True):
 
 
 class _WriteAssignment(msgspec.Struct, frozen=True):
-    """What rank 0 tells a rank: rows of its boxes as int64 bytes."""
+    """Message of rank 0 to a rank: rows of its boxes as int64 bytes."""
 
     save_id: str  # names the save
     rows: bytes | None  # those that the rank writes, in file order; None if the rank knows them
@@ -221,23 +221,9 @@ def make_save_plan(
 ) -> RankSavePlan:
     """Describe, compare, check and plan. Collective.
 
-    When it returns, every rank knows its part and has begun with it.
-
-    Args:
-        exchange: The group.
-        storage: Where the checkpoint is going to be.
-        state: This rank's part of the state.
-        options: What the caller asked for.
-        cache: The plan of the last save; filled with that of this one.
-        emit: Called at `save.described` and `save.planned`.
-        first: What this rank does before; all ranks raise its failure.
-        begin: What this rank does when it knows its part; all ranks raise its failure.
-
-    Raises:
-        StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
-        CheckpointExistsError: If there is a checkpoint and it is not to be overwritten.
-        NoSpaceError: If there is too little room.
-        NotSharedError: If ranks name different places, or are seen not to share the one they name.
+    When it returns, every rank knows its part and has begun with it. Each rank calls `first` before
+    all else, and `begin` when it knows its part; all ranks raise the failure of one. The cache has
+    the plan of the last save, and is filled with that of this one.
     """
     rank = _Rank(exchange, storage, options, cache, emit)
 
@@ -296,7 +282,7 @@ class _Rank:
     global_plan: GlobalSavePlan | None = field(default=None, init=False)
 
     def describe(self, state: Any) -> bytes:
-        """What do I hold? On rank 0 also: what is replaced?"""
+        """Describe what this rank holds; on rank 0 also look what is replaced."""
         if self.exchange.rank == 0:
             check_metadata(self.options.metadata)
             self.replaced = existing_checkpoint(
@@ -333,7 +319,7 @@ class _Rank:
         self.same_document = len({fingerprint[16:32] for fingerprint in fingerprints}) == 1
 
     def tell(self) -> bytes:
-        """What rank 0 does not know yet."""
+        """The message to rank 0 of what it does not know yet."""
         assert self.tensors is not None
         space = self.storage.space()
         sends_document = self.exchange.rank == 0 or not self.same_document
@@ -355,7 +341,7 @@ class _Rank:
         )
 
     def boxes_to_tell(self) -> BoxesMessage:
-        """What rank 0 does not know of my boxes."""
+        """The message of my boxes that rank 0 does not know."""
         if self.is_known:
             return BoxesMessage()
         return self.local_boxes if self.shares_first else self.local_boxes.without_shared()
@@ -511,7 +497,7 @@ def _parent(url: str) -> str:
 
 
 def _plan_keys(plan_id: str, fingerprints: Sequence[bytes]) -> list[bytes]:
-    """What each rank's part of a plan is named, in rank order."""
+    """The key of each rank's part of a plan, in rank order."""
     layouts = raw_digest(b"".join(fingerprint[:16] for fingerprint in fingerprints))
     return [
         raw_digest(f"{plan_id} {rank} ".encode() + layouts) for rank in range(len(fingerprints))

@@ -111,12 +111,7 @@ def save(  # noqa: PLR0913 - each option stands for itself
 
 
 def check_compress(function: str, compress: Compress | None, writer: Writer) -> None:
-    """Check that files of a format can be compressed so.
-
-    Raises:
-        OptionError: If there is no such choice, or the library is missing.
-        StateError: If files of the format are never compressed.
-    """
+    """Check that files of a format can be compressed so, and that the library is there."""
     if compress is None:
         return
     check_choice(function, "compress", compress, get_args(Compress))
@@ -139,13 +134,7 @@ def options_of(
     compress: Compress | None = None,
     meets: bool = False,
 ) -> SaveOptions:
-    """What the caller of a save asked for.
-
-    Raises:
-        OptionError: If an option has a wrong type.
-        StateError: If there is no such choice of buffers, the format cannot be written, or it has
-            no place for the metadata, no such option, or no compressed files.
-    """
+    """Check what the caller of a save asked for."""
     check_flag("save", "overwrite", overwrite)
     check_flag("save", "verify_replicas", verify_replicas)
     writer = writer_of(format)
@@ -235,21 +224,9 @@ def _save_from(
 def write(
     storage: Storage, mine: RankSavePlan, emit: Emit, beside: Callable[[], None]
 ) -> list[Part]:
-    """Write this rank's files, unless they are there, and do what is to be done beside.
+    """Write this rank's files, unless they are there; returns what rank 0 has to know of them.
 
-    Collective if tensors lie on several ranks.
-
-    Args:
-        storage: Where to.
-        mine: What this rank has to do.
-        emit: Called at `save.file_created`, `save.chunk_written` and `save.file_finished`.
-        beside: What else is to be done meanwhile.
-
-    Returns:
-        What rank 0 has to know of the files.
-
-    Raises:
-        StorageError: If the storage fails.
+    Calls `beside` meanwhile. Collective if tensors lie on several ranks.
     """
     stream = mine.stream
     num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
@@ -285,5 +262,5 @@ def write(
 
 
 def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:
-    """What ranks say of their files."""
+    """The parts that ranks have told, in rank order."""
     return [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]

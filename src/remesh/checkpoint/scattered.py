@@ -82,7 +82,7 @@ class Nodes:
     node: tuple[int, ...]  # the node of each rank
 
     def is_first(self, rank: int) -> bool:
-        """Whether a rank is the one that acts for its node."""
+        """True if a rank is the one that acts for its node."""
         return self.ranks[self.node[rank]][0] == rank
 
     def peers(self, distance: int) -> dict[int, int]:
@@ -95,11 +95,7 @@ class Nodes:
 
 
 def nodes_of(places: Sequence[str]) -> Nodes:
-    """The nodes of a job.
-
-    Args:
-        places: What names the place of each rank, in rank order; equal on one node alone.
-    """
+    """The nodes of a job, given what names the place of each rank; equal on one node alone."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
@@ -137,20 +133,10 @@ def save_scattered(
 ) -> None:
     """Save a state into the places of the nodes. Collective; complete when it returns.
 
-    Args:
-        state: See `remesh.save`; `first` may still change it.
-        storage: The place of this rank's node, for this checkpoint alone.
-        nodes: Which ranks share a place.
-        exchange: The ranks.
-        metadata: See `remesh.save`; `first` may still change it.
-        buffers: See `remesh.save`.
-        num_replicas: On how many further nodes each file lies, if there are so many.
-        cache: The plan of the last save.
-        first: What this rank does before; all ranks raise its failure.
-        emit: Called at the points in `remesh.events.SAVE_POINTS`.
-
-    Raises:
-        RemeshError: As `remesh.save`. What was written is removed, unless it may be complete.
+    The storage is the place of this rank's node, for this checkpoint alone. Each file lies on
+    `num_replicas` further nodes, if there are so many. What a rank does in `first` may still change
+    state and metadata; all ranks raise its failure. After any failure what was written is removed,
+    unless it may be complete.
     """
     options = SaveOptions(True, metadata, shares_place=False, buffers=buffers)
     mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
@@ -292,13 +278,7 @@ class Scattered:
 def find_scattered(storage: Storage, nodes: Nodes, exchange: Exchange) -> list[Scattered]:
     """The checkpoints in the places of the nodes, whole or not. Collective.
 
-    Args:
-        storage: The place of this rank's node, above the checkpoints.
-        nodes: Which ranks share a place.
-        exchange: The ranks.
-
-    Raises:
-        StorageError: If a place cannot be read.
+    The storage is the place of this rank's node, above the checkpoints.
     """
 
     def look() -> bytes:
@@ -332,7 +312,7 @@ _Found = tuple[str, bytes, list[str]]
 
 
 def _look(storage: Storage) -> list[_Found]:
-    """What the place of one node holds."""
+    """The checkpoints in the place of one node."""
     found: list[_Found] = []
     paths = set(storage.list())
     for path in sorted(paths):
@@ -373,21 +353,9 @@ def load_scattered(
 ) -> tuple[Any, RestoreReport]:
     """Load a checkpoint out of the places of the nodes into any layout. Collective.
 
-    Args:
-        state: See `remesh.load`.
-        storage: The place of this rank's node, for this checkpoint alone.
-        found: The checkpoint.
-        nodes: Which ranks share a place; as it was found with.
-        exchange: The ranks.
-        options: What the caller allows.
-        emit: Called at the points in `remesh.events.LOAD_POINTS`.
-
-    Returns:
-        The state, and this rank's report, without the time that the load took.
-
-    Raises:
-        CheckpointNotFoundError: If there are files that no node has.
-        RemeshError: As `remesh.load`.
+    Nodes are those that it was found with; the storage is the place of this rank's node, for this
+    checkpoint alone. Returns the state, and this rank's report, without the time that the load
+    took.
     """
     if found.missing:
         raise CheckpointNotFoundError(

@@ -39,14 +39,7 @@ _WHAT_IS_SHARED = (
 
 
 def check_same_place(urls: Sequence[str]) -> None:
-    """Check that all ranks name one place.
-
-    Args:
-        urls: What each rank names, in rank order.
-
-    Raises:
-        NotSharedError: If they differ, with the first two that do.
-    """
+    """Check that all ranks, whose URLs are in rank order, name one place."""
     other = next((rank for rank, url in enumerate(urls) if url != urls[0]), None)
     if other is not None:
         raise NotSharedError(
@@ -57,7 +50,7 @@ def check_same_place(urls: Sequence[str]) -> None:
 
 
 def is_one_directory(spaces: Sequence[FileSystemSpace | None]) -> bool:
-    """Whether the file systems prove that ranks which name one path mean one directory."""
+    """True if the file systems prove that ranks which name one path mean one directory."""
     directories = {"" if space is None else space.directory for space in spaces}
     return len(directories) == 1 and "" not in directories
 
@@ -65,14 +58,7 @@ def is_one_directory(spaces: Sequence[FileSystemSpace | None]) -> bool:
 def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str, int]]) -> None:
     """Check on rank 0 that the files which ranks have written are there, with one listing.
 
-    Args:
-        storage: The place, as rank 0 sees it.
-        prefix: How the paths of all files begin.
-        files: Rank, path and number of bytes of each.
-
-    Raises:
-        NotSharedError: If files are not there or have another size.
-        StorageError: If the storage fails.
+    The paths of all begin with the prefix; of each, rank, path and number of bytes are given.
     """
     written = list(files)
     sizes = list_sizes(storage, prefix)
@@ -95,17 +81,9 @@ def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str,
 
 
 def meet(exchange: Exchange, storage: Storage, path: str, undo: Callable[[], None]) -> None:
-    """Check that every rank sees a file that rank 0 has put. Collective.
+    """Check that every rank sees a file that rank 0 has put, and removes. Collective.
 
-    Args:
-        exchange: The ranks.
-        storage: The place, as this rank sees it.
-        path: The file; rank 0 removes it.
-        undo: What rank 0 does if a rank does not see it.
-
-    Raises:
-        NotSharedError: On all ranks, if one does not see it.
-        StorageError: If the storage fails.
+    If a rank does not see it, rank 0 calls `undo`, and all raise NotSharedError.
     """
 
     def look() -> bytes:
@@ -129,7 +107,7 @@ def _unseen(rank: int, storage: Storage, path: str) -> NotSharedError:
 
 
 def _is_seen(storage: Storage, path: str) -> bool:
-    """Whether a file is there, or soon is."""
+    """True if a file is there, or soon is."""
     started, wait = time.monotonic(), 0.01
     while True:
         with suppress(CheckpointNotFoundError):
@@ -142,7 +120,7 @@ def _is_seen(storage: Storage, path: str) -> bool:
 
 
 def _has_bytes(storage: Storage, path: str, num_bytes: int) -> bool:
-    """Whether a file ends where it should; opening it makes network file systems look again."""
+    """True if a file ends where it should; opening it makes network file systems look again."""
     end = np.empty(2, np.uint8)
     try:
         return storage.read_into(path, num_bytes - 1, end) == 1

@@ -13,16 +13,7 @@ from remesh.storage import FileSystemSpace
 
 
 def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, url: str) -> None:
-    """Check that there is room for all files that share a file system.
-
-    Args:
-        spaces: What the storage of each rank says, in rank order.
-        num_bytes: What each rank writes.
-        url: Where.
-
-    Raises:
-        NoSpaceError: If there is too little.
-    """
+    """Check that there is room for all files that share a file system; in rank order."""
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
     for space, size in zip(spaces, num_bytes.tolist(), strict=True):
@@ -40,7 +31,7 @@ def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, u
 
 
 def _space_advice(url: str, existing: str) -> str:
-    """What to do where there is too little room; a directory that is missing may be a mount."""
+    """Advice where there is too little room; a directory that is missing may be a mount."""
     missing = os.path.relpath(url, existing).split("/") if existing else []
     if len(missing) > 1:
         return (

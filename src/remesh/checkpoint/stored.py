@@ -64,7 +64,7 @@ class StoredState:
         return f"{name}: {problem}{hint}"
 
     def has_value(self, name: str) -> bool:
-        """Whether a plain value is stored under a name: whole, taken apart, or a list of names."""
+        """True if a plain value is stored under a name: whole, taken apart, or a list of names."""
         return self._is_value(name) or self._parts_of(name) is not None
 
     def _is_value(self, name: str) -> bool:
@@ -153,7 +153,7 @@ class StoredState:
 
 
 def _children_of(node: object) -> list[tuple[str | int, object]]:
-    """What is in a list, a tuple or a dict; nothing if its keys are no names."""
+    """Items of a list, a tuple or a dict; none if its keys are no names."""
     if isinstance(node, list | tuple):
         return list(enumerate(node))
     if isinstance(node, dict) and all(isinstance(key, str | int) for key in node):
@@ -171,20 +171,14 @@ def _leaves_of(node: object, path: Path) -> Iterator[tuple[Path, object]]:
 
 
 def _is_covered(node: object, path: Path, names: Collection[str]) -> bool:
-    """Whether some names are those of a plain value, or of all that is in it."""
+    """True if some names are those of a plain value, or of all that is in it."""
     children = _children_of(node)
     inner = (_is_covered(child, (*path, key), names) for key, child in children)
     return name_of(path) in names or (bool(children) and all(inner))
 
 
 def limits_of_ranks(index: Index, latency: float | None, num_ranks: int) -> ReadLimits:
-    """How each of the ranks that load a checkpoint reads its share.
-
-    Args:
-        index: What is stored.
-        latency: See `latency_of`; the same on all ranks.
-        num_ranks: How many load.
-    """
+    """How each of the ranks that load reads its share; they agree on the latency."""
     return limits_for(latency, sum(file.num_bytes for file in index.files) // num_ranks)
 
 
@@ -194,10 +188,6 @@ def read_boxes(
     """Read boxes of stored tensors into new carrier arrays, checking digests.
 
     Blocks that several of them lie in are read once.
-
-    Raises:
-        CorruptCheckpointError: If stored bytes are missing or damaged.
-        CoverageError: If no piece holds a part of a box.
     """
     wanted = BoxTable.of(index.tensors, [(index.row(name), box) for name, box in boxes])
     # First the plan: what is not stored shall not take memory either.

@@ -84,11 +84,7 @@ class StoredSource:
 
 
 def converted(block: CarrierArray, stored: str, dtypes: Sequence[str]) -> CarrierArray:
-    """Elements after conversions, as carriers; torch knows how to convert those numpy lacks.
-
-    Raises:
-        UnsupportedValueError: If torch does not convert one of the types.
-    """
+    """Elements after conversions, as carriers; torch knows how to convert those numpy lacks."""
     if not dtypes:
         return block
     opaque = [name for name in (stored, *dtypes) if BY_NAME[name].is_opaque]

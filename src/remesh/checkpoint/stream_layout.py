@@ -64,7 +64,7 @@ class PaddedMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankStream:
-    """What one rank writes."""
+    """The bytes that one rank writes."""
 
     layout: FileLayout  # the bytes
     files: StreamFiles  # the files that they are cut into
@@ -80,14 +80,10 @@ def lay_out(
     alignment: int = ALIGNMENT,
     compress: Compress | None = None,
 ) -> RankStream:
-    """The stream of a rank.
+    """The stream of a rank; rows of the frames of its data files are those of its boxes.
 
-    Args:
-        frames: Its data files; their rows are those of the rank's boxes.
-        tensors: The rank's boxes.
-        numbers: For each file, the numbers of its boxes in the rank's assignment; by default all.
-        alignment: Where files may begin in the stream.
-        compress: How the files are compressed; they begin with chunks then.
+    For each file, `numbers` has the numbers of its boxes in the rank's assignment; None for all.
+    Files may begin at multiples of `alignment`, and begin with chunks if they are compressed.
     """
     if any(frame.is_shared for frame in frames):
         return _lay_out_shared(frames, tensors)

@@ -124,7 +124,7 @@ class TransformedState:
         return TransformedState(self.stored, self.transform, self.outputs, resolved)
 
     def is_untouched(self, names: Iterable[str]) -> bool:
-        """Whether no statement touches any of the names."""
+        """True if no statement touches any of the names."""
         return self.resolved.untouched.issuperset(names)
 
     def resized_from(self, names: Sequence[str]) -> str | None:
@@ -237,22 +237,10 @@ def describe_transformed(
     cast: bool,
     resizes: bool,
 ) -> tuple[Description, TransformedState, list[bytes]]:
-    """Describe the state of this rank as the target of a load through a transformation. Collective.
+    """Describe this rank's state as the target of a load through a transformation. Collective.
 
-    Args:
-        exchange: The ranks that load.
-        state: The state.
-        stored: What is stored.
-        transform: What it becomes.
-        cast: See `Transform.resolve`.
-        resizes: See `Transform.resolve`.
-
-    Returns:
-        The description, what the transformation makes, and the targets of all ranks, among which it
-        is to be resolved again.
-
-    Raises:
-        TransformError: If a statement does not fit the stored tensors or the targets.
+    Returns the description, what the transformation makes, and the targets of all ranks, among
+    which it is to be resolved again.
     """
     described: list[tuple[Description, TransformedState]] = []
 
@@ -302,11 +290,7 @@ def match_made(
 ) -> str | None:
     """The name under which a tensor is made; None if it is not, which is then filed.
 
-    Args:
-        names: What the transformation makes.
-        entry: A tensor of the state.
-        own: Its names: several if it is tied.
-        found: Where findings go.
+    A tied tensor has several names of its `own`.
     """
     resolved = names.resolved
     if any(name in resolved.kept for name in own):

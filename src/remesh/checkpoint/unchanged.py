@@ -74,7 +74,7 @@ class OwnFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """What this rank knows of the last committed save."""
+    """The knowledge of this rank about the last committed save."""
 
     layout: bytes = b""  # fingerprint of the rank's boxes that the columns are of
     group: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # group of each box
@@ -104,14 +104,7 @@ class History:
         parts: Iterable[Part],
         num_bytes: IntArray,
     ) -> History:
-        """The history after a save was committed.
-
-        Args:
-            storage: Where it is.
-            files: Its files of this rank.
-            parts: What the rank said of them.
-            num_bytes: Bytes of each of the rank's boxes.
-        """
+        """The history after a save was committed, with bytes of each of the rank's boxes."""
         of_path = {part.path: part for part in parts}
         told = [(file, of_path[file.frame.path].written) for file in files]
         before = {file.key: written.digests for file, written in self.files}
@@ -151,14 +144,9 @@ def own_files(
     group: IntArray,
     place: tuple[int, str, Grid],
 ) -> list[OwnFile]:
-    """The data files of a rank, group by group.
+    """The data files of a rank, group by group, given the rows that it writes.
 
-    Args:
-        writer: The writer of a format with digests.
-        tensors: The rank's boxes.
-        rows: Those that it writes.
-        group: The group of each of its boxes.
-        place: Number of the rank, the save's id, and the grid.
+    The place is the number of the rank, the save's id, and the grid.
     """
     rank, save_id, grid = place
     groups, sizes = group[rows], tensors.boxes.num_bytes[rows]
@@ -201,12 +189,7 @@ class FileSource(msgspec.Struct, frozen=True):
 
 
 def sources_of(history: History, files: Sequence[OwnFile]) -> list[FileSource]:
-    """The files of the last checkpoint that some files of a save may be.
-
-    Args:
-        history: What is known of the last save.
-        files: The files that the save writes.
-    """
+    """The files of the last checkpoint that some files of a save may be."""
     before = {file.key: _last_part(file, written) for file, written in history.files}
     return [
         FileSource(number, before[file.key])
@@ -228,20 +211,9 @@ def keep_files(
     *,
     at_once: bool,
 ) -> list[Part]:
-    """Let the storage copy the files that did not change from the last checkpoint.
+    """Let the storage copy the files that did not change; what the rank says of them then.
 
-    Args:
-        storage: Where the save goes.
-        history: What is known of the last save.
-        files: The files of this save.
-        tensors: The rank's boxes.
-        at_once: Whether only copies are made that take no time.
-
-    Returns:
-        What the rank says of the files that are there now.
-
-    Raises:
-        StorageError: If nothing can be written.
+    With `at_once` only copies are made that take no time.
     """
     kept: list[Part] = []
     if at_once and not (isinstance(storage, CopiedFiles) and storage.copies_at_once):

@@ -72,7 +72,7 @@ _KINDS = {
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """What the storages of a process in one bucket share."""
+    """State that the storages of a process in one bucket share."""
 
     store: ObjectStore  # the obstore store with its connections
     latency: float = 0.0
@@ -85,14 +85,8 @@ class Bucket:
 def open_bucket(url: str, scheme: str, rest: str) -> tuple[Bucket, str]:
     """The bucket of a URL, and how the paths of objects below the URL begin in it.
 
-    Args:
-        url: What the user wrote.
-        scheme: Its scheme, in small letters.
-        rest: What follows `://`. Keys of S3 and Google Cloud are taken as they are written, and
-            not percent-decoded.
-
-    Raises:
-        StorageError: If the URL or the environment's settings are not usable.
+    The scheme is in small letters. The rest follows `://`; keys of S3 and Google Cloud are taken as
+    they are written, and not percent-decoded.
     """
     name, _, key = rest.partition("/")
     prefix = key.strip("/")

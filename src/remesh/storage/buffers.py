@@ -36,15 +36,10 @@ def aligned_buffer(num_bytes: int) -> Buffer:
 
 
 def map_memory(num_bytes: int, file: int | None = None, start: int = 0) -> Buffer:
-    """A buffer of zeros at a page boundary that takes no memory yet.
+    """A buffer of zeros at a page boundary that takes no memory yet; private, unless of a file.
 
-    Args:
-        num_bytes: Its length; zero is allowed.
-        file: The descriptor of a file in memory to share; by default the memory is private.
-        start: Byte of the file at which the buffer begins, a multiple of the page size.
-
-    Raises:
-        MemoryError: If the system refuses the memory.
+    A file in memory is shared from byte `start` on, a multiple of the page size. MemoryError if the
+    system refuses the memory.
     """
     if num_bytes == 0:
         return np.empty(0, np.uint8)

@@ -11,7 +11,7 @@ from remesh.storage.protocol import Storage
 
 @runtime_checkable
 class BatchDeletion(Protocol):
-    """What storages may have besides the methods of `Storage`: many files removed at once.
+    """A storage that removes many files at once.
 
     A checkpoint of 4,000 ranks has as many files; at 100 ms a request, removing one after the other
     takes minutes.
@@ -20,8 +20,7 @@ class BatchDeletion(Protocol):
     def delete_many(self, paths: Sequence[str]) -> None:
         """Remove files; no error for those that do not exist.
 
-        Raises:
-            StorageError: If some could not be removed; all others are gone.
+        If some cannot be removed, that is a StorageError; all others are gone.
         """
         ...
 
@@ -29,8 +28,7 @@ class BatchDeletion(Protocol):
 def delete_files(storage: Storage, paths: Sequence[str]) -> None:
     """Remove files; no error for those that do not exist.
 
-    Raises:
-        StorageError: If some could not be removed; it tells of one, and all others are gone.
+    If some could not be removed, it tells of one, and all others are gone.
     """
     if isinstance(storage, BatchDeletion):
         storage.delete_many(paths)

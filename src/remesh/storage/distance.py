@@ -32,7 +32,7 @@ _Answer = TypeVar("_Answer")
 
 @runtime_checkable
 class MeasuredLatency(Protocol):
-    """What storages may have besides the methods of `Storage`."""
+    """A storage that measures how far away it is."""
 
     @property
     def latency(self) -> float:
@@ -52,14 +52,9 @@ def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_numb
     """The requests that move some bytes at the rate of the link.
 
     A few bytes go in as many requests as are under way at a time, so that they take one round trip.
-    Many go in the largest requests, which cost least. The farther a storage is, the more requests
-    are under way.
-
-    Args:
-        num_bytes: Bytes to move.
-        latency: Seconds that a small request takes.
-        sizes: Bytes of the smallest and the largest request, powers of two.
-        min_number: Requests under way at a time where the latency is low.
+    Many go in the largest requests, which cost least. The farther a storage is (latency, in
+    seconds), the more requests are under way. Sizes are bytes of the smallest and the largest
+    request, powers of two.
     """
     smallest, largest = sizes
     size = smallest
@@ -70,12 +65,12 @@ def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_numb
 
 
 def is_local(storage: Storage) -> bool:
-    """Whether the files lie in directories of this machine: then the storage's `url` is a path."""
+    """True if the files lie in directories of this machine: then the storage's `url` is a path."""
     return isinstance(storage, LocalStorage)
 
 
 def is_remote(storage: Storage) -> bool:
-    """Whether every byte that is read crosses a network: object stores, network file systems.
+    """True if every byte that is read crosses a network: object stores, network file systems.
 
     A directory that cannot be looked at counts as local; reading it will say what is wrong.
     """
@@ -102,16 +97,8 @@ def latency_of(storage: Storage) -> float | None:
 def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
     """Ask a storage several things: at the same time if each takes a round trip of a network.
 
-    Args:
-        storage: What is asked.
-        questions: Each asks one thing.
-
-    Returns:
-        The answers, in order.
-
-    Raises:
-        RemeshError: The first failure, in the order of the questions; all others are asked, too,
-            if they are asked at the same time.
+    Returns the answers, in order, or raises the first failure in that order; all others are asked,
+    too, if they are asked at the same time.
     """
     if len(questions) < 2 or not is_remote(storage):
         return [question() for question in questions]
@@ -133,12 +120,7 @@ def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -
 def ask_meanwhile(storage: Storage, question: Callable[[], _Answer]) -> Callable[[], _Answer]:
     """Ask a storage something: in a thread of its own if it takes a round trip of a network.
 
-    Args:
-        storage: What is asked.
-        question: Asks.
-
-    Returns:
-        Waits for the answer, and raises the failure if there was one.
+    The result waits for the answer, and raises the failure if there was one.
     """
     answer: Future[_Answer] = Future()
     if not (is_remote(storage) and _begin(lambda: _ask(question, answer))):

@@ -39,14 +39,7 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class FsspecStorage:
-    """Files below a path of an fsspec file system; safe to use from several threads.
-
-    Args:
-        url: What the user calls the path; secrets in it are not shown.
-        file_system: The `fsspec.AbstractFileSystem`.
-        root: The path in it.
-        part_bytes: Bytes given to the file system at a time.
-    """
+    """Files below a path of an fsspec file system; safe to use from several threads."""
 
     def __init__(
         self, url: str, file_system: Any, root: str, *, part_bytes: int = PART_BYTES
@@ -254,7 +247,7 @@ class FsspecStorage:
             self._remove(marker)
 
     def _nothing_behind(self, path: str, start: int, error: Exception) -> Buffer:
-        """What a failed read from `start` on gives: nothing, if the file ends before.
+        """Nothing, for a failed read from `start` on, if the file ends before.
 
         Some file systems refuse a range that begins behind the end.
         """
@@ -270,15 +263,7 @@ class FsspecStorage:
 
 
 def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
-    """The storage of a URL whose scheme fsspec knows.
-
-    Args:
-        url: What the user wrote.
-        scheme: Its scheme, in small letters.
-
-    Raises:
-        StorageError: If fsspec does not know the scheme, lacks a library for it, or cannot open it.
-    """
+    """The storage of a URL whose scheme, in small letters, fsspec knows."""
     if scheme not in fsspec.available_protocols():
         raise StorageError(
             f"{shown_url(url)!r}: the scheme {scheme!r} is not supported\nGive a local path, a "

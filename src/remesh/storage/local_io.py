@@ -60,13 +60,7 @@ _REMEDIES = {
 
 
 def explain(action: str, path: Path, error: OSError) -> StorageError:
-    """The exception to raise for a failed system call on a file.
-
-    Args:
-        action: What was tried, as a verb ("write").
-        path: The file.
-        error: What the system said.
-    """
+    """The exception to raise for a failed system call on a file; the action is a verb ("write")."""
     what = f"cannot {action} {path}: {error.strerror or error}"
     if error.errno in _NO_ROOM:
         return NoSpaceError(f"{what}; {_NO_ROOM[error.errno]}")
@@ -87,11 +81,7 @@ def open_direct(path: Path, flags: int) -> int | None:
 
 
 def sync_file(descriptor: int) -> None:
-    """Make a file or directory durable; macOS has a call of its own for that.
-
-    Raises:
-        OSError: If the system fails.
-    """
+    """Make a file or directory durable; macOS has a call of its own for that."""
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is None:
         os.fsync(descriptor)
@@ -109,15 +99,8 @@ def num_direct_bytes(position: int, buffer: Buffer) -> int:
 class LocalWriter:
     """A local file that is being written; made by `LocalStorage.create`.
 
-    Writes may run in several threads; `finish` and `abort` come when all of them have returned.
-
-    Args:
-        path: The file, which must not exist.
-        num_bytes: Its size.
-        direct: Whether to try direct I/O.
-
-    Raises:
-        OSError: If the file exists or cannot be made; nothing is left of it then.
+    Writes may run in several threads; `finish` and `abort` come when all of them have returned. If
+    the file cannot be made, that is an OSError, and nothing is left of it.
     """
 
     def __init__(self, path: Path, num_bytes: int, *, direct: bool) -> None:
@@ -197,16 +180,9 @@ class LocalWriter:
 
 
 class SharedWriter:
-    """This process's part of a local file that several write; made by `LocalStorage.open_shared`.
+    """This process's part of a local file that several write; see `LocalStorage.open_shared`.
 
     Nothing goes directly, because a page may belong to two processes.
-
-    Args:
-        path: The file, which another process may have made already.
-        num_bytes: Its size.
-
-    Raises:
-        OSError: If the file cannot be made.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -245,11 +221,7 @@ class SharedWriter:
 
 
 def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
-    """Fill a buffer from a file, opening it once; how many bytes there were.
-
-    Raises:
-        OSError: If the system refuses.
-    """
+    """Fill a buffer from a file, opening it once; how many bytes there were."""
     num_direct = num_direct_bytes(start, buffer) if direct else 0
     descriptor = open_direct(path, os.O_RDONLY) if num_direct else None
     is_direct = descriptor is not None
@@ -268,12 +240,7 @@ def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
 
 
 def read_file(path: Path, start: int, stop: int | None) -> bytes:
-    """Bytes [start, stop) of a file, opening it once; fewer if it ends before.
-
-    Raises:
-        StorageError: If the path is not that of a file.
-        OSError: If the system refuses.
-    """
+    """Bytes [start, stop) of a file, opening it once; fewer if it ends before."""
     # A pipe is not waited for.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -286,22 +253,14 @@ def read_file(path: Path, start: int, stop: int | None) -> bytes:
 
 
 def file_size(path: Path, status: os.stat_result) -> int:
-    """Bytes of a file.
-
-    Raises:
-        StorageError: If it is something else, such as a directory.
-    """
+    """Bytes of a file; StorageError if it is something else, such as a directory."""
     if not stat.S_ISREG(status.st_mode):
         raise StorageError(f"cannot read {path}: it is not a file; check the path")
     return status.st_size
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Make a new file with this content and make the content durable.
-
-    Raises:
-        OSError: If the file exists, or if the system refuses; nothing is left of it then.
-    """
+    """Make a new file and make its content durable; if that fails, nothing is left of it."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -318,11 +277,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def link_file(source: Path, file: Path, num_bytes: int) -> None:
-    """Give a durable file a second name.
-
-    Raises:
-        OSError: If the system refuses, or the file has not this size; there is no second name then.
-    """
+    """Give a durable file of a known size a second name; OSError if there is none then."""
     # A link to a symbolic link would break with what it leads to.
     real = os.path.realpath(source)
     try:
@@ -346,9 +301,6 @@ def sync_directory(path: Path) -> None:
 
     A directory that is gone has nothing to keep, and a file system that cannot do this for
     directories (some network and user-space ones say so by `EINVAL`) keeps its own promises.
-
-    Raises:
-        OSError: If the system fails.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

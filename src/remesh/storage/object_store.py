@@ -75,19 +75,16 @@ class _ChangedError(Exception):
 
 
 def _identity(meta: ObjectMeta) -> tuple[str | None, int]:
-    """What tells an object from another one of its name."""
+    """Tag and size, which tell an object from another one of its name."""
     return meta["e_tag"], meta["size"]
 
 
 class ObjectStorage:
     """Objects below a prefix of a bucket; safe to use from several threads.
 
-    Args:
-        url: What the user calls the prefix; secrets in it are not shown.
-        bucket: Where the prefix lies, as storages of this process share it; or an obstore store
-            that this one has for itself.
-        prefix: How the paths of the objects begin in it: empty, or with a slash at its end.
-        part_bytes: Size of the parts of an upload; None to choose it by the size of the file.
+    Storages of this process share a `Bucket`; an obstore store is for this one alone. A prefix is
+    empty or ends with a slash. Without `part_bytes` the size of a file decides how large the parts
+    of its upload are.
     """
 
     def __init__(
@@ -481,7 +478,7 @@ def _keep_freed_memory() -> None:
 
 
 def _is_hidden(path: str) -> bool:
-    """Whether a path is not that of a file: of a writer's mark, or of a folder that a console made.
+    """True if a path is not that of a file: of a writer's mark, or of a folder that a console made.
 
     Consoles make empty objects for folders; that of the root itself has no relative path.
     """

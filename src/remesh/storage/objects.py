@@ -27,10 +27,7 @@ _LOGGER = logging.getLogger("remesh")
 class Objects:
     """The objects below a prefix of a bucket; safe to use from several threads.
 
-    Args:
-        url: What messages call the prefix.
-        bucket: The bucket.
-        prefix: How the paths of the objects begin in it; the methods take and give the rest.
+    Methods take and give paths without the prefix; messages have the URL.
     """
 
     def __init__(self, url: str, bucket: Bucket, prefix: str) -> None:

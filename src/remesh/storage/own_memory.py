@@ -14,7 +14,7 @@ from remesh.storage.protocol import Buffer, Storage
 
 @runtime_checkable
 class OwnMemory(Protocol):
-    """What storages may have besides the methods of `Storage`: reads into memory of their own."""
+    """A storage that reads into memory of its own."""
 
     def read_own(self, path: str, start: int, stop: int) -> Buffer:
         """Bytes [start, stop) of a file, fewer if it ends before; they may be read-only."""
@@ -29,12 +29,7 @@ def buffer_bytes_for(storage: Storage, num_bytes: int) -> int:
 def read_range(storage: Storage, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:
     """Bytes of a file from `start` on, fewer if it ends before.
 
-    Args:
-        storage: Where the file is.
-        path: Its path.
-        start: First byte.
-        num_bytes: How many.
-        buffer: Used if the storage has no memory of its own, see `buffer_bytes_for`.
+    The buffer is used if the storage has no memory of its own, see `buffer_bytes_for`.
     """
     if isinstance(storage, OwnMemory):
         return storage.read_own(path, start, start + num_bytes)

@@ -38,14 +38,7 @@ class GivenUpError(Exception):
 
 
 class Parts:
-    """The window between writers and an upload.
-
-    Args:
-        name: The file, for messages.
-        num_bytes: Its size, or the most that it can be.
-        part_bytes: Size of each part, the last excepted.
-        stall_seconds: How long the window may stand still.
-    """
+    """The window between writers and an upload; the file may turn out to be smaller."""
 
     def __init__(
         self, name: str, num_bytes: int, part_bytes: int, *, stall_seconds: float = STALL_SECONDS
@@ -67,8 +60,7 @@ class Parts:
     def write(self, position: int, data: Buffer) -> None:
         """Copy a range into its parts; thread-safe for disjoint ranges.
 
-        Raises:
-            StorageError: If the upload has failed, or the window does not move.
+        StorageError if the upload has failed, or the window does not move.
         """
         assert 0 <= position <= position + data.size <= self._num_bytes
         while data.size:
@@ -86,12 +78,7 @@ class Parts:
             data = data[taken.size :]
 
     def finish(self, num_bytes: int | None = None) -> None:
-        """Let all parts leave, whether they are full or not.
-
-        Args:
-            num_bytes: Size of the file, if it is less than was said; what lies after it has not
-                been written.
-        """
+        """Let all parts leave, full or not; what lies after `num_bytes` has not been written."""
         with self._changed:
             if num_bytes is not None:
                 self._num_bytes = num_bytes
@@ -107,11 +94,7 @@ class Parts:
             self._changed.notify_all()
 
     def take(self) -> Iterator[Buffer]:
-        """The parts in order; ends once all have left and the file is finished.
-
-        Raises:
-            GivenUpError: If the writer was aborted.
-        """
+        """The parts in order until the file is finished; GivenUpError if it was aborted."""
         number = 0
         while (part := self._take(number)) is not None:
             yield part
@@ -194,13 +177,9 @@ def _clear_gaps(part: Buffer, ranges: list[tuple[int, int]]) -> None:
 class StreamWriter:
     """A file that is uploaded while it is written; see `remesh.storage.Writer`.
 
-    Args:
-        name: The file, for messages.
-        num_bytes: Its size, or the most that it can be.
-        part_bytes: Size of the parts.
-        upload: Takes the parts and makes the file exist when they end; if they raise instead, it
-            undoes what it has done and raises.
-        on_close: Called once when the file is finished or given up.
+    The upload takes the parts and makes the file exist when they end; if they raise instead, it
+    undoes what it has done and raises. `on_close` is called once when the file is finished or given
+    up.
     """
 
     def __init__(

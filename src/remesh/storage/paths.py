@@ -14,11 +14,7 @@ HIDDEN = ".remesh-put-"
 
 
 def check_path(path: str) -> str:
-    """The path itself, if it names a file below the root.
-
-    Raises:
-        StorageError: If it is empty or absolute, has empty, `.` or `..` components, or a NUL.
-    """
+    """The path itself; StorageError if it does not name a file below the root."""
     if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
         raise StorageError(
             f"{path!r} is not a path inside a storage: use names joined by single slashes, without "
@@ -29,10 +25,6 @@ def check_path(path: str) -> str:
 
 
 def prefix_directory(prefix: str) -> str:
-    """The directory, "" for the root, that holds every path that begins with `prefix`.
-
-    Raises:
-        StorageError: If that directory is not below the root.
-    """
+    """The directory, "" for the root, that holds every path that begins with `prefix`."""
     directory = prefix.rpartition("/")[0]
     return check_path(directory) if "/" in prefix else ""

@@ -135,10 +135,6 @@ class SharedFiles(Protocol):
         """Begin, or take part in, a file of known size that other processes write as well.
 
         What one of them wrote is durable when its `finish` returns. `abort` leaves the file.
-
-        Raises:
-            NoSpaceError: If there is no room.
-            StorageError: If the storage fails.
         """
         ...
 
@@ -149,34 +145,18 @@ class SharedFiles(Protocol):
 
 @runtime_checkable
 class CopiedFiles(Protocol):
-    """What storages may have besides the methods of `Storage`: copies that move no bytes here.
-
-    Attributes:
-        copies_at_once: Whether a copy takes no time, however large the file is.
-    """
+    """What storages may have besides the methods of `Storage`: copies that move no bytes here."""
 
     @property
     def copies_at_once(self) -> bool:
-        """See above."""
+        """True if a copy takes no time, however large the file is."""
         ...
 
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
-        """Give the content of a finished file a further name, which stays if the first one goes.
+        """Give the content of a finished file a new name, which stays if the first one goes.
 
         The content may be shared, so neither file may be written to afterwards. It is durable; the
-        existence of the new file is as that of any finished file.
-
-        Args:
-            source: The storage that has the file.
-            path: The file there.
-            new: Name of the new file; there is none of this name.
-            num_bytes: Size of the file.
-
-        Returns:
-            Whether it was done. If not, there is no new file, and writing the bytes says what is
-            wrong, if anything is.
-
-        Raises:
-            StorageError: If nothing can be written here.
+        existence of the new file is as that of any finished file. If this returns false, there is
+        no new file, and writing the bytes says what is wrong, if anything is.
         """
         ...

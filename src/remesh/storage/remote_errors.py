@@ -49,12 +49,9 @@ _REMEDIES = {
 
 
 def explain(action: str, name: str, error: Exception) -> RemeshError:
-    """The exception to raise for a failed request.
+    """The exception to raise for a failed request; the action is a verb ("write").
 
-    Args:
-        action: What was tried, as a verb ("write").
-        name: URL of the file; its secrets are not shown.
-        error: What the library raised.
+    Secrets in the URL are not shown.
     """
     kind, text = type(error).__name__, hide_secrets(str(error), name)
     name = shown_url(name)
@@ -70,7 +67,7 @@ def explain(action: str, name: str, error: Exception) -> RemeshError:
 
 
 def _reason(text: str) -> str:
-    """What may be shown of a library's message."""
+    """The part of a library's message that may be shown."""
     head = re.split(r"<\?xml|<Error>|\n", text, maxsplit=1)[0].strip().rstrip(":")
     answer = [
         found[1] for tag in ("Code", "Message") if (found := re.search(f"<{tag}>([^<]*)</", text))

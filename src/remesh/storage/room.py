@@ -19,23 +19,14 @@ _IN_MEMORY = frozenset({"ramfs", "tmpfs"})
 
 
 def room_identity(device: int) -> str:
-    """The name of the room of a device.
-
-    Args:
-        device: Its number, as in `os.stat_result.st_dev`.
-    """
+    """The name of the room of a device (`os.stat_result.st_dev`)."""
     mounts = _read("/proc/self/mountinfo")
     machine = _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
     return network_mount(mounts, device) or f"{machine}:{device}"
 
 
 def network_mount(mountinfo: str, device: int) -> str | None:
-    """The source of a device's mount if it is a network file system.
-
-    Args:
-        mountinfo: Content of `/proc/self/mountinfo`.
-        device: The device's number.
-    """
+    """The source of a device's mount in `/proc/self/mountinfo`, if it is a network file system."""
     kind, source = _kind_and_source(mountinfo, device)
     return f"{kind}:{source}" if kind in _NETWORK else None
 
@@ -52,12 +43,12 @@ def _kind_and_source(mountinfo: str, device: int) -> tuple[str, str]:
 
 
 def is_in_memory(device: int) -> bool:
-    """Whether what lies on a device, as in `os.stat_result.st_dev`, takes memory."""
+    """True if what lies on a device, as in `os.stat_result.st_dev`, takes memory."""
     return _kind_and_source(_read("/proc/self/mountinfo"), device)[0] in _IN_MEMORY
 
 
 def is_network_device(device: int) -> bool:
-    """Whether a device, as in `os.stat_result.st_dev`, is a network file system."""
+    """True if a device, as in `os.stat_result.st_dev`, is a network file system."""
     return network_mount(_read("/proc/self/mountinfo"), device) is not None
 
 

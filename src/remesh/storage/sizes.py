@@ -18,7 +18,7 @@ from remesh.storage.protocol import Storage
 
 @runtime_checkable
 class SizedListing(Protocol):
-    """What storages may have besides the methods of `Storage`."""
+    """A storage whose listings have sizes."""
 
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
         """Relative path → bytes of all files below the root that begin with `prefix`."""
@@ -27,7 +27,7 @@ class SizedListing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a listing says of a file."""
+    """Facts about a file in a listing."""
 
     num_bytes: int  # its size
     modified: float | None
@@ -36,7 +36,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """What lies directly in a directory, by name."""
+    """The entries of a directory, by name."""
 
     directories: tuple[str, ...]
     files: Mapping[str, FileFacts]
@@ -44,26 +44,15 @@ class Directory:
 
 @runtime_checkable
 class DirectoryListing(Protocol):
-    """What storages may have besides the methods of `Storage`."""
+    """A storage that lists a directory alone."""
 
     def list_directory(self, path: str = "") -> Directory:
-        """What lies directly in a directory, hidden files included; nothing if there is none.
-
-        Args:
-            path: The directory, relative to the root.
-
-        Raises:
-            StorageError: If the storage fails.
-        """
+        """What lies directly in a directory, hidden files included; nothing if there is none."""
         ...
 
 
 def list_sizes(storage: Storage, prefix: str = "") -> dict[str, int]:
-    """Relative path → bytes of all files of a storage that begin with `prefix`.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """Relative path → bytes of all files of a storage that begin with `prefix`."""
     if isinstance(storage, SizedListing):
         return storage.list_sizes(prefix)
     sizes = {}
@@ -77,9 +66,6 @@ def list_with_sizes(storage: Storage) -> dict[str, int | None]:
     """Relative path → bytes of all files of a storage, by one listing.
 
     A size is None where the storage lists without sizes; then ask for that of the file.
-
-    Raises:
-        StorageError: If the storage fails.
     """
     if isinstance(storage, SizedListing):
         return dict(sorted(storage.list_sizes().items()))
@@ -87,11 +73,7 @@ def list_with_sizes(storage: Storage) -> dict[str, int | None]:
 
 
 def list_directory(storage: Storage, path: str = "") -> Directory:
-    """What lies directly in a directory of any storage; nothing if there is none.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """What lies directly in a directory of any storage; nothing if there is none."""
     if isinstance(storage, DirectoryListing):
         return storage.list_directory(path)
     directories, files = set(), {}

@@ -37,11 +37,7 @@ class Trial:
 
 
 def try_out(storage: Storage) -> list[Trial]:
-    """Try a place out with small files, which are removed.
-
-    Raises:
-        StorageError: If nothing can be written there at all.
-    """
+    """Try a place out with small files, which are removed."""
     folder = f"{_FOLDER}-{secrets.token_hex(4)}"
     trials: list[Trial] = []
     try:
@@ -94,7 +90,7 @@ def _replace(storage: Storage, path: str) -> Trial:
 
 
 def _try_file_system(directory: Path) -> Iterator[Trial]:
-    """What only a file system has."""
+    """Try out what only a file system has."""
     file = directory / "file"
     try:
         os.link(file, directory / "link")
@@ -125,17 +121,9 @@ def meet(
     seconds: float,
     pause: Callable[[float], object] = time.sleep,
 ) -> Trial:
-    """Whether all ranks reach the same place. Every rank calls it.
+    """Find out whether all ranks reach the same place. Every rank calls it.
 
-    Args:
-        storage: The place, as this rank reaches it.
-        rank: This rank.
-        world_size: How many ranks there are.
-        seconds: How long to wait for the others.
-        pause: Waits for some seconds.
-
-    Returns:
-        On rank 0, which ranks it sees; on the others, whether they see rank 0.
+    Returns on rank 0 which ranks it sees; on the others, whether they see rank 0.
     """
     return (_ask if rank == 0 else _answer)(storage, rank, world_size, seconds, pause)
 

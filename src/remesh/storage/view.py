@@ -6,11 +6,7 @@ from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer
 
 
 class StorageView:
-    """A storage as it is; subclasses show some of its files in another form.
-
-    Args:
-        storage: Where the files are.
-    """
+    """A storage as it is; subclasses show some of its files in another form."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
