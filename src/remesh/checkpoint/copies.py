@@ -76,10 +76,6 @@ class Comparison:
             levels[roles == Role.FIRST] = 0
         return levels
 
-    def compares_all_bytes(self, level: int) -> bool:
-        """True if all bytes of copies of a level are compared, and not only stretches."""
-        return level == 2 and self.compares != "sampled"
-
 
 def compare_copies(
     exchange: Exchange,
@@ -113,7 +109,7 @@ def _digests(
     levels = comparison.levels(tensors.roles[rows])
     for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
         if level:
-            whole = comparison.compares_all_bytes(level)
+            whole = level == 2 and comparison.compares != "sampled"
             digests.append(_digest(tensors, row, whole=whole, on_host=on_host))
     return b"".join(digests)
 

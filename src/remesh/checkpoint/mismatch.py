@@ -149,11 +149,7 @@ def untied(name: str, other: str, what: str) -> str:
 
 
 def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) -> None:
-    """Refuse a state if names differ from what is stored, or are missing that may not.
-
-    Raises:
-        MismatchError: If they do.
-    """
+    """Refuse a state if names differ from what is stored, or are missing that may not."""
     # What is stored of a tensor that is something else need not be told one by one.
     missing = tuple(name for name in found.missing if not name.startswith(found.others))
     conflicts = tuple(told for told in found.conflicts if not told.startswith(found.others))

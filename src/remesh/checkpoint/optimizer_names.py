@@ -149,9 +149,6 @@ def named(stored: StoredState, optimizers: Sequence[LiveOptimizer], url: str) ->
 
     A stored optimizer belongs to the one of its name; the only one that is left over, to the only
     one of the state that is left over, for a transformation may rename it.
-
-    Raises:
-        MismatchError: If the stored parameters cannot be told from their numbers.
     """
     live = {one.name: one for one in optimizers}
     roots = unnamed_optimizers(stored)

@@ -40,8 +40,7 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.replacing import existing_checkpoint
-from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
-from remesh.checkpoint.space import check_space
+from remesh.checkpoint.sharing import check_same_place, check_space, is_one_directory, meet
 from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.checkpoint.unchanged import (
     FileSource,

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a save write to one shared place.
+"""Checks that all ranks of a save write to one shared place, and that it has room for their files.
 
 Ranks that write to different places, because the path has a time stamp or because each node has a
 disk of its own under the same path, all succeed, and the checkpoint lacks most of its files. Three
@@ -15,13 +15,17 @@ checks find that:
 
 from __future__ import annotations
 
+import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from remesh.errors import CheckpointNotFoundError, NotSharedError, StorageError
+from remesh._repr import format_bytes
+from remesh.core.geometry import IntArray
+from remesh.errors import CheckpointNotFoundError, NoSpaceError, NotSharedError, StorageError
 from remesh.exchange import Exchange, run_joined
 from remesh.storage import FileSystemSpace, Storage, list_sizes
 
@@ -78,6 +82,24 @@ def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str,
             f"{_found(storage, path)}. {_WHAT_IS_SHARED} Directories on disks of the nodes are not "
             "shared, even if they have the same path on every node. Nothing was committed."
         )
+
+
+def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, url: str) -> None:
+    """Check that there is room for all files that share a file system; in rank order."""
+    needed: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for space, size in zip(spaces, num_bytes.tolist(), strict=True):
+        if space is not None:
+            needed[space.identity] += size
+            free[space.identity] = min(space.free_bytes, free.get(space.identity, space.free_bytes))
+    for identity, size in needed.items():
+        if size > free[identity]:
+            existing = next(one.existing for one in spaces if one and one.identity == identity)
+            raise NoSpaceError(
+                f"{url}: the state needs {format_bytes(size)}, {format_bytes(free[identity])} are "
+                "free there\n"
+                f"Nothing was written. {_space_advice(url, existing)}"
+            )
 
 
 def meet(exchange: Exchange, storage: Storage, path: str, undo: Callable[[], None]) -> None:
@@ -140,3 +162,14 @@ def _found(storage: Storage, path: str) -> str:
 def _shortened(url: str) -> str:
     """A URL that leaves room for a sentence in a line."""
     return url if len(url) <= 40 else f"...{url[-37:]}"
+
+
+def _space_advice(url: str, existing: str) -> str:
+    """Advice where there is too little room; a directory that is missing may be a mount."""
+    missing = os.path.relpath(url, existing).split("/") if existing else []
+    if len(missing) > 1:
+        return (
+            f"{existing}/{missing[0]} does not exist: if it is a mount point, mount it; otherwise "
+            f"free some space in {existing}, or save elsewhere."
+        )
+    return "Free some space, or save elsewhere."

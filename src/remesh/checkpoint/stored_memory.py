@@ -47,14 +47,7 @@ class StoredSource:
     """The queue that each thread has entered."""
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
-        """Read boxes of tensors into arrays, all in one plan.
-
-        Raises:
-            CorruptCheckpointError: If stored bytes are missing or damaged.
-            CheckpointReplacedError: If the checkpoint was overwritten since it was opened.
-            CoverageError: If a part of a box is stored nowhere.
-            UnsupportedValueError: If torch does not convert an element type.
-        """
+        """Read boxes of tensors into arrays, all in one plan."""
         rows: list[tuple[int, Box]] = []
         destinations: list[Destination] = []
         blocks: list[tuple[Region, CarrierArray, CarrierArray]] = []

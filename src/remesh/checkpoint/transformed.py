@@ -98,11 +98,7 @@ class TransformedState:
         return is_value or name in self.stored.document.lists
 
     def value(self, name: str) -> object:
-        """The value that is made or stored under a name.
-
-        Raises:
-            MismatchError: If several must agree and do not.
-        """
+        """The value that is made or stored under a name."""
         sources = self.resolved.sources_of(name) or (name,)
         found = [self.stored.value(source) for source in sources]
         if any(value != found[0] for value in found[1:]):
@@ -110,16 +106,7 @@ class TransformedState:
         return found[0]
 
     def among(self, tables: list[bytes], *, cast: bool, resizes: bool) -> TransformedState:
-        """The same, resolved against the targets of all ranks.
-
-        Args:
-            tables: The targets, as `describe_transformed` gives them.
-            cast: See `Transform.resolve`.
-            resizes: See `Transform.resolve`.
-
-        Raises:
-            TransformError: If a statement does not fit the targets.
-        """
+        """The same, resolved against the targets of all ranks."""
         resolved = _resolve(self.stored, self.transform, tables, cast=cast, resizes=resizes)
         return TransformedState(self.stored, self.transform, self.outputs, resolved)
 

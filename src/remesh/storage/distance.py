@@ -6,9 +6,9 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -146,13 +146,3 @@ def _begin(action: Callable[[], None]) -> bool:
     except (RuntimeError, MemoryError):
         return False
     return True
-
-
-@contextmanager
-def asking(storage: Storage, question: Callable[[], _Answer]) -> Iterator[Callable[[], _Answer]]:
-    """`ask_meanwhile` for the time of a block, which does not end before the answer is there."""
-    answer = ask_meanwhile(storage, question)
-    try:
-        yield answer
-    finally:
-        answer()

@@ -25,12 +25,12 @@ import fsspec
 import numpy as np
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError, StorageError
+from remesh.storage.optional import Directory, FileFacts
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import HIDDEN, check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import hide_secrets, shown_url
-from remesh.storage.sizes import Directory, FileFacts
 
 PART_BYTES = 16 << 20
 """Bytes given to the file system at a time."""

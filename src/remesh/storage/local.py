@@ -47,10 +47,10 @@ from remesh.storage.local_io import (
     sync_directory,
     write_file,
 )
+from remesh.storage.optional import Directory, FileFacts
 from remesh.storage.paths import HIDDEN, check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.room import is_in_memory, room_identity
-from remesh.storage.sizes import Directory, FileFacts
 
 _LOGGER = logging.getLogger("remesh")
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}

@@ -36,14 +36,14 @@ from obstore.exceptions import AlreadyExistsError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from remesh.storage.buckets import FAILURES, Bucket, open_bucket
-from remesh.storage.distance import Flow, ask_meanwhile, ask_together, asking, flow_for
+from remesh.storage.distance import Flow, ask_meanwhile, ask_together, flow_for
 from remesh.storage.objects import Objects
+from remesh.storage.optional import Directory, FileFacts
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import HIDDEN, check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import shown_url
-from remesh.storage.sizes import Directory, FileFacts
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -361,9 +361,7 @@ class ObjectStorage:
     def _put_exclusively(self, path: str, data: bytes) -> bool:
         """Put an object unless there is one, whatever the store does about conditions."""
         if self._bucket.honours_conditions is None:
-            probe = self._find_conditions()
-            with asking(self, partial(self._remove_probe, probe)):
-                return self._put_exclusively(path, data)
+            self._find_conditions()
         if self._bucket.honours_conditions:
             return self._put_first(path, data)
         folder, _, name = path.rpartition("/")
@@ -382,8 +380,8 @@ class ObjectStorage:
         finally:
             self.delete(mine)
 
-    def _find_conditions(self) -> str:
-        """Find out whether a put of an object that exists is refused; returns what to remove."""
+    def _find_conditions(self) -> None:
+        """Find out whether a put of an object that exists is refused."""
         probe = f"{HIDDEN}probe-{secrets.token_hex(8)}"
 
         def is_refused() -> bool:
@@ -395,23 +393,16 @@ class ObjectStorage:
 
         try:
             # A first put that is refused was repeated after its answer got lost.
-            is_honoured = is_refused()
-            if not is_honoured:
-                with asking(self, partial(self._check_ranges, probe)):
-                    is_honoured = is_refused()
-        except BaseException:
-            self._remove_probe(probe)
-            raise
+            is_honoured = is_refused() or is_refused()
+            self._check_ranges(probe)
+        finally:
+            # Without the right to remove objects a save works all the same.
+            with suppress(StorageError):
+                self.delete(probe)
         if not is_honoured:
             text = "%s: the store ignores If-None-Match; writers announce themselves instead"
             _LOGGER.warning(text, self._url)
         self._bucket.honours_conditions = is_honoured
-        return probe
-
-    def _remove_probe(self, probe: str) -> None:
-        # Without the right to remove objects a save works all the same.
-        with suppress(StorageError):
-            self.delete(probe)
 
     def _check_ranges(self, path: str) -> None:
         """Warn if the store gives whole objects where a part is asked for.
