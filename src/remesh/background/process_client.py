@@ -206,7 +206,10 @@ class RemoteServer:
         self._send(StopStaging())
         task = self._task
         status = StatusFiles(self._storage, task.format, task.save_id, task.rank)
-        self._end(Ended(status.report_dead_writer(error or self._process.death(self._task))))
+        if status.is_committed():
+            self._end(Ended(None))
+        else:  # files stay where they are, as after any death
+            self._end(Ended(status.report(error or self._process.death(task))))
 
     def _begin(self) -> None:
         """Send the task. If it cannot be sent, the process is as good as dead."""

@@ -40,7 +40,8 @@ from remesh.background.protocol import (
     WriteTask,
 )
 from remesh.background.status_files import StatusFiles
-from remesh.checkpoint.commit import finish, give_up, remove_paths, write_beside
+from remesh.checkpoint.commit import finish, give_up, write_beside
+from remesh.checkpoint.unchanged import remove_paths
 from remesh.errors import ExchangeError, StorageError
 from remesh.formats.framing import Part, as_written
 from remesh.pipeline.arena import Chunk

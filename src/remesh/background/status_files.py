@@ -78,16 +78,6 @@ class StatusFiles:
             error.add_note(f"The other ranks could not be told: {also}")
         return error
 
-    def report_dead_writer(self, error: BaseException) -> BaseException | None:
-        """Report the failure of a server that died, in its place.
-
-        Files stay where they are, as after any death.
-
-        Returns:
-            The error, or None if the save was committed before.
-        """
-        return None if self.is_committed() else self.report(error)
-
     def is_committed(self) -> bool:
         """True if the save is seen to be committed."""
         try:

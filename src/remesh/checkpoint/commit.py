@@ -17,6 +17,7 @@ from functools import partial
 from remesh import catalog
 from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
+from remesh.checkpoint.unchanged import remove_paths
 from remesh.errors import CheckpointError, StorageError
 from remesh.events import Emit
 from remesh.formats.framing import Existing, Part, Rename, SmallFile
@@ -24,7 +25,7 @@ from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
 from remesh.maintenance.orphans import remove_files, remove_orphans
-from remesh.storage import SharedFiles, Storage, ask_together, delete_files
+from remesh.storage import SharedFiles, Storage, ask_together
 
 
 def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
@@ -182,9 +183,3 @@ def remove_own(storage: Storage, save_id: str, paths: Sequence[str]) -> None:
     """Remove the data files of this rank, where rank 0 does not see them."""
     remove_paths(storage, paths)
     remove_files(storage, save_id)
-
-
-def remove_paths(storage: Storage, paths: Sequence[str]) -> None:
-    """Remove files of no checkpoint, as far as the storage can."""
-    with suppress(StorageError):
-        delete_files(storage, paths)

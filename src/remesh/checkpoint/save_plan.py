@@ -46,9 +46,9 @@ from remesh.checkpoint.unchanged import (
     FileSource,
     History,
     OwnFile,
-    drop_files,
     keep_files,
     own_files,
+    remove_paths,
     sources_of,
 )
 from remesh.core.collector import collector_rests
@@ -256,7 +256,7 @@ def make_save_plan(
     try:
         run_on_all(exchange, accept)
     except BaseException:
-        drop_files(storage, [part for mine in agreed for part in mine.kept])
+        remove_paths(storage, [part.path for mine in agreed for part in mine.kept])
         raise
     return agreed[0]
 
@@ -322,6 +322,7 @@ class _Rank:
         assert self.tensors is not None
         space = self.storage.space()
         sends_document = self.exchange.rank == 0 or not self.same_document
+        num_bytes_to_keep = self.cache.history.num_bytes_to_keep(self.local_boxes.layout)
         return msgspec.msgpack.encode(
             _Described(
                 self.boxes_to_tell(),
@@ -335,7 +336,7 @@ class _Rank:
                     self.options.compress,
                 ),
                 None if space is None else (space.identity, space.free_bytes, space.directory),
-                self.num_bytes_to_keep() if self.options.keeps else 0,
+                num_bytes_to_keep if self.options.keeps else 0,
             )
         )
 
@@ -344,10 +345,6 @@ class _Rank:
         if self.is_known:
             return BoxesMessage()
         return self.local_boxes if self.shares_first else self.local_boxes.without_shared()
-
-    def num_bytes_to_keep(self) -> int:
-        """Bytes that I will probably not write."""
-        return self.cache.history.num_bytes_to_keep(self.local_boxes.layout)
 
     def plan(self, replies: list[bytes]) -> list[bytes]:
         """Rank 0: who writes what?"""

@@ -228,7 +228,7 @@ def keep_files(
                     part = as_written(stream.parts[0], last.written)
                     kept.append(msgspec.structs.replace(part, is_kept=True))
     except BaseException:
-        drop_files(storage, kept)
+        remove_paths(storage, [part.path for part in kept])
         raise
     return kept
 
@@ -257,7 +257,7 @@ def _keep(
     )
 
 
-def drop_files(storage: Storage, parts: Iterable[Part]) -> None:
-    """Remove files of a save that is given up, as far as the storage can."""
+def remove_paths(storage: Storage, paths: Sequence[str]) -> None:
+    """Remove files of no checkpoint, as far as the storage can."""
     with suppress(StorageError):
-        delete_files(storage, [part.path for part in parts])
+        delete_files(storage, paths)
