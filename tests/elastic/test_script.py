@@ -1,4 +1,4 @@
-"""`remesh.elastic.script`: scripts see and do what they do under plain Python, but at the end."""
+"""`remesh.elastic.script`: scripts behave as under plain Python, but for the end."""
 
 from __future__ import annotations
 

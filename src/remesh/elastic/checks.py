@@ -80,13 +80,7 @@ def begin(number: int, nodes: Iterable[int], now: float) -> RunningCheck:
 
 
 def advance(check: RunningCheck, now: float, timeout: float) -> RunningCheck | CheckResult:
-    """The check after a test round has ended: its next round, or its result.
-
-    Args:
-        check: The check; returned as it is while reports are missing and may still come.
-        now: The time.
-        timeout: Seconds within which a test must be reported.
-    """
+    """The check after a test round has ended: its next round, or its result."""
     if len(check.reports) < len(check.nodes) and now - check.since < timeout:
         return check  # every node is in a group of every test round
     results = (*check.results, tuple(_result_of(group, check.reports) for group in check.groups))
@@ -114,7 +108,7 @@ def _result_of(group: tuple[int, ...], reports: Mapping[int, TestResult]) -> Gro
 
 
 def _is_busy(report: TestResult, others: Iterable[TestResult]) -> bool:
-    """Whether a test reached its time limit where those of other nodes were slow as well."""
+    """True if a test reached its time limit where those of other nodes were slow as well."""
     passed = [other.elapsed for other in others if not other.broken]
     return report.late and not (passed and report.elapsed > LATE_FACTOR * median(passed))
 
@@ -122,12 +116,7 @@ def _is_busy(report: TestResult, others: Iterable[TestResult]) -> bool:
 def plan_round(
     nodes: Iterable[int], rounds: Sequence[Sequence[GroupResult]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of the next round; none if more tests would prove nothing.
-
-    Args:
-        nodes: Ids of all nodes that are checked.
-        rounds: The results of the rounds so far.
-    """
+    """The groups of the next round; none if more tests would prove nothing."""
     ordered = sorted(nodes)
     if not rounds:
         return _pairs(ordered)

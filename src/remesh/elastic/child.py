@@ -19,14 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become(agent: int, beats: str, snapshots: str, command: list[str]) -> None:
-    """Turn into the training process.
-
-    Args:
-        agent: Process id of the agent that must outlive it.
-        beats: Where heartbeats go, and the note that the work is done.
-        snapshots: Where snapshots go; empty if nowhere.
-        command: What to run.
-    """
+    """Turn into the training process."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "the kernel does not tie a process to its parent")
     if os.getppid() != agent:

@@ -215,7 +215,7 @@ class Client:
         return url
 
     def _has_moved(self) -> bool:
-        """Whether the URL has changed; if so, requests go to the new one from now on.
+        """True if the URL has changed; if so, requests go to the new one from now on.
 
         A file that cannot be used at the moment changes nothing: it is read again after the next
         request that is not answered.

@@ -37,14 +37,7 @@ _LIBRARY = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*/lib(?:torch|gloo)[^/]*\.so",
 
 
 def break_collectives(store_port: int) -> int:
-    """Let all collectives of this process raise that are waited for.
-
-    Args:
-        store_port: The port of the round's store.
-
-    Returns:
-        How many connections were shut down.
-    """
+    """Let all collectives of this process raise; how many connections were shut down."""
     connections = _gloo_descriptors() | _descriptors_at(store_port)
     for descriptor in connections:
         _shut_down(descriptor)
@@ -97,7 +90,7 @@ def _watched() -> dict[int, int]:
 
 
 def _is_of_class_in(libraries: list[tuple[int, int]], memory: int, pointer: int) -> bool:
-    """Whether a pointer is to an object of a class of some libraries.
+    """True if a pointer is to an object of a class of some libraries.
 
     The memory is read through the kernel: the object may be gone, or the pointer be none.
     """

@@ -115,13 +115,7 @@ class OnClose(Protocol):
 
 
 class Listener:
-    """Accepts connections, and closes those that `Connections` names.
-
-    Args:
-        tls: Certificate and key, if it speaks HTTPS.
-        most: How many connections there may be.
-        on_close: Called with the number of each connection that is closed.
-    """
+    """Accepts connections, and closes those that `Connections` names."""
 
     def __init__(self, tls: ssl.SSLContext | None, most: int, on_close: OnClose) -> None:
         self._tls = tls
@@ -134,19 +128,7 @@ class Listener:
         self._listeners: list[socket.socket] = []
 
     def listen(self, make: Callable[[], asyncio.Protocol], host: str, port: int) -> int:
-        """Begin to accept.
-
-        Args:
-            make: Makes the protocol of a connection.
-            host: A name or an address of this machine.
-            port: A port; 0 for any free one.
-
-        Returns:
-            The port.
-
-        Raises:
-            OSError: If that is not possible.
-        """
+        """Begin to accept at a port, 0 for any free one; the port."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _kind, _proto, _name, address in dict.fromkeys(found):
             place = (str(address[0]), port)

@@ -36,8 +36,7 @@ MASTERS = "remesh-master-"
 def snapshot_directory(parent: str) -> Iterator[str]:
     """A directory for snapshots, which is gone in the end; "" if there is nowhere to make one.
 
-    Args:
-        parent: A directory in memory (tmpfs); empty for no snapshots.
+    The parent is a directory in memory (tmpfs).
     """
     if not parent or not os.path.isdir(parent):
         yield ""
@@ -48,12 +47,7 @@ def snapshot_directory(parent: str) -> Iterator[str]:
 
 @contextmanager
 def agent_directory(parent: str, prefix: str) -> Iterator[str]:
-    """A locked directory, which is removed in the end; those of dead agents are removed before.
-
-    Args:
-        parent: Where to make it.
-        prefix: How its name begins.
-    """
+    """A locked directory, which is removed in the end; those of dead agents are removed before."""
     remove_abandoned(parent, prefix)
     path, descriptor = _make(parent, prefix)
     try:
@@ -65,12 +59,7 @@ def agent_directory(parent: str, prefix: str) -> Iterator[str]:
 
 @contextmanager
 def token_file(port: int, token: str) -> Iterator[str]:
-    """A file with the token of a master of this process, where `token_of` finds it.
-
-    Args:
-        port: The port of the master, on the loopback address.
-        token: Its token; only this user can read it there.
-    """
+    """A file with the token of a master of this process, where `token_of` finds it."""
     with agent_directory(tempfile.gettempdir(), MASTERS) as directory:
         path = Path(directory, str(port))
         path.touch(0o600)
@@ -79,11 +68,7 @@ def token_file(port: int, token: str) -> Iterator[str]:
 
 
 def token_of(port: int) -> str:
-    """The token of a master inside an agent of this user, on this machine; empty if there is none.
-
-    Args:
-        port: The port of the master, on the loopback address.
-    """
+    """The token of a master in an agent of this user, on this machine; empty if there is none."""
     try:
         parent = tempfile.gettempdir()
         mark = directory_mark(parent)
@@ -97,12 +82,7 @@ def token_of(port: int) -> str:
 
 
 def remove_abandoned(parent: str, prefix: str) -> list[str]:
-    """Remove the directories whose agents are dead; returns their paths.
-
-    Args:
-        parent: Where they are; those of other users are left alone.
-        prefix: How their names begin.
-    """
+    """Remove the directories whose agents are dead; returns their paths."""
     removed = []
     for path in sorted(map(str, Path(parent).glob(f"{prefix}*"))):
         descriptor = _lock(path)

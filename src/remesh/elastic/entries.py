@@ -123,14 +123,7 @@ def _quiet_nccl() -> None:
 
 
 class _Entrance:
-    """The process between its agent and the training function.
-
-    Args:
-        info: What the agent says.
-
-    Attributes:
-        job: What the entries share.
-    """
+    """The process between its agent and the training function."""
 
     def __init__(self, info: RunInfo) -> None:
         self._file = info.heartbeat_file
@@ -308,7 +301,7 @@ def _await_store() -> None:
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether an error is what follows from the loss of a peer, where there are any."""
+    """True if an error is what follows from the loss of a peer, where there are any."""
     if os.environ.get("WORLD_SIZE") == "1":
         return False
     text = "".join(traceback.format_exception(error))

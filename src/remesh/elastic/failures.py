@@ -65,11 +65,7 @@ class ProcessFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Regular expressions that tell kinds of failures apart, searched in message and log.
-
-    Raises:
-        ValueError: If one of them is no regular expression.
-    """
+    """Regular expressions that tell kinds of failures apart, searched in message and log."""
 
     node: tuple[str, ...] = (
         r"uncorrectable (ECC|NVLink) error",
@@ -111,11 +107,7 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_patterns(path: str | None) -> Patterns:
-    """The patterns in a JSON file; those that it does not name, or all without a file, are usual.
-
-    Raises:
-        StorageError: If the file cannot be read or is not as it should be.
-    """
+    """The patterns in a JSON file; the usual ones where it names none, or without a file."""
     if path is None:
         return Patterns()
     try:
@@ -152,7 +144,7 @@ _ORDER = (Kind.NODE, Kind.MEMORY, Kind.PROCESS, Kind.COLLATERAL, Kind.STOPPED)
 
 
 def is_consequence(failure: ProcessFailure, patterns: Patterns) -> bool:
-    """Whether a process failed because of what happened elsewhere."""
+    """True if a process failed because of what happened elsewhere."""
     return classify(failure, patterns) in _CONSEQUENCES
 
 
@@ -204,15 +196,7 @@ def decide(
     num_ranks: int,
     patterns: Patterns,
 ) -> FailureDecision:
-    """Decide what follows from the failures of one node in one round.
-
-    Args:
-        failures: The processes of the node that failed; at least one.
-        num_charged: Restarts that the node has been charged with already.
-        max_restarts: How many it may be charged with.
-        num_ranks: Processes of the round; the only one has no partner that it could lose.
-        patterns: What distinguishes the kinds of failures.
-    """
+    """Decide what follows from the failures of one node in one round."""
     first = root_cause(failures, patterns)[0]
     kind = classify(first, patterns)
     where = f"rank {first.rank} (local rank {first.local_rank}) on node {first.node_id}"

@@ -44,16 +44,11 @@ class Limit(Protocol):
     """Limits the requests of a sender."""
 
     def allows(self, sender: str) -> bool:
-        """Whether a request that a sender makes now is answered."""
+        """True if a request that a sender makes now is answered."""
 
 
 def is_trusted(given: str, token: str) -> bool:
-    """Whether a request carries the server's token.
-
-    Args:
-        given: The header `Authorization`.
-        token: The server's token; empty if requests need none.
-    """
+    """True if a request carries the server's token."""
     if not token:
         return True
     # Bytes that are no text are kept in this way.
@@ -82,11 +77,7 @@ class FrameServer:
     opened: set[_Framed] = field(default_factory=set)  # those that speak frames
 
     def accept(self, http: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
-        """The protocol of a new connection.
-
-        Args:
-            http: Makes the protocol of a connection that speaks HTTP.
-        """
+        """The protocol of a new connection."""
         return _Opening(self, http)
 
     def close(self) -> None:
@@ -95,7 +86,7 @@ class FrameServer:
             one.close()
 
     def is_upgrade(self, head: bytes) -> bool:
-        """Whether this is the head of a valid request for frames."""
+        """True if this is the head of a valid request for frames."""
         lines = head.decode("utf-8", errors="surrogateescape").split("\r\n")
         method, _, rest = lines[0].partition(" ")
         target, _, version = rest.partition(" ")

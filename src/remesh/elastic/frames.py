@@ -41,25 +41,12 @@ class FrameError(ConnectionError):
 
 
 def pack(body: bytes, status: int = 0) -> bytes:
-    """A frame.
-
-    Args:
-        body: The message.
-        status: The status of a reply; 0 for a request.
-    """
+    """A frame; the status of a request is 0."""
     return HEADER.pack(len(body), status) + body
 
 
 def split(data: bytes, most: int) -> tuple[list[tuple[int, bytes]], bytes]:
-    """The statuses and bodies of the whole frames at the beginning of some bytes, and the rest.
-
-    Args:
-        data: The bytes.
-        most: The largest body.
-
-    Raises:
-        FrameError: If a body is larger.
-    """
+    """The statuses and bodies of the whole frames at the beginning of some bytes, and the rest."""
     found, at, size = [], 0, len(data)
     while size - at >= HEADER.size:
         length, status = HEADER.unpack_from(data, at)
@@ -76,17 +63,7 @@ def split(data: bytes, most: int) -> tuple[list[tuple[int, bytes]], bytes]:
 def upgrade(
     connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str | bytes]
 ) -> bool:
-    """Ask for frames on a new connection; whether both ends speak them from now on.
-
-    Args:
-        connection: The connection.
-        path: The path of the job, without a slash at its end.
-        headers: What every request carries.
-
-    Raises:
-        OSError: If no reply comes.
-        http.client.HTTPException: If the reply is not HTTP.
-    """
+    """Ask for frames on a new connection; whether both ends speak them from now on."""
     wanted = {**headers, "Connection": "Upgrade", "Upgrade": UPGRADE}
     connection.request("GET", f"{path}/v{PROTOCOL_VERSION}/{NAME}", headers=wanted)
     response = connection.getresponse()
@@ -97,14 +74,7 @@ def upgrade(
 def exchange(wire: socket.socket, body: bytes, ends: float) -> tuple[int, bytes]:
     """Send a request; the status and the body of its reply.
 
-    Args:
-        wire: The connection.
-        body: The request.
-        ends: When it is given up, by the monotonic clock.
-
-    Raises:
-        TimeoutError: If there is no reply by then.
-        OSError: If the connection is gone, or the reply is no frame.
+    `ends` is when it is given up, by the monotonic clock.
     """
     wire.sendall(pack(body))
     data = b""

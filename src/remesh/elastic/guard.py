@@ -38,13 +38,8 @@ SECONDS = 60.0
 def kill(directory: str, seconds: float, names: Collection[str] | None = None) -> list[int]:
     """Kill processes of the training, and wait until they have ended.
 
-    Args:
-        directory: The agent's directory for heartbeats, which their environment names.
-        seconds: How long to wait.
-        names: The names of the heartbeat files of those that are meant; by default all.
-
-    Returns:
-        The ids of the processes that are left: they are stuck in the kernel.
+    Meant are those with these names of heartbeat files, by default all. The ids of those that are
+    left are returned: they are stuck in the kernel.
     """
     deadline = time.monotonic() + seconds
     killed: dict[int, str] = {}

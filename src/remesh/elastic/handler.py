@@ -51,11 +51,7 @@ PATIENCE = 3600.0
 
 
 def check_address(address: str) -> None:
-    """Refuse an address of this node that it cannot resolve itself: its peers would hang.
-
-    Raises:
-        ValueError: If it cannot be resolved.
-    """
+    """Refuse an address of this node that it cannot resolve itself: its peers would hang."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -66,12 +62,7 @@ def check_address(address: str) -> None:
 
 
 class Handler(RendezvousHandler):
-    """torchrun's rendezvous, by a remesh master.
-
-    Args:
-        node: The client of this node.
-        run_id: Names the job.
-    """
+    """torchrun's rendezvous, by a remesh master."""
 
     def __init__(self, node: NodeClient, run_id: str) -> None:
         self.node = node
@@ -131,7 +122,7 @@ class Handler(RendezvousHandler):
         return RendezvousInfo(prefixed, rank, assignment.num_nodes, info)
 
     def _is_over(self) -> bool:
-        """Whether the round, or the job, is over, by the reply to the last heartbeat."""
+        """True if the round, or the job, is over, by the reply to the last heartbeat."""
         reply = self.node.reply
         return reply.restart is not None or reply.outcome is not None
 
@@ -155,7 +146,7 @@ class Handler(RendezvousHandler):
         return int(self.node.reply.restart is not None)
 
     def is_closed(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.node.reply.outcome is not None
 
     def set_closed(self) -> None:
@@ -182,11 +173,7 @@ class Handler(RendezvousHandler):
 
 
 def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> NodeClient:
-    """The client of this node, by torchrun's rendezvous options.
-
-    Raises:
-        ValueError: If an option is missing or wrong; the message names it.
-    """
+    """The client of this node, by torchrun's rendezvous options."""
     client = Client(
         parameters.endpoint,
         token=read_token(parameters.get("token_file")),

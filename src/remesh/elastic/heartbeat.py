@@ -117,23 +117,12 @@ def request(path: StrPath, what: Request) -> None:
 
 
 def request_file(path: StrPath) -> Path:
-    """The file with the request to the process that writes a heartbeat.
-
-    Args:
-        path: The heartbeat file.
-    """
+    """The file with the request to the process that writes a heartbeat."""
     return Path(f"{os.fspath(path)}.request")
 
 
 def clear_request(path: StrPath) -> None:
-    """Remove the request to the process that writes a heartbeat, if there is one.
-
-    Args:
-        path: The heartbeat file.
-
-    Raises:
-        StorageError: If it cannot be removed.
-    """
+    """Remove the request to the process that writes a heartbeat, if there is one."""
     clear_request_file(request_file(path))
 
 
@@ -141,9 +130,6 @@ def read_request_file(file: StrPath) -> Request | Literal[""] | None:
     """What a file asks for, or None if it is not there.
 
     An empty one asks for a save (`touch`), unless it is still being written.
-
-    Raises:
-        StorageError: If it cannot be read or asks for something else.
     """
     data = _read(Path(file))
     if data is None:
@@ -161,11 +147,7 @@ def read_request_file(file: StrPath) -> Request | Literal[""] | None:
 
 
 def clear_request_file(file: StrPath) -> None:
-    """Remove a file with a request, if it is there.
-
-    Raises:
-        StorageError: If it cannot be removed.
-    """
+    """Remove a file with a request, if it is there."""
     try:
         Path(file).unlink(missing_ok=True)
     except OSError as error:
@@ -175,14 +157,8 @@ def clear_request_file(file: StrPath) -> None:
 def directory_mark(parent: StrPath) -> str:
     """A part of the name of an agent's directory: it says in which directory it was made.
 
-    It is the same for all processes that see that directory, in containers too, and another for
-    any other directory, also that of the same path on another machine.
-
-    Args:
-        parent: The directory in which it is made.
-
-    Raises:
-        OSError: If it cannot be seen.
+    It is the same for all processes that see that directory, in containers too, and another for any
+    other directory, also that of the same path on another machine.
     """
     status = os.stat(parent)
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
@@ -193,9 +169,8 @@ def directory_mark(parent: StrPath) -> str:
 class AgentLock:
     """The lock that the agent of this process holds while it lives.
 
-    Args:
-        directory: What the agent keeps locked (`RunInfo.agent_dir`). If it is empty, or was made
-            where this process does not see it (in a container, say), nothing is known of the agent.
+    If the directory (`RunInfo.agent_dir`) is empty, or was made where this process does not see it
+    (in a container, say), nothing is known of the agent.
     """
 
     def __init__(self, directory: str) -> None:
@@ -213,7 +188,7 @@ class AgentLock:
             pass  # nothing is known
 
     def is_free(self) -> bool:
-        """Whether the agent has ended. False if nothing is known of it."""
+        """True if the agent has ended. False if nothing is known of it."""
         if self._descriptor is None:
             return self._is_removed
         try:
@@ -232,25 +207,15 @@ class AgentLock:
 
 
 def stacks_file(path: StrPath) -> Path:
-    """Where the process that writes a heartbeat writes its stacks when it is asked.
-
-    Args:
-        path: The heartbeat file.
-    """
+    """Where the process that writes a heartbeat writes its stacks when it is asked."""
     return Path(f"{os.fspath(path)}.stacks")
 
 
 def answer_stack_requests(path: StrPath) -> Callable[[], None] | None:
     """Let this process write the stacks of its threads whenever it gets `STACK_SIGNAL`.
 
-    Args:
-        path: The heartbeat file.
-
-    Returns:
-        A function that ends this; None if the signal has a handler already, which is left alone.
-
-    Raises:
-        StorageError: If the file for the stacks cannot be written.
+    Returns a function that ends this; None if the signal has a handler already, which is left
+    alone.
     """
     if _is_handled(STACK_SIGNAL):
         return None
@@ -272,12 +237,7 @@ def answer_stack_requests(path: StrPath) -> Callable[[], None] | None:
 
 
 def catches(status: bytes, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal.
-
-    Args:
-        status: What `/proc/PID/status` says of the process.
-        number: The signal.
-    """
+    """True if a process has a handler for a signal, by its `/proc/PID/status`."""
     caught = [line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")]
     return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
 

@@ -41,11 +41,7 @@ async def report_exclusions(
 ) -> None:
     """Run a command for each node that a job excludes, until the master ends.
 
-    Args:
-        current: The job as it is now.
-        command: For the shell; finds the node in `REMESH_NODE`, its id in `REMESH_NODE_ID`, and why
-            in `REMESH_REASON`.
-        ending: Set when the master ends. A command that runs then has `FINISH_SECONDS` to finish.
+    A command that runs when `ending` is set has `FINISH_SECONDS` to finish.
     """
     told: set[tuple[int, str]] = set()
     while not ending.is_set():

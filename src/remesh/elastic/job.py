@@ -177,19 +177,8 @@ def assign_id(
     """The id of a node, and the name that this id has from now on.
 
     It is the requested id, the one its name had, or the smallest free one. If an agent of that name
-    lives, the name gets a number.
-
-    Args:
-        job: The job.
-        name: The name that the node asks for.
-        wanted: The requested id; None for any.
-        has_living_agent: Whether another agent holds an id and lives; None if that is not known.
-
-    Returns:
-        None as long as it is not known whether the id can be had.
-
-    Raises:
-        ValueError: If another agent holds the wanted id and lives.
+    lives, the name gets a number. None as long as it is not known whether the id can be had
+    (`has_living_agent` returns None).
     """
     labels = chain([name], (f"{name} ({number})" for number in count(2)))
     if wanted is not None:
@@ -486,7 +475,7 @@ def ordered_change(
 
 
 def is_for_growth(job: Job) -> bool:
-    """Whether a checkpoint is requested only because the world can grow."""
+    """True if a checkpoint is requested only because the world can grow."""
     return job.save_request is not None and not job.save_request.draining
 
 
@@ -496,7 +485,7 @@ def _ended(request: SaveRequest | None, now: float) -> SaveRequest | None:
 
 
 def awaits_checkpoint(job: Job, now: float) -> bool:
-    """Whether the requested checkpoint is neither saved nor overdue."""
+    """True if the requested checkpoint is neither saved nor overdue."""
     request = job.save_request
     if request is None or now >= request.deadline:
         return False

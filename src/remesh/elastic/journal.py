@@ -42,17 +42,7 @@ _decode_job = msgspec.json.Decoder(Job, dec_hook=decode_hook).decode
 
 
 class Journal:
-    """An open journal. One thread at a time may use it.
-
-    Args:
-        path: The file; made if it is not there. `:memory:` keeps nothing.
-
-    Attributes:
-        warnings: What has been lost, in sentences; complete after `load`.
-
-    Raises:
-        StorageError: If the file cannot be used, or was written by another version.
-    """
+    """An open journal; `:memory:` keeps nothing. One thread at a time may use it."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = str(path)
@@ -134,11 +124,7 @@ class Journal:
     def load(self, policy: Policy) -> tuple[Job, float]:
         """The job that the journal holds, and the time of its last event.
 
-        Args:
-            policy: How the job is treated from now on, whatever the journal says.
-
-        Raises:
-            StorageError: If the journal is damaged.
+        The policy counts from now on, whatever the journal says.
         """
         try:
             job, last = Job(policy=policy), 0.0
@@ -202,14 +188,7 @@ class Journal:
             raise StorageError(f"{self._path}: the journal was removed while the master runs")
 
     def append(self, events: Sequence[tuple[float, Event]]) -> None:
-        """Make events durable.
-
-        Args:
-            events: Times and events, in order.
-
-        Raises:
-            StorageError: If they cannot be written.
-        """
+        """Make events durable."""
         self._check_place()
         rows = [
             (number, time, _encode(event))
@@ -230,15 +209,7 @@ class Journal:
                 self._database.execute("pragma wal_checkpoint(passive)")
 
     def recover(self, job: Job, time: float) -> None:
-        """Write the whole job in place of events that could not be written.
-
-        Args:
-            job: The job after all of them.
-            time: The time.
-
-        Raises:
-            StorageError: If it cannot be written.
-        """
+        """Write the whole job in place of events that could not be written."""
         try:
             self._check_place()
         except StorageError:
@@ -257,12 +228,8 @@ class Journal:
     def snapshot(self, job: Job, time: float) -> None:
         """Write the whole job and drop the events before it.
 
-        Args:
-            job: The job after every event that was appended, and no other.
-            time: The time of the last of them.
-
-        Raises:
-            StorageError: If it cannot be written.
+        The job is the one after every event that was appended, and no other; the time is that of
+        the last of them.
         """
         row = (self._number, time, _encode(job))
         with self._transaction():
@@ -287,19 +254,11 @@ class Journal:
             raise StorageError(f"{self._path}: the journal cannot be written: {error}") from error
 
     def wants_snapshot(self, num_nodes: int) -> bool:
-        """Whether many events have gathered since the last snapshot.
-
-        Args:
-            num_nodes: Nodes of the job, which is how much a snapshot writes.
-        """
+        """True if many events have gathered since the last snapshot."""
         return self._num_since_snapshot >= max(SNAPSHOT_EVERY, num_nodes)
 
     def close(self) -> None:
-        """Give the file back.
-
-        Raises:
-            StorageError: If it cannot be noted that nothing is missing.
-        """
+        """Give the file back."""
         try:
             if self._is_loaded:
                 with self._transaction():

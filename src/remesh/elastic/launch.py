@@ -180,15 +180,7 @@ def _add_master_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script as this node's part of a job.
-
-    Args:
-        arguments: As on the command line.
-
-    Raises:
-        ChildFailedError: If the script failed and its restarts are used up.
-        SystemExit: If the node leaves before the job ends; see `remesh.elastic.agent`.
-    """
+    """Run a script as this node's part of a job."""
     _run(make_parser().parse_args(arguments))
 
 

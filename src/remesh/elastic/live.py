@@ -94,7 +94,7 @@ def hear(live: Live, node_id: int, incarnation: str, now: float) -> None:
 
 
 def is_over(live: Live, job: Job, now: float) -> bool:
-    """Whether the job has ended and its agents have stopped sending.
+    """True if the job has ended and its agents have stopped sending.
 
     The agents learn of the end from the reply to a heartbeat. An agent that has sent nothing for
     the heartbeat timeout has ended, or is lost.
@@ -111,10 +111,8 @@ def has_living_agent(
     """Whether another agent than the given one holds a node id and is alive.
 
     An agent that starts again requests the id of the one that died. Two that run under one name, or
-    were given one id by mistake, must not take it from each other in turn.
-
-    Returns:
-        None if that is not known yet: the other may have died just now.
+    were given one id by mistake, must not take it from each other in turn. None if that is not
+    known yet: the other may have died just now.
     """
     nodes = job.rendezvous
     if nodes is None:

@@ -104,11 +104,7 @@ class RequestError(Exception):
 
 
 class SteadyClock:
-    """Seconds since the epoch that never jump.
-
-    Args:
-        not_before: Where to go on, if the wall clock is behind that.
-    """
+    """Seconds since the epoch that never jump, and begin with a given time at the earliest."""
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
@@ -119,14 +115,7 @@ class SteadyClock:
 
 
 class Master:
-    """A job's master, without its sockets.
-
-    Args:
-        policy: How the job is treated.
-        journal: Where the events of the job are kept.
-        clock: The time; by default one that goes on where the journal ended.
-        on_excluded: A command that is run for each node that is excluded (`hooks`).
-    """
+    """A job's master, without its sockets."""
 
     def __init__(
         self,
@@ -185,7 +174,7 @@ class Master:
 
     @property
     def is_written(self) -> bool:
-        """Whether the journal can be written."""
+        """True if the journal can be written."""
         return self._journal_failure is None
 
     def apply(self, event: events.Event) -> None:
@@ -273,15 +262,13 @@ class Master:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended and its agents have stopped sending."""
+        """True if the job has ended and its agents have stopped sending."""
         return is_over(self._live, self._job, self.clock())
 
     def tick(self, late: float = 0.0) -> None:
         """Apply the events that the passing of time causes.
 
-        Args:
-            late: Seconds by which this call is late. Heartbeats that came while the master was
-                stopped are not read yet.
+        Heartbeats that came while the master was stopped (`late`, in seconds) are not read yet.
         """
         if late > MOST_LATE:
             extend_deadlines(self._live, late)
@@ -294,11 +281,7 @@ class Master:
         self._is_pausing = bool(pause)
 
     async def keep_time(self, *, end_with_job: bool = False) -> None:
-        """Note several times a second that time passes, until this is cancelled.
-
-        Args:
-            end_with_job: Return when the job has ended and its agents have stopped sending.
-        """
+        """Note several times a second that time passes, until this is cancelled."""
         ending = asyncio.Event()
         telling = asyncio.create_task(self._tell_of_exclusions(ending))
         try:
@@ -343,15 +326,7 @@ class Master:
         self._live.presence.close(number, self.clock(), by_peer=by_peer)
 
     async def answer(self, request: Request[R], connection: int | None = None) -> R:
-        """Answer a request.
-
-        Args:
-            request: The request.
-            connection: Number of the connection by which it came, if that is of interest.
-
-        Raises:
-            RequestError: If it is refused.
-        """
+        """Answer a request."""
         special = self._answers.get(type(request))
         if connection is not None and isinstance(request, NodeRequest | Join):
             pause = request.pause if isinstance(request, Beat) else None
@@ -376,10 +351,6 @@ class Master:
         """Answer a heartbeat for which nothing has to be written; None if `answer` has to.
 
         A heartbeat that is heard a second time has no further effect.
-
-        Args:
-            request: The request.
-            connection: Number of the connection by which it came.
         """
         if not isinstance(request, Beat) or not self._is_all_written():
             return None
@@ -498,13 +469,13 @@ def _wake(change: asyncio.Future[bool], *, is_late: bool) -> None:
 
 
 def _is_assigned_anew(before: Job, after: Job) -> bool:
-    """Whether nodes have other assignments than before."""
+    """True if nodes have other assignments than before."""
     old, new = before.rendezvous, after.rendezvous
     return old is None or new is None or new.world is not old.world
 
 
 def _may_answer_waiting(before: Job, after: Job) -> bool:
-    """Whether many a waiting `Join` or `Get` may have its answer now.
+    """True if many a waiting `Join` or `Get` may have its answer now.
 
     All of them look. An agent that another one has replaced has time to learn of it.
     """

@@ -84,13 +84,7 @@ def _by_rank(status: Status) -> list[Metric]:
 
 
 def render_metrics(status: Status, num_requests: int, *, journal_failing: bool) -> bytes:
-    """The text that Prometheus scrapes.
-
-    Args:
-        status: The job as it is now.
-        num_requests: Requests that the master has seen.
-        journal_failing: Whether its journal cannot be written.
-    """
+    """The text that Prometheus scrapes."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_StatusCollector(status, num_requests, journal_failing))
     return generate_latest(registry)

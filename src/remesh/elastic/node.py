@@ -56,14 +56,7 @@ def beat_limit(heartbeat_timeout: float) -> float:
 
 
 def next_beat(began: float, now: float, beat_seconds: float, heartbeat_timeout: float) -> float:
-    """Seconds until the next heartbeat.
-
-    Args:
-        began: When the last one was sent.
-        now: When its reply came, or it was given up.
-        beat_seconds: Time between two heartbeats; a quarter of the timeout if that is less.
-        heartbeat_timeout: Seconds without a message after which a node is lost.
-    """
+    """Seconds until the next heartbeat."""
     return max(began + min(beat_seconds, beat_limit(heartbeat_timeout)) - now, 0.0)
 
 
@@ -94,15 +87,7 @@ class _Current:
 
 
 class NodeClient:
-    """The client of one node.
-
-    Args:
-        client: Sends the requests.
-        first: The first request, with whatever the master has to know of the node; its incarnation
-            is this client's.
-        test: Takes part in a test.
-        beat_seconds: Time between two heartbeats.
-    """
+    """The client of one node."""
 
     def __init__(
         self,
@@ -145,11 +130,7 @@ class NodeClient:
             return time.monotonic() - self._current.answered
 
     def sender(self, round_of_node: int | None = None) -> Sender:
-        """The fields with which the requests of this node begin.
-
-        Args:
-            round_of_node: The round; by default the one that it joined last.
-        """
+        """The fields with which the requests of this node begin."""
         assert self._node_id is not None, "the first request of a node is Join"
         return {
             "node_id": self._node_id,
@@ -217,20 +198,12 @@ class NodeClient:
         )
 
     def watch(self, files: Mapping[int, str]) -> None:
-        """Send what the processes report with the heartbeats.
-
-        Args:
-            files: The heartbeat file of each process, by rank.
-        """
+        """Send what the processes report with the heartbeats."""
         with self._lock:
             self._current.files = dict(files)
 
     def beat_now(self, *, lost_peer: bool = False) -> None:
-        """Send the next heartbeat at once: its reply is needed.
-
-        Args:
-            lost_peer: Tell the master that a process of this round has lost a peer.
-        """
+        """Send the next heartbeat at once: its reply is needed."""
         with self._lock:
             self._current.lost_peer |= lost_peer
         self._hurry.set()
@@ -305,11 +278,7 @@ class NodeClient:
         self.client.ask(Put(**self.sender(round_of_node), key=key, value=value))
 
     def get(self, round_of_node: int, key: str, seconds: float) -> str:
-        """Wait for a value that another node puts into the store of a round.
-
-        Raises:
-            MasterError: If it does not come in time, or the round is over.
-        """
+        """Wait for a value that another node puts into the store of a round."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             request = Get(**self.sender(round_of_node), key=key, wait=min(left, 10.0))

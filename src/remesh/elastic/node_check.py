@@ -59,14 +59,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
 def run_test(
     node: NodeClient, test: NodeTest, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
 ) -> TestResult:
-    """Take part in a test.
-
-    Args:
-        node: The client of this node, for the round store.
-        test: The test.
-        seconds: Time limit.
-        command: Starts the process; arguments follow.
-    """
+    """Take part in a test."""
     ids = [member.id for member in test.group]
     rank = ids.index(test.node_id)
     deadline = time.monotonic() + seconds
@@ -93,12 +86,7 @@ def run_test(
 
 
 def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> TestResult:
-    """Test this node by itself.
-
-    Args:
-        seconds: Time limit.
-        command: Starts the process.
-    """
+    """Test this node by itself."""
     with _Process(command, seconds) as process:
         return _run(process, None)
 
@@ -192,11 +180,7 @@ def _run(process: _Process, meet_at: Callable[[bool, str], str] | None) -> TestR
 
 
 def probe_device(device: str) -> None:
-    """Multiply matrices and fill memory on a device, and compare the results.
-
-    Raises:
-        RuntimeError: If the result is wrong, or the device fails.
-    """
+    """Multiply matrices and fill memory on a device, and compare the results."""
     import torch
 
     # Small whole numbers: every partial sum is exact, in whatever order it is made.
@@ -213,11 +197,7 @@ def probe_device(device: str) -> None:
 
 
 def probe() -> float:
-    """Probe the processor and every GPU of this node; the seconds that it took at best.
-
-    Raises:
-        RuntimeError: If one of them fails.
-    """
+    """Probe the processor and every GPU of this node; the seconds that it took at best."""
     import torch
 
     devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
@@ -239,16 +219,7 @@ def open_store(host: str, port: int, *, first: bool) -> TCPStore:
 
 
 def meet(store: TCPStore, rank: int, size: int) -> None:
-    """Reduce a tensor with the other nodes of the group.
-
-    Args:
-        store: The store of the group.
-        rank: This node among them.
-        size: Nodes of the group.
-
-    Raises:
-        RuntimeError: If the others cannot be reached, or the sum is wrong.
-    """
+    """Reduce a tensor with the other nodes of the group."""
     import torch
     import torch.distributed as dist
 

@@ -57,11 +57,7 @@ def remove(heartbeat_file: str) -> None:
 
 
 class Bell:
-    """The bell of a process.
-
-    Args:
-        heartbeat_file: The heartbeat file of the process.
-    """
+    """The bell of a process."""
 
     def __init__(self, heartbeat_file: str) -> None:
         self._path = Path(f"{heartbeat_file}.bell")

@@ -45,14 +45,7 @@ class Presence:
     def hear(
         self, connection: int, incarnation: str, now: float, pause: float | None = None
     ) -> None:
-        """A request of an agent has come.
-
-        Args:
-            connection: By which it came.
-            incarnation: The agent.
-            now: The time.
-            pause: Seconds, at most, until its next heartbeat, if it has said that.
-        """
+        """A request of an agent has come."""
         agent = self._agents.get(incarnation)
         if agent is None:
             agent = self._agents[incarnation] = _Agent(set(), now)
@@ -64,13 +57,7 @@ class Presence:
         agent.pause = agent.pause if pause is None else pause
 
     def close(self, connection: int, now: float, *, by_peer: bool) -> None:
-        """A connection was closed.
-
-        Args:
-            connection: Which.
-            now: The time.
-            by_peer: Whether the other end closed it, or what lies between.
-        """
+        """A connection was closed."""
         for incarnation in self._spoke.pop(connection, ()):
             agent = self._agents[incarnation]
             agent.open.discard(connection)
@@ -80,13 +67,7 @@ class Presence:
                     self._suspects.add(incarnation)
 
     def is_dead(self, incarnation: str, now: float, *, lost_peer: bool = False) -> bool:
-        """Whether an agent is confirmed dead.
-
-        Args:
-            incarnation: The agent.
-            now: The time.
-            lost_peer: Whether processes of its world have lost a peer.
-        """
+        """True if an agent is confirmed dead."""
         agent = self._agents.get(incarnation)
         if agent is None or agent.suspected is None:
             return False
@@ -94,12 +75,7 @@ class Presence:
         return lost_peer or now > due
 
     def finds_dead(self, now: float, *, lost_peer: bool) -> bool:
-        """Whether agents are confirmed dead since this was asked last.
-
-        Args:
-            now: The time.
-            lost_peer: As of `is_dead`.
-        """
+        """True if agents are confirmed dead since this was asked last."""
         dead = {each for each in self._suspects if self.is_dead(each, now, lost_peer=lost_peer)}
         self._suspects -= dead
         return bool(dead)

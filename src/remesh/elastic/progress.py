@@ -64,13 +64,7 @@ def begin_round(progress: TrainingProgress, now: float) -> TrainingProgress:
 def report(
     progress: TrainingProgress, before: RankProgress | None, heard: RankProgress
 ) -> TrainingProgress:
-    """What is known after a rank has reported.
-
-    Args:
-        progress: What was known.
-        before: What the rank reported last in this round; None if nothing.
-        heard: What it reports now.
-    """
+    """What is known after a rank has reported."""
     step, now = heard.step, heard.time
     has_moved = before is None or step > before.step
     if (
@@ -102,9 +96,7 @@ def report(
 def goodput(progress: TrainingProgress, now: float) -> float | None:
     """The share of the time since the job began that moved it forward; None if nothing is known.
 
-    Args:
-        progress: What is known.
-        now: The time; when the job ended, once it has.
+    `now` is when the job ended, once it has.
     """
     if progress.first_step is None or progress.last_step is None or not progress.recent:
         return None
@@ -121,7 +113,7 @@ def pause_of(progress: TrainingProgress, now: float) -> float | None:
 
 
 def is_long(progress: TrainingProgress, now: float) -> bool:
-    """Whether no rank has finished a step for much longer than a step usually takes."""
+    """True if no rank has finished a step for much longer than a step usually takes."""
     pause = pause_of(progress, now)
     if pause is None:
         return False
@@ -132,11 +124,9 @@ def is_long(progress: TrainingProgress, now: float) -> bool:
 def hang_limit(progress: TrainingProgress, given: float | None, num_hangs: int) -> float:
     """Seconds without a step after which a job hangs; infinite if it never does.
 
-    Args:
-        progress: What is known.
-        given: The limit of the policy; 0 for none. None: it follows from the steps so far.
-        num_hangs: Restarts after hangs. Each doubles a limit that follows from the steps: a pause
-            that no earlier one was like, such as a first evaluation, ends before the job does.
+    A given limit of 0 means none; None that it follows from the steps so far. Each restart after a
+    hang doubles a limit that follows from the steps: a pause that no earlier one was like, such as
+    a first evaluation, ends before the job does.
     """
     if given is not None:
         return given if given > 0 else math.inf
@@ -148,7 +138,7 @@ def hang_limit(progress: TrainingProgress, given: float | None, num_hangs: int) 
 
 
 def hangs(progress: TrainingProgress, now: float, limit: float) -> bool:
-    """Whether no rank has finished a step for longer than a limit.
+    """True if no rank has finished a step for longer than a limit.
 
     Only jobs that report steps can be judged: before the first report nothing is said.
     """

@@ -60,13 +60,8 @@ class Act(StrEnum):
 def next_act(report: Report, order: Order | None) -> Act:
     """What a process does.
 
-    Args:
-        report: Its state.
-        order: The newest order; None if there was none.
-
-    Returns:
-        `GO_ON` also for a process that is out and has to wait; `CONFIRM` for one that is out
-        already when it is ordered to leave.
+    `GO_ON` also for a process that is out and has to wait; `CONFIRM` for one that is out already
+    when it is ordered to leave.
     """
     if order is None or order.number <= report.number:
         return Act.GO_ON
@@ -86,7 +81,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is known of each process whether it enters again."""
+        """True if it is known of each process whether it enters again."""
         return not self.leaving
 
 
@@ -98,17 +93,9 @@ def begin(
     num_processes: int,
     deadline: float,
 ) -> Recovery | None:
-    """Begin a recovery.
+    """Begin a recovery; None if no process can be entered again.
 
-    Args:
-        number: Number of the order to leave; higher than all before.
-        living: Process ids of the processes that live.
-        reports: What processes have said of themselves.
-        num_processes: How many the node has.
-        deadline: When processes that are not out are given up.
-
-    Returns:
-        None if no process can be entered again.
+    `number` is that of the order to leave, higher than all before.
     """
     able = {
         rank: pid for rank, pid in living.items() if rank in reports and reports[rank].pid == pid

@@ -39,11 +39,7 @@ MAX_LISTED = 20
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of the worlds of a job, and its time limits.
-
-    Raises:
-        ValueError: If no number of nodes satisfies them.
-    """
+    """The sizes of the worlds of a job, and its time limits."""
 
     min_nodes: int  # fewest nodes that can train
     max_nodes: int  # most nodes that are used
@@ -170,13 +166,7 @@ def exclude(state: Rendezvous, node: Node, reason: str, now: float) -> Rendezvou
 
 
 def break_world(state: Rendezvous, node_id: int, round_of_node: int) -> Rendezvous:
-    """Processes of a node have failed and start again: the others need not wait until it joins.
-
-    Args:
-        state: The state.
-        node_id: The node.
-        round_of_node: The round whose processes have failed.
-    """
+    """Processes of a node have failed and start again: the others need not wait until it joins."""
     is_member = round_of_node == state.round and node_id in state.active
     if state.outcome is not None or state.broken is not None or not is_member:
         return state
@@ -320,7 +310,7 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
 
 
 def is_replaced(state: Rendezvous, node: Node) -> bool:
-    """Whether another agent has taken over the node's id."""
+    """True if another agent has taken over the node's id."""
     return node.incarnation in state.replaced
 
 
@@ -337,11 +327,6 @@ def restart_reason(
 
     Growing is the only reason that can wait: the world is whole, it could only be larger. Nodes
     that have finished are asked back when others have to start again: a job ends together.
-
-    Args:
-        state: The state.
-        node_id: The node that asks.
-        round_of_node: The round whose processes it runs.
     """
     if state.outcome is not None:
         return None

@@ -13,11 +13,7 @@ MAX_MESSAGES = 1000
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a message pass once a minute. Those that differ only in their arguments are one message.
-
-    Args:
-        clock: Seconds that never jump.
-    """
+    """Lets a message pass once a minute; those that differ only in arguments are one message."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -25,7 +21,7 @@ class RepeatFilter(logging.Filter):
         self._said: dict[tuple[int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a message is logged."""
+        """True if a message is logged."""
         now, message = self._clock(), (record.levelno, str(record.msg))
         at, num_repeated = self._said.get(message, (None, 0))
         if at is not None and now - at < QUIET_SECONDS:

@@ -47,13 +47,7 @@ def assignments_of(job: Job) -> dict[int, Assignment]:
 
 
 def join_reply(job: Job, node: Node, assignments: Mapping[int, Assignment]) -> JoinReply | None:
-    """The reply to a node that has joined; None while it has to wait.
-
-    Args:
-        job: The job, after the join.
-        node: The node, with its id.
-        assignments: `assignments_of(job)`.
-    """
+    """The reply to a node that has joined; None while it has to wait."""
     nodes = job.rendezvous
     if nodes is None:
         return None

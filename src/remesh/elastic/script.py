@@ -51,12 +51,7 @@ _EXIT_NOT_FLUSHED = 120
 
 
 def done_note(directory: str, pid: int) -> Path:
-    """The file that says that the work of a process is done.
-
-    Args:
-        directory: The value of `AGENT_DIRECTORY`.
-        pid: The process.
-    """
+    """The file that says that the work of a process is done."""
     return Path(directory, f"done-{pid}")
 
 

@@ -83,10 +83,6 @@ class RateLimit:
     """A bucket of requests for each sender, filled at a steady rate.
 
     It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
-
-    Args:
-        per_second: Requests a second and sender.
-        clock: Seconds that never jump.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,7 +92,7 @@ class RateLimit:
         self._most = MAX_SENDERS
 
     def allows(self, sender: str) -> bool:
-        """Whether a request that a sender makes now is answered."""
+        """True if a request that a sender makes now is answered."""
         now, most = self._clock(), self._per_second * BURST_SECONDS
         if len(self._buckets) >= self._most:
             # A sender that was silent for so long has a full bucket again, as an unknown one.
@@ -125,14 +121,7 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
 def make_app(
     master: Master, options: ServerOptions, listener: connections.Listener, limit: RateLimit
 ) -> web.Application:
-    """The web application of a server.
-
-    Args:
-        master: What it serves.
-        options: How it can be reached.
-        listener: Its connections.
-        limit: Limits the requests of each sender.
-    """
+    """The web application of a server."""
 
     def seen() -> Status:
         return status_of(master.job, master.live, master.clock(), master.warnings)
@@ -265,14 +254,7 @@ async def serve(
     *,
     end_with_job: bool = False,
 ) -> None:
-    """Serve a master until this is cancelled.
-
-    Args:
-        master: The master.
-        options: How it can be reached.
-        on_ready: Is given the URL as soon as this listens.
-        end_with_job: Return when the job has ended and its agents have stopped sending.
-    """
+    """Serve a master until this is cancelled."""
     limit = RateLimit(options.max_requests_per_second)
 
     def app(listener: connections.Listener) -> web.Application:
@@ -308,14 +290,7 @@ async def listening(
     on_close: connections.OnClose,
     framed: Callable[[connections.Listener], FrameServer],
 ) -> AsyncIterator[int]:
-    """Listen as long as the context lasts; gives the port.
-
-    Args:
-        make: Makes the application.
-        options: Where and how to listen.
-        on_close: Called with each connection that is closed.
-        framed: Makes what serves frames on connections that ask for them.
-    """
+    """Listen as long as the context lasts; gives the port."""
     requests_log = logging.getLogger("remesh.elastic.requests")
     once = RepeatFilter()
     quiet = (requests_log, log, connections.log, frame_server.log)
@@ -339,18 +314,7 @@ async def listening(
 
 
 class ServerThread:
-    """A master that serves in a thread of this process, for jobs of one machine.
-
-    Args:
-        make: Makes the master; called in the thread.
-        options: How it can be reached.
-
-    Attributes:
-        url: Where it is reached.
-
-    Raises:
-        OSError: If it cannot listen.
-    """
+    """A master that serves in a thread of this process, for jobs of one machine."""
 
     def __init__(self, make: Callable[[], Master], options: ServerOptions) -> None:
         self._loop = asyncio.new_event_loop()

@@ -34,15 +34,7 @@ PIECE_BYTES = 32 << 20
 
 
 def store_newest(directory: str, *, whole_only: bool) -> list[str]:
-    """Copy the snapshots of each root to it, the newest first, until there is as new a checkpoint.
-
-    Args:
-        directory: The node's directory for snapshots; empty if it has none.
-        whole_only: Leave alone what other nodes have parts of.
-
-    Returns:
-        Where checkpoints were committed by this call.
-    """
+    """Copy the newest snapshots of each root to it; where this call committed checkpoints."""
     committed = []
     for folder in sorted(Path(directory).iterdir()) if directory else []:
         try:
@@ -74,7 +66,7 @@ def _store_from(folder: Path, *, whole_only: bool) -> list[str]:
 
 
 def _replaces(stored: CheckpointInfo, snapshot: CheckpointInfo) -> bool:
-    """Whether a checkpoint in storage makes a snapshot unnecessary.
+    """True if a checkpoint in storage makes a snapshot unnecessary.
 
     One of another run does not, nor one that cannot be read, nor anything else below the root.
     """

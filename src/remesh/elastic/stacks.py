@@ -31,9 +31,6 @@ class Stacks:
     """Takes the stacks of processes.
 
     The thread that reaps the processes makes it, while none of them is reaped.
-
-    Args:
-        processes: Process id and heartbeat file of each, by rank.
     """
 
     def __init__(self, processes: Mapping[int, tuple[int, str]]) -> None:

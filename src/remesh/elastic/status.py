@@ -165,13 +165,8 @@ def status_of(
 ) -> Status:
     """The status of a job.
 
-    Args:
-        job: The job.
-        live: The current facts of its nodes.
-        now: The time.
-        warnings: Problems of the master itself.
-        shown: A survey, and the nodes and the ranks of it that are shown; by default `MAX_ROWS` of
-            each, those in trouble first.
+    `shown` is a survey, and the nodes and the ranks of it that are shown; by default `MAX_ROWS` of
+    each, those in trouble first.
     """
     nodes = job.rendezvous
     phase, reason = phase_of(job)
@@ -208,7 +203,7 @@ def status_of(
 
 
 def _trains(job: Job, live: Live) -> bool:
-    """Whether what is known of the steps is of the round that runs."""
+    """True if what is known of the steps is of the round that runs."""
     nodes = job.rendezvous
     return job.ended is None and nodes is not None and live.round == nodes.round
 

@@ -22,11 +22,7 @@ V = TypeVar("V")
 
 
 class Table(Mapping[K, V], Generic[K, V]):
-    """A mapping that is never changed.
-
-    Args:
-        items: What is in it.
-    """
+    """A mapping that is never changed."""
 
     __slots__ = ("_buckets", "_size")
 
@@ -81,11 +77,7 @@ class Table(Mapping[K, V], Generic[K, V]):
 
 
 class TableSet(AbstractSet[K], Generic[K]):
-    """A set that is never changed.
-
-    Args:
-        items: What is in it.
-    """
+    """A set that is never changed."""
 
     __slots__ = ("_table",)
 
@@ -119,11 +111,7 @@ class TableSet(AbstractSet[K], Generic[K]):
 
 
 def encode_hook(value: object) -> object:
-    """A table or a set of this module as what msgspec can encode.
-
-    Raises:
-        NotImplementedError: If it is something else.
-    """
+    """A table or a set of this module as what msgspec can encode."""
     if isinstance(value, Table):
         return dict(value)
     if isinstance(value, TableSet):
@@ -132,11 +120,7 @@ def encode_hook(value: object) -> object:
 
 
 def decode_hook(kind: Any, value: object) -> object:
-    """A table or a set of this module of what `encode_hook` made of it.
-
-    Raises:
-        NotImplementedError: If it is something else.
-    """
+    """A table or a set of this module of what `encode_hook` made of it."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Table:
         return Table(msgspec.convert(value, GenericAlias(dict, arguments), str_keys=True))

@@ -44,7 +44,7 @@ def num_ranks(nodes: Rendezvous) -> int:
 
 
 def is_resized(before: Rendezvous | None, after: Rendezvous) -> bool:
-    """Whether a world begins, breaks, or has no member any more."""
+    """True if a world begins, breaks, or has no member any more."""
     return before is None or (
         after.world is not before.world
         or after.broken is not before.broken

@@ -54,12 +54,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def modules_of(script: str, *, is_module: bool = False) -> tuple[str, ...]:
     """What can be preloaded for a script without being asked for.
 
-    Args:
-        script: Its path, or the name of a module.
-        is_module: Whether it is one.
-
-    Returns:
-        Names of modules; none for a script that does not use `remesh.elastic`, or is no source.
+    None for a script that does not use `remesh.elastic`, or is no source.
     """
     path = Path(f"{script.replace('.', '/')}.py" if is_module else script)
     try:
@@ -102,14 +97,7 @@ def _first_imports(tree: ast.Module) -> Iterator[str]:
 
 
 class Warm:
-    """Starts processes, warm if it can.
-
-    Args:
-        python: The interpreter of the training.
-        modules: What to preload; nothing is started warm if this is empty.
-        own: What `fork_server` has to know: the agent's directory and that of snapshots.
-        words: What the server shows as its command line besides.
-    """
+    """Starts processes, warm if it can."""
 
     def __init__(
         self, python: str, modules: Sequence[str], own: tuple[str, str], words: Sequence[str]
@@ -125,7 +113,7 @@ class Warm:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is something to preload."""
+        """True if there is something to preload."""
         return bool(self._modules)
 
     def look_after(self) -> None:
@@ -173,15 +161,9 @@ class Warm:
     def fork(
         self, words: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
     ) -> int | None:
-        """Have a process forked.
+        """Have a process forked; the id of a child of this process.
 
-        Args:
-            words: The script as `remesh.elastic.script` takes it.
-            environment: Its variables.
-            descriptors: Its standard files.
-
-        Returns:
-            Its id, of a child of this process; None if there is no server that does it.
+        None if there is no server that does it.
         """
         self.look_after()
         channel = self._wait_ready()

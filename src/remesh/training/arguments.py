@@ -10,11 +10,7 @@ from remesh.errors import StateError
 
 
 def check_step(call: str, step: object, state: object) -> None:
-    """Refuse anything but a number of steps and a state, in this order.
-
-    Raises:
-        StateError: If they are swapped, or one of them is something else.
-    """
+    """Refuse anything but a number of steps and a state, in this order."""
     if not _is_integer(step):
         if _is_integer(state):
             problem = f"step and state are swapped; write manager.{call}(step, state)"
@@ -25,12 +21,7 @@ def check_step(call: str, step: object, state: object) -> None:
 
 
 def check_state(call: str, state: object) -> None:
-    """Refuse what is no state of a job.
-
-    Raises:
-        StateError: If it is a place, which the manager chooses by itself, or neither a dict nor an
-            object with a state dict.
-    """
+    """Refuse what is no state of a job."""
     if is_place(state):
         raise StateError(
             f"Manager.{call}: got the place {state!r} where the state is expected\nA manager finds "
@@ -59,11 +50,7 @@ def check_options(
     deadline: object,
     arena_bytes: object,
 ) -> None:
-    """Refuse options of a manager that have a wrong type, as from a configuration file.
-
-    Raises:
-        OptionError: If one has.
-    """
+    """Refuse options of a manager that have a wrong type, as from a configuration file."""
     check_flag("Manager", "background", background)
     check_flag("Manager", "save_at_end", save_at_end)
     check_flag("Manager", "verify_replicas", verify_replicas)

@@ -86,10 +86,7 @@ class Fingerprints:
     def changed(self, state: Any, then: Fingerprint, but: Collection[int] = ()) -> str:
         """The name of the first tensor that is not what it was; empty if all are.
 
-        Args:
-            state: The state.
-            then: Its fingerprint at an earlier moment.
-            but: Ids of tensors that may have changed.
+        Tensors whose ids are in `but` may have changed.
         """
         found: list[torch.Tensor] = []
         self._walk(state, found)
@@ -248,7 +245,7 @@ def _plan(tensors: Sequence[torch.Tensor], places: _Places, known: Mapping[_Plac
 
 
 def _has_memory(tensor: torch.Tensor, place: _Place) -> bool:
-    """Whether all elements are in memory: FSDP and others give back that of a tensor they keep."""
+    """True if all elements are in memory: FSDP and others give back that of a tensor they keep."""
     if not place[0] or not place[1]:
         return False
     storage = tensor.untyped_storage()

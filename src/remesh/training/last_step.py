@@ -69,12 +69,9 @@ class LastStep:
 
 
 def is_wanted(exchange: Exchange, last: LastStep | None, is_periodic: bool) -> bool:
-    """Whether the last step is to be saved at the end. Collective.
+    """True if the last step is to be saved at the end. Collective.
 
-    Args:
-        exchange: The ranks.
-        last: The last step of this rank; None if a save of it was begun.
-        is_periodic: Whether the policies of this rank save again and again.
+    `last` is the last step of this rank; None if a save of it was begun.
     """
 
     def look() -> bytes:

@@ -112,7 +112,7 @@ def steps_on_offer(offers: list[Offer]) -> dict[int, list[int]]:
 
 
 def has_all_roles(offers: list[Offer], note: ManagerNote) -> bool:
-    """Whether the random numbers of every role of a boundary are there."""
+    """True if the random numbers of every role of a boundary are there."""
     found = {tuple(offer.role) for offer in offers}
     return len(found) == int(np.prod([size for _, size in note.role_grid], dtype=np.int64))
 
@@ -142,7 +142,7 @@ class LiveMemory:
         _OPEN.add(self)
 
     def watches(self, optimizer: Optimizer) -> bool:
-        """Whether a step of an optimizer changes what is held here."""
+        """True if a step of an optimizer changes what is held here."""
         return not self._optimizers or id(optimizer) in self._optimizers
 
     def begin_change(self) -> None:
@@ -162,11 +162,7 @@ class LiveMemory:
         rows: Callable[[], Mapping[str, ShardedTensor]],
         roles: rng.Roles,
     ) -> None:
-        """A step is complete on this rank.
-
-        Raises:
-            WorldChangedError: If the training function has to be left.
-        """
+        """A step is complete on this rank."""
         if not self.is_on:
             self._job.end_change()
             return
@@ -306,11 +302,7 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 class Keeper:
-    """Copies what may change outside of optimizers, and notices if other tensors do.
-
-    Raises:
-        NotWatchedError: If changes of something in the state would not be seen.
-    """
+    """Copies what may change outside of optimizers, and notices if other tensors do."""
 
     def __init__(self, state: Any, fingerprint: Fingerprint, fingerprints: Fingerprints) -> None:
         self.optimizers: set[int] = set()  # ids of those in the state
@@ -322,11 +314,7 @@ class Keeper:
         self._rebuild = self.keep(state, "state")
 
     def roll_back(self) -> Any:
-        """The state as it was.
-
-        Raises:
-            ChangedError: If that is not known of a tensor.
-        """
+        """The state as it was."""
         with torch.no_grad():
             for put in self._reorder:
                 put()

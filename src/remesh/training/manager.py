@@ -396,7 +396,7 @@ class Manager:
             self._recorder.mark(self._live, step, state, metrics, fingerprint)
 
     def _agree(self, holds: bool) -> bool:
-        """Whether something holds on all ranks. Collective."""
+        """True if something holds on all ranks. Collective."""
         return all(run_on_all(self._exchange, lambda: b"yes" * holds))
 
     def _warm(self, state: Any) -> None:

@@ -48,14 +48,8 @@ _LOGGER = logging.getLogger("remesh")
 class Memory:
     """A job's snapshots. All methods but `is_due` are collective.
 
-    Args:
-        exchange: The ranks.
-        directories: The directory of each rank's node, in rank order; equal on one node alone.
-        root: Where the job saves to.
-        every: Steps between two snapshots.
-        num_replicas: On how many further nodes each file lies.
-        buffers: See `remesh.save`.
-        on_event: Called at the points in `remesh.events`.
+    `directories` are those of each rank's node, in rank order, equal on one node alone. Each file
+    lies on `num_replicas` further nodes.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class Memory:
         self._newest = ""
 
     def is_due(self, step: int) -> bool:
-        """Whether a snapshot is to be made after a step."""
+        """True if a snapshot is to be made after a step."""
         return self._is_open and step % self.every == 0
 
     def save(
@@ -94,11 +88,7 @@ class Memory:
         metadata: Mapping[str, object],
         first: Callable[[], object],
     ) -> None:
-        """Make a snapshot; `first` fills state and metadata.
-
-        Raises:
-            RemeshError: As `remesh.save`, but for a place that does not take it.
-        """
+        """Make a snapshot; `first` fills state and metadata."""
         name = catalog.step_name(step)
         if name == self._newest:
             return
@@ -230,20 +220,7 @@ def open_memory(
     buffers: Buffers | None,
     on_event: OnEvent,
 ) -> Memory | None:
-    """The snapshots of a job, or None if it wants or can have none. Collective.
-
-    Args:
-        exchange: The ranks.
-        directory: `RunInfo.snapshot_dir` of this rank.
-        root: See `Memory`.
-        every: See `Memory`; None for no snapshots.
-        num_replicas: See `Memory`.
-        buffers: See `remesh.save`.
-        on_event: See `Memory`.
-
-    Raises:
-        OptionError: If a number is too small or has a wrong type.
-    """
+    """The snapshots of a job, or None if it wants or can have none. Collective."""
     if every is None:
         return None
     check_count("Manager", "memory_every", every, 1)

@@ -28,13 +28,7 @@ _MASK = (1 << 64) - 1
 def shuffled(places: npt.NDArray[np.int64], num_samples: int, key: int) -> npt.NDArray[np.int64]:
     """The samples at some places of a shuffled order.
 
-    Args:
-        places: Numbers in [0, num_samples).
-        num_samples: Length of the order.
-        key: Which order; see `key_of`.
-
-    Returns:
-        As many numbers in [0, num_samples); different places have different samples.
+    Places are numbers in [0, num_samples); different places have different samples.
     """
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
     keys = [_mix_one(key + number * _STEP) for number in range(1, NUM_ROUNDS + 1)]

@@ -81,11 +81,7 @@ SavePolicy = EverySteps | EverySeconds | OnSignals | OnRequest
 
 
 def save_policies(every: int | SavePolicy | Sequence[SavePolicy] | None) -> tuple[SavePolicy, ...]:
-    """The policies of the argument `every` of a manager; a number is that of steps.
-
-    Raises:
-        OptionError: If it is something else, such as the text "1000" of a configuration file.
-    """
+    """The policies of the argument `every` of a manager; a number is that of steps."""
     match every:
         case None:
             return ()
@@ -102,7 +98,7 @@ def save_policies(every: int | SavePolicy | Sequence[SavePolicy] | None) -> tupl
 
 
 def is_periodic(policies: Sequence[SavePolicy]) -> bool:
-    """Whether policies save again and again without being asked."""
+    """True if policies save again and again without being asked."""
     return any(isinstance(policy, EverySteps | EverySeconds) for policy in policies)
 
 
@@ -130,8 +126,7 @@ class SaveDecision:
 def combine(notes: Sequence[Note]) -> SaveDecision:
     """The same verdict on every rank: one note suffices for a save, a stop, a wait or a failure.
 
-    Args:
-        notes: Of all ranks, in rank order.
+    Notes are in rank order.
     """
     reasons = [
         f"{note.reason} (rank {rank})" if len(notes) > 1 else note.reason
@@ -166,12 +161,9 @@ def due_by_time(policies: Sequence[SavePolicy], seconds: float) -> str:
 def next_look(step: int, step_seconds: float | None, *, last_gap: int, world_size: int) -> int:
     """The step after which notes are exchanged again.
 
-    Args:
-        step: The step that is done.
-        step_seconds: How long it took; None if that is not known yet.
-        last_gap: Steps since notes were exchanged before. The next gap is at most twice as long,
-            so that one fast step does not lead to a long gap.
-        world_size: Number of ranks. One alone has nothing to exchange and looks at each step.
+    `step_seconds` is None if it is not known yet. The next gap is at most twice as long as the
+    last, so that one fast step does not lead to a long gap. One rank alone has nothing to exchange
+    and looks at each step.
     """
     if world_size == 1 or step_seconds is None:
         return step + 1

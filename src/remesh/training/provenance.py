@@ -40,11 +40,7 @@ def provenance(config_digest: str) -> Provenance:
 
 
 def digest_of(config: object) -> str:
-    """A digest of a plain value that does not depend on the order of keys.
-
-    Raises:
-        UnsupportedValueError: If it is not a plain value.
-    """
+    """A digest of a plain value that does not depend on the order of keys."""
     return hex_digest(values.encode(_sorted(config), "config"))
 
 
@@ -67,9 +63,8 @@ def _script_directory() -> Path:
 def git_revision(directory: Path) -> str:
     """The commit that is checked out in the git repository around a directory.
 
-    Returns:
-        Its hex digits; empty if there is no repository, no commit, or the files cannot be read
-        (which must not prevent a save).
+    Empty if there is no repository, no commit, or the files cannot be read (which must not prevent
+    a save).
     """
     for parent in (directory, *directory.parents):
         if (parent / ".git").exists():

@@ -117,11 +117,7 @@ class Recorder:
         metrics: Mapping[str, float] | None,
         fingerprint: Fingerprint,
     ) -> None:
-        """Note that a step is complete in the memory of this process.
-
-        Raises:
-            WorldChangedError: If the training function has to be left.
-        """
+        """Note that a step is complete in the memory of this process."""
         streams = {name: stream.frozen() for name, stream in self.streams().items()}
         live.mark(
             step,

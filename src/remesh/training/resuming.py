@@ -97,12 +97,8 @@ def in_order(
 
     The memory of processes lacks the random numbers of a role whose process has died; they are
     taken from the next source of the same step. If the process died before the snapshot of this
-    step was complete, there is none, and the snapshot before is taken first.
-
-    Args:
-        sources: All that there are.
-        grid: Of the roles now. If it is another one, random numbers cannot go on in any case.
-        snapshot_every: Steps between two snapshots; None if there are none.
+    step was complete, there is none, and the snapshot before is taken first. If the grid of roles
+    is another one now, random numbers cannot go on in any case.
     """
     ordered = sorted(sources, key=order_of, reverse=True)
     ordered = [_with_random(source, ordered) for source in ordered]
@@ -148,11 +144,7 @@ class Restored:
 
 
 def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
-    """The checkpoints from the newest to the oldest; what dead processes left is tidied up before.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
+    """The checkpoints, newest first; what dead processes left is tidied up before."""
 
     def list_them() -> bytes:
         with catalog.best_effort(f"removing what dead processes left in {storage.url}"):
@@ -224,16 +216,9 @@ def first_that_loads(
     sources: Sequence[Source],
     load: Callable[[Source, ManagerNote], Restored],
 ) -> tuple[tuple[Source, ManagerNote, Restored] | None, list[tuple[CheckpointInfo, str]]]:
-    """Load the first source that is not damaged.
+    """Load the first source that is not damaged; None if there is none.
 
-    Args:
-        exchange: The ranks.
-        storage: Where stored sources are; their failures are noted there.
-        sources: What to try, in this order.
-        load: Loads a source, with what its manager recorded.
-
-    Returns:
-        What was loaded, or None; and what was passed over, and why.
+    Besides: what was passed over, and why.
     """
     not_used: list[tuple[CheckpointInfo, str]] = []
     for source in sources:
@@ -286,18 +271,7 @@ def restore(
 ) -> Restored:
     """Load a checkpoint into a state and the random streams.
 
-    Args:
-        exchange: The ranks.
-        source: The checkpoint.
-        note: What its manager recorded.
-        state: Is filled.
-        streams: Are set, or seeded anew if the roles have changed or they were not stored.
-        roles: Of this rank.
-        seed: From which new seeds are derived.
-        options: Further arguments of `remesh.load`.
-
-    Raises:
-        RemeshError: As `remesh.load`.
+    Streams are set, or seeded anew if the roles have changed or they were not stored.
     """
     is_same_grid = note.role_grid == roles.grid
     random = source.random
@@ -356,11 +330,7 @@ def resumed_from(
 
 
 def with_rows(state: Any, rows: Mapping[str, ShardedTensor]) -> Joined:
-    """The user's state and the states of random numbers, as they are stored together.
-
-    Raises:
-        StateError: If the state uses the manager's name.
-    """
+    """The user's state and the states of random numbers, as they are stored together."""
     if isinstance(state, Mapping) and catalog.NOTE_KEY in state:
         raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
     return Joined(state, {catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else {})

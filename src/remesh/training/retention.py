@@ -74,9 +74,6 @@ def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple
     """The policies of the argument `keep` of a manager; a number is that of the last checkpoints.
 
     None and an empty sequence both mean that nothing is ever removed.
-
-    Raises:
-        OptionError: If it is something else, such as the text "3" of a configuration file.
     """
     match keep:
         case None:
@@ -115,14 +112,8 @@ def decide(
 ) -> list[RetentionDecision]:
     """What becomes of each checkpoint; nothing is touched.
 
-    Args:
-        infos: The checkpoints.
-        policies: What to keep; without any, everything stays.
-        run: Whose checkpoints may be removed (`CheckpointInfo.run`).
-        now: The time, in seconds since the epoch.
-
-    Returns:
-        One decision for each checkpoint, in the order given.
+    One decision for each checkpoint, in the order given. Without policies everything stays; only
+    checkpoints of `run` may be removed.
     """
     counted = [info for info in infos if info.run == run and not info.problem]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
@@ -145,14 +136,6 @@ def remove_unkept(
     """Remove the checkpoints that are not kept; returns those that were removed.
 
     One that is read by the time of its removal stays.
-
-    Args:
-        storage: The root of the checkpoints.
-        decisions: What `decide` says.
-        now: The time, in seconds since the epoch.
-
-    Raises:
-        StorageError: If the storage fails.
     """
     infos = [decision.info for decision in decisions if not decision.is_kept]
     removed = [info for info in infos if catalog.remove(storage, info.name, now=now)]

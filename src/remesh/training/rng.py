@@ -103,13 +103,7 @@ class Stream:
 def streams_of(generators: Mapping[str, object], *, is_alone: bool) -> dict[str, Stream]:
     """The streams of this process by name.
 
-    Args:
-        generators: The user's own.
-        is_alone: Whether the job is this process alone; then all devices are its own, and
-            otherwise only the current one.
-
-    Raises:
-        StateError: If a generator is of a kind that is not known.
+    If the job is this process alone all devices are its own, otherwise only the current one.
     """
     found = {"python": _of_python(random), "numpy": _of_numpy_state(np.random)}
     torch = sys.modules.get("torch")
@@ -225,11 +219,7 @@ class Roles:
 
 
 def agree_on_roles(exchange: Exchange, role: Mapping[str, tuple[int, int]] | None) -> Roles:
-    """Compare the roles of all ranks. Collective.
-
-    Raises:
-        StateError: If ranks name other axes or sizes, or a coordinate is out of range.
-    """
+    """Compare the roles of all ranks. Collective."""
     own = dict(role) if role is not None else {"rank": (exchange.rank, exchange.world_size)}
 
     def check() -> bytes:
@@ -261,10 +251,7 @@ def rows_of(
 ) -> dict[str, ShardedTensor]:
     """The tensors that hold the states of all roles, with this role's rows.
 
-    Args:
-        streams: What to store.
-        roles: Whose rows they are.
-        is_empty: Leave the rows blank, to be filled by a load.
+    With `is_empty` the rows are blank, to be filled by a load.
     """
     sizes = tuple(size for _, size in roles.own.values())
     offset = tuple(coordinate for coordinate, _ in roles.own.values())
@@ -290,11 +277,7 @@ def summary(rows: Mapping[str, ShardedTensor], roles: Roles) -> bytes:
 
 
 def warn_of_differences(summaries: Sequence[bytes]) -> None:
-    """Warn if ranks of one role do not draw the same numbers.
-
-    Args:
-        summaries: What `summary` gave on each rank.
-    """
+    """Warn if ranks of one role do not draw the same numbers."""
     first: dict[str, tuple[int, dict[str, bytes]]] = {}
     for rank, data in enumerate(summaries):
         role, digests = msgspec.msgpack.decode(data)
@@ -315,11 +298,7 @@ def warn_of_differences(summaries: Sequence[bytes]) -> None:
 
 
 def take_rows(streams: Mapping[str, Stream], rows: Mapping[str, ShardedTensor]) -> None:
-    """Give streams the states that were loaded into their rows.
-
-    Raises:
-        StateError: If a row holds no state of its stream.
-    """
+    """Give streams the states that were loaded into their rows."""
     for name, tensor in rows.items():
         row = np.asarray(tensor.parts[0].data).reshape(-1).tobytes()
         length = int.from_bytes(row[:_LENGTH_BYTES], "little")

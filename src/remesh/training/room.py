@@ -74,12 +74,7 @@ def must_move(
 ) -> set[torch.device] | None:
     """The devices whose tensors have to move to the host, as there is no room for a second state.
 
-    Args:
-        held: Bytes that each device holds.
-        free: Bytes that each has room for; None where that is not known.
-
-    Returns:
-        None if the host has no room for what it would hold.
+    None if the host has no room for what it would hold.
     """
     moving = {
         device

@@ -41,16 +41,7 @@ _LOGGER = logging.getLogger("remesh")
 
 
 class Watch:
-    """Takes note of signals, reads requests, writes heartbeats.
-
-    Args:
-        every: The policies: which signals and which files count.
-        heartbeat_file: `RunInfo.heartbeat_file`.
-        agent_dir: `RunInfo.agent_dir`.
-
-    Raises:
-        ValueError: If signals count and this is not the main thread, which alone may handle them.
-    """
+    """Takes note of signals (in the main thread alone), reads requests, writes heartbeats."""
 
     def __init__(
         self, every: Sequence[SavePolicy], heartbeat_file: str, agent_dir: str = ""
@@ -106,14 +97,7 @@ class Watch:
     ) -> None:
         """Write a heartbeat, if there is an agent and the last is not too recent.
 
-        Args:
-            step: `Heartbeat.step`.
-            saved_step: `Heartbeat.saved_step`.
-            at_once: Write it however recent the last is.
-            waits: `Heartbeat.waits`.
-
-        Raises:
-            AgentLostError: If the agent has ended.
+        With `at_once` however recent the last is.
         """
         self.check_agent()
         now = time.monotonic()
@@ -127,11 +111,7 @@ class Watch:
                 self._warn(self._heartbeat_file, error)
 
     def check_agent(self) -> None:
-        """Make sure that this process still has its agent.
-
-        Raises:
-            AgentLostError: If the agent has ended.
-        """
+        """Make sure that this process still has its agent."""
         if self._agent.is_free():
             raise AgentLostError(
                 "the agent (remesh run) that started this process has ended\nThis process ends: "
@@ -166,7 +146,7 @@ class Watch:
         return "", None
 
     def is_held(self) -> bool:
-        """Whether a request to wait is there."""
+        """True if a request to wait is there."""
         return any(self._read(file) in HOLDS for file in self._sources)
 
     def answered(self) -> None:
