@@ -148,13 +148,9 @@ def _draw_anew() -> None:
 
 
 def preload(modules: Sequence[str]) -> list[str]:
-    """Import modules; those that cannot be imported are left to the script.
+    """Import modules; those that were imported. The others are left to the script.
 
-    Returns:
-        Those that were imported.
-
-    Raises:
-        RuntimeError: If a process could not be forked any more.
+    A RuntimeError if a process could not be forked any more.
     """
     found = []
     num_threads = _num_threads()  # an allocator may have some from the beginning
