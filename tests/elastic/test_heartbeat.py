@@ -18,6 +18,7 @@ from remesh.elastic.heartbeat import (
     request_file,
     write_heartbeat,
 )
+from remesh.elastic.processes import beat_of
 from remesh.errors import StorageError
 
 
@@ -156,6 +157,7 @@ os.kill(os.getpid(), signal.SIGUSR2)
     def test_a_directory_that_is_not_there(self, tmp_path: Path) -> None:
         program = """
 import sys
+from remesh.elastic.processes import beat_of
 from remesh.errors import StorageError
 from remesh.elastic.heartbeat import answer_stack_requests
 try:
@@ -166,3 +168,15 @@ except StorageError as error:
         said = run_python(program, str(tmp_path / "none" / "beat"))
         assert "cannot write" in said
         assert "beat.stacks" in said
+
+
+def test_an_agent_goes_on_without_a_heartbeat_that_it_cannot_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "beat"
+    file.mkdir()
+    assert beat_of(str(file)) is None
+    assert f"cannot read {file}" in caplog.text
+    file.rmdir()
+    write_heartbeat(file, Heartbeat(7, None, 1.5e9, None))
+    assert beat_of(str(file)) == Heartbeat(7, None, 1.5e9, None)

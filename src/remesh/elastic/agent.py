@@ -42,7 +42,7 @@ from remesh.elastic import child, guard, processes, reentry
 from remesh.elastic.directories import BEATS, agent_directory
 from remesh.elastic.failures import MAX_MESSAGE, FailureAction, ProcessFailure, restart_pause
 from remesh.elastic.handler import Handler
-from remesh.elastic.heartbeat import Heartbeat, Request, clear_request, read_heartbeat, request
+from remesh.elastic.heartbeat import Heartbeat, Request, clear_request, request
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient, NodeRejectedError
 from remesh.elastic.orders import read_report, send_order
 from remesh.elastic.orders import remove as remove_orders
@@ -73,14 +73,7 @@ PREPARE_LOOK_SECONDS = 0.1
 class Agent(LocalElasticAgent):
     """The agent of a node.
 
-    Args:
-        spec: What to run; its rendezvous handler is a remesh `Handler`.
-        drain_seconds: How long a node that drains waits for a last checkpoint.
-        reentry_timeout: How long a process may take to leave its training function.
-        snapshots: Directory for the snapshots of the ranks; empty for none.
-        preload: Modules that processes find imported; without any they start cold.
-        prepares: Whether processes start and prepare before the node joins.
-        **options: What torch's agent takes.
+    Without `snapshots` there are none, without modules in `preload` processes start cold.
     """
 
     def __init__(
@@ -125,12 +118,7 @@ class Agent(LocalElasticAgent):
         self._num_in_vain = 0  # starts in a row that failed without a step
 
     def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        """Begin to drain, or exit at once if no process runs.
-
-        Raises:
-            SystemExit: While the node waits for a round, or for the end of the job after its
-                processes have ended.
-        """
+        """Begin to drain, or exit at once if no process runs."""
         if self._exits_on_sigterm:
             raise SystemExit(EXIT_DRAINED)
         if self._draining_since is None:
@@ -497,7 +485,7 @@ class Agent(LocalElasticAgent):
                 clear_request(file)
 
     def _is_saved(self) -> bool:
-        """Whether the ranks have saved and wait, or the time limit for that has passed.
+        """True if the ranks have saved and wait, or the time limit for that has passed.
 
         Ranks that report nothing have no manager that could save.
         """
@@ -508,7 +496,7 @@ class Agent(LocalElasticAgent):
 
     def _beats(self) -> list[Heartbeat]:
         """What the ranks reported last."""
-        beats = [read_heartbeat(file) for file in self._files.values()]
+        beats = map(processes.beat_of, self._files.values())
         return [beat for beat in beats if beat is not None]
 
     def _send_stacks(self, dump: int) -> None:
@@ -585,7 +573,7 @@ class Agent(LocalElasticAgent):
     def _describe(self, rank: int, failure: Any) -> ProcessFailure:
         assignment = self._node.assignment
         assert assignment is not None
-        beat = read_heartbeat(self._files[rank]) if rank in self._files else None
+        beat = processes.beat_of(self._files[rank]) if rank in self._files else None
         return ProcessFailure(
             node_id=assignment.node_id,
             round=assignment.round,

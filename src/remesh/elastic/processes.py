@@ -23,7 +23,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from remesh.elastic.failures import MAX_MESSAGE
+from remesh.elastic.heartbeat import Heartbeat, read_heartbeat
 from remesh.elastic.script import done_note
+from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +42,6 @@ class Process:
 
     A crash at exit must not cost a restart, nor stop processes that still work: a finished job
     would run again.
-
-    Args:
-        process: The process.
-        directory: Where it leaves the note that its work is done.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], directory: str) -> None:
@@ -78,9 +76,7 @@ class Process:
 def look_after(context: SubprocessContext, directory: str) -> None:
     """Take a process that dies after its work was done for one that has succeeded.
 
-    Args:
-        context: The processes; those that were seen before stay as they are.
-        directory: See `Process`.
+    Those that were seen before stay as they are.
     """
     for handler in context.subprocess_handlers.values():
         if not isinstance(handler.proc, Process):
@@ -123,11 +119,7 @@ def start_missing(
 ) -> None:
     """Start processes in place of those that have ended.
 
-    Args:
-        context: The processes of the node.
-        environments: Variables of the new world, by local rank of what is missing.
-        name: What to call the log files of this start.
-        start: Starts a process, with the arguments of torch's `SubprocessHandler`.
+    `environments` are the variables of the new world, by local rank of what is missing.
     """
     assert isinstance(context.entrypoint, str)
     for rank, environment in environments.items():
@@ -179,6 +171,15 @@ def _new_logs(context: SubprocessContext, rank: int, name: str) -> list[str]:
         shown.start()
         context._tail_logs.append(shown)  # noqa: SLF001
     return found
+
+
+def beat_of(file: str) -> Heartbeat | None:
+    """The heartbeat in a file; None also if it cannot be read, which must not end the agent."""
+    try:
+        return read_heartbeat(file)
+    except StorageError as error:
+        log.warning("a process is taken for one that reports nothing: %s", error)
+        return None
 
 
 def message_of(failure: Any) -> str:
