@@ -22,8 +22,7 @@ from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient
 from remesh.elastic.protocol import Join, TestResult
 from remesh.elastic.rendezvous import Settings
-from remesh.elastic.repeats import QUIET_SECONDS, RepeatFilter
-from remesh.elastic.server import ServerOptions, ServerThread
+from remesh.elastic.server import QUIET_SECONDS, RepeatFilter, ServerOptions, ServerThread
 from remesh.errors import MasterError
 from tests.elastic.cluster import REMESH
 from tests.elastic.test_master import ask, join, speaker

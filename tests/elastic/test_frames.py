@@ -292,7 +292,7 @@ class TestLimits:
 
     def test_requests_are_counted_with_those_of_http(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # A bucket for one request, which is full again after twelve days.
-        monkeypatch.setattr("remesh.elastic.server.BURST_SECONDS", 2.0**20)
+        monkeypatch.setattr("remesh.elastic.frame_server.BURST_SECONDS", 2.0**20)
         with start(ServerOptions(max_requests_per_second=2.0**-20)) as server:
             client = Client(server.url)
             with contextlib.closing(client):

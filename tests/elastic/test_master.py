@@ -22,13 +22,14 @@ from click.testing import CliRunner
 from remesh.cli import cli
 from remesh.elastic import events, frames
 from remesh.elastic.client import Client
+from remesh.elastic.frame_server import MAX_SENDERS, RateLimit
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import ALIVE_SECONDS, hear
 from remesh.elastic.master import Master
 from remesh.elastic.protocol import PURPOSES, Beat, Join, name_of
 from remesh.elastic.rendezvous import Settings
-from remesh.elastic.server import MAX_SENDERS, RateLimit, ServerOptions, ServerThread
+from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError, StorageError
 from tests.waiting import wait_until
 

@@ -605,8 +605,3 @@ def _guard(directory: str) -> Iterator[None]:
         yield
     finally:
         process.communicate()
-
-
-def handle_sigterm(agent: Agent) -> None:
-    """Let SIGTERM drain the node. torch's agent must be told not to handle it."""
-    signal.signal(signal.SIGTERM, agent.on_sigterm)

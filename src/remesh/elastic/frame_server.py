@@ -13,9 +13,10 @@ import functools
 import hmac
 import logging
 import operator
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,10 @@ from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Problem, Request
 
 log = logging.getLogger(__name__)
 
+BURST_SECONDS = 5.0
+"""A sender that was silent may send the requests of so many seconds at once."""
+MAX_SENDERS = 10_000
+"""Senders after which those that are silent are forgotten."""
 TOO_MANY = "too many requests; ask again later"
 MAX_HEAD_BYTES = 8192
 """Longer heads of requests are left to the HTTP server."""
@@ -40,11 +45,34 @@ _decode: Callable[[bytes], Request[Any]] = msgspec.msgpack.Decoder(
 ).decode
 
 
-class Limit(Protocol):
-    """Limits the requests of a sender."""
+class RateLimit:
+    """A bucket of requests for each sender, filled at a steady rate.
+
+    It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+        self._most = MAX_SENDERS
 
     def allows(self, sender: str) -> bool:
         """True if a request that a sender makes now is answered."""
+        now, most = self._clock(), self._per_second * BURST_SECONDS
+        if len(self._buckets) >= self._most:
+            # A sender that was silent for so long has a full bucket again, as an unknown one.
+            self._buckets = {
+                other: (left, at)
+                for other, (left, at) in self._buckets.items()
+                if now - at < BURST_SECONDS
+            }
+            self._most = max(MAX_SENDERS, 2 * len(self._buckets))
+        left, at = self._buckets.get(sender, (most, now))
+        left = min(left + (now - at) * self._per_second, most)
+        allowed = left >= 1
+        self._buckets[sender] = (left - allowed, now)
+        return allowed
 
 
 def is_trusted(given: str, token: str) -> bool:
@@ -71,7 +99,7 @@ class FrameServer:
 
     master: Master
     token: str  # what requests must carry; empty: nothing
-    limit: Limit  # limits the requests of each sender
+    limit: RateLimit  # limits the requests of each sender
     listener: Listener  # the connections
     max_request_bytes: int  # larger requests are refused
     opened: set[_Framed] = field(default_factory=set)  # those that speak frames

@@ -24,7 +24,6 @@ from itertools import chain, count
 import msgspec
 
 from remesh.elastic import checks, rendezvous
-from remesh.elastic.budget import Charges, describe
 from remesh.elastic.checks import CheckResult, RunningCheck
 from remesh.elastic.events import (
     CheckpointSaved,
@@ -87,6 +86,28 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     restart_refill: float | None = None
     """Seconds after which a node gets back one of the restarts that it was charged with, and the
     job one of those after hangs; None: never."""
+
+
+class Charges(msgspec.Struct, frozen=True):
+    """Restarts that were charged to a budget, and are given back in time."""
+
+    count: int = 0  # how many, at `since`
+    since: float = 0.0  # when they were counted; from then on they are given back one by one
+
+    def at(self, now: float, refill: float | None) -> Charges:
+        """What is still charged now, if one is given back every `refill` seconds."""
+        if not self.count:
+            return Charges(0, now)
+        if refill is None or now < self.since:
+            return self
+        given_back = int((now - self.since) // refill)
+        if given_back >= self.count:
+            return Charges(0, now)
+        return Charges(self.count - given_back, self.since + given_back * refill)
+
+    def plus_one(self) -> Charges:
+        """One more restart is charged."""
+        return Charges(self.count + 1, self.since)
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -350,8 +371,10 @@ def failure_record(job: Job, node_id: int, round_of_node: int) -> FailureRecord 
 
 
 def restart_budget(job: Job) -> str:
-    """The restart budget of the nodes, in words."""
-    return describe(job.max_restarts, job.policy.restart_refill)
+    """The restart budget of the nodes, in the words of the log, the page and `remesh status`."""
+    refill = job.policy.restart_refill
+    given_back = "none is given back" if refill is None else f"one is given back every {refill:g} s"
+    return f"{job.max_restarts} restarts a node, {given_back}"
 
 
 def charges_of(job: Job, node_id: int, now: float) -> Charges:

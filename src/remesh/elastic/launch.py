@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from remesh.elastic import script
-from remesh.elastic.agent import EXIT_JOB_FAILED, REENTRY_SECONDS, Agent, handle_sigterm
+from remesh.elastic.agent import EXIT_JOB_FAILED, REENTRY_SECONDS, Agent
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.directories import MEMORY, snapshot_directory, token_file
 from remesh.elastic.failures import read_patterns
@@ -328,7 +329,7 @@ def _run_agent(
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=config.shutdown_timeout,
     )
-    handle_sigterm(agent)
+    signal.signal(signal.SIGTERM, agent.on_sigterm)  # torch's agent does not handle it: `_run`
     try:
         result = agent.run()
     except SystemExit as leaving:

@@ -122,7 +122,7 @@ def has_living_agent(
         holder = nodes.member(node_id)
     if holder is None or incarnation == holder.incarnation or incarnation in nodes.replaced:
         return False
-    since = _claimed_since(live, node_id, incarnation, now)
+    since = live.claims.setdefault((node_id, incarnation), now)
     if live.presence.is_dead(holder.incarnation, now):
         return False
     heard, at = live.heard.get(node_id, ("", since))
@@ -131,11 +131,6 @@ def has_living_agent(
     if now - at > min(job.policy.heartbeat_timeout / 2, ALIVE_SECONDS):
         return False
     return True if at > since else None
-
-
-def _claimed_since(live: Live, node_id: int, incarnation: str, now: float) -> float:
-    """Since when an agent requests a node id that another one has."""
-    return live.claims.setdefault((node_id, incarnation), now)
 
 
 def extend_deadlines(live: Live, seconds: float) -> None:

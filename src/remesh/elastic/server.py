@@ -30,22 +30,21 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from remesh.elastic import connections, frame_server, frames
-from remesh.elastic.frame_server import TOO_MANY, FrameServer, is_trusted, sender_of
+from remesh.elastic.frame_server import TOO_MANY, FrameServer, RateLimit, is_trusted, sender_of
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
 from remesh.elastic.overview import Query, overview_of
 from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Problem, name_of
-from remesh.elastic.repeats import RepeatFilter
 from remesh.elastic.status import Status, status_of
 
 log = logging.getLogger(__name__)
 
-BURST_SECONDS = 5.0
-"""A sender that was silent may send the requests of so many seconds at once."""
-MAX_SENDERS = 10_000
-"""Senders after which those that are silent are forgotten."""
 MAX_WRONG_TOKENS = 2.0
 """Wrong tokens a second from one address that are answered as such."""
+QUIET_SECONDS = 60.0
+"""Seconds for which a message of the log is not logged again."""
+MAX_MESSAGES = 1000
+"""Messages after which all are forgotten."""
 PAGE = (
     resources.files(__package__)
     .joinpath("page.html")
@@ -79,34 +78,31 @@ class ServerOptions:
             )
 
 
-class RateLimit:
-    """A bucket of requests for each sender, filled at a steady rate.
+class RepeatFilter(logging.Filter):
+    """Lets a log message pass once a minute, then with the number of its repeats.
 
-    It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
+    Those that differ only in their arguments are one message.
     """
 
-    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_second = per_second
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}
-        self._most = MAX_SENDERS
+        self._said: dict[tuple[int, str], tuple[float, int]] = {}
 
-    def allows(self, sender: str) -> bool:
-        """True if a request that a sender makes now is answered."""
-        now, most = self._clock(), self._per_second * BURST_SECONDS
-        if len(self._buckets) >= self._most:
-            # A sender that was silent for so long has a full bucket again, as an unknown one.
-            self._buckets = {
-                other: (left, at)
-                for other, (left, at) in self._buckets.items()
-                if now - at < BURST_SECONDS
-            }
-            self._most = max(MAX_SENDERS, 2 * len(self._buckets))
-        left, at = self._buckets.get(sender, (most, now))
-        left = min(left + (now - at) * self._per_second, most)
-        allowed = left >= 1
-        self._buckets[sender] = (left - allowed, now)
-        return allowed
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True if a message is logged."""
+        now, message = self._clock(), (record.levelno, str(record.msg))
+        at, num_repeated = self._said.get(message, (None, 0))
+        if at is not None and now - at < QUIET_SECONDS:
+            self._said[message] = at, num_repeated + 1
+            return False
+        if len(self._said) >= MAX_MESSAGES:
+            self._said = {}
+        self._said[message] = now, 0
+        if num_repeated:
+            record.msg = f"{record.getMessage()} ({num_repeated} more like this since the last one)"
+            record.args = ()
+        return True
 
 
 _encode = msgspec.json.Encoder().encode
@@ -255,22 +251,8 @@ async def serve(
     end_with_job: bool = False,
 ) -> None:
     """Serve a master until this is cancelled."""
-    limit = RateLimit(options.max_requests_per_second)
-
-    def app(listener: connections.Listener) -> web.Application:
-        return make_app(master, options, listener, limit)
-
-    def framed(listener: connections.Listener) -> FrameServer:
-        return FrameServer(
-            master=master,
-            token=options.token,
-            limit=limit,
-            listener=listener,
-            max_request_bytes=options.max_request_bytes,
-        )
-
     try:
-        async with listening(app, options, master.close_connection, framed) as port:
+        async with _listening(master, options) as port:
             on_ready(url_of(options, port))
             await master.keep_time(end_with_job=end_with_job)
     finally:
@@ -284,12 +266,7 @@ def url_of(options: ServerOptions, port: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def listening(
-    make: Callable[[connections.Listener], web.Application],
-    options: ServerOptions,
-    on_close: connections.OnClose,
-    framed: Callable[[connections.Listener], FrameServer],
-) -> AsyncIterator[int]:
+async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[int]:
     """Listen as long as the context lasts; gives the port."""
     requests_log = logging.getLogger("remesh.elastic.requests")
     once = RepeatFilter()
@@ -297,11 +274,19 @@ async def listening(
     for logger in quiet:
         logger.addFilter(once)
     most = options.max_connections or connections.max_connections()
-    listener = connections.Listener(options.tls, most, on_close)
-    runner = web.AppRunner(make(listener), access_log=None, logger=requests_log)
+    listener = connections.Listener(options.tls, most, master.close_connection)
+    limit = RateLimit(options.max_requests_per_second)
+    app = make_app(master, options, listener, limit)
+    runner = web.AppRunner(app, access_log=None, logger=requests_log)
     await runner.setup()
     assert runner.server is not None
-    frame = framed(listener)
+    frame = FrameServer(
+        master=master,
+        token=options.token,
+        limit=limit,
+        listener=listener,
+        max_request_bytes=options.max_request_bytes,
+    )
     accept = functools.partial(frame.accept, runner.server)
     try:
         yield listener.listen(accept, options.host, options.port)
