@@ -51,7 +51,7 @@ class DeviceMemory:
 
     @property
     def layout(self) -> Layout | None:
-        return _layout(self.tensor) if self.tensor.numel() else None
+        return strided_layout(self.tensor) if self.tensor.numel() else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         _movable_view(into).copy_(self.tensor[box.slices])
@@ -84,7 +84,7 @@ class CastingMemory:
 
     @property
     def layout(self) -> Layout | None:
-        return _layout(self.tensor) if self.tensor.numel() else None
+        return strided_layout(self.tensor) if self.tensor.numel() else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         _movable_view(into).view(self.dtype).copy_(self.tensor[box.slices])
@@ -192,7 +192,8 @@ def check_strided(tensor: torch.Tensor, where: str) -> None:
         )
 
 
-def _layout(tensor: torch.Tensor) -> Layout:
+def strided_layout(tensor: torch.Tensor) -> Layout:
+    """The place of the elements of a strided tensor that has some."""
     strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
     shape = tuple(tensor.shape)
     return Layout(str(tensor.device), tensor.data_ptr(), shape, strides, tensor.itemsize)
@@ -242,7 +243,7 @@ def _with_memory(tensor: torch.Tensor, where: str, writable: bool) -> torch.Tens
             f"{where}: a meta tensor has no memory\nMaterialise its module first with "
             "module.to_empty(device=...)"
         )
-    if writable and tensor.numel() and _layout(tensor).overlaps_itself():
+    if writable and tensor.numel() and strided_layout(tensor).overlaps_itself():
         raise UnsupportedValueError(
             f"{where}: several elements of this tensor share memory (it is expanded, or overlaps "
             "itself)\nThey cannot be loaded one by one; put a clone() into the state"

@@ -360,6 +360,22 @@ def test_a_factory_without_what_it_needs_says_so(tmp_path: Path) -> None:
         load({"fused": factory}, tmp_path, strict="log_unexpected")
 
 
+def test_parts_of_a_factory_may_be_the_same_tensor(tmp_path: Path) -> None:
+    def build(key: str, data: torch.Tensor, replica: Any, _range: object) -> list[ShardedTensor]:
+        parts = (data, data, data[1:])
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}.{number}", part, replica_id=replica)
+            for number, part in enumerate(parts)
+        ]
+
+    def state(start: int) -> dict[str, Any]:
+        return {"w": ShardedTensorFactory("w", torch.arange(start, start + 5), build, list)}
+
+    save(state(0), tmp_path)
+    parts = load(state(10), tmp_path)["w"]
+    assert [part.tolist() for part in parts] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [1, 2, 3, 4]]
+
+
 def test_a_common_value_in_the_place_of_a_local_object_is_refused(tmp_path: Path) -> None:
     save({"a": 1}, tmp_path)
     with pytest.raises(ValueError, match="two values meet"):

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from remesh.adapters.memory import strided_layout
 from remesh.background import Saver
 from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
@@ -50,6 +51,7 @@ from remesh.compat.megatron.strategies.base import (
 from remesh.core.index import Index
 from remesh.core.sharded import ShardedObject as EngineObject
 from remesh.core.sharded import ShardedTensor as EngineTensor
+from remesh.core.strided import shared_pairs
 from remesh.exchange import Alone
 from remesh.formats import native
 from remesh.formats.torch_dcp import COMMON_NAME
@@ -172,6 +174,21 @@ def _engine_state(
     return state
 
 
+def _fill_apart(leaves: Sequence[Any]) -> None:
+    """Give memory of their own to tensors that share theirs with one before.
+
+    The parts that a factory builds may all be its whole tensor; their values are what counts.
+    """
+    found = [
+        (leaf, leaf.data)
+        for leaf in leaves
+        if isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.data.numel()
+    ]
+    for _, later in shared_pairs([strided_layout(data) for _, data in found]):
+        leaf, data = found[later]
+        leaf.data = data.detach().clone()
+
+
 class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
     """Loads what the engine can open, in the format that it calls `format`."""
 
@@ -196,6 +213,7 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
         for leaf in nested_values(sharded_state_dict):
             if isinstance(leaf, ShardedTensor):
                 leaf.init_data("cpu")
+        _fill_apart(list(nested_values(sharded_state_dict)))
         # What an object holds does not matter to a load, and might not be storable.
         leaves = [
             leaf if isinstance(leaf, ShardedTensor) else leaf.without_data()
