@@ -27,7 +27,7 @@ import pytest
 
 import remesh
 from remesh.background.client import SaveClient
-from remesh.background.process_client import ServerProcess
+from remesh.background.process import ServerProcess
 from remesh.background.server import SaveServer
 from remesh.errors import RankFailedError
 from remesh.events import Event

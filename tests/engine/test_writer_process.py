@@ -100,7 +100,7 @@ def stage_and_wait_for_death(exchange: Exchange, path: Path, ids: Path) -> None:
     # The writer is stopped, so that nothing can be written before the trainer is dead.
     assert saver.writer_process_id is not None
     wait_until(
-        lambda: b"process_server" in command_of(saver.writer_process_id), "the writer starts"
+        lambda: b"background.process" in command_of(saver.writer_process_id), "the writer starts"
     )
     os.kill(saver.writer_process_id, signal.SIGSTOP)
     (ids / str(exchange.rank)).write_text(str(saver.writer_process_id))

@@ -26,9 +26,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from remesh.background.client import SaveClient, Server
-from remesh.background.handle import SaveHandle
-from remesh.background.process_client import RemoteServer, ServerProcess
+from remesh.background.client import SaveClient, SaveHandle, Server
+from remesh.background.process import RemoteServer, ServerProcess
 from remesh.background.protocol import ToClient, WriteTask
 from remesh.background.server import SaveServer
 from remesh.checkpoint.arguments import check_choice, check_count, check_order

@@ -3,8 +3,11 @@
 A server writes the chunks that its client stages, makes the files durable and puts its *part*
 (their positions and digests) beside them; a rank that writes no file puts an empty part when it has
 staged its state. Rank 0 waits until it sees the parts of all ranks, and commits. The other ranks
-wait until they see that. No collective is used; ranks see each other's `status_files`, and
-look at them as often as `polling` says.
+wait until they see that. No collective is used; ranks see each other's `status_files`.
+
+The requests of the whole job are bounded, whatever its size: the more ranks there are, the longer
+the time between two looks of one, and the looks of different ranks are spread over that time. In a
+small job a rank looks often at first, and less often the longer it waits.
 
 A rank that fails puts its failure in place of its part. Rank 0 then gives the save up and puts the
 failure of the save, which every rank sees. A rank that waits longer than the deadline without
@@ -23,10 +26,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
-from remesh.background import polling
 from remesh.background.protocol import (
     Cancel,
     ChunkFilled,
@@ -53,6 +56,52 @@ _LOGGER = logging.getLogger("remesh")
 
 GRACE_SECONDS = 2.0
 """How much longer other ranks wait than rank 0, which knows who is missing and says so."""
+
+REQUESTS_PER_SECOND = 400.0
+"""What all ranks that wait for the end ask of the storage, together."""
+
+COORDINATOR_REQUESTS_PER_SECOND = 100.0
+"""What rank 0 asks while it waits for the others."""
+
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 1.0
+"""Time between two looks, unless there are so many ranks that it must be longer."""
+
+WAITED_SHARE = 0.05
+"""In between, this share of the time that was waited already."""
+
+_REQUESTS_OF_A_LOOK = 2
+"""A rank that waits for the end reads the commit record and the note of a failure."""
+
+_NAMES_OF_A_REQUEST = 1000
+"""Object stores list so many names at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When one rank looks."""
+
+    first: float  # seconds from the moment when it begins to wait to its first look
+    least: float  # seconds between two looks at least
+
+    def pause(self, waited: float) -> float:
+        """Seconds from the end of a look to the next one, when so many were waited already."""
+        usual = min(max(waited * WAITED_SHARE, SHORTEST_SECONDS), LONGEST_SECONDS)
+        return max(usual, self.least)
+
+
+def schedule_of_waiting(rank: int, num_ranks: int) -> Schedule:
+    """How a rank other than 0 looks for the end of the save."""
+    least = num_ranks * _REQUESTS_OF_A_LOOK / REQUESTS_PER_SECOND
+    # Ranks of a job begin to wait at about the same time.
+    first = least * rank / num_ranks if least > SHORTEST_SECONDS else 0.0
+    return Schedule(first, least)
+
+
+def schedule_of_coordinator(num_ranks: int) -> Schedule:
+    """How rank 0 looks for the notes of the others."""
+    # The folder has a file and a note of each rank.
+    num_requests = 1 + 2 * num_ranks // _NAMES_OF_A_REQUEST
+    return Schedule(0.0, num_requests / COORDINATOR_REQUESTS_PER_SECOND)
 
 
 class SaveServer:
@@ -247,7 +296,7 @@ class SaveServer:
         task = self._task
         missing = list(range(task.num_ranks))
         next_report = task.report_seconds
-        for waited in self._looks(polling.schedule_of_coordinator(task.num_ranks)):
+        for waited in self._looks(schedule_of_coordinator(task.num_ranks)):
             self._check_given_up()
             missing = self._status.missing_parts(missing)
             if not missing:
@@ -273,7 +322,7 @@ class SaveServer:
         """Other ranks: wait until the save is committed or given up."""
         task = self._task
         is_told = False
-        for waited in self._looks(polling.schedule_of_waiting(task.rank, task.num_ranks)):
+        for waited in self._looks(schedule_of_waiting(task.rank, task.num_ranks)):
             if self._status.is_committed():
                 with suppress(StorageError):  # the checkpoint is there
                     self._status.clear(task.num_ranks)
@@ -287,7 +336,7 @@ class SaveServer:
                 is_told = True
                 self._status.put_failure(self._given_up)
 
-    def _looks(self, schedule: polling.Schedule) -> Iterator[float]:
+    def _looks(self, schedule: Schedule) -> Iterator[float]:
         """Wait for the next look at the storage; one comes at once after `cancel`."""
         started = time.monotonic()
         pause = schedule.first

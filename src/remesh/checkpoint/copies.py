@@ -28,7 +28,7 @@ import xxhash
 
 from remesh.checkpoint.local import LocalTensors
 from remesh.core.geometry import Box, IntArray, boxes_of_flat_range
-from remesh.core.memory import DigestedMemory, Memory, contiguous_bytes
+from remesh.core.memory import DigestedMemory, contiguous_bytes
 from remesh.core.state import Role
 from remesh.errors import DivergedReplicaError
 from remesh.exchange import Exchange, run_joined
@@ -124,13 +124,6 @@ def _digest(tensors: LocalTensors, row: int, *, whole: bool, on_host: bool) -> b
         step = max(CHUNK_BYTES // itemsize, 1)
         size = math.prod(shape)
         ranges = [(start, min(start + step, size)) for start in range(0, size, step)]
-    return b"h" + _digest_on_host(memory, shape, itemsize, ranges)
-
-
-def _digest_on_host(
-    memory: Memory, shape: tuple[int, ...], itemsize: int, ranges: Sequence[tuple[int, int]]
-) -> bytes:
-    """The xxh3-128 digest of ranges of flat elements."""
     digest = xxhash.xxh3_128()
     plain = contiguous_bytes(memory)
     for start, stop in ranges:
@@ -141,7 +134,7 @@ def _digest_on_host(
             values = np.empty(part.shape, memory.carrier)
             memory.copy_out(part, values)
             digest.update(values.tobytes())
-    return digest.digest()
+    return b"h" + digest.digest()
 
 
 def _compare(

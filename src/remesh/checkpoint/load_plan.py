@@ -20,7 +20,6 @@ from remesh.checkpoint import mismatch
 from remesh.checkpoint.comparing import (
     Check,
     Draft,
-    Filled,
     RankReads,
     Wanted,
     refuse_shared,
@@ -118,7 +117,7 @@ def match(
             target = match_made(names, entry, own, found)
             made += [] if target is None else [(entry, target)]
         elif sources := [name for name in own if name in stored.index]:
-            _note_derived(own, sources, found)
+            found.derived.update({name: sources[0] for name in own if name not in sources})
             tensor = stored.index[sources[0]]
             if _fits(entry, tensor, policies.get(entry.name), options.cast, found):
                 plain.append((entry, tensor))
@@ -134,7 +133,12 @@ def match(
         want_made(names, entry, target, draft)
     refuse_shared(draft.filled, found.conflicts)
     mismatch.refuse(stored, found, keep_missing=options.keep_missing)
-    _refuse_reserved(reserved, draft.filled)
+    shared = source_in_target(reserved, draft.filled) if reserved else None
+    if shared is not None:
+        raise StateError(
+            f"{shared[0]} of the source and {shared[1]} of the target state share memory\n"
+            "The source is read while the target is filled; give the target tensors of its own."
+        )
     filling = draft.filling.planned()
     return RankLoadPlan(
         description,
@@ -208,11 +212,6 @@ def _match_known(name: str, value: object, found: Findings) -> None:
             f"{name}: the stored value is a {unknown.type_name}, which this program does not "
             "know; import the module that defines it before loading"
         )
-
-
-def _note_derived(own: list[str], sources: list[str], found: Findings) -> None:
-    """File the names of a tied tensor that are not stored under the first that is."""
-    found.derived.update({name: sources[0] for name in own if name not in sources})
 
 
 def _fits(
@@ -325,15 +324,6 @@ def _mean_rows(box: Box, memory: Memory, stored: StoredTensor, draft: Draft) -> 
     new = Box((known, *[0] * (box.ndim - 1)), (box.shape[0] - known, *box.shape[1:]))
     columns = Box((0, *box.offset[1:]), (stored.shape[0], *box.shape[1:]))
     return MeanRows(memory, new, stored.dtype, draft.filling.array(stored.name, columns))
-
-
-def _refuse_reserved(reserved: Sequence[tuple[str, Layout]], filled: Sequence[Filled]) -> None:
-    shared = source_in_target(reserved, filled) if reserved else None
-    if shared is not None:
-        raise StateError(
-            f"{shared[0]} of the source and {shared[1]} of the target state share memory\n"
-            "The source is read while the target is filled; give the target tensors of its own."
-        )
 
 
 def _asked_bits(description: Description, names: Names, stored: StoredState) -> bytes:

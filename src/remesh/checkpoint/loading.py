@@ -45,7 +45,7 @@ from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
 from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import collector_rests
-from remesh.core.geometry import BoolArray, Box
+from remesh.core.geometry import Box
 from remesh.core.index import Index
 from remesh.core.state import Description
 from remesh.core.strided import Layout
@@ -149,28 +149,25 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})
     assign = _assign_for(share_reads, exchange, storage)
 
-    def load_once(emit: Emit) -> tuple[Any, RestoreReport]:
-        stored = open_shared(exchange, place)
-        stored = with_parameter_names(
-            exchange, state, stored, storage.url, is_transformed=rules is not None
-        )
-        emit("load.opened")
-
-        def read(reads: RankReads, on_read: OnRead) -> bool:
-            todo = reads.index, reads.plan, reads.destinations
-            source = decoded(storage, stored.index)
-            with unless_replaced(storage, stored.identity):
-                return read_together(
-                    exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
-                )
-
-        return load_into(state, stored, exchange, options, read=read, emit=emit)
-
-    def load_shown() -> tuple[Any, RestoreReport]:
+    def load_once() -> tuple[Any, RestoreReport]:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
-            return load_once(emit)
+            stored = open_shared(exchange, place)
+            stored = with_parameter_names(
+                exchange, state, stored, storage.url, is_transformed=rules is not None
+            )
+            emit("load.opened")
 
-    result, report = begin_anew(load_shown)
+            def read(reads: RankReads, on_read: OnRead) -> bool:
+                todo = reads.index, reads.plan, reads.destinations
+                source = decoded(storage, stored.index)
+                with unless_replaced(storage, stored.identity):
+                    return read_together(
+                        exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
+                    )
+
+            return load_into(state, stored, exchange, options, read=read, emit=emit)
+
+    result, report = begin_anew(load_once)
     report = dataclasses.replace(report, seconds=time.monotonic() - started)
     if exchange.rank == 0:
         _LOGGER.info("loaded %s: %s", storage.url, report)
@@ -195,13 +192,12 @@ def load_into(
     *,
     read: Read,
     emit: Emit,
-    reserved: Sequence[tuple[str, Layout]] = (),
 ) -> tuple[Any, RestoreReport]:
     """Steps 2 to 4 of a load: from what is stored into a state. Collective.
 
     Returns the state, and this rank's report, without the time that the load took.
     """
-    plan, _ = plan_into(state, stored, exchange, options, read=read, reserved=reserved)
+    plan, _ = plan_into(state, stored, exchange, options, read=read)
     return fill_planned(plan, exchange, read, emit)
 
 
@@ -214,7 +210,7 @@ def plan_into(
     read: Read,
     reserved: Sequence[tuple[str, Layout]] = (),
 ) -> tuple[RankLoadPlan, bool]:
-    """Step 2 of a load. Collective; arguments are those of `load_into`.
+    """Step 2 of a load; memory in `reserved` must not be filled. Collective.
 
     Returns the plan of this rank, and whether what is stored was compared for it on any rank, so
     that it holds for these bytes alone.
@@ -223,8 +219,12 @@ def plan_into(
     compares = any(compares for compares, _ in replies)
     if compares:
         run_on_all(exchange, lambda: _compare(plan, read))
-    asked = _asked_by_any(stored, [asked for _, asked in replies])
-    unexpected = _unexpected_names(stored, asked)
+    names = list(stored.names())
+    asked = np.zeros(len(names), np.bool_)  # by any rank
+    for _, bits in replies:
+        asked |= np.unpackbits(np.frombuffer(bits, np.uint8), count=len(names)).astype(np.bool_)
+    left = [name for name, is_asked in zip(names, asked.tolist(), strict=True) if not is_asked]
+    unexpected = without_buffers_of_ranks(names, left)
     if unexpected and options.refuse_unexpected:
         raise MismatchError(
             f"{counted(len(unexpected), 'is', 'are')} stored that no rank asks for "
@@ -237,7 +237,7 @@ def plan_into(
         plan.report, unexpected=tuple(unexpected), unchecked=tuple(sorted(unproven))
     )
     if exchange.rank == 0:
-        _warn(report, stored.url, has_tensors=bool(asked[: len(list(stored.index))].any()))
+        _warn(report, stored.url, has_tensors=bool(asked[: len(stored.index)].any()))
     return dataclasses.replace(plan, report=report), compares
 
 
@@ -415,20 +415,3 @@ def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) 
         return assign_readers
     cost = REMOTE_EXCHANGE_COST if is_remote(storage) else LOCAL_EXCHANGE_COST
     return partial(assign_readers_if_cheaper, exchange_cost=cost)
-
-
-def _asked_by_any(stored: StoredState, replies: list[bytes]) -> BoolArray:
-    """For each stored name, whether any rank asks for it."""
-    count = sum(1 for _ in stored.names())
-    asked = np.zeros(count, dtype=np.bool_)
-    for reply in replies:
-        bits = np.unpackbits(np.frombuffer(reply, dtype=np.uint8), count=count)
-        asked |= bits.astype(np.bool_)
-    return asked
-
-
-def _unexpected_names(stored: StoredState, asked: BoolArray) -> list[str]:
-    """Stored names that no rank asks for."""
-    names = list(stored.names())
-    extra = [name for name, wanted in zip(names, asked.tolist(), strict=True) if not wanted]
-    return without_buffers_of_ranks(names, extra)

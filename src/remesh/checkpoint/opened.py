@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -20,12 +20,11 @@ from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.index import Index, StoredTensor
-from remesh.core.integrity import Damage, find_damage, names_in_range
+from remesh.core.integrity import Damage, find_damage
 from remesh.core.memory import CarrierArray
 from remesh.core.state import Path, assemble
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
-from remesh.formats.building import exists
 from remesh.formats.decoding import decoded
 from remesh.formats.table import place_of, read_contents
 from remesh.pipeline.workers import run_workers
@@ -62,16 +61,6 @@ class VerifyReport:
     def ok(self) -> bool:
         """True if all is there, and all bytes are those that a save or a repair has written."""
         return not self.damages and not self.incomplete
-
-
-def _torch_if_installed() -> ModuleType | None:
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        return None
-    return torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +322,16 @@ class Checkpoint:
             )
 
     def _torch(self) -> Any:
-        return None if self._framework == "numpy" else _torch_if_installed()
+        """The module torch, if it is installed and wanted."""
+        if self._framework == "numpy":
+            return None
+        try:
+            import torch
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            return None
+        return torch
 
     def _as_tensor(self, name: str, array: CarrierArray) -> Any:
         """An array that was read as what `read` gives."""
@@ -406,7 +404,7 @@ class Checkpoint:
 
     def _verify(self, on_progress: Callable[[int], None] | None) -> VerifyReport:
         index, storage = self.index, self._storage
-        damages = self._check_sizes()
+        damages = native.check_files(storage, self._contents.record, index)
         incomplete = {damage.path for damage in damages}
         spans = [
             (number, start, min(start + VERIFY_BYTES, file.num_bytes))
@@ -434,16 +432,3 @@ class Checkpoint:
             self._stored.document.unchecked_names,
             tuple(index.tensors.names[row] for row in faulty_tensors(index.boxes)),
         )
-
-    def _check_sizes(self) -> list[Damage]:
-        """Data files that are missing or have another size, without reading them."""
-        if self._contents.record is not None:
-            return native.check_files(self._storage, self._contents.record, self.index)
-        damages = []
-        for number, file in enumerate(self.index.files):
-            size = self._storage.size(file.path) if exists(self._storage, file.path) else 0
-            if size != file.num_bytes:
-                start, stop = sorted((size, file.num_bytes))
-                names = tuple(names_in_range(self.index, number, start, stop))
-                damages.append(Damage(file.path, start, stop, names))
-        return damages

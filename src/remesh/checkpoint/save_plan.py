@@ -249,8 +249,7 @@ def make_save_plan(
     reply = run_joined(exchange, compare_and_tell, rank.plan)
     assignment = msgspec.msgpack.decode(reply, type=_WriteAssignment)
     if assignment.meets:
-        path = _meeting_path(assignment.save_id)
-        meet(exchange, storage, path, lambda: storage.delete(path))
+        meet(exchange, storage, _meeting_path(assignment.save_id))
         cache.met_in = _parent(storage.url)
     rank.look_at_copies(assignment)
     try:

@@ -31,7 +31,7 @@ from remesh.checkpoint.stored_memory import stored_copies
 from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
-from remesh.exchange import Exchange, run_joined
+from remesh.exchange import run_joined
 from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
@@ -172,10 +172,9 @@ def save_agreed(
     first: Callable[[], None] | None = None,
     is_shown: bool = False,
 ) -> None:
-    """`save`, with the plan of earlier saves.
+    """`save`, with the plan of earlier saves; `is_shown`: with progress on a terminal.
 
-    Args are those of `save`; `first` is that of `make_save_plan`, and `is_shown` says whether
-    progress is shown on a terminal.
+    `first` is that of `make_save_plan`.
     """
     check_order("save", state, path)
     exchange = exchange_of(group)
@@ -185,40 +184,28 @@ def save_agreed(
         emit = moments
         if is_shown:
             emit = shown.enter_context(showing(moments, "saving", exchange.rank, storage.url))
-        _save_from(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+        mine = make_save_plan(
+            exchange, storage, state, options, cache=cache, emit=emit, first=first
+        )
+        parts: list[Part] = []
 
+        def write_mine() -> bytes:
+            beside = partial(write_beside, storage, mine.global_plan, emit)
+            parts.extend(write(storage, mine, emit, beside))
+            return msgspec.msgpack.encode(parts)
 
-def _save_from(
-    exchange: Exchange,
-    storage: Storage,
-    state: Any,
-    options: SaveOptions,
-    *,
-    cache: PlanCache,
-    emit: Emit,
-    first: Callable[[], None] | None,
-) -> None:
-    """Plan, write and commit; the arguments are those of `make_save_plan`."""
-    mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
-    parts: list[Part] = []
+        def commit(replies: list[bytes]) -> list[bytes]:
+            finish(storage, mine.on_rank_0, decode_parts(replies), emit)
+            return [b""] * len(replies)
 
-    def write_mine() -> bytes:
-        beside = partial(write_beside, storage, mine.global_plan, emit)
-        parts.extend(write(storage, mine, emit, beside))
-        return msgspec.msgpack.encode(parts)
-
-    def commit(replies: list[bytes]) -> list[bytes]:
-        finish(storage, mine.on_rank_0, decode_parts(replies), emit)
-        return [b""] * len(replies)
-
-    try:
-        run_joined(exchange, write_mine, commit, lambda: give_up(storage, mine.on_rank_0))
-    except NotSharedError:
-        # Rank 0 has removed what it sees; this rank's files lie elsewhere.
-        remove_own(storage, mine.save_id, mine.paths)
-        raise
-    cache.history = mine.committed(storage, parts)
-    emit("save.done")
+        try:
+            run_joined(exchange, write_mine, commit, lambda: give_up(storage, mine.on_rank_0))
+        except NotSharedError:
+            # Rank 0 has removed what it sees; this rank's files lie elsewhere.
+            remove_own(storage, mine.save_id, mine.paths)
+            raise
+        cache.history = mine.committed(storage, parts)
+        emit("save.done")
 
 
 def write(
@@ -230,13 +217,8 @@ def write(
     """
     stream = mine.stream
     num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
-
-    def begin() -> None:
-        emit("save.file_created", num_bytes)
-
-    def on_chunk(size: int) -> None:
-        emit("save.chunk_written", size)
-
+    begin = partial(emit, "save.file_created", num_bytes)
+    on_chunk = partial(emit, "save.chunk_written")
     if stream.collection is not None:
         written = write_collected(
             storage,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -102,30 +102,26 @@ def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, u
             )
 
 
-def meet(exchange: Exchange, storage: Storage, path: str, undo: Callable[[], None]) -> None:
+def meet(exchange: Exchange, storage: Storage, path: str) -> None:
     """Check that every rank sees a file that rank 0 has put, and removes. Collective.
 
-    If a rank does not see it, rank 0 calls `undo`, and all raise NotSharedError.
+    If a rank does not see it, all raise NotSharedError.
     """
 
     def look() -> bytes:
         if exchange.rank and not _is_seen(storage, path):
-            raise _unseen(exchange.rank, storage, path)
+            raise NotSharedError(
+                f"{_shortened(storage.url)}: rank {exchange.rank} does not see what rank 0 writes "
+                f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
+                "disks of the nodes are not shared, even if they have the same path on every node."
+            )
         return b""
 
     def part(replies: list[bytes]) -> list[bytes]:
         storage.delete(path)
         return replies
 
-    run_joined(exchange, look, part, undo)
-
-
-def _unseen(rank: int, storage: Storage, path: str) -> NotSharedError:
-    return NotSharedError(
-        f"{_shortened(storage.url)}: rank {rank} does not see what rank 0 writes there.\nIt looked "
-        f"for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on disks of the nodes are not "
-        "shared, even if they have the same path on every node."
-    )
+    run_joined(exchange, look, part, lambda: storage.delete(path))
 
 
 def _is_seen(storage: Storage, path: str) -> bool:

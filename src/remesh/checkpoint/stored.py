@@ -183,9 +183,12 @@ def limits_of_ranks(index: Index, latency: float | None, num_ranks: int) -> Read
 
 
 def read_boxes(
-    storage: Storage, index: Index, boxes: Sequence[tuple[str, Box]]
+    storage: Storage,
+    index: Index,
+    boxes: Sequence[tuple[str, Box]],
+    into: list[CarrierArray] | None = None,
 ) -> list[CarrierArray]:
-    """Read boxes of stored tensors into new carrier arrays, checking digests.
+    """Read boxes of stored tensors into carrier arrays, new ones by default, checking digests.
 
     Blocks that several of them lie in are read once.
     """
@@ -193,7 +196,7 @@ def read_boxes(
     # First the plan: what is not stored shall not take memory either.
     limits = limits_for(latency_of(storage), int(wanted.num_bytes.sum()))
     plan = plan_load(index, wanted, limits)
-    arrays: list[CarrierArray] = [
+    arrays = into or [
         np.empty(box.shape, BY_NAME[index[name].dtype].carrier) for name, box in boxes
     ]
     destinations = [

@@ -17,17 +17,15 @@ from typing import Any, Self
 
 import numpy as np
 
+from remesh.checkpoint.stored import read_boxes
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
+from remesh.core.memory import CarrierArray, CopyQueue, Memory
 from remesh.core.strided import Layout
-from remesh.core.tables import BoxTable
 from remesh.errors import UnsupportedValueError
 from remesh.formats import native
-from remesh.pipeline import Destination, limits_for, read_runs
-from remesh.planner import plan_load
-from remesh.storage import Storage, latency_of
+from remesh.storage import Storage
 from remesh.transform import Region, Resolved, arranged
 
 _Wanted = tuple[str, Box, CarrierArray]
@@ -48,29 +46,23 @@ class StoredSource:
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
         """Read boxes of tensors into arrays, all in one plan."""
-        rows: list[tuple[int, Box]] = []
-        destinations: list[Destination] = []
+        boxes: list[tuple[str, Box]] = []
+        arrays: list[CarrierArray] = []
         blocks: list[tuple[Region, CarrierArray, CarrierArray]] = []
-
-        def add(source: str, box: Box, into: CarrierArray) -> None:
-            rows.append((self.index.row(source), box))
-            destinations.append(Destination(box.offset, HostMemory(into)))
-
         for name, box, into in wanted:
             if self.resolved is None:
-                add(name, box, into)
+                boxes.append((name, box))
+                arrays.append(into)
                 continue
             for region in self.resolved.regions(name, box):
                 carrier = BY_NAME[self.index[region.source].dtype].carrier
                 block = np.empty(region.source_box.shape, carrier)
-                add(region.source, region.source_box, block)
+                boxes.append((region.source, region.source_box))
+                arrays.append(block)
                 place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
                 blocks.append((region, block, into[place]))
         with native.unless_replaced(self.storage, self.identity):
-            table = BoxTable.of(self.index.tensors, rows)
-            limits = limits_for(latency_of(self.storage), int(table.num_bytes.sum()))
-            plan = plan_load(self.index, table, limits)
-            read_runs(self.storage, self.index, plan, destinations)
+            read_boxes(self.storage, self.index, boxes, arrays)
         for region, block, part in blocks:
             stored = self.index[region.source].dtype
             part[...] = converted(arranged(block, region), stored, region.dtypes)

@@ -410,21 +410,24 @@ def _read_checked(storage: Storage, file: FileRecord) -> bytes:
     return data
 
 
-def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Damage]:
-    """Check, without reading them, that the data files are there and belong to the index."""
+def check_files(storage: Storage, record: CommitRecord | None, index: Index) -> list[Damage]:
+    """Check, without reading them, that the data files are there and belong to the index.
+
+    Other systems have no commit record.
+    """
     damages = []
-    if records_of_files(index) != record.files:
+    if record is not None and records_of_files(index) != record.files:
         raise CorruptCheckpointError(
             f"{storage.url}: the index and {RECORD_NAME} disagree about the data files\nThey "
             f"belong to different saves. {repair_advice(storage.url)}"
         )
-    for number, file in enumerate(record.files):
+    for number, (file, num_bytes) in enumerate(zip(index.files, index.stored_sizes, strict=True)):
         try:
             size = storage.size(file.path)
         except CheckpointNotFoundError:
             size = 0
-        if size != file.num_bytes:
-            start, stop = sorted((size, file.num_bytes))
+        if size != num_bytes:
+            start, stop = sorted((size, num_bytes))
             names = names_in_stored_range(index, number, start, stop)
             damages.append(Damage(file.path, start, stop, tuple(names)))
     return damages
