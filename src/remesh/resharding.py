@@ -28,22 +28,29 @@ import msgspec
 import numpy as np
 
 from remesh._repr import short_repr
-from remesh.checkpoint.buffers import Buffers, choose_buffers
+from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.copies import Compares
-from remesh.checkpoint.devices import DeviceInUse, agree_on_devices, device_in_use
-from remesh.checkpoint.documents import document_of
 from remesh.checkpoint.load_plan import LoadOptions, RankLoadPlan
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
 from remesh.checkpoint.local import (
+    DeviceInUse,
     LocalTensors,
+    agree_on_devices,
     describe_local,
+    device_in_use,
     exchange_of,
     finish_device_work,
-    tensors_to_store,
 )
 from remesh.checkpoint.report import RestoreReport
-from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
+from remesh.checkpoint.save_plan import (
+    PlanCache,
+    RankSavePlan,
+    SaveOptions,
+    describe_to_store,
+    make_save_plan,
+)
+from remesh.checkpoint.saving import decode_parts
 from remesh.checkpoint.stored import StoredState
 from remesh.core import values
 from remesh.core.collector import collector_rests
@@ -55,7 +62,6 @@ from remesh.core.strided import Layout
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
-from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
 from remesh.pipeline import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
@@ -86,14 +92,6 @@ class ReshardReport:
     """Wall time."""
 
     __repr__ = short_repr
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LastPush:
-    """A push that can be made again."""
-
-    facts: tuple[object, ...]  # what the plan depends on
-    plan: RankLoadPlan  # what this rank gets
 
 
 def reshard(
@@ -204,7 +202,8 @@ class Resharder:
         self._index: Index | None = None
         self._owners: list[int] = []
         self._transfers: list[tuple[bytes, MemoryTransfer]] = []
-        self._last: _LastPush | None = None
+        self._last: tuple[RankLoadPlan, tuple[object, ...]] | None = None
+        """The plan of a push that can be made again, and what it depends on (`_facts`)."""
 
     def push(self) -> ReshardReport:
         """Copy the current source into the target. Collective.
@@ -249,9 +248,12 @@ class Resharder:
             if last is None:
                 return b""
             with collector_rests():
-                tensors, document = self._describe_source()
-                target = describe_local(self.target_state, last.plan.names)
-                if last.facts != _facts(tensors, document, target):
+                _, tensors, document = describe_to_store(
+                    self._source_state, self._buffers, self._exchange.rank
+                )
+                plan, facts = last
+                target = describe_local(self.target_state, plan.names)
+                if facts != _facts(tensors, document, target):
                     return b""
             held.append((tensors, target))
             return b"y"
@@ -271,18 +273,9 @@ class Resharder:
             transfer.execute(self._exchange, memories, reads.destinations, on_read)
             return False
 
-        plan = dataclasses.replace(last.plan, description=target)
+        plan = dataclasses.replace(last[0], description=target)
         self.target_state, restored = fill_planned(plan, self._exchange, read, self._emit)
         return restored
-
-    def _describe_source(self) -> tuple[LocalTensors, bytes]:
-        """The boxes that this rank holds, and all else that it knows."""
-        description = describe_local(self._source_state)
-        description.tensors = choose_buffers(
-            description.tensors, self._buffers, self._exchange.rank
-        )
-        tensors = tensors_to_store(description)
-        return tensors, document_of(description, tensors.aliases).encode()
 
     def _push_planned(self) -> tuple[RestoreReport, bool]:
         """Plan and move the bytes. Collective."""
@@ -312,7 +305,7 @@ class Resharder:
         reused = used[-1] in self._transfers
         self._transfers = used
         if not compared:
-            self._last = _LastPush(facts, plan)
+            self._last = plan, facts
         return restored, reused
 
     def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
@@ -384,7 +377,7 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
 
     def unite(replies: list[bytes]) -> list[bytes]:
         save = mine.on_rank_0
-        parts = [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]
+        parts = decode_parts(replies)
         index = build_index(save.cuts, save.assignments, parts, save.document.aliases)
         owners = [rank for rank, own in enumerate(parts) for _ in own]
         live = index.without_digests()

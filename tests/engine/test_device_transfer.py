@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import remesh
 from remesh.adapters.memory import MOVABLE, DeviceMemory, TorchDevice
-from remesh.checkpoint.devices import DeviceInUse, agree_on_devices, device_in_use
+from remesh.checkpoint.local import DeviceInUse, agree_on_devices, device_in_use
 from remesh.core.dtypes import BY_NAME
 from remesh.core.memory import Memory
 from remesh.core.sharded import dtype_name

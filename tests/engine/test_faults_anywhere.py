@@ -390,8 +390,8 @@ STEPS = {protocol._attempt.__code__, SaveClient.stage.__code__, SaveServer.save.
 TOLD_BY = ("remesh.exchange.", "remesh.events", "tests.support.")
 """Modules whose functions are what failures are made and told with."""
 
-TELLS = ("end_staging", "StagedWriter.end")
-"""How the names of functions end that tell the background thread of a failure."""
+TELLS = "StagedWriter.end"
+"""How the name of the function ends that tells the background thread of a failure."""
 
 
 class Calls:

@@ -141,9 +141,7 @@ def test_waiting_raises_the_first_failure_and_notes_the_others(tmp_path: Path) -
 def noted_bytes(storage: MemoryStorage, rank: int) -> int:
     """How much a rank has noted that it has written."""
     paths = [path for path in storage.list() if path.endswith(f"/progress-{rank:05d}.msgpack")]
-    return sum(
-        msgspec.msgpack.decode(read_sealed(storage, path))["written_bytes"] for path in paths
-    )
+    return sum(msgspec.msgpack.decode(read_sealed(storage, path))[0] for path in paths)
 
 
 def test_a_slow_save_names_the_slowest_rank(caplog: pytest.LogCaptureFixture) -> None:

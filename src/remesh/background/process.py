@@ -341,8 +341,8 @@ class _Process:
                     f"the trainer of rank {save.task.rank} ended while it staged the save to "
                     f"{save.task.place}; see why it died. The previous checkpoint is untouched."
                 )
-                save.server.cancel(error)
-                save.server.end_staging(error)
+                save.server.receive(Cancel(error))
+                save.server.receive(StagingEnded(error))
         for save in self._saves.values():
             save.thread.join()
         # All that is queued is sent, but a trainer that does not listen is not waited for.

@@ -191,7 +191,7 @@ class Saver:
         self._set_budget(num_bytes)
         devices = device_staging(tensors.memories)
         if devices is not None:
-            self._arena.pin_with(devices.pin)
+            self._arena.pin_with(devices[0])
         self._warm_beside(num_bytes)
 
     def save(
@@ -357,7 +357,7 @@ class Saver:
         )
         devices = device_staging(piece.memory for piece in mine.stream.layout.pieces)
         if devices is not None:
-            self._arena.pin_with(devices.pin)
+            self._arena.pin_with(devices[0])
 
         def remember(parts: Sequence[Part]) -> None:
             self._cache.history = mine.committed(storage, parts)
@@ -374,7 +374,7 @@ class Saver:
             self._arena,
             connect=connect,
             emit=emit,
-            copies=None if devices is None else devices.copies,
+            copies=None if devices is None else devices[1],
             collection=mine.stream.collection,
             on_commit=remember,
         )
@@ -436,7 +436,10 @@ class Saver:
         """Let the arena hold a rank's share of all saves in flight, if the machine has room."""
         if self._arena_bytes is None:
             rounded = -(-num_bytes // CHUNK_SIZE) * CHUNK_SIZE * self._max_in_flight
-            self._arena.grow(min(rounded, self._arena.num_bytes + free_host_bytes()))
+            # None if the system does not say what is free.
+            free = int((available_memory() or 0) * ARENA_SHARE)
+            free //= max(run_info().local_world_size, 1)
+            self._arena.grow(min(rounded, self._arena.num_bytes + free))
 
 
 def _place_for_process(path: Any, storage: Storage) -> str:
@@ -449,12 +452,6 @@ def _place_for_process(path: Any, storage: Storage) -> str:
         f"{storage.url}: a writer process opens the place by itself\nPass a path or a URL and not "
         "a Storage, or use Saver(writer='thread')"
     )
-
-
-def free_host_bytes() -> int:
-    """Host memory that this rank may take for staging; none if the system does not say."""
-    available = available_memory() or 0
-    return int(available * ARENA_SHARE) // max(run_info().local_world_size, 1)
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -147,24 +148,18 @@ class SaveServer:
             case ChunkFilled(number, num_bytes, slot):
                 self._writer.put(Filled(number, num_bytes, self._chunk(slot)))
             case StagingEnded(error):
-                self.end_staging(error)
+                self._staging_error = error
+                self._writer.end()
+                self._staged.set()
             case Cancel(error):
-                self.cancel(error)
+                self._given_up = error or CancelledError(
+                    f"the save to {self._storage.url} was cancelled"
+                )
+                self._writer.cancel()
+                self._send(StopStaging())
+                self._wake.set()
             case WriteTask():
                 pass  # this save is about it
-
-    def end_staging(self, error: BaseException | None) -> None:
-        """Take it that all is staged, or why it is not."""
-        self._staging_error = error
-        self._writer.end()
-        self._staged.set()
-
-    def cancel(self, error: BaseException | None) -> None:
-        """Give the save up, because the user wants it or because of an error elsewhere."""
-        self._given_up = error or CancelledError(f"the save to {self._storage.url} was cancelled")
-        self._writer.cancel()
-        self._stop_staging()
-        self._wake.set()
 
     def run(self) -> None:
         """See the save through to its end, and tell the client of it."""
@@ -185,9 +180,11 @@ class SaveServer:
             self._write()
             if is_first:
                 self._wait_for_parts()
-                # From here on the files stay where they are, unless `commit` removes them.
+                # From here on the files stay where they are, unless `finish` removes them.
                 tell = self._status.report
-                self._commit()
+                save, parts = self._task.global_plan, self._status.parts(self._task.num_ranks)
+                assert save is not None
+                finish(self._storage, save, parts, self._emit)
                 tell = None
                 self._status.clear(self._task.num_ranks)
             else:
@@ -208,13 +205,14 @@ class SaveServer:
     def _write(self) -> None:
         """Write this rank's file and put its part."""
         task = self._task
+        beside = partial(write_beside, self._storage, task.global_plan, self._emit)
         written = None
         if task.files.paths:
             written = self._writer.write(
-                self._create, self._counted(), self._stop_staging, self._write_beside
+                self._create, self._counted(), lambda: self._send(StopStaging()), beside
             )
         else:
-            self._write_beside()
+            beside()
             self._storage.sync()
         self._staged.wait()
         if self._staging_error is not None:
@@ -252,9 +250,6 @@ class SaveServer:
         self._copied = writer.copied
         return writer
 
-    def _write_beside(self) -> None:
-        write_beside(self._storage, self._task.global_plan, self._emit)
-
     def _counted(self) -> Callable[[int], None]:
         """A function for after each chunk: emits the event, and puts the progress now and then."""
         task = self._task
@@ -279,9 +274,6 @@ class SaveServer:
 
     def _emit(self, point: str, num_bytes: int = 0) -> None:
         self._send(Happened(point, num_bytes))
-
-    def _stop_staging(self) -> None:
-        self._send(StopStaging())
 
     def _check_given_up(self) -> None:
         if self._given_up is not None:
@@ -312,12 +304,6 @@ class SaveServer:
                 url, num_missing = self._storage.url, len(missing)
                 _LOGGER.warning(text, url, waited, num_missing, task.num_ranks, how_far)
 
-    def _commit(self) -> None:
-        """Rank 0: commit what all ranks have written."""
-        save = self._task.global_plan
-        assert save is not None
-        finish(self._storage, save, self._status.parts(self._task.num_ranks), self._emit)
-
     def _wait_for_end(self) -> None:
         """Other ranks: wait until the save is committed or given up."""
         task = self._task
@@ -337,7 +323,7 @@ class SaveServer:
                 self._status.put_failure(self._given_up)
 
     def _looks(self, schedule: Schedule) -> Iterator[float]:
-        """Wait for the next look at the storage; one comes at once after `cancel`."""
+        """Wait for the next look at the storage; one comes at once after `Cancel`."""
         started = time.monotonic()
         pause = schedule.first
         while True:

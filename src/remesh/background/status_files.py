@@ -35,13 +35,6 @@ from remesh.formats.table import writer_of
 from remesh.storage import Storage, delete_files
 
 
-class _WrittenBytes(msgspec.Struct, frozen=True):
-    """How far a rank is with its file."""
-
-    written_bytes: int
-    num_bytes: int
-
-
 class StatusFiles:
     """The status files of one save, as one rank uses them."""
 
@@ -64,7 +57,7 @@ class StatusFiles:
 
     def put_progress(self, written_bytes: int, num_bytes: int) -> None:
         """Say how far this rank is, in a save that takes long."""
-        self._put("progress", msgspec.msgpack.encode(_WrittenBytes(written_bytes, num_bytes)))
+        self._put("progress", msgspec.msgpack.encode((written_bytes, num_bytes)))
 
     def put_failure(self, error: BaseException) -> None:
         """Say that this rank has failed; a failure of rank 0 is that of the whole save."""
@@ -126,14 +119,15 @@ class StatusFiles:
                 with suppress(StorageError):  # it is for messages alone
                     data = read_sealed(self._storage, self._path("progress", rank))
             if data:
-                told.append((rank, msgspec.msgpack.decode(data, type=_WrittenBytes)))
+                told.append((rank, *msgspec.msgpack.decode(data, type=tuple[int, int])))
             else:
                 silent.append(rank)
         texts = []
         if told:
-            rank, one = min(told, key=lambda item: item[1].written_bytes / item[1].num_bytes)
-            done, size = one.written_bytes / 1e6, one.num_bytes / 1e6
-            texts.append(f"slowest is rank {rank} with {done:.1f} of {size:.1f} MB written")
+            rank, done, size = min(told, key=lambda one: one[1] / one[2])
+            texts.append(
+                f"slowest is rank {rank} with {done / 1e6:.1f} of {size / 1e6:.1f} MB written"
+            )
         if silent:
             texts.append(f"ranks {silent} have not said how far they are")
         return "; ".join(texts)

@@ -14,7 +14,7 @@ All else is an error that names the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,11 +70,6 @@ class Wanted:
 
 Check = tuple[str, Callable[[], bool]]
 """What to say if two stored values differ, and whether they are equal, once both are read."""
-
-
-def differences(checks: Iterable[Check]) -> list[str]:
-    """The problems of values that differ, each once."""
-    return list(dict.fromkeys(problem for problem, is_equal in checks if not is_equal()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,6 +20,7 @@ from remesh.checkpoint import mismatch
 from remesh.checkpoint.comparing import (
     Check,
     Draft,
+    Filled,
     RankReads,
     Wanted,
     refuse_shared,
@@ -133,12 +134,7 @@ def match(
         want_made(names, entry, target, draft)
     refuse_shared(draft.filled, found.conflicts)
     mismatch.refuse(stored, found, keep_missing=options.keep_missing)
-    shared = source_in_target(reserved, draft.filled) if reserved else None
-    if shared is not None:
-        raise StateError(
-            f"{shared[0]} of the source and {shared[1]} of the target state share memory\n"
-            "The source is read while the target is filled; give the target tensors of its own."
-        )
+    _refuse_reserved(reserved, draft.filled)
     filling = draft.filling.planned()
     return RankLoadPlan(
         description,
@@ -324,6 +320,15 @@ def _mean_rows(box: Box, memory: Memory, stored: StoredTensor, draft: Draft) -> 
     new = Box((known, *[0] * (box.ndim - 1)), (box.shape[0] - known, *box.shape[1:]))
     columns = Box((0, *box.offset[1:]), (stored.shape[0], *box.shape[1:]))
     return MeanRows(memory, new, stored.dtype, draft.filling.array(stored.name, columns))
+
+
+def _refuse_reserved(reserved: Sequence[tuple[str, Layout]], filled: Sequence[Filled]) -> None:
+    shared = source_in_target(reserved, filled) if reserved else None
+    if shared is not None:
+        raise StateError(
+            f"{shared[0]} of the source and {shared[1]} of the target state share memory\n"
+            "The source is read while the target is filled; give the target tensors of its own."
+        )
 
 
 def _asked_bits(description: Description, names: Names, stored: StoredState) -> bytes:

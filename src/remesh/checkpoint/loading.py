@@ -31,7 +31,7 @@ import numpy as np
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
-from remesh.checkpoint.comparing import RankReads, differences
+from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.load_plan import LoadOptions, Names, RankLoadPlan, match
 from remesh.checkpoint.local import (
     describe_local,
@@ -165,7 +165,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
                         exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
                     )
 
-            return load_into(state, stored, exchange, options, read=read, emit=emit)
+            plan, _ = plan_into(state, stored, exchange, options, read=read)
+            return fill_planned(plan, exchange, read, emit)
 
     result, report = begin_anew(load_once)
     report = dataclasses.replace(report, seconds=time.monotonic() - started)
@@ -182,23 +183,6 @@ OnRead = Callable[[int], None]
 Read = Callable[[RankReads, OnRead], bool]
 """Reads what this rank wants, while the others read what they want. Collective. Returns whether
 ranks read for each other."""
-
-
-def load_into(
-    state: Any,
-    stored: StoredState,
-    exchange: Exchange,
-    options: LoadOptions,
-    *,
-    read: Read,
-    emit: Emit,
-) -> tuple[Any, RestoreReport]:
-    """Steps 2 to 4 of a load: from what is stored into a state. Collective.
-
-    Returns the state, and this rank's report, without the time that the load took.
-    """
-    plan, _ = plan_into(state, stored, exchange, options, read=read)
-    return fill_planned(plan, exchange, read, emit)
 
 
 def plan_into(
@@ -289,14 +273,18 @@ def _describe_target(state: Any, stored: StoredState) -> Description:
 def _compare(plan: RankLoadPlan, read: Read) -> bytes:
     """Read and compare what a plan needs to have equal. Collective."""
     read(plan.comparing, lambda _size: None)
-    refuse(plan.stored, Findings(conflicts=differences(plan.checks)))
+    problems = dict.fromkeys(problem for problem, is_equal in plan.checks if not is_equal())
+    refuse(plan.stored, Findings(conflicts=list(problems)))
     return b""
 
 
 def fill_planned(
     plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit
 ) -> tuple[Any, RestoreReport]:
-    """Steps 3 and 4 of a load: fill the tensors of the state, put all else back. Collective."""
+    """Steps 3 and 4 of a load: fill the tensors of the state, put all else back. Collective.
+
+    Returns the state, and this rank's report, without the time that the load took.
+    """
     emit("load.planned", plan.filling.num_bytes)
     sizes: list[int] = []
     shared, result = False, None

@@ -7,17 +7,21 @@ torch objects, so there is nothing that the torch adapters could find in its sta
 from __future__ import annotations
 
 import functools
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from remesh.core.geometry import Box, IntArray
 from remesh.core.memory import (
     CopyQueue,
+    Device,
     HostMemory,
     Memory,
     memory_of_numpy,
@@ -33,6 +37,7 @@ from remesh.core.state import (
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
+from remesh.pipeline import machine
 from remesh.pipeline.arena import Pin
 
 
@@ -104,25 +109,18 @@ def finish_device_work(memories: Iterable[Memory]) -> None:
         cuda.finish_work(devices)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStaging:
-    """How tensors of devices are staged."""
+def device_staging(memories: Iterable[Memory]) -> tuple[Pin, Callable[[], CopyQueue]] | None:
+    """How memories of CUDA devices are staged: pinning host memory, making queues for copies.
 
-    pin: Pin  # pins host memory for the devices
-    copies: Callable[[], CopyQueue]  # makes a queue for copies out of them
-
-
-def device_staging(memories: Iterable[Memory]) -> DeviceStaging | None:
-    """How some memories are staged if a CUDA device holds any of them, else None."""
+    None if no such device holds any of them.
+    """
     devices = devices_of(memories)
     if not devices:
         return None
     from remesh.adapters import cuda
 
-    return DeviceStaging(
-        functools.partial(cuda.pin, device=devices[0]),
-        functools.partial(cuda.CudaCopies, devices),
-    )
+    copies = functools.partial(cuda.CudaCopies, devices)
+    return functools.partial(cuda.pin, device=devices[0]), copies
 
 
 def devices_of(memories: Iterable[Memory]) -> list[str]:
@@ -131,6 +129,57 @@ def devices_of(memories: Iterable[Memory]) -> list[str]:
     layouts = [memory.layout for memory in memories if not isinstance(memory, HostMemory)]
     found = {layout.device for layout in layouts if layout is not None}
     return sorted(device for device in found if device.startswith("cuda"))
+
+
+class DeviceInUse(msgspec.Struct, frozen=True):
+    """The device on which most bytes of a rank lie."""
+
+    name: str = ""
+    """Its name on this rank, such as `cuda:0`; `cpu` is the host; empty if there are none."""
+    identity: str = ""  # equal on ranks that use the same one
+
+    @property
+    def kind(self) -> str:
+        """Its name without its number."""
+        return self.name.partition(":")[0]
+
+
+def device_in_use(memories: Iterable[Memory]) -> DeviceInUse:
+    """The device on which most bytes of some memories lie."""
+    num_bytes: Counter[str] = Counter()
+    for memory in memories:
+        if isinstance(memory, HostMemory):
+            num_bytes["cpu"] += memory.array.nbytes
+        elif (layout := memory.layout) is not None:
+            num_bytes[layout.device] += math.prod(layout.shape) * layout.itemsize
+    if not num_bytes:
+        return DeviceInUse()
+    [(name, _)] = num_bytes.most_common(1)
+    if name == "cpu":
+        return DeviceInUse(name)
+    from remesh.adapters.memory import identity_of
+
+    return DeviceInUse(name, f"{machine()} {identity_of(name)}")
+
+
+def agree_on_devices(exchange: Exchange, in_use: Sequence[DeviceInUse]) -> Device | None:
+    """The device of this rank, if messages go from device to device. Collective.
+
+    They do if all ranks have most of their bytes on devices of one kind (`in_use`, in rank order),
+    no two on the same one, and the group has a backend that moves them.
+    """
+    kinds = {one.kind for one in in_use}
+    if kinds & {"", "cpu"} or len(kinds) > 1:
+        return None
+    if len({one.identity for one in in_use}) < len(in_use):
+        return None
+    name = in_use[exchange.rank].name
+    is_alone = exchange.world_size == 1
+    if not is_alone and not exchange.connect(name):
+        return None
+    from remesh.adapters.memory import TorchDevice
+
+    return TorchDevice(name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -200,12 +200,7 @@ class _Renaming:
     @property
     def _path(self) -> Path:
         """The place of the optimizer in what was stored."""
-        return self.live_path if self.root == self.live.name else tuple(self.root.split("."))
-
-    @property
-    def live_path(self) -> Path:
-        """The place of the optimizer in the state."""
-        return tuple(self.live.path)
+        return tuple(self.live.path if self.root == self.live.name else self.root.split("."))
 
     def _below(self, name: str) -> Iterator[tuple[str, str]]:
         """Stored names of tensors and values below an entry of the optimizer, whole and cut."""

@@ -54,6 +54,7 @@ from remesh.checkpoint.unchanged import (
 from remesh.core.collector import collector_rests
 from remesh.core.geometry import IntArray
 from remesh.core.integrity import raw_digest
+from remesh.core.state import Description
 from remesh.core.tables import BoxTable, Cuts
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
@@ -200,7 +201,6 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
     rows: bytes | None  # those that the rank writes, in file order; None if the rank knows them
     shared: bytes | None  # those that other ranks hold as well; None if the rank knows them
     digest: bytes  # a digest of both, whether the rank knows them or not
-    looks: bool  # whether the layout is new, so that copies of frameworks are looked at
     compares: bool  # whether there is anything to compare
     meets: bool  # whether the ranks find out whether they share the place
     grid: Grid  # what the writer of the format makes of the boxes
@@ -260,6 +260,16 @@ def make_save_plan(
     return agreed[0]
 
 
+def describe_to_store(
+    state: Any, buffers: Buffers | None, rank: int
+) -> tuple[Description, LocalTensors, bytes]:
+    """What a rank stores: its description, the boxes that it holds, and all else, encoded."""
+    description = describe_local(state)
+    description.tensors = choose_buffers(description.tensors, buffers, rank)
+    tensors = tensors_to_store(description)
+    return description, tensors, document_of(description, tensors.aliases).encode()
+
+
 @dataclass(slots=True)
 class _Rank:
     """One rank's side of `make_save_plan`; its methods are the steps."""
@@ -289,16 +299,13 @@ class _Rank:
                 self.options.format_options,
                 overwrite=self.options.overwrite,
             )
-        description = describe_local(state)
-        description.tensors = choose_buffers(
-            description.tensors, self.options.buffers, self.exchange.rank
+        description, self.tensors, self.document = describe_to_store(
+            state, self.options.buffers, self.exchange.rank
         )
-        self.tensors = tensors_to_store(description)
         self.local_boxes = encode_local_boxes(self.tensors.boxes, self.tensors.roles)
         self.replicas = [
             element.unique_name for element in description.objects if not element.is_main_replica
         ]
-        self.document = document_of(description, self.tensors.aliases).encode()
         self.emit("save.described")
         layout, shared = self.local_boxes.layout, self.local_boxes.digest
         return b"".join((layout, raw_digest(self.document), self.cache.key, shared))
@@ -320,11 +327,14 @@ class _Rank:
         """The message to rank 0 of what it does not know yet."""
         assert self.tensors is not None
         space = self.storage.space()
+        boxes = self.local_boxes if self.shares_first else self.local_boxes.without_shared()
+        if self.is_known:
+            boxes = BoxesMessage()
         sends_document = self.exchange.rank == 0 or not self.same_document
         num_bytes_to_keep = self.cache.history.num_bytes_to_keep(self.local_boxes.layout)
         return msgspec.msgpack.encode(
             _Described(
-                self.boxes_to_tell(),
+                boxes,
                 self.document if sends_document else b"",
                 self.replicas,
                 self.storage.url,
@@ -338,12 +348,6 @@ class _Rank:
                 num_bytes_to_keep if self.options.keeps else 0,
             )
         )
-
-    def boxes_to_tell(self) -> BoxesMessage:
-        """The message of my boxes that rank 0 does not know."""
-        if self.is_known:
-            return BoxesMessage()
-        return self.local_boxes if self.shares_first else self.local_boxes.without_shared()
 
     def plan(self, replies: list[bytes]) -> list[bytes]:
         """Rank 0: who writes what?"""
@@ -390,7 +394,6 @@ class _Rank:
                 None if self.is_known else rows.tobytes(),
                 None if self.is_known else shared.tobytes(),
                 _assignment_digest(rows, shared),
-                not self.is_known,
                 compares,
                 meets,
                 grid,
@@ -399,9 +402,12 @@ class _Rank:
             assignments.append(msgspec.msgpack.encode(assignment))
         return assignments
 
-    def comparison(self, looks: bool) -> Comparison:
-        """What is compared; of options, those of rank 0 and of the others are the same."""
-        return Comparison(self.options.compares, looks, self.options.buffers is not None)
+    def comparison(self, is_new: bool) -> Comparison:
+        """What is compared; of options, those of rank 0 and of the others are the same.
+
+        Copies of frameworks are looked at when the layout is new.
+        """
+        return Comparison(self.options.compares, is_new, self.options.buffers is not None)
 
     def look_at_copies(self, assignment: _WriteAssignment) -> None:
         """Compare the copies that several ranks hold. Collective."""
@@ -413,7 +419,7 @@ class _Rank:
         assert self.tensors is not None
         finish_device_work(self.tensors.memories)
         copies = None if cache.plan is None else cache.plan.copies
-        comparison = self.comparison(assignment.looks)
+        comparison = self.comparison(assignment.rows is not None)
         compare_copies(
             self.exchange, self.tensors, cache.shared, comparison, copies, cache.local_boxes
         )

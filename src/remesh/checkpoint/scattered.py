@@ -33,7 +33,7 @@ from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import early_files, last_steps, remove_own
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.load_plan import LoadOptions
-from remesh.checkpoint.loading import OnRead, load_into
+from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import decode_parts, write
@@ -379,7 +379,8 @@ def load_scattered(
         todo = reads.index, reads.plan, reads.destinations
         return read_together(exchange, storage, *todo, assign=who, on_read=on_read)
 
-    return load_into(state, stored, exchange, options, read=read, emit=emit)
+    plan, _ = plan_into(state, stored, exchange, options, read=read)
+    return fill_planned(plan, exchange, read, emit)
 
 
 def _open(storage: Storage, found: Scattered, nodes: Nodes, exchange: Exchange) -> StoredState:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from remesh.checkpoint.local import LocalTensors
-from remesh.core.dtypes import BY_NAME, DTYPES, CarrierDType, DType
+from remesh.core.dtypes import BY_NAME, DTYPES, CarrierDType
 from remesh.core.geometry import Box, IntArray, flat_runs
 from remesh.core.memory import CarrierArray, HostMemory, Memory
 from remesh.core.strided import Layout
@@ -202,20 +202,20 @@ def _pieces(frame: Frame, tensors: LocalTensors, start: int) -> list[FilePiece]:
     dtypes = [DTYPES[code] for code in boxes.tensors.dtypes[boxes.tensor[rows]].tolist()]
     places = (frame.positions + start).tolist()
     if frame.boxes is not None:
-        told = zip(rows.tolist(), frame.boxes, dtypes, places, strict=True)
-        return [_cut_piece(tensors, *one) for one in told]
+        pieces = []
+        for row, box, dtype, position in zip(
+            rows.tolist(), frame.boxes, dtypes, places, strict=True
+        ):
+            memory, whole = tensors.memories[row], boxes.box(row)
+            if box != whole:
+                memory = PaddedMemory(memory, whole, box)
+            pieces.append(FilePiece(memory, box.shape, dtype, position))
+        return pieces
     _, shapes = boxes.bounds(rows)
     return [
         FilePiece(tensors.memories[row], shape, dtype, position)
         for row, shape, dtype, position in zip(rows.tolist(), shapes, dtypes, places, strict=True)
     ]
-
-
-def _cut_piece(tensors: LocalTensors, row: int, box: Box, dtype: DType, position: int) -> FilePiece:
-    memory, whole = tensors.memories[row], tensors.boxes.box(row)
-    if box != whole:
-        memory = PaddedMemory(memory, whole, box)
-    return FilePiece(memory, box.shape, dtype, position)
 
 
 def _bytes_at(position: int, data: bytes) -> FilePiece:

@@ -27,12 +27,13 @@ import numpy as np
 
 from remesh.checkpoint.comparing import Draft, Wanted
 from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of
+from remesh.checkpoint.renamed import renamed_path
 from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.memory import CarrierArray, HostMemory, Memory
-from remesh.core.state import Description, Path, TensorEntry, cut_name, name_of
+from remesh.core.state import Description, Path, TensorEntry, name_of
 from remesh.core.strided import Layout
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import MismatchError
@@ -75,7 +76,7 @@ class TransformedState:
         lists = {new: name for name in self.stored.document.lists if (new := rename(name))}
         object.__setattr__(self, "_lists", lists)
         sequences = {
-            _renamed_path(path, new): kind
+            renamed_path(new, path): kind
             for path, kind in self.stored.sequences.items()
             if (new := rename(name_of(path)))
         }
@@ -156,7 +157,7 @@ class TransformedState:
             or self._lists.get(name) == name
         ]
         found += [
-            (_renamed_path(self.stored.document.path_of(name), new), new)
+            (renamed_path(new, self.stored.document.path_of(name)), new)
             for new, name in self._lists.items()
             if new != name and new.startswith(name_of((*path, "")))
         ]
@@ -167,15 +168,6 @@ class TransformedState:
                 break
             found.append(((*path, *name.removeprefix(prefix).split(".")), name))
         return found
-
-
-def _renamed_path(path: Path, name: str) -> Path:
-    """The path of a new name, with the numbers of list items that the old path ends with."""
-    cut = cut_name(name)
-    same = 0
-    while same < min(len(path), len(cut)) and str(path[-1 - same]) == cut[-1 - same]:
-        same += 1
-    return (*cut[: len(cut) - same], *path[len(path) - same :])
 
 
 def _short_names(made: str, source: str, known: Container[str]) -> list[str]:

@@ -168,14 +168,10 @@ def own_files(
 
 
 class FileSource(msgspec.Struct, frozen=True):
-    """A file of the last checkpoint that may be one of this save.
+    """A file of the last checkpoint that may be one of this save."""
 
-    Attributes:
-        path: The file in the last checkpoint.
-    """
-
-    number: int  # number of the file in the save's stream
-    part: Part  # what was said of it
+    number: int  # number of the file among those that the save asks about
+    part: Part  # what was said of it, without the places of its pieces
 
     def copy_of(self, last: Storage, storage: Storage, new: str) -> FileCopy:
         """How a new file comes to be a copy of it."""
@@ -190,17 +186,15 @@ class FileSource(msgspec.Struct, frozen=True):
 
 def sources_of(history: History, files: Sequence[OwnFile]) -> list[FileSource]:
     """The files of the last checkpoint that some files of a save may be."""
-    before = {file.key: _last_part(file, written) for file, written in history.files}
+    before = {
+        file.key: as_written(Part(file.frame.path, file.frame.num_bytes, b"", b""), written)
+        for file, written in history.files
+    }
     return [
         FileSource(number, before[file.key])
         for number, file in enumerate(files)
         if file.group and file.key in before
     ]
-
-
-def _last_part(file: OwnFile, written: WrittenFile) -> Part:
-    """What was said of a file of the last checkpoint, without the places of its pieces."""
-    return as_written(Part(file.frame.path, file.frame.num_bytes, b"", b""), written)
 
 
 def keep_files(
@@ -218,15 +212,13 @@ def keep_files(
     kept: list[Part] = []
     if at_once and not (isinstance(storage, CopiedFiles) and storage.copies_at_once):
         return kept
-    before = {file.key: _last_part(file, written) for file, written in history.files}
     try:
-        for file in files:
-            if file.group and file.key in before:
-                last = before[file.key]
-                if _keep(storage, history.storage, last, file, tensors):
-                    stream = lay_out([file.frame], tensors, [file.numbers])
-                    part = as_written(stream.parts[0], last.written)
-                    kept.append(msgspec.structs.replace(part, is_kept=True))
+        for source in sources_of(history, files):
+            file = files[source.number]
+            if _keep(storage, history.storage, source.part, file, tensors):
+                stream = lay_out([file.frame], tensors, [file.numbers])
+                part = as_written(stream.parts[0], source.part.written)
+                kept.append(msgspec.structs.replace(part, is_kept=True))
     except BaseException:
         remove_paths(storage, [part.path for part in kept])
         raise
