@@ -372,9 +372,6 @@ class Resharder:
 def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, list[int]]:
     """The index of imaginary files; what is not a tensor; which rank has each file."""
 
-    def say() -> bytes:
-        return msgspec.msgpack.encode(mine.stream.parts)
-
     def unite(replies: list[bytes]) -> list[bytes]:
         save = mine.on_rank_0
         parts = decode_parts(replies)
@@ -385,7 +382,8 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
         return [msgspec.msgpack.encode(message)] * exchange.world_size
 
     encoded, document, owners = msgspec.msgpack.decode(
-        run_joined(exchange, say, unite), type=tuple[bytes, bytes, list[int]]
+        run_joined(exchange, lambda: msgspec.msgpack.encode(mine.stream.parts), unite),
+        type=tuple[bytes, bytes, list[int]],
     )
     return Index.decode(encoded, "the source state"), document, owners
 

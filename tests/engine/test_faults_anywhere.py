@@ -316,7 +316,7 @@ def test_a_late_rank_leaves_nothing_of_a_save_that_was_given_up(
         assert job.save() == [None] * WORLD_SIZE
 
         def create_late(server: SaveServer) -> Any:
-            if server._task.rank == 1:
+            if server.task.rank == 1:
                 assert given_up.wait(LIMIT)
             return create(server)
 
@@ -426,7 +426,7 @@ class Calls:
         while above is not None:
             if above.f_code in STEPS:
                 if above.f_code is SaveServer.save.__code__:
-                    return bool(above.f_locals["self"]._task.rank == self._victim)
+                    return bool(above.f_locals["self"].task.rank == self._victim)
                 return is_rank(self._victim)
             above = above.f_back
         return False

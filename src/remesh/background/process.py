@@ -31,7 +31,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
@@ -283,15 +282,6 @@ def _end(process: subprocess.Popen[bytes], pipe: Pipe, owner: int) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Save:
-    """A save that is under way."""
-
-    task: WriteTask
-    server: SaveServer
-    thread: threading.Thread
-
-
 class _TrainersLog(logging.Handler):
     """Says in the trainer's log what is said here; on this process's own when it is gone."""
 
@@ -316,7 +306,7 @@ class _Process:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, name="outgoing", daemon=True)
         self._sender.start()
-        self._saves: dict[int, _Save] = {}
+        self._saves: dict[int, tuple[SaveServer, threading.Thread]] = {}
         self._is_orphan = threading.Event()
         self._is_aborted = False
         log = _TrainersLog(lambda line: self._send(ALL_SAVES, 0, line), self._is_orphan)
@@ -330,27 +320,27 @@ class _Process:
                 self._begin(number, message)
             elif number == ALL_SAVES:
                 self._is_aborted = True
-                for save in self._saves.values():
-                    save.server.receive(message)
+                for server, _ in self._saves.values():
+                    server.receive(message)
             elif number in self._saves:  # otherwise it has ended
-                self._saves[number].server.receive(message)
+                self._saves[number][0].receive(message)
         self._is_orphan.set()
-        for save in self._saves.values():
-            if not save.server.is_staged:
+        for server, _ in self._saves.values():
+            if not server.staged.is_set():
                 error = ExchangeError(
-                    f"the trainer of rank {save.task.rank} ended while it staged the save to "
-                    f"{save.task.place}; see why it died. The previous checkpoint is untouched."
+                    f"the trainer of rank {server.task.rank} ended while it staged the save to "
+                    f"{server.task.place}; see why it died. The previous checkpoint is untouched."
                 )
-                save.server.receive(Cancel(error))
-                save.server.receive(StagingEnded(error))
-        for save in self._saves.values():
-            save.thread.join()
+                server.receive(Cancel(error))
+                server.receive(StagingEnded(error))
+        for _, thread in self._saves.values():
+            thread.join()
         # All that is queued is sent, but a trainer that does not listen is not waited for.
         self._outgoing.put(None)
         self._sender.join(_LAST_SECONDS)
 
     def _begin(self, number: int, task: WriteTask) -> None:
-        self._saves = {one: save for one, save in self._saves.items() if save.thread.is_alive()}
+        self._saves = {one: save for one, save in self._saves.items() if save[1].is_alive()}
 
         def send(message: ToClient) -> None:
             if isinstance(message, Ended):
@@ -360,7 +350,7 @@ class _Process:
         last = open_storage(task.last_place) if task.sources else None
         server = SaveServer(task, open_storage(task.place), last, self._chunks.chunk, send)
         thread = threading.Thread(target=server.run, name="remesh-save")
-        self._saves[number] = _Save(task, server, thread)
+        self._saves[number] = (server, thread)
         thread.start()
 
     def _log_end(self, task: WriteTask, error: BaseException | None) -> None:

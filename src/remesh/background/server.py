@@ -120,7 +120,7 @@ class SaveServer:
         chunk: Callable[[int], Chunk],
         send: Callable[[ToClient], None],
     ) -> None:
-        self._task = task
+        self.task = task
         self._storage = storage
         self._last = last
         self._chunk = chunk
@@ -129,18 +129,13 @@ class SaveServer:
         self._writer = StagedWriter(
             lambda chunk: send(ChunkFreed(chunk.slot)), at_once=task.at_once
         )
-        self._staged = threading.Event()
+        self.staged = threading.Event()  # the client stages no more, well or not
         self._staging_error: BaseException | None = None
         self._given_up: BaseException | None = None
         self._may_count = False  # whether rank 0 may commit this rank's files
         self._parts: list[Part] = []
         self._copied: set[int] = set()
         self._wake = threading.Event()
-
-    @property
-    def is_staged(self) -> bool:
-        """True if the client stages no more, well or not."""
-        return self._staged.is_set()
 
     def receive(self, message: ToServer) -> None:
         """Follow a message of the client."""
@@ -150,7 +145,7 @@ class SaveServer:
             case StagingEnded(error):
                 self._staging_error = error
                 self._writer.end()
-                self._staged.set()
+                self.staged.set()
             case Cancel(error):
                 self._given_up = error or CancelledError(
                     f"the save to {self._storage.url} was cancelled"
@@ -172,7 +167,7 @@ class SaveServer:
 
     def save(self) -> BaseException | None:
         """Write, and see the save through to its end; returns why it failed, if it did."""
-        is_first = self._task.rank == 0
+        is_first = self.task.rank == 0
         # How the other ranks learn of a failure of this one; None where no rank waits for it.
         tell: Callable[[BaseException], BaseException] | None
         tell = self._abandon if is_first else self._report
@@ -182,19 +177,19 @@ class SaveServer:
                 self._wait_for_parts()
                 # From here on the files stay where they are, unless `finish` removes them.
                 tell = self._status.report
-                save, parts = self._task.global_plan, self._status.parts(self._task.num_ranks)
+                save, parts = self.task.global_plan, self._status.parts(self.task.num_ranks)
                 assert save is not None
                 finish(self._storage, save, parts, self._emit)
                 tell = None
-                self._status.clear(self._task.num_ranks)
+                self._status.clear(self.task.num_ranks)
             else:
                 tell = None
                 self._wait_for_end()
         except BaseException as error:  # noqa: BLE001 - raised by the handle
             failure = error if tell is None else tell(error)
             if not (is_first or self._may_count):
-                kept = [part.path for part in self._task.kept]
-                remove_paths(self._storage, [*self._task.files.paths, *kept])
+                kept = [part.path for part in self.task.kept]
+                remove_paths(self._storage, [*self.task.files.paths, *kept])
             return failure
         return None
 
@@ -204,7 +199,7 @@ class SaveServer:
 
     def _write(self) -> None:
         """Write this rank's file and put its part."""
-        task = self._task
+        task = self.task
         beside = partial(write_beside, self._storage, task.global_plan, self._emit)
         written = None
         if task.files.paths:
@@ -214,7 +209,7 @@ class SaveServer:
         else:
             beside()
             self._storage.sync()
-        self._staged.wait()
+        self.staged.wait()
         if self._staging_error is not None:
             raise self._staging_error
         self._check_given_up()
@@ -237,7 +232,7 @@ class SaveServer:
         self._status.put_parts(self._parts)
 
     def _create(self) -> ChunkWriter:
-        task = self._task
+        task = self.task
         self._emit("save.file_created", task.num_bytes)
         copies = {
             source.number: source.copy_of(
@@ -252,7 +247,7 @@ class SaveServer:
 
     def _counted(self) -> Callable[[int], None]:
         """A function for after each chunk: emits the event, and puts the progress now and then."""
-        task = self._task
+        task = self.task
         lock = threading.Lock()
         done, next_time = 0, time.monotonic() + task.report_seconds
 
@@ -285,7 +280,7 @@ class SaveServer:
 
     def _wait_for_parts(self) -> None:
         """Rank 0: wait for the parts of all ranks."""
-        task = self._task
+        task = self.task
         missing = list(range(task.num_ranks))
         next_report = task.report_seconds
         for waited in self._looks(schedule_of_coordinator(task.num_ranks)):
@@ -306,7 +301,7 @@ class SaveServer:
 
     def _wait_for_end(self) -> None:
         """Other ranks: wait until the save is committed or given up."""
-        task = self._task
+        task = self.task
         is_told = False
         for waited in self._looks(schedule_of_waiting(task.rank, task.num_ranks)):
             if self._status.is_committed():
@@ -335,7 +330,7 @@ class SaveServer:
 
     def _too_late(self, waited: float, what: str) -> ExchangeError:
         return ExchangeError(
-            f"rank {self._task.rank} waited {waited:.0f} s for {what} in the save to "
+            f"rank {self.task.rank} waited {waited:.0f} s for {what} in the save to "
             f"{self._storage.url}. Look for the first rank that died or stopped; the previous "
             "checkpoint is untouched."
         )
@@ -355,7 +350,7 @@ class SaveServer:
             is_told = True
         except StorageError:
             is_told = False
-        save = self._task.global_plan
+        save = self.task.global_plan
         assert save is not None
         give_up(self._storage, save, keep=self._status.end_path)
         return error if is_told else self._status.report(error)

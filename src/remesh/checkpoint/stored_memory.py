@@ -21,8 +21,7 @@ from remesh.checkpoint.stored import read_boxes
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.memory import CarrierArray, CopyQueue, Memory
-from remesh.core.strided import Layout
+from remesh.core.memory import CarrierArray, CopyQueue, Memory, SourceMemory
 from remesh.errors import UnsupportedValueError
 from remesh.formats import native
 from remesh.storage import Storage
@@ -105,7 +104,7 @@ class StoredCopies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredMemory:
+class StoredMemory(SourceMemory):
     """A whole tensor that is read box by box; `remesh.core.memory.QueuedMemory`."""
 
     source: StoredSource  # what it is read from
@@ -117,20 +116,11 @@ class StoredMemory:
     def carrier(self) -> CarrierDType:
         return BY_NAME[self.dtype].carrier
 
-    @property
-    def layout(self) -> Layout | None:
-        """See `Memory.layout`: the elements lie in no memory."""
-        return None
-
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         self.source.read([(self.name, box, into)])
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         self.source.entered.queue.waiting.append((self.name, box, into))
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """Nothing is read into what is being saved."""
-        raise AssertionError(f"{box} of {values.shape} cannot be changed")
 
 
 def stored_copies(memories: Iterable[Memory]) -> Callable[[], CopyQueue] | None:

@@ -15,7 +15,7 @@ import numpy as np
 from remesh.checkpoint.local import LocalTensors
 from remesh.core.dtypes import BY_NAME, DTYPES, CarrierDType
 from remesh.core.geometry import Box, IntArray, flat_runs
-from remesh.core.memory import CarrierArray, HostMemory, Memory
+from remesh.core.memory import CarrierArray, HostMemory, Memory, SourceMemory
 from remesh.core.strided import Layout
 from remesh.formats.framing import Frame, Part, column_bytes
 from remesh.pipeline import (
@@ -32,7 +32,7 @@ _BYTE = BY_NAME["uint8"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PaddedMemory:
+class PaddedMemory(SourceMemory):
     """A box of which another memory holds a part; the rest reads as zeros."""
 
     memory: Memory  # holds the elements of `held`
@@ -56,10 +56,6 @@ class PaddedMemory:
             part = np.empty(common.shape, into.dtype)
             self.memory.copy_out(common.relative_to(self.held), part)
             into[common.relative_to(wanted).slices] = part
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """Nothing is read into what is being saved."""
-        raise AssertionError(f"{box} of {values.shape} cannot be changed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,6 +40,21 @@ class Memory(Protocol):
         """Replace the elements of `box` by those of an array of the same shape."""
 
 
+class SourceMemory:
+    """What memories have in common that are only read, as what is being saved is."""
+
+    __slots__ = ()
+
+    @property
+    def layout(self) -> Layout | None:
+        """None: the elements lie in no memory of this process."""
+        return None
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """Never needed."""
+        raise AssertionError(f"{box} of {values.shape} cannot be changed")
+
+
 @runtime_checkable
 class QueuedMemory(Memory, Protocol):
     """Memory of a device that copies by itself, in the order in which copies are queued."""

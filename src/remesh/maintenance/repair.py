@@ -22,7 +22,7 @@ from remesh._repr import short_repr
 from remesh.core.dtypes import CarrierDType, DType
 from remesh.core.geometry import Box, IntArray, flat_span
 from remesh.core.integrity import WrittenFile, digest_of_digests
-from remesh.core.memory import CarrierArray
+from remesh.core.memory import CarrierArray, SourceMemory
 from remesh.core.state import Path as StatePath
 from remesh.core.tables import Cuts
 from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
@@ -429,7 +429,7 @@ def _copy_pieces(
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredMemory:
+class _StoredMemory(SourceMemory):
     """A stored piece as something that can be copied from, in contiguous boxes."""
 
     storage: Storage
@@ -442,20 +442,12 @@ class _StoredMemory:
     def carrier(self) -> CarrierDType:
         return self.dtype.carrier
 
-    @property
-    def layout(self) -> None:
-        return
-
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         first, _, is_contiguous = flat_span(self.shape, box)
         assert is_contiguous
         data = np.empty(into.nbytes, np.uint8)
         _read_exactly(self.storage, self.path, self.start + first * self.dtype.itemsize, data)
         into[...] = data.view(self.dtype.carrier).reshape(box.shape)
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        # The damaged checkpoint is only read.
-        raise AssertionError(box, values)
 
 
 def _read_exactly(storage: Storage, path: str, start: int, data: Buffer) -> None:

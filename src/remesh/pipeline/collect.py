@@ -24,8 +24,7 @@ from remesh.core.dtypes import CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.index import Index
 from remesh.core.integrity import WrittenFile
-from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
-from remesh.core.strided import Layout
+from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory, SourceMemory
 from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_on_all
 from remesh.pipeline.arena import Arena
@@ -75,7 +74,7 @@ class Collection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SpreadMemory:
+class SpreadMemory(SourceMemory):
     """A whole tensor of which other ranks hold boxes."""
 
     collection: Collection  # where the boxes are
@@ -85,17 +84,9 @@ class SpreadMemory:
     def carrier(self) -> CarrierDType:
         return self.collection.index.tensors.dtype(self.tensor).carrier
 
-    @property
-    def layout(self) -> Layout | None:
-        return None  # the elements lie in no memory of this rank
-
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """Note what is wanted; the array is filled when the transfer of the round has ended."""
         self.collection.waiting.append((self.tensor, box, into))
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """Nothing is read into what is being saved."""
-        raise AssertionError(f"{box} of {values.shape} cannot be changed")
 
 
 class Checksums:

@@ -31,7 +31,7 @@ from remesh.checkpoint.saving import save_agreed
 from remesh.checkpoint.stored_memory import StoredMemory, StoredSource, converted
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
-from remesh.core.memory import CarrierArray, Memory
+from remesh.core.memory import CarrierArray, Memory, SourceMemory
 from remesh.core.sharded import ArrayLike, Part
 from remesh.core.state import TENSOR_RECORD, Description, Role, TensorEntry
 from remesh.core.strided import Layout
@@ -396,7 +396,7 @@ def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Exported:
+class _Exported(SourceMemory):
     """A box of a tensor whose elements are cast, and must stay finite, on their way out."""
 
     memory: Memory  # the box
@@ -418,10 +418,6 @@ class _Exported:
         values = converted(values, tensor.source_dtype, dtypes)
         _check_finite(tensor, values)
         into[...] = values
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """Nothing is read into what is being exported."""
-        raise AssertionError(f"{box} of {values.shape} cannot be changed")
 
 
 def _check_finite(tensor: _Tensor, values: CarrierArray) -> None:
