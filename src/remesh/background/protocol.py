@@ -144,10 +144,8 @@ def _decode_other(kind: Any, value: Any) -> Any:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-_FOR_SERVER = msgspec.msgpack.Decoder(tuple[int, ToServer], dec_hook=_decode_other)
-_FOR_CLIENT = msgspec.msgpack.Decoder(tuple[int, ToClient], dec_hook=_decode_other)
-decode_for_server = _FOR_SERVER.decode
-decode_for_client = _FOR_CLIENT.decode
+decode_for_server = msgspec.msgpack.Decoder(tuple[int, ToServer], dec_hook=_decode_other).decode
+decode_for_client = msgspec.msgpack.Decoder(tuple[int, ToClient], dec_hook=_decode_other).decode
 
 
 class Pipe:

@@ -47,7 +47,6 @@ from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import collector_rests
 from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.state import Description
 from remesh.core.strided import Layout
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
@@ -245,7 +244,10 @@ def _match_on_all(
         names: Names = stored
         with collector_rests():
             if transform is None:
-                description = _describe_target(state, stored)
+                description = describe_local(state, stored)
+                if stored.rank is not None:
+                    own = own_buffers(description.tensors, stored.index, stored.rank)
+                    description.tensors = own
             else:
                 description, names = target, made.among(tables, cast=cast, resizes=resizes)
             try:
@@ -260,14 +262,6 @@ def _match_on_all(
     ]
     check_patterns(options.resize, [one for _, _, fitting in replies for one in fitting])
     return plans[0], [(compares, asked) for compares, asked, _ in replies]
-
-
-def _describe_target(state: Any, stored: StoredState) -> Description:
-    """Describe the state of this rank as the target of a load of what is stored."""
-    description = describe_local(state, stored)
-    if stored.rank is not None:
-        description.tensors = own_buffers(description.tensors, stored.index, stored.rank)
-    return description
 
 
 def _compare(plan: RankLoadPlan, read: Read) -> bytes:

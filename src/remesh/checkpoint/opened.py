@@ -15,7 +15,6 @@ import numpy as np
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
 from remesh.checkpoint.stored import StoredState, limits_of_ranks, read_boxes
-from remesh.core import values
 from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
@@ -192,10 +191,8 @@ class Checkpoint:
             raise KeyError(self._stored.not_stored(name, "nothing is stored under this name"))
         if name in self.index:
             return self.read(name)
-        document = self._stored.document
-        if name in document.objects:
-            return values.decode(bytes(document.objects[name].value))
-        return document.lists[name] if name in document.lists else self._stored.value(name)
+        is_object = name in self._stored.document.objects
+        return self._stored.object(name) if is_object else self._stored.value(name)
 
     @property
     def index(self) -> Index:
@@ -247,10 +244,7 @@ class Checkpoint:
     @property
     def objects(self) -> dict[str, object]:
         """The elements of sharded objects by unique name."""
-        return {
-            name: values.decode(bytes(element.value))
-            for name, element in self._stored.document.objects.items()
-        }
+        return {name: self._stored.object(name) for name in self._stored.document.objects}
 
     def tensor(self, name: str) -> StoredTensor:
         """What is stored under a name.

@@ -40,6 +40,7 @@ from remesh.errors import MismatchError
 from remesh.exchange import Exchange, run_on_all
 from remesh.pipeline import Destination
 from remesh.planner import merge_tensors
+from remesh.planner.holding import widen
 from remesh.transform import (
     Region,
     Resolved,
@@ -223,9 +224,6 @@ def describe_transformed(
     """
     described: list[tuple[Description, TransformedState]] = []
 
-    def describe() -> bytes:
-        return _table_of(describe_local(state))
-
     def describe_again() -> bytes:
         """Optimizers now get the states that are made for them."""
         bound = transform.bind([*stored.index, *stored.document.values])
@@ -234,7 +232,7 @@ def describe_transformed(
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
 
-    tables = run_on_all(exchange, describe)
+    tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
     tables = run_on_all(exchange, describe_again)
     return *described[0], tables
 
@@ -361,8 +359,6 @@ def _targets(replies: list[bytes]) -> Infos:
     tensors, renumber = merge_tensors([table.tensors for table in tables])
     num_dims = tensors.shapes.shape[1]
     tensor = [to_new[table.tensor] for table, to_new in zip(tables, renumber, strict=True)]
-    offsets = [
-        np.pad(table.offsets, ((0, 0), (0, num_dims - table.offsets.shape[1]))) for table in tables
-    ]
+    offsets = [widen(table.offsets, num_dims, 0) for table in tables]
     infos = infos_of_boxes(tensors, np.concatenate(tensor), np.concatenate(offsets))
     return {**dict.fromkeys(names), **dict(zip(tensors.names, infos, strict=True))}
