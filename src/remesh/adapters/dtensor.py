@@ -50,6 +50,12 @@ class Sharded:
     dim: int
     split_factor: int = 1
 
+    def __str__(self) -> str:
+        """As layouts are stored."""
+        if self.split_factor == 1:
+            return f"Sharded(dim={self.dim})"
+        return f"StridedSharded(dim={self.dim}, split_factor={self.split_factor})"
+
 
 AxisPlacement = Sharded | None
 """What a mesh axis does with a tensor; None if all of its ranks hold the same."""
