@@ -1,4 +1,4 @@
-"""What the master must not forget: a journal that cannot be written, or has lost something."""
+"""What the master must not forget: a journal that cannot be written, or is none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from remesh.cli import cli
-from remesh.elastic import events
 from remesh.elastic.job import Job, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import RETRY_SECONDS, Master
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import Join, RequestCheck, Waiting
+from remesh.elastic.protocol import Join, Waiting
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.status import status_of
 from remesh.errors import StorageError
@@ -33,8 +32,9 @@ class Clock:
         return self.now
 
 
-def event(number: int) -> tuple[float, events.Event]:
-    return float(number), RequestCheck(reason="x" * 2000)
+def after(number: int) -> Job:
+    """The job after so many events."""
+    return Job(policy=POLICY, num_checks=number, check_reason="x" * 2000)
 
 
 async def join(master: Master, number: int) -> None:
@@ -145,64 +145,27 @@ class TestFullDisk:
         assert file.read_text() == "mine"
 
 
-class TestLosses:
-    def write(self, file: Path, *, num_events: int = 5) -> None:
-        with closing(Journal(file)) as journal:
-            journal.load(POLICY)
-            journal.append([event(number) for number in range(num_events)])
-
-    def test_nothing_is_said_of_a_whole_journal(self, tmp_path: Path) -> None:
-        file = tmp_path / "journal"
-        for _ in range(3):
-            self.write(file)
-            assert loaded(file)[1] == []
-
-    @pytest.mark.parametrize(
-        ("statement", "message"),
-        [
-            ("delete from events where number = 3", "events 3 to 3 are missing"),
-            ("delete from events where number < 3", "events 1 to 2 are missing"),
-            ("delete from events where number > 3", "it ends with event 3, and ended with 5"),
-            ("delete from events", "it ends with event 0, and ended with 5"),
-            ("delete from about", "had lost the row of its version"),
-        ],
-    )
-    def test_missing_rows(self, tmp_path: Path, statement: str, message: str) -> None:
-        file = tmp_path / "journal"
-        self.write(file)
-        with closing(sqlite3.connect(file)) as database:
-            database.execute(statement)
-            database.commit()
-        (warning,) = loaded(file)[1]
-        assert message in warning
-
-    @pytest.mark.parametrize("log", ["there", "missing", "empty"])
-    def test_the_log_beside_the_file_of_a_killed_master(self, tmp_path: Path, log: str) -> None:
+class TestKept:
+    def test_the_newest_job_is_there_after_a_kill(self, tmp_path: Path) -> None:
         with closing(Journal(tmp_path / "journal")) as journal:
-            journal.load(POLICY)
-            for number in range(5):
-                journal.append([event(number)])
-            # What a master leaves that is killed now.
-            shutil.copy(tmp_path / "journal", tmp_path / "left")
-            if log == "there":
-                shutil.copy(tmp_path / "journal-wal", tmp_path / "left-wal")
-            if log == "empty":
-                (tmp_path / "left-wal").touch()
-        warnings = loaded(tmp_path / "left")[1]
-        assert len(warnings) == (log != "there")
-        if warnings:
-            assert "left-wal is missing or empty, which held the newest events" in warnings[0]
-        # A master that stopped in an orderly way has left none.
-        assert loaded(tmp_path / "left")[1] == []
+            assert journal.load(POLICY) == (Job(policy=POLICY), 0.0)
+            for number in range(3):
+                journal.write(after(number), float(number))
+                # What a master leaves that is killed now.
+                for name in ("journal", "journal-wal"):
+                    shutil.copy(tmp_path / name, tmp_path / name.replace("journal", "left"))
+                with closing(Journal(tmp_path / "left")) as left:
+                    assert left.load(POLICY) == (after(number), float(number))
+                    assert left.warnings == []
 
     def test_a_journal_behind_a_link(self, tmp_path: Path) -> None:
         (tmp_path / "disk").mkdir()
         link = tmp_path / "journal"
         link.symlink_to(tmp_path / "disk" / "journal")
         with closing(Journal(link)) as journal:
-            journal.load(POLICY)
             for number in range(3):
-                journal.append([event(number)])
+                journal.write(after(number), float(number))
+        assert loaded(link) == (after(2), [])
 
     def test_an_empty_file(self, tmp_path: Path) -> None:
         (tmp_path / "journal").touch()
@@ -222,7 +185,7 @@ class TestWhatIsNoJournal:
         with pytest.raises(StorageError, match="unable to open database file"):
             Journal(tmp_path / "missing" / "journal")
 
-    @pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "a newer")])
+    @pytest.mark.parametrize(("version", "age"), [(2, "an older"), (4, "a newer")])
     def test_one_of_another_version(self, tmp_path: Path, version: int, age: str) -> None:
         file = tmp_path / "journal"
         Journal(file).close()
@@ -236,3 +199,12 @@ class TestWhatIsNoJournal:
         (tmp_path / "notes").write_text("what I did on Monday\n" * 100)
         with pytest.raises(StorageError, match="file is not a database"):
             Journal(tmp_path / "notes")
+
+    def test_a_damaged_one(self, tmp_path: Path) -> None:
+        with closing(Journal(tmp_path / "journal")) as journal:
+            journal.write(after(1), 1.0)
+        with closing(sqlite3.connect(tmp_path / "journal")) as database:
+            database.execute("update job set state = substr(state, 1, 100)")
+            database.commit()
+        with pytest.raises(StorageError, match=r"journal is damaged: .*\nMove it away"):
+            loaded(tmp_path / "journal")

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ from remesh.cli import cli
 from remesh.elastic import events, frames
 from remesh.elastic.client import Client
 from remesh.elastic.frame_server import MAX_SENDERS, RateLimit
-from remesh.elastic.job import Policy
+from remesh.elastic.job import Job, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import ALIVE_SECONDS, hear
 from remesh.elastic.master import Master
@@ -366,9 +366,9 @@ class TestNodesOfAMasterThatStoodStill:
         clock = Clock()
 
         class SlowJournal(Journal):
-            def append(self, rows: Sequence[tuple[float, events.Event]]) -> None:
+            def write(self, job: Job, time: float) -> None:
                 clock.now += 60
-                super().append(rows)
+                super().write(job, time)
 
         async def beat_both(master: Master) -> None:
             beats = [Beat(node_id=number, incarnation=f"{number}a", round=1) for number in (0, 1)]

@@ -1,4 +1,4 @@
-"""The events of a job, which its journal keeps (`remesh.elastic.job`).
+"""The events of a job (`remesh.elastic.job`).
 
 Most of them are requests of agents (`remesh.elastic.protocol`), applied as they came: a `Join` with
 the id and the name that the master has given to the node. The others are found by the master

@@ -1,9 +1,8 @@
 """The state of a job that survives a restart of the master, as a pure state machine.
 
-`apply` takes a job, an event and the time, and returns the job after it. Events are few and small;
-the journal keeps them, and replaying them gives the same job. What changes with every heartbeat is
-in `remesh.elastic.live`; the master makes an event of it when a node is lost, a checkpoint is
-saved, or the job hangs.
+`apply` takes a job, an event and the time, and returns the job after it, which the journal keeps.
+Events are few: what changes with every heartbeat is in `remesh.elastic.live`, and the master makes
+an event of it when a node is lost, a checkpoint is saved, or the job hangs.
 
 A world that the rendezvous has formed may have to be *checked* before its processes start: its
 members then get tests in place of their assignments. Faulty nodes are excluded, and the others form

@@ -1,9 +1,9 @@
 """The master: how it answers requests, around the job's pure state machine.
 
-A request that is an event is applied to the job, appended to the journal, and answered when the
-journal has it. Requests that come together share one transaction. While the journal cannot be
-written (the disk is full, say) the master goes on, reports it, and tries again every second. `Join`
-and `Get` are answered when the world changes, not polled.
+A request that is an event is applied to the job, and answered when the journal has the job after
+it. Requests that come together share one write. While the journal cannot be written (the disk is
+full, say) the master goes on, reports it, and tries again every second. `Join` and `Get` are
+answered when the world changes, not polled.
 
 Time is the wall clock's when the master starts, and steady from then on: setting the clock does
 not make nodes look dead. All state is in this object and its journal. Neither torch nor a GPU is
@@ -135,7 +135,7 @@ class Master:
         self._live = Live.after_start(self._job, self.clock())
         self._assignments = assignments_of(self._job)
         self._waiting: set[asyncio.Future[bool]] = set()
-        self._pending: list[tuple[float, events.Event]] = []
+        self._given = self._job  # the job that was last given to the journal
         self._last_write: asyncio.Task[None] | None = None
         self._next_write: asyncio.Task[None] | None = None
         self.num_requests = 0
@@ -179,12 +179,10 @@ class Master:
 
     def apply(self, event: events.Event) -> None:
         """Apply an event to the job; `written` returns when it is durable."""
-        now = self.clock()
-        before, after = self._job, apply(self._job, event, now)
+        before, after = self._job, apply(self._job, event, self.clock())
         if after is before:
             return
         self._job = after
-        self._pending.append((now, event))
         for line in _new_lines(before, after):
             log.info(line.text)
         if _is_assigned_anew(before, after):
@@ -195,7 +193,8 @@ class Master:
 
     async def written(self) -> None:
         """Wait until the events up to now are in the journal, or cannot be written."""
-        if (self._pending or self._journal_failure is not None) and self._next_write is None:
+        is_due = self._job is not self._given or self._journal_failure is not None
+        if is_due and self._next_write is None:
             self._next_write = asyncio.create_task(self._write(self._last_write))
         task = self._next_write or self._last_write
         if task is not None:
@@ -206,29 +205,15 @@ class Master:
         if before is not None:
             await asyncio.wait([before])
         self._last_write, self._next_write = self._next_write, None
-        batch, self._pending = self._pending, []
-        now, loop = self.clock(), asyncio.get_running_loop()
+        self._given, now = self._job, self.clock()
         if self._journal_failure is not None and now < self._journal_failure.retry_at:
-            return  # the job has it, and is written whole later
-        work = functools.partial(
-            self._store, batch, self._job, now, self._journal_failure is not None
-        )
+            return  # it is written later
         try:
-            await loop.run_in_executor(None, work)
+            await asyncio.to_thread(self._journal.write, self._given, now)
         except StorageError as error:
             self._record_journal_failure(str(error), now)
         else:
             self._note_recovery(now)
-
-    def _store(
-        self, batch: list[tuple[float, events.Event]], job: Job, now: float, recover: bool
-    ) -> None:
-        if recover:
-            self._journal.recover(job, now)
-        elif batch:
-            self._journal.append(batch)
-            if self._journal.wants_snapshot(len(job.names)):
-                self._journal.snapshot(job, batch[-1][0])
 
     def _record_journal_failure(self, text: str, now: float) -> None:
         old = self._journal_failure
@@ -255,10 +240,7 @@ class Master:
         if self._journal_failure is not None:
             self._journal_failure.retry_at = -math.inf
         await self.written()
-        try:
-            self._journal.close()
-        except StorageError as error:
-            log.error("%s", error)
+        self._journal.close()
 
     @property
     def is_over(self) -> bool:
@@ -359,10 +341,13 @@ class Master:
         hear(self._live, request.node_id, request.incarnation, now)
         for event in hear_beat(self._live, self._job, request, now):
             self.apply(event)
-        return None if self._pending else cast("R", beat_reply(self._job, request, now))
+        is_changed = self._job is not self._given
+        return None if is_changed else cast("R", beat_reply(self._job, request, now))
 
     def _is_all_written(self) -> bool:
-        if self._pending or self._next_write is not None or self._journal_failure is not None:
+        if self._job is not self._given or self._next_write is not None:
+            return False
+        if self._journal_failure is not None:
             return False
         return self._last_write is None or self._last_write.done()
 

@@ -12,7 +12,7 @@ part of it that the page shows, a `remesh.elastic.overview.Overview`.
 A message is a class here and a row in `PURPOSES`. The class says everything else: its tag is the
 request's name, its type parameter is the reply. `Client.ask` sends any request and returns its
 reply, typed; the server decodes by the same table. A request that is one of the job's events
-(`remesh.elastic.events`) is journaled and applied as it is, and accepted. The other requests have a
+(`remesh.elastic.events`) is applied as it is, and accepted. The other requests have a
 method of the master each.
 """
 
