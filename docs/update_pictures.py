@@ -30,9 +30,8 @@ from remesh.cli.meshes import parse_mesh
 from remesh.core.index import Piece
 from remesh.demo import picture
 from remesh.demo.model import ModelConfig
-from remesh.elastic import events
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Job, Policy, apply
+from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, assignments_of, join_reply
 from remesh.elastic.live import Live
 from remesh.elastic.protocol import (
     Drain,
@@ -44,7 +43,6 @@ from remesh.elastic.protocol import (
     TestResult,
 )
 from remesh.elastic.rendezvous import Outcome, Settings
-from remesh.elastic.replies import assignments_of, join_reply
 from remesh.elastic.status import status_of
 from remesh.events import Timeline
 from remesh.exchange import ThreadExchange
@@ -296,7 +294,7 @@ class Nodes:
         self.states: dict[int, str] = {}
         self.changes: dict[tuple[str, str], str] = {}
 
-    def send(self, event: events.Event, what: str) -> None:
+    def send(self, event: Event, what: str) -> None:
         """Apply an event, and note the states that it changes; `what` is what it means."""
         self.job = apply(self.job, event, self.now)
         status = status_of(self.job, Live.after_start(self.job, self.now), self.now)
@@ -337,7 +335,7 @@ class Nodes:
     def begin(self, broken: int = -1) -> None:
         """The world is formed, its nodes are tested, and begin to train; one may be broken."""
         self.now += self.settings.last_call
-        self.send(events.Tick(), "")
+        self.send(Tick(), "")
         while self.job.check is not None:
             assert self.job.rendezvous is not None
             for node in self.job.rendezvous.world:
@@ -353,7 +351,7 @@ class Nodes:
                     )
                     self.send(report, "its test fails")
             self.now += 1
-            self.send(events.Tick(), "its test fails")
+            self.send(Tick(), "its test fails")
         assert self.job.rendezvous is not None
         self.rounds |= {node.id: self.job.rendezvous.round for node in self.job.rendezvous.world}
 
@@ -373,7 +371,7 @@ def node_changes() -> dict[tuple[str, str], str]:
     for number in (1, 0):
         nodes.join(number, "its processes have stopped")
     nodes.begin()
-    lost = events.NodeLost(node_id=2, incarnation=nodes.agents[2])
+    lost = NodeLost(node_id=2, incarnation=nodes.agents[2])
     nodes.send(lost, "it is silent too long")
     nodes.join(2, "a new agent joins", agent="c")
     for number in (1, 0):

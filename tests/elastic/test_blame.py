@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from remesh.elastic import events
-from remesh.elastic.job import Job, apply, charges_of
+from remesh.elastic.job import HangDetected, Job, NodeLost, StacksCollected, Tick, apply, charges_of
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat, long_pause
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.protocol import Beat, Drain, Leave, RankReport, ReportTest, TestResult
@@ -36,7 +35,7 @@ class TestCharges:
         assert charged(state) == {0: 1}
 
     def test_a_node_that_is_lost_costs_none_a_restart(self) -> None:
-        state = apply(run(num_nodes=4), events.NodeLost(node_id=1, incarnation="a"), 120.0)
+        state = apply(run(num_nodes=4), NodeLost(node_id=1, incarnation="a"), 120.0)
         for number in (0, 2, 3):
             state = fail(state, number, 121.0, COLLATERAL)
         state = join(state, 0, 2, 3, now=122.0)
@@ -65,8 +64,8 @@ class TestCharges:
     def test_what_others_explain_is_not(self, cause: str) -> None:
         state = run(num_nodes=2)
         if cause == "hang":
-            state = apply(state, events.HangDetected(1, "no step"), 109.0)
-            state = apply(state, events.StacksCollected(1), 109.0)
+            state = apply(state, HangDetected(1, "no step"), 109.0)
+            state = apply(state, StacksCollected(1), 109.0)
         if cause == "growth":
             for number in (2, 3):
                 state = apply(state, joining(node(number)), 101.0)
@@ -75,7 +74,7 @@ class TestCharges:
             case "own":
                 state = fail(state, 1, 110.5)
             case "lost":
-                state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 120.0)
+                state = apply(state, NodeLost(node_id=1, incarnation="a"), 120.0)
                 state = apply(state, joining(node(2)), 121.0)
             case "drained":
                 leave = Leave(
@@ -84,7 +83,7 @@ class TestCharges:
                 state = apply(state, leave, 110.5)
                 state = apply(state, joining(node(2)), 121.0)
         joined = (0,) if cause in ("lost", "drained") else (0, 1)
-        state = apply(join(state, *joined, now=130.0), events.Tick(), 140.0)
+        state = apply(join(state, *joined, now=130.0), Tick(), 140.0)
         assert state.rendezvous is not None
         assert state.rendezvous.round == 2
         assert charged(state) == ({1: 1} if cause == "own" else {})

@@ -9,9 +9,22 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from remesh.elastic import events
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Job, Policy, apply
+from remesh.elastic.job import (
+    CheckpointSaved,
+    Event,
+    HangDetected,
+    Job,
+    NodeLost,
+    Policy,
+    RanksWait,
+    StacksCollected,
+    Tick,
+    apply,
+    assignments_of,
+    beat_reply,
+    join_reply,
+)
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat, is_over
 from remesh.elastic.protocol import (
@@ -28,7 +41,6 @@ from remesh.elastic.protocol import (
     TestResult,
 )
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
-from remesh.elastic.replies import assignments_of, beat_reply, join_reply
 from remesh.elastic.status import Status, status_of
 from remesh.elastic.tables import decode_hook, encode_hook
 
@@ -75,13 +87,13 @@ class Jobs(RuleBasedStateMachine):
         self.journal = Journal(":memory:")
         self.agents: dict[int, Agent] = {}
         self.num_started = 0
-        self.sent: list[events.Event] = []
+        self.sent: list[Event] = []
         self.failures: set[tuple[int, int]] = set()
 
-    def deliver(self, event: events.Event) -> None:
+    def deliver(self, event: Event) -> None:
         self.state = apply(self.state, event, self.now)
 
-    def send(self, event: events.Event) -> None:
+    def send(self, event: Event) -> None:
         self.sent.append(event)
         self.deliver(event)
 
@@ -130,7 +142,7 @@ class Jobs(RuleBasedStateMachine):
         self.now += seconds
         for event in events_of_time(self.live, self.state, self.now):
             self.deliver(event)
-        self.deliver(events.Tick())
+        self.deliver(Tick())
 
     @rule(number=st.integers(0, 6))
     def an_agent_starts(self, number: int) -> None:
@@ -227,7 +239,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 100))
     def a_checkpoint_is_made(self, step: int) -> None:
-        self.send(events.CheckpointSaved(step))
+        self.send(CheckpointSaved(step))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -292,7 +304,7 @@ def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> J
     for number in range(num_nodes):
         event = joining(node(number), max_restarts=max_restarts)
         state = apply(state, event, 1.0 + number)
-    state = apply(state, events.Tick(), 100.0)
+    state = apply(state, Tick(), 100.0)
     assert state.rendezvous is not None
     assert state.rendezvous.round == 1
     return state
@@ -335,7 +347,7 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
         event = joining(node(number), after_round=after_round)
         state = apply(state, event, 1.0)
     assert "node 0 comes from round 7, the journal knows only 0 rounds" in state.missing_rounds
-    state = apply(state, events.Tick(), 100.0)
+    state = apply(state, Tick(), 100.0)
     assert state.rendezvous is not None
     assert (state.rendezvous.round, len(state.rendezvous.world)) == (8, 2)
     # An old copy of the journal, in which the world of an earlier round is active.
@@ -367,7 +379,7 @@ def test_a_world_whose_ranks_all_wait_grows_without_a_checkpoint() -> None:
     # A node that has to leave takes its memory along.
     state = apply(apply(run(num_nodes=2), joining(node(2)), 200.0), joining(node(3)), 200.0)
     drain = Drain(node_id=0, incarnation="a", round=1, seconds=60.0, reason="SIGTERM")
-    state = apply(apply(state, drain, 201.0), events.RanksWait(1), 202.0)
+    state = apply(apply(state, drain, 201.0), RanksWait(1), 202.0)
     reply = beat_reply(state, Beat(node_id=1, incarnation="a", round=1), 203.0)
     assert (reply.save, reply.grow) == (True, False)
 
@@ -406,8 +418,8 @@ class TestRestartBudget:
         policy = msgspec.structs.replace(POLICY, restart_refill=100.0)
         state = run(policy, num_nodes=2, max_restarts=1)
         for number, now in ((1, 200.0), (2, 350.0), (3, 360.0)):
-            state = apply(state, events.HangDetected(number, "no rank has finished a step"), now)
-            state = apply(state, events.StacksCollected(number), now)
+            state = apply(state, HangDetected(number, "no rank has finished a step"), now)
+            state = apply(state, StacksCollected(number), now)
             assert state.rendezvous is not None
             assert (state.rendezvous.outcome is None) == (number < 3)
             state = join(state, 0, 1, now=now)
@@ -430,19 +442,19 @@ class TestCause:
         state = fail(run(num_nodes=2), 0, 110.0, COLLATERAL)
         (failed,) = seen(state, 111.0).failures
         assert (failed.cause, failed.failures[0].node_id) == ("", 0)  # not known yet
-        state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 120.0)
+        state = apply(state, NodeLost(node_id=1, incarnation="a"), 120.0)
         (failed,) = seen(state, 121.0).failures
         assert failed.cause == "node 1 is lost: no message came within the heartbeat timeout"
         assert failed.time == 110.0
 
     def test_a_process_that_failed_by_itself_stays_the_cause(self) -> None:
         state = fail(run(num_nodes=2), 0, 110.0, "ValueError: no such layer")
-        state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 120.0)
+        state = apply(state, NodeLost(node_id=1, incarnation="a"), 120.0)
         (failed,) = seen(state, 121.0).failures
         assert failed.cause == ""
 
     def test_a_lost_node_is_shown_where_no_process_failed(self) -> None:
-        state = apply(run(num_nodes=2), events.NodeLost(node_id=1, incarnation="a"), 120.0)
+        state = apply(run(num_nodes=2), NodeLost(node_id=1, incarnation="a"), 120.0)
         (failed,) = seen(state, 121.0).failures
         assert (failed.cause[:14], failed.failures) == ("node 1 is lost", ())
 
@@ -499,6 +511,6 @@ def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
 
 def test_a_job_survives_its_encoding() -> None:
     state = fail(run(), 0, 120.0)
-    state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 121.0)
+    state = apply(state, NodeLost(node_id=1, incarnation="a"), 121.0)
     text = msgspec.json.encode(state, enc_hook=encode_hook)
     assert msgspec.json.decode(text, type=Job, dec_hook=decode_hook) == state

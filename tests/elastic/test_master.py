@@ -20,10 +20,10 @@ import pytest
 from click.testing import CliRunner
 
 from remesh.cli import cli
-from remesh.elastic import events, frames
+from remesh.elastic import frames
 from remesh.elastic.client import Client
 from remesh.elastic.frame_server import MAX_SENDERS, RateLimit
-from remesh.elastic.job import Job, Policy
+from remesh.elastic.job import Job, NodeEvent, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import ALIVE_SECONDS, hear
 from remesh.elastic.master import Master
@@ -584,6 +584,6 @@ def test_every_request_has_an_answer() -> None:
     """A row without an event, or an answer of its own, would fail at its first request only."""
     with closing(Journal(":memory:")) as journal:
         master = Master(Policy(), journal)
-        answered = {*master._answers, *get_args(events.NodeEvent)}
+        answered = {*master._answers, *get_args(NodeEvent)}
     assert answered == set(PURPOSES)
     assert len({name_of(kind) for kind in PURPOSES}) == len(PURPOSES)

@@ -6,17 +6,28 @@ import itertools
 
 import msgspec
 
-from remesh.elastic import trend
-from remesh.elastic.events import CheckpointSaved, NodeLost, ProgressRecorded
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import MAX_CHECKPOINTS, Job, Policy, apply
+from remesh.elastic.job import (
+    MAX_CHECKPOINTS,
+    CheckpointSaved,
+    Job,
+    NodeLost,
+    Policy,
+    ProgressRecorded,
+    apply,
+)
 from remesh.elastic.live import Live
-from remesh.elastic.overview import PAGE_ROWS, Overview, Query, overview_of
-from remesh.elastic.progress import RankProgress, TrainingProgress
+from remesh.elastic.progress import (
+    MAX_SAMPLES,
+    RankProgress,
+    Sample,
+    TrainingProgress,
+    Trend,
+    extend,
+)
 from remesh.elastic.protocol import Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
-from remesh.elastic.status import MAX_ROWS, status_of
-from remesh.elastic.trend import MAX_SAMPLES, Sample, Trend, extend
+from remesh.elastic.status import MAX_ROWS, PAGE_ROWS, Overview, Query, overview_of, status_of
 
 MAX_BYTES = 300_000
 
@@ -102,7 +113,7 @@ def test_nodes_are_found_by_what_they_show() -> None:
     assert found("10.0.0.11") == [11, *range(110, 120)]
     assert found("", 3) == [*range(100, 120)]
     assert found("", 9) == found("", 3)  # there are no more pages
-    assert seen(job, live, Query()).nodes_by_state["gone"] == 1
+    assert seen(job, live, Query()).job.nodes_by_state["gone"] == 1
 
 
 def test_a_trend_covers_the_whole_job_with_few_samples() -> None:
@@ -128,7 +139,7 @@ def test_the_trend_shows_worlds_and_steps() -> None:
     assert [sample.step for sample in job.trend.samples[2:6]] == [1, 2, 3, 4]
     assert job.trend.samples[5].step_seconds == 2.0
     assert job.trend.samples[5].goodput == 1.0
-    decoded = msgspec.json.decode(msgspec.json.encode(job.trend), type=trend.Trend)
+    decoded = msgspec.json.decode(msgspec.json.encode(job.trend), type=Trend)
     assert decoded == job.trend
 
 

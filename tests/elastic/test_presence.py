@@ -10,9 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from remesh.elastic.events import NodeLost
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Job, Policy, apply
+from remesh.elastic.job import Job, NodeLost, Policy, apply
 from remesh.elastic.live import Live, events_of_time, hear_beat, hear_failures
 from remesh.elastic.presence import BEAT_SECONDS, CONFIRM_SECONDS, Presence
 from remesh.elastic.protocol import Beat, Join, ReportFailures

@@ -8,7 +8,7 @@ event and the time, without sockets and clocks:
 - `failures`: the cause of a failure, and what follows from it
 - `checks`: which nodes are tested together, and what the tests prove
 - `progress`: useful time, hanging and slow ranks
-- `job`: all of it together, as one state that events change (`events`)
+- `job`: all of it together, as one state that events change
 
 `protocol` defines the messages. The shells around them are the master (`master`, with its `journal`
 and page) and, on the nodes, the handler for torchrun, the agent and the node check. Only these last

@@ -1,6 +1,6 @@
 """The master's side of `remesh.elastic.frames`.
 
-Each connection begins as `_Opening`, which reads the first request. A whole upgrade with the right
+Each connection begins as `Opening`, which reads the first request. A whole upgrade with the right
 token makes it one of frames; everything else is given to the HTTP server as it came, which answers
 or refuses it. The limits of requests and connections are those of HTTP. What is no frame ends its
 connection, and is logged.
@@ -104,10 +104,6 @@ class FrameServer:
     max_request_bytes: int  # larger requests are refused
     opened: set[_Framed] = field(default_factory=set)  # those that speak frames
 
-    def accept(self, http: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
-        """The protocol of a new connection."""
-        return _Opening(self, http)
-
     def close(self) -> None:
         """Close the connections that speak frames."""
         for one in list(self.opened):
@@ -126,7 +122,7 @@ class FrameServer:
         return wants and is_trusted(headers.get("authorization", ""), self.token)
 
 
-class _Opening(asyncio.Protocol):
+class Opening(asyncio.Protocol):
     """A connection whose protocol is not known yet."""
 
     def __init__(self, server: FrameServer, http: Callable[[], asyncio.Protocol]) -> None:

@@ -37,14 +37,14 @@ def exclusions_of(job: Job) -> dict[tuple[int, str], tuple[str, str]]:
 
 
 async def report_exclusions(
-    current: Callable[[], Job], command: str, ending: asyncio.Event
+    current: Callable[[], Job], command: str | None, ending: asyncio.Event
 ) -> None:
-    """Run a command for each node that a job excludes, until the master ends.
+    """Run a command, if there is one, for each node that a job excludes, until the master ends.
 
     A command that runs when `ending` is set has `FINISH_SECONDS` to finish.
     """
     told: set[tuple[int, str]] = set()
-    while not ending.is_set():
+    while command is not None and not ending.is_set():
         for (node_id, incarnation), (name, reason) in exclusions_of(current()).items():
             if ending.is_set() or (node_id, incarnation) in told:
                 continue

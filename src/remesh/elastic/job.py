@@ -1,8 +1,10 @@
 """The state of a job that survives a restart of the master, as a pure state machine.
 
 `apply` takes a job, an event and the time, and returns the job after it, which the journal keeps.
-Events are few: what changes with every heartbeat is in `remesh.elastic.live`, and the master makes
-an event of it when a node is lost, a checkpoint is saved, or the job hangs.
+Most events are requests of agents, applied as they came: a `Join` with the id and the name that the
+master has given to the node. What changes with every heartbeat is in `remesh.elastic.live`, and the
+master makes an event of it when a node is lost, a checkpoint is saved, or the job hangs. The
+replies that depend on the job alone are here too.
 
 A world that the rendezvous has formed may have to be *checked* before its processes start: its
 members then get tests in place of their assignments. Faulty nodes are excluded, and the others form
@@ -19,20 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from itertools import chain, count
+from typing import TypeAlias
 
 import msgspec
 
 from remesh.elastic import checks, rendezvous
 from remesh.elastic.checks import CheckResult, RunningCheck
-from remesh.elastic.events import (
-    CheckpointSaved,
-    Event,
-    HangDetected,
-    NodeLost,
-    ProgressRecorded,
-    RanksWait,
-    StacksCollected,
-)
 from remesh.elastic.failures import (
     FailureAction,
     FailureDecision,
@@ -40,25 +34,91 @@ from remesh.elastic.failures import (
     ProcessFailure,
     decide,
 )
-from remesh.elastic.progress import TrainingProgress
+from remesh.elastic.progress import TrainingProgress, Trend, extend, sample
 from remesh.elastic.protocol import (
     HEARTBEAT_TIMEOUT,
+    Assignment,
+    Beat,
+    BeatReply,
     Drain,
+    JobEnded,
     Join,
+    JoinReply,
     Leave,
+    NodeTest,
     Put,
+    Rejected,
     ReportFailures,
     ReportTest,
     RequestCheck,
+    Waiting,
 )
 from remesh.elastic.rendezvous import Change, Node, Outcome, Rendezvous
 from remesh.elastic.tables import Table
-from remesh.elastic.trend import Trend, extend, is_resized, num_ranks, sample
 
 MAX_RECORDS = 500
 """Failures, and lines of history, that are kept."""
 MAX_CHECKPOINTS = 20
 """Checkpoints that are remembered."""
+
+
+class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
+    """A node is lost."""
+
+    node_id: int
+    incarnation: str  # its agent
+    is_closed: bool = False
+    """Whether its agent has died, by its connections; otherwise no message has come for too long.
+    """
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True):
+    """A checkpoint of this step is committed."""
+
+    step: int
+
+
+class RanksWait(msgspec.Struct, frozen=True):
+    """All ranks of the world wait for it to change; there is nothing to save."""
+
+    round: int
+
+
+class HangDetected(msgspec.Struct, frozen=True):
+    """No rank has finished a step for too long; the stacks are requested."""
+
+    round: int
+    reason: str
+
+
+class StacksCollected(msgspec.Struct, frozen=True):
+    """The stacks of a hanging job have come, or their time limit has passed."""
+
+    round: int
+
+
+class ProgressRecorded(msgspec.Struct, frozen=True):
+    """How far the training is; recorded every few seconds."""
+
+    progress: TrainingProgress
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+NodeEvent: TypeAlias = Join | ReportFailures | Leave | Drain | Put | ReportTest | RequestCheck
+"""Requests that are events."""
+Event: TypeAlias = (
+    NodeEvent
+    | NodeLost
+    | CheckpointSaved
+    | RanksWait
+    | HangDetected
+    | StacksCollected
+    | ProgressRecorded
+    | Tick
+)
 
 
 class HangAction(StrEnum):
@@ -235,6 +295,20 @@ def apply(job: Job, event: Event, now: float) -> Job:
         new = sample(after.progress, num_ranks(nodes), now)
         return _replace(after, trend=extend(after.trend, new))
     return after
+
+
+def num_ranks(nodes: Rendezvous) -> int:
+    """The ranks of the nodes that are in the world."""
+    return sum(node.num_processes for node in nodes.world if node.id in nodes.active)
+
+
+def is_resized(before: Rendezvous | None, after: Rendezvous) -> bool:
+    """True if a world begins, breaks, or has no member any more."""
+    return before is None or (
+        after.world is not before.world
+        or after.broken is not before.broken
+        or bool(after.active) != bool(before.active)
+    )
 
 
 def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
@@ -591,3 +665,94 @@ def _rejoin(job: Job, now: float) -> Job:
             after = rendezvous.join(job.rendezvous, node, before.round, now)
             job = _advance(job, after, now)
     return job
+
+
+def assignments_of(job: Job) -> dict[int, Assignment]:
+    """The assignment of every member of the current nodes, by node id."""
+    if job.rendezvous is None or not job.rendezvous.world:
+        return {}
+    world_nodes = job.rendezvous.world
+    total = sum(node.num_processes for node in world_nodes)
+    timeout = job.policy.heartbeat_timeout
+    assignments, first = {}, 0
+    for rank, node in enumerate(world_nodes):
+        assignments[node.id] = Assignment(
+            node.id,
+            job.rendezvous.round,
+            rank,
+            len(world_nodes),
+            first,
+            total,
+            world_nodes[0],
+            timeout,
+        )
+        first += node.num_processes
+    return assignments
+
+
+def join_reply(job: Job, node: Node, assignments: Mapping[int, Assignment]) -> JoinReply | None:
+    """The reply to a node that has joined; None while it has to wait."""
+    nodes = job.rendezvous
+    if nodes is None:
+        return None
+    if nodes.outcome is not None:
+        return JobEnded(nodes.outcome, nodes.reason)
+    if rendezvous.is_replaced(nodes, node):
+        return Rejected(f"another agent has taken over node id {node.id}")
+    reason = rendezvous.exclusion_of(nodes, node)
+    if reason is not None:
+        return Rejected(reason)
+    if nodes.member(node.id) != node or node.id not in nodes.active:
+        return None
+    if job.check is None:
+        return assignments.get(node.id)
+    if node.id in job.check.reports:
+        return None
+    group = next((group for group in job.check.groups if node.id in group), ())
+    members = tuple(member for member in map(nodes.member, group) if member is not None)
+    check = job.check
+    timeout = job.policy.heartbeat_timeout
+    return NodeTest(node.id, nodes.round, check.number, len(check.results), members, timeout)
+
+
+def waiting(job: Job, node: Node) -> Waiting:
+    """The reply to a node that has to wait."""
+    return Waiting(node.id, _wait_reason(job), job.policy.heartbeat_timeout)
+
+
+def _wait_reason(job: Job) -> str:
+    nodes = job.rendezvous
+    if nodes is None:
+        return "no node has joined"
+    if job.check is not None:
+        return f"check {job.check.number} is running"
+    if nodes.active:
+        return (
+            f"round {nodes.round} runs on {len(nodes.active)} nodes; {len(nodes.ready)} are ready "
+            "for a larger world"
+        )
+    settings = nodes.settings
+    return (
+        f"{len(nodes.ready)} nodes are ready, the world has {settings.min_nodes} to "
+        f"{settings.max_nodes} in multiples of {settings.node_unit}"
+    )
+
+
+def beat_reply(job: Job, beat: Beat, now: float) -> BeatReply:
+    """What a node should do that runs processes."""
+    nodes = job.rendezvous
+    if nodes is None:
+        return BeatReply(restart=Change.STALE, reason="the master knows no round")
+    if nodes.outcome is not None:
+        return BeatReply(outcome=nodes.outcome, reason=nodes.reason)
+    current = beat.round == nodes.round
+    member = nodes.member(beat.node_id)
+    if not current or member is None or member.incarnation != beat.incarnation:
+        reason = f"round {beat.round} is over for node {beat.node_id}"
+        return BeatReply(restart=Change.STALE, reason=reason)
+    dump = job.dump if job.hanging is not None else 0
+    change = ordered_change(job, beat.node_id, beat.round, now)
+    if change is not None:
+        return BeatReply(restart=change[0], reason=change[1], dump=dump)
+    awaits = awaits_checkpoint(job, now)
+    return BeatReply(save=awaits, grow=awaits and is_for_growth(job), dump=dump)

@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from remesh.elastic.events import (
+from remesh.elastic.failures import Kind, classify
+from remesh.elastic.job import (
     CheckpointSaved,
     Event,
     HangDetected,
+    Job,
     NodeLost,
     ProgressRecorded,
     RanksWait,
     StacksCollected,
+    awaits_checkpoint,
+    is_for_growth,
 )
-from remesh.elastic.failures import Kind, classify
-from remesh.elastic.job import Job, awaits_checkpoint, is_for_growth
 from remesh.elastic.presence import Presence
 from remesh.elastic.progress import (
     RankProgress,

@@ -24,18 +24,24 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from remesh.elastic import events
 from remesh.elastic.checks import RunningCheck
 from remesh.elastic.failures import FailureAction, FailureDecision
 from remesh.elastic.hooks import report_exclusions
 from remesh.elastic.job import (
+    Event,
     HistoryLine,
     Job,
+    NodeEvent,
     Policy,
+    Tick,
     apply,
     assign_id,
+    assignments_of,
+    beat_reply,
     failure_record,
+    join_reply,
     node_of,
+    waiting,
 )
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import (
@@ -64,7 +70,6 @@ from remesh.elastic.protocol import (
     Request,
     Value,
 )
-from remesh.elastic.replies import assignments_of, beat_reply, join_reply, waiting
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -126,16 +131,16 @@ class Master:
     ) -> None:
         self._journal = journal
         self._on_excluded = on_excluded
-        self._job, last = journal.load(policy)
+        self.job, last = journal.load(policy)
         for text in journal.warnings:
             log.warning(text)
         self._journal_failure: _JournalFailure | None = None
         self._is_pausing = False  # whether it was logged that no steps are made
         self.clock = SteadyClock(last) if clock is None else clock
-        self._live = Live.after_start(self._job, self.clock())
-        self._assignments = assignments_of(self._job)
+        self.live = Live.after_start(self.job, self.clock())
+        self._assignments = assignments_of(self.job)
         self._waiting: set[asyncio.Future[bool]] = set()
-        self._given = self._job  # the job that was last given to the journal
+        self._given = self.job  # the job that was last given to the journal
         self._last_write: asyncio.Task[None] | None = None
         self._next_write: asyncio.Task[None] | None = None
         self.num_requests = 0
@@ -150,23 +155,13 @@ class Master:
         }
 
     @property
-    def job(self) -> Job:
-        """The job."""
-        return self._job
-
-    @property
-    def live(self) -> Live:
-        """What is known of the nodes now."""
-        return self._live
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         """What those who operate the job should know: of the master itself, and of the steps."""
         found = [*self._journal.warnings]
-        if pause := long_pause(self._live, self._job, self.clock()):
+        if pause := long_pause(self.live, self.job, self.clock()):
             found.append(pause)
-        if self._job.missing_rounds:
-            found.append(self._job.missing_rounds)
+        if self.job.missing_rounds:
+            found.append(self.job.missing_rounds)
         if self._journal_failure is not None:
             seconds = self.clock() - self._journal_failure.since
             found.append(f"not written for {seconds:.0f} s: {self._journal_failure.text}")
@@ -177,12 +172,12 @@ class Master:
         """True if the journal can be written."""
         return self._journal_failure is None
 
-    def apply(self, event: events.Event) -> None:
+    def apply(self, event: Event) -> None:
         """Apply an event to the job; `written` returns when it is durable."""
-        before, after = self._job, apply(self._job, event, self.clock())
+        before, after = self.job, apply(self.job, event, self.clock())
         if after is before:
             return
-        self._job = after
+        self.job = after
         for line in _new_lines(before, after):
             log.info(line.text)
         if _is_assigned_anew(before, after):
@@ -193,7 +188,7 @@ class Master:
 
     async def written(self) -> None:
         """Wait until the events up to now are in the journal, or cannot be written."""
-        is_due = self._job is not self._given or self._journal_failure is not None
+        is_due = self.job is not self._given or self._journal_failure is not None
         if is_due and self._next_write is None:
             self._next_write = asyncio.create_task(self._write(self._last_write))
         task = self._next_write or self._last_write
@@ -205,7 +200,7 @@ class Master:
         if before is not None:
             await asyncio.wait([before])
         self._last_write, self._next_write = self._next_write, None
-        self._given, now = self._job, self.clock()
+        self._given, now = self.job, self.clock()
         if self._journal_failure is not None and now < self._journal_failure.retry_at:
             return  # it is written later
         try:
@@ -242,47 +237,34 @@ class Master:
         await self.written()
         self._journal.close()
 
-    @property
-    def is_over(self) -> bool:
-        """True if the job has ended and its agents have stopped sending."""
-        return is_over(self._live, self._job, self.clock())
-
     def tick(self, late: float = 0.0) -> None:
         """Apply the events that the passing of time causes.
 
         Heartbeats that came while the master was stopped (`late`, in seconds) are not read yet.
         """
         if late > MOST_LATE:
-            extend_deadlines(self._live, late)
-        for event in events_of_time(self._live, self._job, self.clock()):
+            extend_deadlines(self.live, late)
+        for event in events_of_time(self.live, self.job, self.clock()):
             self.apply(event)
-        self.apply(events.Tick())
-        pause = long_pause(self._live, self._job, self.clock())
+        self.apply(Tick())
+        pause = long_pause(self.live, self.job, self.clock())
         if pause and not self._is_pausing:
             log.warning("%s; it may hang", pause)
         self._is_pausing = bool(pause)
 
     async def keep_time(self, *, end_with_job: bool = False) -> None:
         """Note several times a second that time passes, until this is cancelled."""
-        ending = asyncio.Event()
-        telling = asyncio.create_task(self._tell_of_exclusions(ending))
+        loop, ending = asyncio.get_running_loop(), asyncio.Event()
+        telling = loop.create_task(report_exclusions(lambda: self.job, self._on_excluded, ending))
         try:
-            await self._keep_time(end_with_job=end_with_job)
+            while not (end_with_job and is_over(self.live, self.job, self.clock())):
+                due = loop.time() + TICK_SECONDS
+                await asyncio.sleep(TICK_SECONDS)
+                self.tick(loop.time() - due)
+                await self.written()
         finally:
             ending.set()
             await telling
-
-    async def _tell_of_exclusions(self, ending: asyncio.Event) -> None:
-        if self._on_excluded is not None:
-            await report_exclusions(lambda: self._job, self._on_excluded, ending)
-
-    async def _keep_time(self, *, end_with_job: bool) -> None:
-        loop = asyncio.get_running_loop()
-        while not (end_with_job and self.is_over):
-            due = loop.time() + TICK_SECONDS
-            await asyncio.sleep(TICK_SECONDS)
-            self.tick(loop.time() - due)
-            await self.written()
 
     async def _until(self, answer: Callable[[], _T | None], seconds: float) -> _T | None:
         """Wait for an answer, computed anew whenever the job has changed in what nodes wait for."""
@@ -305,22 +287,20 @@ class Master:
 
     def close_connection(self, number: int, *, by_peer: bool) -> None:
         """A connection was closed, by its other end or by this one."""
-        self._live.presence.close(number, self.clock(), by_peer=by_peer)
+        self.live.presence.close(number, self.clock(), by_peer=by_peer)
 
     async def answer(self, request: Request[R], connection: int | None = None) -> R:
         """Answer a request."""
         special = self._answers.get(type(request))
         if connection is not None and isinstance(request, NodeRequest | Join):
             pause = request.pause if isinstance(request, Beat) else None
-            self._live.presence.hear(connection, request.incarnation, self.clock(), pause)
+            self.live.presence.hear(connection, request.incarnation, self.clock(), pause)
         if isinstance(request, NodeRequest):
             self._hear(request.node_id, request.incarnation)
         if special is not None:
             reply = await special(request)
         else:
-            assert isinstance(request, events.NodeEvent), (
-                "what is no event has an answer of its own"
-            )
+            assert isinstance(request, NodeEvent), "what is no event has an answer of its own"
             self.apply(request)
             reply = Accepted()
             await self.written()
@@ -337,22 +317,22 @@ class Master:
         if not isinstance(request, Beat) or not self._is_all_written():
             return None
         now = self.clock()
-        self._live.presence.hear(connection, request.incarnation, now, request.pause)
-        hear(self._live, request.node_id, request.incarnation, now)
-        for event in hear_beat(self._live, self._job, request, now):
+        self.live.presence.hear(connection, request.incarnation, now, request.pause)
+        hear(self.live, request.node_id, request.incarnation, now)
+        for event in hear_beat(self.live, self.job, request, now):
             self.apply(event)
-        is_changed = self._job is not self._given
-        return None if is_changed else cast("R", beat_reply(self._job, request, now))
+        is_changed = self.job is not self._given
+        return None if is_changed else cast("R", beat_reply(self.job, request, now))
 
     def _is_all_written(self) -> bool:
-        if self._job is not self._given or self._next_write is not None:
+        if self.job is not self._given or self._next_write is not None:
             return False
         if self._journal_failure is not None:
             return False
         return self._last_write is None or self._last_write.done()
 
     def _hear(self, node_id: int, incarnation: str) -> None:
-        hear(self._live, node_id, incarnation, self.clock())
+        hear(self.live, node_id, incarnation, self.clock())
 
     async def _join(self, request: Join) -> JoinReply:
         """A node is ready; wait for its assignment.
@@ -366,16 +346,16 @@ class Master:
         self.apply(event)
 
         def answer() -> JoinReply | None:
-            return join_reply(self._job, node, self._assignments)
+            return join_reply(self.job, node, self._assignments)
 
         reply: JoinReply | None = await self._until(answer, request.wait)
         await self.written()
         self._hear(node.id, node.incarnation)
-        return waiting(self._job, node) if reply is None else reply
+        return waiting(self.job, node) if reply is None else reply
 
     def _identify(self, request: Join) -> Join:
         """The request with the id and the name of the node, if it fits to the job."""
-        nodes = self._job.rendezvous
+        nodes = self.job.rendezvous
         if nodes is not None and nodes.settings != request.settings:
             raise RequestError(
                 409,
@@ -385,10 +365,10 @@ class Master:
         now = self.clock()
 
         def lives(node_id: int) -> bool | None:
-            return has_living_agent(self._live, self._job, node_id, request.incarnation, now)
+            return has_living_agent(self.live, self.job, node_id, request.incarnation, now)
 
         try:
-            identity = assign_id(self._job, request.name, request.node_id, lives)
+            identity = assign_id(self.job, request.name, request.node_id, lives)
         except ValueError as error:
             raise RequestError(409, f"{request.name}: {error}") from error
         if identity is None:
@@ -400,23 +380,23 @@ class Master:
 
     async def _beat(self, request: Beat) -> BeatReply:
         now = self.clock()
-        for event in hear_beat(self._live, self._job, request, now):
+        for event in hear_beat(self.live, self.job, request, now):
             self.apply(event)
         await self.written()
-        return beat_reply(self._job, request, now)
+        return beat_reply(self.job, request, now)
 
     async def _failures(self, request: ReportFailures) -> FailureDecision:
-        hear_failures(self._live, self._job, request)
+        hear_failures(self.live, self.job, request)
         self.apply(request)
         await self.written()
-        record = failure_record(self._job, request.node_id, request.round)
+        record = failure_record(self.job, request.node_id, request.round)
         if record is not None:
             return record.decision
         reason = f"round {request.round} is over"
         return FailureDecision(action=FailureAction.RESTART, charged=False, reason=reason)
 
     async def _put(self, request: Put) -> Accepted:
-        size = sum(len(key) + len(value) for key, value in self._job.round_store.items())
+        size = sum(len(key) + len(value) for key, value in self.job.round_store.items())
         if size + len(request.key) + len(request.value) > MAX_STORE_BYTES:
             raise RequestError(413, f"the round store would exceed {MAX_STORE_BYTES} bytes")
         self.apply(request)
@@ -425,15 +405,15 @@ class Master:
 
     async def _get(self, request: Get) -> Value:
         def value() -> str | None:
-            nodes = self._job.rendezvous
+            nodes = self.job.rendezvous
             if nodes is None or nodes.round != request.round:
                 raise RequestError(409, f"round {request.round} is over; join again")
-            return self._job.round_store.get(request.key)
+            return self.job.round_store.get(request.key)
 
         return Value(await self._until(value, request.wait))
 
     async def _stacks(self, request: ReportStacks) -> Accepted:
-        hear_stacks(self._live, self._job, request)
+        hear_stacks(self.live, self.job, request)
         return Accepted()
 
 

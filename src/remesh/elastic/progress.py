@@ -4,6 +4,10 @@
 that were made times the usual duration of one, over the time since the job began. Steps that are
 repeated after a failure count once, so what a failure costs (detection, restart, loading, repeated
 steps) is what is missing from 1. DLRover's report on effective training time measures the same.
+
+A *trend* is a list of samples of bounded length, for the charts of the page. When it is full, every
+second sample is dropped and the samples that follow are twice as far apart, so that it always
+covers the whole job.
 """
 
 from __future__ import annotations
@@ -25,6 +29,12 @@ HANG_FACTOR = 100.0
 HANG_PAUSES = 3.0
 HANG_SECONDS = 3600.0
 """The same for a hang, if no limit was given; and so many times the longest pause so far."""
+
+
+MAX_SAMPLES = 240
+"""Samples of a trend, at most."""
+FIRST_INTERVAL = 1.0
+"""Seconds between the samples of a job that has just begun, at least."""
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,3 +178,41 @@ def lagging_ranks(ranks: Mapping[int, RankProgress]) -> list[int]:
         return []
     fewest = min(steps.values())
     return sorted(rank for rank, step in steps.items() if step == fewest)
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """A job at one time."""
+
+    time: float  # when, in seconds since the epoch
+    num_ranks: int  # ranks of the world
+    step: int | None  # the highest step of any rank
+    step_seconds: float | None  # the usual duration of a step
+    goodput: float | None  # the goodput until then
+
+
+class Trend(msgspec.Struct, frozen=True):
+    """Samples of a job, oldest first."""
+
+    samples: tuple[Sample, ...] = ()
+    interval: float = FIRST_INTERVAL
+    """Seconds between two of them, at least, if the number of ranks stays the same."""
+
+
+def sample(known: TrainingProgress | None, ranks: int, now: float) -> Sample:
+    """A job now, from what is known of its training and the number of its ranks."""
+    if known is None:
+        return Sample(now, ranks, None, None, None)
+    usual = median(known.recent) if known.recent else None
+    return Sample(now, ranks, known.last_step, usual, goodput(known, now))
+
+
+def extend(trend: Trend, new: Sample) -> Trend:
+    """The trend with a new sample, unless the last one is too near."""
+    samples, interval = trend.samples, trend.interval
+    is_near = bool(samples) and new.time - samples[-1].time < interval
+    if is_near and new.num_ranks == samples[-1].num_ranks:
+        return trend
+    samples = (*samples, new)
+    if len(samples) > MAX_SAMPLES:
+        samples, interval = (*samples[:-1:2], new), 2 * interval
+    return Trend(samples, interval)

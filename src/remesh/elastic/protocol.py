@@ -7,12 +7,12 @@ An agent sends a request, the master replies; the master opens no connection. A 
 or repeated: each names its node, the agent's incarnation and its round, and has no further effect
 the second time. A reply with an HTTP status of 400 or above is a `Problem`. `GET
 /v<version>/status` returns a `remesh.elastic.status.Status`, and `GET /v<version>/overview` the
-part of it that the page shows, a `remesh.elastic.overview.Overview`.
+part of it that the page shows, a `remesh.elastic.status.Overview`.
 
 A message is a class here and a row in `PURPOSES`. The class says everything else: its tag is the
 request's name, its type parameter is the reply. `Client.ask` sends any request and returns its
 reply, typed; the server decodes by the same table. A request that is one of the job's events
-(`remesh.elastic.events`) is applied as it is, and accepted. The other requests have a
+(`remesh.elastic.job`) is applied as it is, and accepted. The other requests have a
 method of the master each.
 """
 

@@ -30,12 +30,18 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from remesh.elastic import connections, frame_server, frames
-from remesh.elastic.frame_server import TOO_MANY, FrameServer, RateLimit, is_trusted, sender_of
+from remesh.elastic.frame_server import (
+    TOO_MANY,
+    FrameServer,
+    Opening,
+    RateLimit,
+    is_trusted,
+    sender_of,
+)
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
-from remesh.elastic.overview import Query, overview_of
 from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Problem, name_of
-from remesh.elastic.status import Status, status_of
+from remesh.elastic.status import Query, Status, overview_of, status_of
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +293,7 @@ async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[in
         listener=listener,
         max_request_bytes=options.max_request_bytes,
     )
-    accept = functools.partial(frame.accept, runner.server)
+    accept = functools.partial(Opening, frame, runner.server)
     try:
         yield listener.listen(accept, options.host, options.port)
     finally:

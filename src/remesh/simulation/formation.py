@@ -2,8 +2,8 @@
 
 Agents are a few lines here: each sends a heartbeat a second, leaves its processes when the reply
 says so or its own processes fail, and joins. The master is the product's: `job.apply` for what
-happens, `live` for heartbeats and silence, `replies` for what agents are told. Only sockets, the
-journal and the clock are missing.
+happens and what agents are told, `live` for heartbeats and silence. Only sockets, the journal and
+the clock are missing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Final
 
 import numpy as np
 
-from remesh.elastic.events import CheckpointSaved, Tick
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Job, Policy, apply
+from remesh.elastic.job import CheckpointSaved, Job, Policy, Tick, apply, beat_reply
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat
 from remesh.elastic.master import TICK_SECONDS
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Beat, Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
-from remesh.elastic.replies import beat_reply
 from remesh.simulation.cluster import Cluster, FailureKind
 
 LONGEST: Final = 3600.0
