@@ -77,6 +77,9 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 MOST_LATE = 1.0
 """Seconds by which a tick may be late; beyond, the master counts as having been stopped."""
+WRITE_PAUSES = 4.0
+"""How many times as long as the processor is busy with a write no other one follows: however large
+the job is, a fifth of a core writes it."""
 RETRY_SECONDS = 1.0
 """Seconds between two attempts to write a journal that could not be written."""
 LOG_EVERY = 600.0
@@ -143,6 +146,7 @@ class Master:
         self._given = self.job  # the job that was last given to the journal
         self._last_write: asyncio.Task[None] | None = None
         self._next_write: asyncio.Task[None] | None = None
+        self._write_at = 0.0  # when the next write may begin, by the clock of the loop
         self.num_requests = 0
         # The answers to requests that are no events, or whose replies or limits are their own.
         self._answers: dict[type, Callable[[Any], Awaitable[object]]] = {
@@ -199,16 +203,24 @@ class Master:
         """Write what is pending, after the write before it has ended."""
         if before is not None:
             await asyncio.wait([before])
+        await asyncio.sleep(self._write_at - asyncio.get_running_loop().time())
         self._last_write, self._next_write = self._next_write, None
         self._given, now = self.job, self.clock()
         if self._journal_failure is not None and now < self._journal_failure.retry_at:
             return  # it is written later
         try:
-            await asyncio.to_thread(self._journal.write, self._given, now)
+            cost = await asyncio.to_thread(self._store, self._given, now)
         except StorageError as error:
             self._record_journal_failure(str(error), now)
         else:
+            self._write_at = asyncio.get_running_loop().time() + WRITE_PAUSES * cost
             self._note_recovery(now)
+
+    def _store(self, job: Job, now: float) -> float:
+        """Write the job; the seconds of the processor that it took."""
+        began = time.thread_time()
+        self._journal.write(job, now)
+        return time.thread_time() - began
 
     def _record_journal_failure(self, text: str, now: float) -> None:
         old = self._journal_failure
