@@ -287,8 +287,8 @@ class Agents(RuleBasedStateMachine):
             ids = world_of(self.state)
             assert ids == sorted(set(ids))
             assert len(ids) == self.settings.fitting(len(ids))
-            assert self.state.active <= set(ids)
-        assert not self.state.active & set(self.state.ready)
+            assert self.state.active.keys() <= set(ids)
+        assert not self.state.active.keys() & set(self.state.ready)
 
     @invariant()
     def a_world_forms_when_the_nodes_are_there(self) -> None:
@@ -299,7 +299,7 @@ class Agents(RuleBasedStateMachine):
 
     @invariant()
     def members_are_told_that_the_world_is_broken(self) -> None:
-        gone = {member.id for member in self.state.world} - self.state.active
+        gone = {member.id for member in self.state.world} - self.state.active.keys()
         for number in self.state.active:
             told = restart_reason(self.state, number, self.state.round)
             assert (told is not None and told[0] is not Change.GROW) == bool(gone)

@@ -27,6 +27,7 @@ from statistics import median
 import msgspec
 
 from remesh.elastic.protocol import TestResult
+from remesh.elastic.rendezvous import listed_nodes
 
 MAX_ROUNDS = 3
 STRAGGLER_FACTOR = 2.0
@@ -200,7 +201,7 @@ def evaluate(nodes: Iterable[int], results: Sequence[GroupResult]) -> CheckResul
         unproven = [node for node in result.members if node not in healthy]
         if len(unproven) == 1 and len(result.members) > 1:
             others = set(result.members) - set(unproven)
-            faulty[unproven[0]] = f"failed with {_listed(others)} {result.message}".rstrip()
+            faulty[unproven[0]] = f"failed with {listed_nodes(others)} {result.message}".rstrip()
     suspects = {node: _suspicion(node, results) for node in everyone - healthy - set(faulty)}
     connections = tuple(result.members for result in failed if healthy.issuperset(result.members))
     return CheckResult(
@@ -212,9 +213,9 @@ def _suspicion(node: int, results: Sequence[GroupResult]) -> str:
     mine = [result for result in results if node in result.members]
     failed = [result for result in mine if not result.passed]
     if failed:
-        others = sorted({other for result in failed for other in result.members} - {node})
+        others = {other for result in failed for other in result.members} - {node}
         message = failed[-1].message
-        return f"the test with {_listed(others)} failed{': ' + message if message else ''}"
+        return f"the test with {listed_nodes(others)} failed{': ' + message if message else ''}"
     return "was tested alone only" if mine else "did not take part"
 
 
@@ -233,8 +234,3 @@ def _stragglers(healthy: Iterable[int], results: Sequence[GroupResult]) -> dict[
         for node, seconds in considered.items()
         if typical > 0 and seconds > STRAGGLER_FACTOR * typical
     }
-
-
-def _listed(nodes: Iterable[int]) -> str:
-    ordered = sorted(nodes)
-    return f"node{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"

@@ -20,7 +20,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -106,18 +106,15 @@ def max_connections() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - KEPT_FILES, 16)
 
 
-class OnClose(Protocol):
-    """Called with each connection that is closed."""
-
-    def __call__(self, number: int, *, by_peer: bool) -> None:
-        """A connection is closed."""
-        ...
-
-
 class Listener:
-    """Accepts connections, and closes those that `Connections` names."""
+    """Accepts connections, and closes those that `Connections` names.
 
-    def __init__(self, tls: ssl.SSLContext | None, most: int, on_close: OnClose) -> None:
+    `on_close` is called with the number of each that was closed, and `by_peer`.
+    """
+
+    def __init__(
+        self, tls: ssl.SSLContext | None, most: int, on_close: Callable[..., object]
+    ) -> None:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._connections = Connections(most)

@@ -697,7 +697,7 @@ def join_reply(job: Job, node: Node, assignments: Mapping[int, Assignment]) -> J
         return None
     if nodes.outcome is not None:
         return JobEnded(nodes.outcome, nodes.reason)
-    if rendezvous.is_replaced(nodes, node):
+    if node.incarnation in nodes.replaced:
         return Rejected(f"another agent has taken over node id {node.id}")
     reason = rendezvous.exclusion_of(nodes, node)
     if reason is not None:

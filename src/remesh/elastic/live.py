@@ -246,7 +246,7 @@ def _hang_events(live: Live, job: Job, now: float) -> list[Event]:
     nodes = job.rendezvous
     assert nodes is not None
     if job.hanging is not None:
-        all_here = nodes.active <= live.answered
+        all_here = nodes.active.keys() <= live.answered
         if all_here or now - live.hung_at > STACKS_TIMEOUT:
             live.progress = msgspec.structs.replace(live.progress, moved=now)
             return [StacksCollected(nodes.round)]

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 
 import msgspec
 
-from remesh.elastic.tables import Table, TableSet
+from remesh.elastic.tables import Table
 
 MAX_LISTED = 20
 """Numbers, or ranges of them, that a text lists."""
@@ -100,13 +100,14 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings  # sizes and time limits
     round: int = 0  # number of the last world that was formed; 0 before the first
     world: tuple[Node, ...] = ()  # its members, in the order of their ranks
-    active: TableSet[int] = TableSet()  # ids of members that are still in it
+    active: Table[int, None] = Table()  # ids of members that are still in it
     finished: frozenset[int] = frozenset()  # ids of members that succeeded
     ready: Table[int, Node] = Table()  # nodes that have joined for the next round, by id
     excluded: dict[int, tuple[str, str]] = {}
     """Incarnation and reason of nodes that are not to be used, by id."""
     newest: Table[int, str] = Table()  # the incarnation that joined last, by id
-    replaced: TableSet[str] = TableSet()  # incarnations whose node id another agent has taken over
+    replaced: Table[str, None] = Table()
+    """Incarnations whose node id another agent has taken over."""
     changed_at: float = 0.0  # when the set of ready nodes changed last
     without_world_since: float | None = None  # since when no member is active; None while one is
     broken: tuple[Change, str] | None = None
@@ -201,7 +202,7 @@ def _after_jump(state: Rendezvous, now: float) -> Rendezvous:
 
 
 def _join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendezvous:
-    if is_replaced(state, node) or exclusion_of(state, node) is not None:
+    if node.incarnation in state.replaced or exclusion_of(state, node) is not None:
         return state
     member = state.member(node.id)
     in_world = member is not None and member.incarnation == node.incarnation
@@ -212,7 +213,7 @@ def _join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendez
         state = msgspec.structs.replace(state, round=after_round)
     newest = state.newest.get(node.id, node.incarnation)
     if newest != node.incarnation:
-        state = msgspec.structs.replace(state, replaced=state.replaced.plus(newest))
+        state = msgspec.structs.replace(state, replaced=state.replaced.plus(newest, None))
     if state.newest.get(node.id) != node.incarnation:
         state = msgspec.structs.replace(state, newest=state.newest.plus(node.id, node.incarnation))
     if state.ready.get(node.id) == node:
@@ -301,17 +302,12 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
         state,
         round=state.round + 1,
         world=tuple(state.ready[node_id] for node_id in chosen),
-        active=TableSet(chosen),
+        active=Table(dict.fromkeys(chosen)),
         finished=frozenset(),
         ready=Table({node_id: state.ready[node_id] for node_id in rest}),
         without_world_since=None,
         broken=None,
     )
-
-
-def is_replaced(state: Rendezvous, node: Node) -> bool:
-    """True if another agent has taken over the node's id."""
-    return node.incarnation in state.replaced
 
 
 def exclusion_of(state: Rendezvous, node: Node) -> str | None:
@@ -360,18 +356,14 @@ def _note_break(state: Rendezvous) -> Rendezvous:
     ]
     lost = [node_id for node_id in gone if node_id not in state.ready]
     if lost:
-        broken = Change.LOST, f"{_nodes(lost)} left or died"
+        broken = Change.LOST, f"{listed_nodes(lost)} left or died"
     else:
-        broken = Change.RESTARTED, f"{_nodes(gone)} stopped the processes"
+        broken = Change.RESTARTED, f"{listed_nodes(gone)} stopped the processes"
     return msgspec.structs.replace(state, broken=broken)
 
 
 def _count(num_nodes: int) -> str:
     return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
-
-
-def _nodes(ids: Sequence[int]) -> str:
-    return f"node{'s' if len(ids) > 1 else ''} {listed(ids)}"
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -388,3 +380,8 @@ def listed(numbers: Iterable[int]) -> str:
         return ", ".join(ranges)
     num_left = len(ordered) - breaks[MAX_LISTED - 1]
     return f"{', '.join(ranges[:MAX_LISTED])} and {num_left} more"
+
+
+def listed_nodes(ids: Collection[int]) -> str:
+    """The same, with the word."""
+    return f"node{'s' if len(ids) > 1 else ''} {listed(ids)}"

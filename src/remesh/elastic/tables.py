@@ -1,4 +1,4 @@
-"""Mappings and sets that are never changed, whose changed copies share nearly everything.
+"""Mappings that are never changed, whose changed copies share nearly everything.
 
 The state machines return a new state for each event. A copy of a whole dict for each node that
 joins would make a world of 100,000 nodes cost 100,000 squared. A `Table` lies in buckets, and a
@@ -7,8 +7,7 @@ changed copy has one new bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping
 from types import GenericAlias
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -76,54 +75,15 @@ class Table(Mapping[K, V], Generic[K, V]):
         return changed
 
 
-class TableSet(AbstractSet[K], Generic[K]):
-    """A set that is never changed."""
-
-    __slots__ = ("_table",)
-
-    def __init__(self, items: Iterable[K] = ()) -> None:
-        self._table: Table[K, None] = Table(dict.fromkeys(items))
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._table
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __repr__(self) -> str:
-        return f"TableSet({list(self)!r})"
-
-    def plus(self, item: K) -> TableSet[K]:
-        """A copy with an item."""
-        return self if item in self else self._changed(self._table.plus(item, None))
-
-    def minus(self, item: K) -> TableSet[K]:
-        """A copy without an item."""
-        return self._changed(self._table.minus(item)) if item in self else self
-
-    def _changed(self, table: Table[K, None]) -> TableSet[K]:
-        changed: TableSet[K] = TableSet.__new__(TableSet)
-        changed._table = table
-        return changed
-
-
 def encode_hook(value: object) -> object:
-    """A table or a set of this module as what msgspec can encode."""
+    """A table as what msgspec can encode."""
     if isinstance(value, Table):
         return dict(value)
-    if isinstance(value, TableSet):
-        return list(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
 def decode_hook(kind: Any, value: object) -> object:
-    """A table or a set of this module of what `encode_hook` made of it."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Table:
-        return Table(msgspec.convert(value, GenericAlias(dict, arguments), str_keys=True))
-    if origin is TableSet:
-        return TableSet(msgspec.convert(value, GenericAlias(list, arguments)))
+    """A table of what `encode_hook` made of it."""
+    if get_origin(kind) is Table:
+        return Table(msgspec.convert(value, GenericAlias(dict, get_args(kind)), str_keys=True))
     raise NotImplementedError(f"{kind} cannot be decoded")
