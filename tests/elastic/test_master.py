@@ -534,8 +534,9 @@ class TestRefusals:
             assert response.status == 400
             assert "install the same remesh everywhere" in json.loads(response.read())["error"]
 
-    def test_too_much(self, tmp_path: Path) -> None:
-        with start(tmp_path, ServerOptions(max_request_bytes=1000)) as server:
+    def test_too_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("remesh.elastic.frame_server.MAX_REQUEST_BYTES", 1000)
+        with start(tmp_path) as server:
             parts = urlsplit(server.url)
             connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
             connection.request(

@@ -112,12 +112,10 @@ class Listener:
     `on_close` is called with the number of each that was closed, and `by_peer`.
     """
 
-    def __init__(
-        self, tls: ssl.SSLContext | None, most: int, on_close: Callable[..., object]
-    ) -> None:
+    def __init__(self, tls: ssl.SSLContext | None, on_close: Callable[..., object]) -> None:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._connections = Connections(most)
+        self._connections = Connections(max_connections())
         self._on_close = on_close
         self._closers: dict[Connection, Callable[[], object]] = {}
         self._of: dict[asyncio.BaseTransport, Connection] = {}

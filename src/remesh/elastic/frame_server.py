@@ -32,6 +32,8 @@ BURST_SECONDS = 5.0
 MAX_SENDERS = 10_000
 """Senders after which those that are silent are forgotten."""
 TOO_MANY = "too many requests; ask again later"
+MAX_REQUEST_BYTES = 8 << 20
+"""Larger requests are refused."""
 MAX_HEAD_BYTES = 8192
 """Longer heads of requests are left to the HTTP server."""
 _ACCEPTED = (
@@ -101,7 +103,6 @@ class FrameServer:
     token: str  # what requests must carry; empty: nothing
     limit: RateLimit  # limits the requests of each sender
     listener: Listener  # the connections
-    max_request_bytes: int  # larger requests are refused
     opened: set[_Framed] = field(default_factory=set)  # those that speak frames
 
     def close(self) -> None:
@@ -219,7 +220,7 @@ class _Framed(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Some of a frame, or some frames, have come."""
         try:
-            found, self._data = frames.split(self._data + data, self._server.max_request_bytes)
+            found, self._data = frames.split(self._data + data, MAX_REQUEST_BYTES)
             if any(status for status, _body in found):
                 raise frames.FrameError("a request has the status 0")
         except frames.FrameError as error:

@@ -25,17 +25,6 @@ FINISH_SECONDS = 5.0
 """How long a command that runs when the master ends has to finish, before it is killed."""
 
 
-def exclusions_of(job: Job) -> dict[tuple[int, str], tuple[str, str]]:
-    """Name and reason of the excluded nodes, by id and incarnation."""
-    if job.rendezvous is None:
-        return {}
-    names = {node_id: name for name, node_id in job.names.items()}
-    return {
-        (node_id, incarnation): (names.get(node_id, ""), reason)
-        for node_id, (incarnation, reason) in job.rendezvous.excluded.items()
-    }
-
-
 async def report_exclusions(
     current: Callable[[], Job], command: str | None, ending: asyncio.Event
 ) -> None:
@@ -45,10 +34,13 @@ async def report_exclusions(
     """
     told: set[tuple[int, str]] = set()
     while command is not None and not ending.is_set():
-        for (node_id, incarnation), (name, reason) in exclusions_of(current()).items():
+        job = current()
+        excluded = {} if job.rendezvous is None else job.rendezvous.excluded
+        for node_id, (incarnation, reason) in excluded.items():
             if ending.is_set() or (node_id, incarnation) in told:
                 continue
             told.add((node_id, incarnation))
+            name = next((name for name, number in job.names.items() if number == node_id), "")
             what = {
                 "REMESH_NODE": name,
                 "REMESH_NODE_ID": str(node_id),

@@ -82,8 +82,6 @@ WRITE_PAUSES = 4.0
 the job is, a fifth of a core writes it."""
 RETRY_SECONDS = 1.0
 """Seconds between two attempts to write a journal that could not be written."""
-LOG_EVERY = 600.0
-"""Seconds after which that is logged again."""
 MAX_WAIT = 30.0
 """Longest time that a request may wait."""
 MAX_STORE_BYTES = 1 << 20
@@ -100,7 +98,6 @@ class _JournalFailure:
     since: float  # since when
     text: str  # why
     retry_at: float  # when it is tried again
-    logged_at: float  # when it was logged last
 
 
 class RequestError(Exception):
@@ -223,17 +220,17 @@ class Master:
         return time.thread_time() - began
 
     def _record_journal_failure(self, text: str, now: float) -> None:
-        old = self._journal_failure
-        since, logged_at = (now, -math.inf) if old is None else (old.since, old.logged_at)
-        if now - logged_at >= LOG_EVERY:
-            logged_at = now
+        since = now
+        if self._journal_failure is not None:
+            since = self._journal_failure.since
+        else:
             log.error(
                 "%s\n"
                 "The job goes on, but a master that is started again would not know the events "
                 "from now on: free space on the disk, or find why the file cannot be written",
                 text,
             )
-        self._journal_failure = _JournalFailure(since, text, now + RETRY_SECONDS, logged_at)
+        self._journal_failure = _JournalFailure(since, text, now + RETRY_SECONDS)
 
     def _note_recovery(self, now: float) -> None:
         if self._journal_failure is not None:

@@ -13,27 +13,15 @@ from remesh.elastic.status import Status
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
-class _StatusCollector(Collector):
-    """Gives one status as metrics."""
+class _Found(Collector):
+    """Metrics as a registry takes them."""
 
-    def __init__(self, status: Status, num_requests: int, journal_failing: bool) -> None:
-        self._status = status
-        self._num_requests = num_requests
-        self._journal_failing = journal_failing
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
 
     def collect(self) -> list[Metric]:
         """The metrics."""
-        status = self._status
-        return [
-            *_totals(status, self._num_requests),
-            GaugeMetricFamily(
-                "remesh_journal_failing",
-                "Whether the master's journal cannot be written",
-                value=float(self._journal_failing),
-            ),
-            _by_state(status),
-            *_by_rank(status),
-        ]
+        return self._found
 
 
 def _totals(status: Status, num_requests: int) -> list[Metric]:
@@ -85,6 +73,12 @@ def _by_rank(status: Status) -> list[Metric]:
 
 def render_metrics(status: Status, num_requests: int, *, journal_failing: bool) -> bytes:
     """The text that Prometheus scrapes."""
+    failing = GaugeMetricFamily(
+        "remesh_journal_failing",
+        "Whether the master's journal cannot be written",
+        value=float(journal_failing),
+    )
+    found = [*_totals(status, num_requests), failing, _by_state(status), *_by_rank(status)]
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatusCollector(status, num_requests, journal_failing))
+    registry.register(_Found(found))
     return generate_latest(registry)

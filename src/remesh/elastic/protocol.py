@@ -67,7 +67,6 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     node_id: int
     reason: str  # what the job waits for
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    """Seconds without a message after which a node is lost."""
 
 
 class NodeTest(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +78,6 @@ class NodeTest(msgspec.Struct, frozen=True, tag=True):
     test_round: int  # number of the test round within it
     group: tuple[Node, ...]  # the nodes of the group, in the order of their ranks in the test
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    """Seconds without a message after which a node is lost."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):

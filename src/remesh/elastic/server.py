@@ -68,12 +68,9 @@ class ServerOptions:
     port: int = 0  # port; 0 for any free one
     token: str = ""  # what requests must carry; empty: nothing, on the loopback address only
     tls: ssl.SSLContext | None = None  # certificate and key, if it speaks HTTPS
-    max_request_bytes: int = 8 << 20  # larger requests are refused
     max_requests_per_second: float = 2000.0
     """More of one node, or of one address that is no node's, are refused, to be sent again later.
     """
-    max_connections: int | None = None
-    """How many may be open; by default what the limit of open files allows."""
 
     def __post_init__(self) -> None:
         if not self.token and self.host not in ("127.0.0.1", "::1", "localhost"):
@@ -128,14 +125,10 @@ def make_app(
     def seen() -> Status:
         return status_of(master.job, master.live, master.clock(), master.warnings)
 
-    async def status(request: web.Request) -> web.StreamResponse:
-        if not limit.allows(request.remote or ""):
-            return _too_many()
+    async def status(_request: web.Request) -> web.StreamResponse:
         return _reply(seen())
 
     async def overview(request: web.Request) -> web.StreamResponse:
-        if not limit.allows(request.remote or ""):
-            return _too_many()
         try:
             query = msgspec.convert(dict(request.query), Query, strict=False)
         except msgspec.ValidationError as error:
@@ -146,16 +139,14 @@ def make_app(
     async def page(_request: web.Request) -> web.StreamResponse:
         return web.Response(text=PAGE, content_type="text/html")
 
-    async def metrics(request: web.Request) -> web.StreamResponse:
-        if not limit.allows(request.remote or ""):
-            return _too_many()
+    async def metrics(_request: web.Request) -> web.StreamResponse:
         failing = not master.is_written
         text = render_metrics(seen(), master.num_requests, journal_failing=failing)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     app = web.Application(
-        middlewares=[_make_guard(master, options, listener)],
-        client_max_size=options.max_request_bytes,
+        middlewares=[_make_guard(master, options, listener, limit)],
+        client_max_size=frame_server.MAX_REQUEST_BYTES,
     )
     app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
     app.router.add_get(f"/v{PROTOCOL_VERSION}/overview", overview)
@@ -187,9 +178,9 @@ def _too_many() -> web.Response:
 
 
 def _make_guard(
-    master: Master, options: ServerOptions, listener: connections.Listener
+    master: Master, options: ServerOptions, listener: connections.Listener, limit: RateLimit
 ) -> Middleware:
-    """Refuses requests without the token, and those that do not arrive whole in time."""
+    """Refuses requests without the token, too many of one address, and those that come too late."""
     wrong = RateLimit(MAX_WRONG_TOKENS)
 
     @web.middleware
@@ -197,11 +188,15 @@ def _make_guard(
         master.num_requests += 1
         given = request.headers.get("Authorization", "")
         trusted = is_trusted(given, options.token)
-        if not trusted and request.match_info.route.name != "page":
+        is_page = request.match_info.route.name == "page"
+        if not trusted and not is_page:
             if not wrong.allows(request.remote or ""):
                 return _too_many()
             log.warning("a request from %s has not the token", request.remote)
             return _reply(Problem("the token is missing or wrong (Authorization: Bearer ...)"), 401)
+        # What nodes send is limited by node.
+        if request.method == "GET" and not is_page and not limit.allows(request.remote or ""):
+            return _too_many()
         try:
             await asyncio.wait_for(request.read(), connections.REQUEST_SECONDS)
         except TimeoutError:
@@ -279,8 +274,7 @@ async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[in
     quiet = (requests_log, log, connections.log, frame_server.log)
     for logger in quiet:
         logger.addFilter(once)
-    most = options.max_connections or connections.max_connections()
-    listener = connections.Listener(options.tls, most, master.close_connection)
+    listener = connections.Listener(options.tls, master.close_connection)
     limit = RateLimit(options.max_requests_per_second)
     app = make_app(master, options, listener, limit)
     runner = web.AppRunner(app, access_log=None, logger=requests_log)
@@ -291,7 +285,6 @@ async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[in
         token=options.token,
         limit=limit,
         listener=listener,
-        max_request_bytes=options.max_request_bytes,
     )
     accept = functools.partial(Opening, frame, runner.server)
     try:
