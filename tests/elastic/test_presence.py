@@ -12,8 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Job, NodeLost, Policy, apply
-from remesh.elastic.live import Live, events_of_time, hear_beat, hear_failures
-from remesh.elastic.presence import BEAT_SECONDS, CONFIRM_SECONDS, Presence
+from remesh.elastic.live import (
+    BEAT_SECONDS,
+    CONFIRM_SECONDS,
+    Live,
+    Presence,
+    events_of_time,
+    hear_beat,
+    hear_failures,
+)
 from remesh.elastic.protocol import Beat, Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
 from tests.elastic.cluster import Cluster

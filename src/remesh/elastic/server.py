@@ -254,16 +254,11 @@ async def serve(
     """Serve a master until this is cancelled."""
     try:
         async with _listening(master, options) as port:
-            on_ready(url_of(options, port))
+            scheme = "https" if options.tls is not None else "http"
+            on_ready(f"{scheme}://{options.host}:{port}")
             await master.keep_time(end_with_job=end_with_job)
     finally:
         await master.close()
-
-
-def url_of(options: ServerOptions, port: int) -> str:
-    """The URL of a master that listens on a port."""
-    scheme = "https" if options.tls is not None else "http"
-    return f"{scheme}://{options.host}:{port}"
 
 
 @contextlib.asynccontextmanager
@@ -280,12 +275,7 @@ async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[in
     runner = web.AppRunner(app, access_log=None, logger=requests_log)
     await runner.setup()
     assert runner.server is not None
-    frame = FrameServer(
-        master=master,
-        token=options.token,
-        limit=limit,
-        listener=listener,
-    )
+    frame = FrameServer(master=master, token=options.token, limit=limit, listener=listener)
     accept = functools.partial(Opening, frame, runner.server)
     try:
         yield listener.listen(accept, options.host, options.port)

@@ -36,13 +36,6 @@ class Table(Mapping[K, V], Generic[K, V]):
     def __getitem__(self, key: K) -> V:
         return self._buckets[hash(key) % NUM_BUCKETS][key]
 
-    def get(self, key: K, default: Any = None) -> Any:
-        """The value of a key, or a default."""
-        return self._buckets[hash(key) % NUM_BUCKETS].get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._buckets[hash(key) % NUM_BUCKETS]
-
     def __iter__(self) -> Iterator[K]:
         for bucket in self._buckets:
             yield from bucket
