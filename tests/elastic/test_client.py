@@ -264,7 +264,9 @@ class TestBeats:
             wait_until(lambda: sum(beat.ranks.keys() == {1} for beat in beats) > 1, "rank 1")
             node.close()
         (said,) = [record.getMessage() for record in caplog.records]
-        assert said.startswith(f"the steps of rank 0 are not reported: cannot read {unreadable}: ")
+        assert said.startswith(
+            f"a process is taken for one that reports nothing: cannot read {unreadable}: "
+        )
 
     @given(
         silence=st.floats(0.1, 600),

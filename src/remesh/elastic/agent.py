@@ -496,7 +496,7 @@ class Agent(LocalElasticAgent):
 
     def _beats(self) -> list[Heartbeat]:
         """What the ranks reported last."""
-        beats = map(processes.beat_of, self._files.values())
+        beats = map(self._node.beats.read, self._files.values())
         return [beat for beat in beats if beat is not None]
 
     def _send_stacks(self, dump: int) -> None:
@@ -573,7 +573,7 @@ class Agent(LocalElasticAgent):
     def _describe(self, rank: int, failure: Any) -> ProcessFailure:
         assignment = self._node.assignment
         assert assignment is not None
-        beat = processes.beat_of(self._files[rank]) if rank in self._files else None
+        beat = self._node.beats.read(self._files[rank]) if rank in self._files else None
         return ProcessFailure(
             node_id=assignment.node_id,
             round=assignment.round,

@@ -30,6 +30,7 @@ import contextlib
 import faulthandler
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import signal
@@ -45,6 +46,8 @@ from remesh.errors import StorageError
 __all__ = ["Heartbeat", "read_heartbeat", "request", "write_heartbeat"]
 
 StrPath = str | os.PathLike[str]
+
+_LOGGER = logging.getLogger(__name__)
 
 Request = Literal["save", "save-and-stop", "save-and-hold", "hold"]
 """What an agent may ask for: a save, a save after which the training ends, a save after which the
@@ -101,6 +104,28 @@ def read_heartbeat(path: StrPath) -> Heartbeat | None:
         return None if data is None else msgspec.json.decode(data, type=Heartbeat)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+class HeartbeatReader:
+    """Reads heartbeats for an agent, which no unreadable file ends: that is logged once a file.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._unreadable: set[StrPath] = set()  # files that could not be read last
+
+    def read(self, path: StrPath) -> Heartbeat | None:
+        """As `read_heartbeat`; None also if the file cannot be read."""
+        try:
+            beat = read_heartbeat(path)
+        except StorageError as error:
+            if path not in self._unreadable:
+                self._unreadable.add(path)
+                _LOGGER.warning("a process is taken for one that reports nothing: %s", error)
+            return None
+        self._unreadable.discard(path)
+        return beat
 
 
 def request(path: StrPath, what: Request) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from remesh.elastic.client import Client
-from remesh.elastic.heartbeat import read_heartbeat
+from remesh.elastic.heartbeat import HeartbeatReader
 from remesh.elastic.job import Policy
 from remesh.elastic.protocol import (
     Assignment,
@@ -40,7 +40,7 @@ from remesh.elastic.protocol import (
     Waiting,
 )
 from remesh.elastic.rendezvous import Outcome
-from remesh.errors import MasterError, StorageError
+from remesh.errors import MasterError
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class NodeClient:
         beat_seconds: float = 1.0,
     ) -> None:
         self.client = client
+        self.beats = HeartbeatReader()
         self.address = first.address
         self._first = first
         self._test = test
@@ -110,7 +111,6 @@ class NodeClient:
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         self._beating: threading.Thread | None = None
-        self._unreadable: set[str] = set()  # heartbeat files that could not be read last
 
     @property
     def assignment(self) -> Assignment | None:
@@ -255,14 +255,7 @@ class NodeClient:
         """What the processes report, for those that do."""
         reports = {}
         for rank, file in files.items():
-            try:
-                heartbeat = read_heartbeat(file)
-            except StorageError as error:
-                if file not in self._unreadable:
-                    log.warning("the steps of rank %d are not reported: %s", rank, error)
-                self._unreadable.add(file)
-                continue
-            self._unreadable.discard(file)
+            heartbeat = self.beats.read(file)
             if heartbeat is not None:
                 reports[rank] = RankReport(
                     step=heartbeat.step,

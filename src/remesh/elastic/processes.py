@@ -23,9 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from remesh.elastic.failures import MAX_MESSAGE
-from remesh.elastic.heartbeat import Heartbeat, read_heartbeat
 from remesh.elastic.script import done_note
-from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -171,15 +169,6 @@ def _new_logs(context: SubprocessContext, rank: int, name: str) -> list[str]:
         shown.start()
         context._tail_logs.append(shown)  # noqa: SLF001
     return found
-
-
-def beat_of(file: str) -> Heartbeat | None:
-    """The heartbeat in a file; None also if it cannot be read, which must not end the agent."""
-    try:
-        return read_heartbeat(file)
-    except StorageError as error:
-        log.warning("a process is taken for one that reports nothing: %s", error)
-        return None
 
 
 def message_of(failure: Any) -> str:
