@@ -30,7 +30,7 @@ from remesh.training import (
     ResumableSampler,
     Resumed,
     live,
-    provenance,
+    recording,
 )
 from remesh.training import manager as manager_module
 from remesh.training.live import Offer, has_all_roles, steps_on_offer
@@ -492,7 +492,7 @@ def test_the_revision_of_the_code_is_read_once(
         read.append(directory)
         return "abc"
 
-    monkeypatch.setattr(provenance, "git_revision", revision)
+    monkeypatch.setattr(recording, "git_revision", revision)
     job = TrainingJob(is_reentrant=True)
     with remesh.Manager(tmp_path, job=job) as manager:
         for step in range(1, 4):
@@ -502,7 +502,7 @@ def test_the_revision_of_the_code_is_read_once(
         assert manager.latest is not None
         assert manager.latest.note is not None
     assert manager.latest.note.provenance.revision == "abc"
-    assert job.boundary.note.provenance.revision == "abc"
+    assert job.boundary.moment.note.provenance.revision == "abc"
     assert len(read) == 1
 
 

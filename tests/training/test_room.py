@@ -59,7 +59,7 @@ def test_a_boundary_without_room_is_given_up(
     state = trained()
     prints = Fingerprints()
     keeper = Keeper(state, prints.take(state), prints)
-    job.boundary = Boundary(1, None, "", keeper, dict, [], 0.0)  # type: ignore[arg-type]
+    job.boundary = Boundary(1, None, keeper, 0.0)  # type: ignore[arg-type]
     job.make_room()
     assert (job.boundary is not None) == is_kept
     assert ("there is no room for both" in caplog.text) == (not is_kept)

@@ -17,12 +17,13 @@ import remesh
 from remesh.errors import StateError
 from remesh.exchange import ThreadExchange
 from remesh.training import sampling
-from remesh.training.permutation import key_of, shuffled
 from remesh.training.sampling import (
     ResumableBatchSampler,
     ResumableSampler,
     SampleOrder,
     SkipBatchSampler,
+    key_of,
+    shuffled,
 )
 from tests.support import run_ranks
 

@@ -16,8 +16,12 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
 import remesh
-from remesh.training.scaling import ScalingDecision, apply_scaling, decide_scaling
-from remesh.training.steps import GlobalBatch
+from remesh.training.scaling import (
+    GlobalBatch,
+    ScalingDecision,
+    apply_scaling,
+    decide_scaling,
+)
 
 small = st.integers(1, 32)
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.training import steps
-from remesh.training.steps import GlobalBatch, convert_step
+from remesh.training import scaling
+from remesh.training.scaling import GlobalBatch, convert_step
 
 small = st.integers(1, 64)
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(steps).failed == 0
+    assert doctest.testmod(scaling).failed == 0
 
 
 @given(st.integers(0, 10**6), small, small, small, small, small, small)

@@ -130,7 +130,7 @@ def export_weights(
     exchange = exchange_of(group)
     state, place = _live_or_stored(source, entry)
     local = describe_local(state)
-    replies = run_on_all(exchange, lambda: _encode(_describe(local)))
+    replies = run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local)))
     if place is None:
         weights, stored = _merge(replies), None
     else:
@@ -219,10 +219,6 @@ def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
     if isinstance(source, Mapping) and entry is not None:
         return {key: value for key, value in source.items() if key == entry}, None
     return source, None
-
-
-def _encode(weights: list[_Weight]) -> bytes:
-    return msgspec.msgpack.encode(weights)
 
 
 def _describe(description: Description) -> list[_Weight]:

@@ -30,6 +30,7 @@ from torch.optim.optimizer import Optimizer
 from remesh.core.geometry import IntArray
 from remesh.core.integrity import hex_digest
 from remesh.core.sharded import ShardedTensor
+from remesh.core.state import Joined
 
 SMALL = 1 << 20
 """Bytes up to which buffers of modules are no part of a fingerprint. A forward pass changes them,
@@ -60,16 +61,12 @@ class Fingerprints:
     """Takes fingerprints of a state, step after step. For one thread."""
 
     def __init__(self) -> None:
-        # Of each module in the state, the children of all modules, and these modules.
-        self._modules: dict[torch.nn.Module, tuple[list[Any], list[torch.nn.Module]]] = {}
-        self._former = self._modules  # of the state before
         self._plan = _Plan(([], [], []), {}, (), {})
 
     def take(self, state: Any) -> Fingerprint:
         """The fingerprint of a state as it is now."""
-        self._former, self._modules = self._modules, {}
         found: list[torch.Tensor] = []
-        self._walk(state, found)
+        _walk(state, found)
         return self.take_of(found)
 
     def take_of(self, tensors: Sequence[torch.Tensor]) -> Fingerprint:
@@ -89,57 +86,46 @@ class Fingerprints:
         Tensors whose ids are in `but` may have changed.
         """
         found: list[torch.Tensor] = []
-        self._walk(state, found)
+        _walk(state, found)
         tensors = plain(found)
         if len(tensors) != len(then.versions):
             return "a tensor that was added or removed"
         may = np.array([id(tensor) in but for tensor in tensors], dtype=bool)
         for number in np.flatnonzero(then.differs(tensors) & ~may).tolist():
-            return next(_names_of(state, "state", tensors[number]), "a tensor")
+            for name, tensor in named_tensors(state, "state"):
+                if any(part is tensors[number] for part in _parts_of_subclass(tensor)):
+                    return name
+            return "a tensor"
         return ""
 
-    def _walk(self, node: Any, found: list[torch.Tensor]) -> None:
-        """Collect the tensors of a state, in an order that depends on the state alone."""
-        match node:
-            case torch.Tensor():
-                found.append(node)
-            case torch.nn.Module():
-                for part in self.modules_of(node):
-                    own = part._parameters.values()  # noqa: SLF001
-                    found += [tensor for tensor in own if tensor is not None]
-                    buffers = part._buffers.values()  # noqa: SLF001
-                    found += [one for one in buffers if one is not None and one.nbytes > SMALL]
-            case Optimizer():
-                kept: list[Any] = []
-                for values in node.state.values():
-                    kept += values.values() if isinstance(values, dict) else [values]
-                if set(map(type, kept)) <= _PLAIN:
-                    found += kept
-                else:
-                    self._walk(kept, found)
-            case Mapping():
-                for value in node.values():
-                    self._walk(value, found)
-            case list() | tuple():
-                for value in node:
-                    self._walk(value, found)
-            case ShardedTensor():
-                found += [part.data for part in node.parts if isinstance(part.data, torch.Tensor)]
 
-    def modules_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
-        """A module and those below it; kept while all have the same children."""
-        kept = self._modules.get(module) or self._former.get(module)
-        parts = list(module.modules()) if kept is None else kept[1]
-        children = _children_of(parts)
-        if kept is not None and children != kept[0]:
-            parts = list(module.modules())
-            children = _children_of(parts)
-        self._modules[module] = children, parts
-        return parts
-
-
-def _children_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module | None]:
-    return [child for module in modules for child in module._modules.values()]  # noqa: SLF001
+def _walk(node: Any, found: list[torch.Tensor]) -> None:
+    """Collect the tensors of a state, in an order that depends on the state alone."""
+    match node:
+        case torch.Tensor():
+            found.append(node)
+        case torch.nn.Module():
+            for part in node.modules():
+                own = part._parameters.values()  # noqa: SLF001
+                found += [tensor for tensor in own if tensor is not None]
+                buffers = part._buffers.values()  # noqa: SLF001
+                found += [one for one in buffers if one is not None and one.nbytes > SMALL]
+        case Optimizer():
+            kept: list[Any] = []
+            for values in node.state.values():
+                kept += values.values() if isinstance(values, dict) else [values]
+            if set(map(type, kept)) <= _PLAIN:
+                found += kept
+            else:
+                _walk(kept, found)
+        case Mapping():
+            for value in node.values():
+                _walk(value, found)
+        case list() | tuple():
+            for value in node:
+                _walk(value, found)
+        case ShardedTensor():
+            found += [part.data for part in node.parts if isinstance(part.data, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,23 +327,24 @@ def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [-1 if one.is_inference() else one._version for one in tensors]  # noqa: SLF001
 
 
-def _names_of(node: Any, name: str, wanted: torch.Tensor) -> Iterator[str]:
-    """Names in a state of one of its tensors."""
+def named_tensors(node: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state that a process holds, with their names there."""
     match node:
         case torch.Tensor():
-            if any(part is wanted for part in _parts_of_subclass(node)):
-                yield name
+            yield name, node
         case torch.nn.Module():
             for key, tensor in (*node.named_parameters(), *node.named_buffers()):
-                yield from _names_of(tensor, f"{name}.{key}", wanted)
+                yield f"{name}.{key}", tensor
         case Optimizer():
-            yield from _names_of([*node.state.values()], f"{name}.state", wanted)
+            yield from named_tensors([*node.state.values()], f"{name}.state")
         case Mapping():
             for key, value in node.items():
-                yield from _names_of(value, f"{name}.{key}", wanted)
+                yield from named_tensors(value, f"{name}.{key}")
         case list() | tuple():
             for number, value in enumerate(node):
-                yield from _names_of(value, f"{name}.{number}", wanted)
+                yield from named_tensors(value, f"{name}.{number}")
         case ShardedTensor():
             for part in node.parts:
-                yield from _names_of(part.data, name, wanted)
+                yield from named_tensors(part.data, name)
+        case Joined():
+            yield from named_tensors([node.state, node.beside], name)

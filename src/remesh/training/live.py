@@ -41,8 +41,9 @@ from remesh.elastic.training_job import TrainingJob
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.resharding import Resharder
-from remesh.training import resuming, rng
+from remesh.training import resuming
 from remesh.training.fingerprints import SMALL, Fingerprint, Fingerprints, plain
+from remesh.training.recording import Moment
 from remesh.training.resuming import Source
 from remesh.training.room import bytes_by_device, make_room, tensors_of
 
@@ -71,11 +72,8 @@ class Boundary:
     """What a rank held when its last step was complete."""
 
     step: int
-    note: ManagerNote  # what a save would have recorded then
-    parent: str  # what `Manager` had as the parent of its saves
+    moment: Moment
     keeper: Keeper  # gives the state as it was
-    rows: Callable[[], Mapping[str, ShardedTensor]]  # random numbers, as they are saved
-    role: list[int]  # coordinates of this rank's role
     saved_at: float
     """When the last save began that was committed, by this process's monotonic clock."""
     is_clean: bool = True  # whether no optimizer has begun to change it
@@ -97,8 +95,8 @@ class Offer(msgspec.Struct, frozen=True):
 
     step: int | None  # the step; None if it has nothing
     note: bytes = b""  # of the boundary, as JSON
-    parent: str = ""  # see `Boundary`
-    role: list[int] = []  # see `Boundary`
+    parent: str = ""  # see `Moment`
+    role: list[int] = []  # see `Moment`
     unsaved_seconds: float = 0.0  # see `Source`
 
 
@@ -127,7 +125,6 @@ class LiveMemory:
 
     Attributes:
         is_on: Whether the state can be relied on; it cannot if its changes are not seen.
-        saved_at: See `Boundary`; of the next one.
         fingerprints: Take those of the state.
     """
 
@@ -136,7 +133,6 @@ class LiveMemory:
         self._exchange = exchange
         self._buffers = buffers
         self.is_on = True
-        self.saved_at = time.monotonic()
         self.fingerprints = Fingerprints()
         self._optimizers: set[int] = set()  # ids of those in the state
         _OPEN.add(self)
@@ -157,10 +153,8 @@ class LiveMemory:
         state: Any,
         *,
         fingerprint: Fingerprint,
-        note: Callable[[], ManagerNote],
-        parent: str,
-        rows: Callable[[], Mapping[str, ShardedTensor]],
-        roles: rng.Roles,
+        saved_at: float,
+        moment: Callable[[], Moment],
     ) -> None:
         """A step is complete on this rank."""
         if not self.is_on:
@@ -169,8 +163,7 @@ class LiveMemory:
         try:
             keeper = Keeper(state, fingerprint, self.fingerprints)
             self._optimizers = keeper.optimizers
-            role = [coordinate for coordinate, _ in roles.own.values()]
-            self._job.boundary = Boundary(step, note(), parent, keeper, rows, role, self.saved_at)
+            self._job.boundary = Boundary(step, moment(), keeper, saved_at)
         except NotWatchedError as problem:
             self.is_on, self._job.boundary = False, None
             _LOGGER.warning("the state is not taken from live memory: %s", problem)
@@ -190,10 +183,10 @@ class LiveMemory:
         def offer() -> bytes:
             if not has_state:
                 return msgspec.msgpack.encode(Offer(None))
-            note = msgspec.json.encode(boundary.note)
-            unsaved = time.monotonic() - boundary.saved_at
+            moment, unsaved = boundary.moment, time.monotonic() - boundary.saved_at
+            note = msgspec.json.encode(moment.note)
             return msgspec.msgpack.encode(
-                Offer(boundary.step, note, boundary.parent, boundary.role, unsaved)
+                Offer(boundary.step, note, moment.parent, moment.role, unsaved)
             )
 
         replies = run_on_all(self._exchange, offer)
@@ -224,8 +217,9 @@ class LiveMemory:
         own = self._exchange.rank
         if own in ranks:
             # Of several ranks with one role, the first gives its random numbers.
-            is_first = boundary.role not in [offers[rank].role for rank in ranks if rank < own]
-            rows = boundary.rows() if note.streams and is_first else {}
+            moment = boundary.moment
+            is_first = moment.role not in [offers[rank].role for rank in ranks if rank < own]
+            rows = moment.rows() if note.streams and is_first else {}
             source = resuming.with_rows(state, rows)
 
         def load(target: Any, **options: Any) -> Any:
@@ -349,7 +343,9 @@ class Keeper:
                 items = [self.keep(value, f"{name}.{place}") for place, value in enumerate(node)]
                 return lambda: kind([get() for get in items])
             case ShardedTensor():
-                return self._keep_sharded(node, name)
+                for part in node.parts:
+                    is_tensor = isinstance(part.data, torch.Tensor)
+                    self.keep(part.data if is_tensor else np.asarray(part.data), name)
             case np.ndarray():
                 return self._keep_array(node, name)
             case torch.Generator():
@@ -363,7 +359,7 @@ class Keeper:
         return lambda: node
 
     def _keep_module(self, module: torch.nn.Module) -> None:
-        for part in self._fingerprints.modules_of(module):
+        for part in module.modules():
             for key, buffer in part._buffers.items():  # noqa: SLF001 - and their places
                 if buffer is not None:
                     self._keep_buffer(part._buffers, key, buffer)  # noqa: SLF001
@@ -402,14 +398,6 @@ class Keeper:
             )
         kept = copy.deepcopy(taken)
         self._restore.append(lambda: node.load_state_dict(copy.deepcopy(kept)))
-
-    def _keep_sharded(self, node: ShardedTensor, name: str) -> Callable[[], Any]:
-        for part in node.parts:
-            if isinstance(part.data, torch.Tensor):
-                self._copy_if_small(part.data)
-            else:
-                self._keep_array(np.asarray(part.data), name)
-        return lambda: node
 
     def _keep_array(self, array: Any, name: str) -> Callable[[], Any]:
         if array.nbytes > MAX_COPY:

@@ -26,10 +26,11 @@ mismatch, a newer format or a failing storage is raised: going back would hide i
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from types import TracebackType
@@ -41,6 +42,7 @@ from remesh import catalog
 from remesh.background import SaveHandle, Saver
 from remesh.catalog import CheckpointInfo, ManagerNote
 from remesh.checkpoint import Buffers
+from remesh.checkpoint.arguments import check_count, check_flag, check_seconds, is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.core.state import Joined
 from remesh.elastic.heartbeat import HOLDS
@@ -52,9 +54,8 @@ from remesh.pipeline import Compress
 from remesh.run_info import run_info
 from remesh.storage import is_local, open_storage
 from remesh.training import last_step, policies, resuming, retention, rng
-from remesh.training.arguments import check_options, check_state, check_step
 from remesh.training.last_step import LastStep, digest_of_state
-from remesh.training.memory import open_live_memory, open_memory
+from remesh.training.memory import open_memory
 from remesh.training.policies import Note, SavePolicy
 from remesh.training.recording import Recorder
 from remesh.training.resuming import Resumed, Source
@@ -65,6 +66,7 @@ from remesh.transform import Program, Transform, as_transform
 
 if TYPE_CHECKING:
     from remesh.training.fingerprints import Fingerprint, Fingerprints
+    from remesh.training.live import LiveMemory
 
 EXIT_SECONDS = 10.0
 """How long a save in flight may still take when an exception ends the manager."""
@@ -147,7 +149,12 @@ class Manager:
         job: TrainingJob | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
-        check_options(background, save_at_end, verify_replicas, deadline, arena_bytes)
+        check_flag("Manager", "background", background)
+        check_flag("Manager", "save_at_end", save_at_end)
+        check_flag("Manager", "verify_replicas", verify_replicas)
+        check_seconds("Manager", "deadline", deadline)
+        if arena_bytes is not None:
+            check_count("Manager", "arena_bytes", arena_bytes, 1)
         self._root, self._storage = root, open_storage(root)
         self._every, self._keep = policies.save_policies(every), retention.keep_policies(keep)
         self._randomness = randomness or Randomness()
@@ -174,7 +181,7 @@ class Manager:
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
         self._watch.is_saving = lambda: self._handle is not None and not self._handle.done()
-        self._live = open_live_memory(job, self._exchange, buffers, self._watch)
+        self._live = self._open_live_memory(job, buffers)
         self._memory = open_memory(
             self._exchange,
             run_info().snapshot_dir,
@@ -184,6 +191,19 @@ class Manager:
             buffers=buffers,
             on_event=on_event,
         )
+
+    def _open_live_memory(
+        self, job: TrainingJob | None, buffers: Buffers | None
+    ) -> LiveMemory | None:
+        """The memory of this process; None if it does not go on from world to world."""
+        if job is None or not job.is_reentrant:
+            return None
+        # Here, for it needs torch, which a manager does without.
+        from remesh.training.live import LiveMemory
+
+        live = LiveMemory(job, self._exchange, buffers)
+        self._watch.holds_state = lambda: live.is_on
+        return live
 
     # What there is --------------------------------------------------------------------------------
 
@@ -253,7 +273,7 @@ class Manager:
             WorldChangedError: If the training function is going to be entered again.
         """
         self._check_open("step")
-        check_step("step", step, state)
+        _check_step("step", step, state)
         fingerprint = self._fingerprint(state)
         if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
             self._last = LastStep(step, state, metrics, fingerprint)
@@ -267,7 +287,7 @@ class Manager:
             verdict = self._look_around(step)
             reason, stop, hold = reason or verdict.reason, verdict.stop, verdict.hold
         if self._memory is not None and self._memory.is_due(step):
-            self._recorder.keep(self._memory, step, state, metrics)
+            self._memory.save(step, state, partial(self._recorder.describe, step, metrics))
         if reason:
             self._begin(step, state, metrics, None, reason)
             self._watch.answered()
@@ -299,7 +319,7 @@ class Manager:
             RemeshError: As `step`.
         """
         self._check_open("save")
-        check_step("save", step, state)
+        _check_step("save", step, state)
         self._begin(step, state, metrics, metadata, "asked for")
 
     def wait(self) -> None:
@@ -347,7 +367,7 @@ class Manager:
             may_be_pinned = step == self._saved_step and self._exchange.rank == 0
             self._is_pinned = may_be_pinned and catalog.is_pinned(self._storage, name)
             now.append(digest_of_state(state))
-            return self._recorder.describe(step, full, metrics, what)
+            return self._recorder.describe(step, metrics, full, what)
 
         told = run_on_all(self._exchange, prepare)
         if self._exchange.rank == 0 and self._saving_step is None:
@@ -392,8 +412,10 @@ class Manager:
         """Note that a step is complete in the memory of this process, if live memory is used."""
         if self._live is not None:
             assert fingerprint is not None, "live memory needs torch"
-            self._live.saved_at = self._saved_at
-            self._recorder.mark(self._live, step, state, metrics, fingerprint)
+            moment = partial(self._recorder.moment, step, metrics)
+            self._live.mark(
+                step, state, fingerprint=fingerprint, saved_at=self._saved_at, moment=moment
+            )
 
     def _agree(self, holds: bool) -> bool:
         """True if something holds on all ranks. Collective."""
@@ -425,7 +447,7 @@ class Manager:
 
     # Whether to save ------------------------------------------------------------------------------
 
-    def _look_around(self, step: int) -> policies.SaveDecision:
+    def _look_around(self, step: int) -> Note:
         """Exchange notes. Collective. Raises the failure of a background save of any rank."""
         last_gap = 1 if self._last_look is None else step - self._last_look
         self._last_look = step
@@ -483,7 +505,7 @@ class Manager:
             RemeshError: As `remesh.load`.
         """
         self._check_open("resume")
-        check_state("resume", state)
+        _check_state("resume", state)
         rules = as_transform(transform)
         options = {"missing": missing, "cast": cast, "transform": rules, "on_event": self._on_event}
         self.wait()
@@ -560,7 +582,17 @@ class Manager:
             seeded = ", ".join(restored.seeded)
             seeded = f"; random numbers were seeded anew: {seeded}" if seeded else ""
             _LOGGER.info("resumed from %s%s", info.path, seeded)
-        return resuming.resumed_from(source, note, restored, passed_over)
+        return Resumed(
+            info,
+            note.step,
+            tuple(passed_over),
+            not restored.seeded,
+            note.trackers,
+            restored.report,
+            from_memory=source.kind == "snapshot",
+            live=is_live,
+            held_bytes=source.held_bytes,
+        )
 
     # The end --------------------------------------------------------------------------------------
 
@@ -580,6 +612,8 @@ class Manager:
 
     def _end(self, reason: str) -> None:
         """Give signals back, and let no later call do anything."""
+        if self._live is not None:
+            self._live.close()
         self._watch.close()
         self._closed, self._last = reason, None
         last_step.leave(self)
@@ -629,3 +663,37 @@ class Manager:
             self.close()
         else:
             self.abandon("was closed by an exception")
+
+
+def _check_step(call: str, step: object, state: object) -> None:
+    """Refuse anything but a number of steps and a state, in this order."""
+    if not _is_integer(step):
+        if _is_integer(state):
+            problem = f"step and state are swapped; write manager.{call}(step, state)"
+        else:
+            problem = f"the step is a number of steps, and not a {type(step).__name__}"
+        raise StateError(f"Manager.{call}: {problem}.")
+    _check_state(call, state)
+
+
+def _check_state(call: str, state: object) -> None:
+    """Refuse what is no state of a job."""
+    if is_place(state):
+        raise StateError(
+            f"Manager.{call}: got the place {state!r} where the state is expected\nA manager finds "
+            "the checkpoints below its root by itself; remesh.load(state, path) loads a given one."
+        )
+    has_state_dict = hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+    if not has_state_dict and not isinstance(state, MutableMapping):
+        raise StateError(
+            f"Manager.{call}: the state is a dict or a module, and not a {type(state).__name__}\n"
+            'Name its parts: {"model": model, "optimizer": optimizer}.'
+        )
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True

@@ -13,8 +13,8 @@ back, the log says why, and the job goes on with the checkpoints that it saves a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
@@ -31,16 +31,12 @@ from remesh.checkpoint.scattered import (
     save_scattered,
 )
 from remesh.core.integrity import hex_digest
-from remesh.elastic.training_job import TrainingJob
+from remesh.core.state import Joined
 from remesh.errors import StorageError
 from remesh.events import OnEvent, emitter
 from remesh.exchange import Exchange, run_on_all
 from remesh.storage import LocalStorage
 from remesh.training.resuming import Source
-from remesh.training.watch import Watch
-
-if TYPE_CHECKING:
-    from remesh.training.live import LiveMemory
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -84,24 +80,25 @@ class Memory:
         self,
         step: int,
         state: Any,
-        *,
-        metadata: Mapping[str, object],
-        first: Callable[[], object],
+        describe: Callable[[Joined, dict[str, object]], object],
     ) -> None:
-        """Make a snapshot; `first` fills state and metadata."""
+        """Make a snapshot; `describe` fills in what is saved beside the state, and the metadata."""
         name = catalog.step_name(step)
         if name == self._newest:
             return
 
+        full = Joined(state)
+        metadata: dict[str, object] = {}
+
         def begin() -> None:
-            first()
+            describe(full, metadata)
             if self._nodes.is_first(self._exchange.rank):
                 self._remove_all_but(self._newest)
                 self._storage.put(ROOT_NAME, self._root.encode(), overwrite=True)
 
         try:
             save_scattered(
-                state,
+                full,
                 self._place(name),
                 self._nodes,
                 self._exchange,
@@ -190,24 +187,6 @@ class Memory:
             return result
 
         return Source(info, load, kind="snapshot")
-
-
-def open_live_memory(
-    job: TrainingJob | None, exchange: Exchange, buffers: Buffers | None, watch: Watch
-) -> LiveMemory | None:
-    """The memory of the processes themselves; None if they do not go on from world to world.
-
-    It is closed with `watch`.
-    """
-    if job is None or not job.is_reentrant:
-        return None
-    # Here, for it needs torch, which a manager does without.
-    from remesh.training.live import LiveMemory
-
-    live = LiveMemory(job, exchange, buffers)
-    watch.at_close.append(live.close)
-    watch.holds_state = lambda: live.is_on
-    return live
 
 
 def open_memory(

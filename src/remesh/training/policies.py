@@ -103,27 +103,16 @@ def is_periodic(policies: Sequence[SavePolicy]) -> bool:
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What one rank tells the others when notes are exchanged."""
+    """What one rank tells the others when notes are exchanged, and what all make of it."""
 
-    reason: str = ""  # why it wants a save; empty if it does not
+    reason: str = ""  # why to save now; empty for no save
     stop: bool = False  # whether the training is to end after that save
     hold: bool = False  # whether the training is to wait after that save
-    failed: bool = False  # whether a save has failed in its background
-    next_look: int = 0  # rank 0's proposal: the step after which notes are exchanged again
+    failed: bool = False  # whether a save has failed in the background
+    next_look: int = 0  # the step after which notes are exchanged again, as rank 0 proposes
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDecision:
-    """What all ranks make of their notes."""
-
-    reason: str  # why to save now; empty for no save
-    stop: bool  # whether the training is to end
-    hold: bool  # whether the training is to wait
-    failed: bool  # whether a save has failed in the background of some rank
-    next_look: int  # the step after which notes are exchanged again
-
-
-def combine(notes: Sequence[Note]) -> SaveDecision:
+def combine(notes: Sequence[Note]) -> Note:
     """The same verdict on every rank: one note suffices for a save, a stop, a wait or a failure.
 
     Notes are in rank order.
@@ -133,7 +122,7 @@ def combine(notes: Sequence[Note]) -> SaveDecision:
         for rank, note in enumerate(notes)
         if note.reason
     ]
-    return SaveDecision(
+    return Note(
         reasons[0] if reasons else "",
         any(note.stop for note in notes),
         any(note.hold for note in notes),

@@ -2,30 +2,48 @@
 
 The random numbers are tensors of the state, under `manager.rng`; the note is metadata of the commit
 record. Both are taken on each rank when a save begins.
+
+The note says where a checkpoint comes from: which code, which configuration, which machine, which
+checkpoint. The revision of the code is read out of the files of its git repository, so no program
+is started and none needs to be installed. Whether there were uncommitted changes cannot be known
+that way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import platform
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from remesh import catalog
 from remesh.catalog import ManagerNote, Provenance, TrackerRun
+from remesh.core import values
+from remesh.core.integrity import hex_digest
+from remesh.core.sharded import ShardedTensor
 from remesh.core.state import Joined
 from remesh.exchange import Exchange, run_on_one
+from remesh.run_info import run_info
 from remesh.training import resuming, rng
-from remesh.training.memory import Memory
-from remesh.training.provenance import digest_of, new_run, provenance
 from remesh.training.rng import Randomness
-from remesh.training.trackers import runs_of
+from remesh.training.trackers import run_id_of
 
-if TYPE_CHECKING:
-    from remesh.training.fingerprints import Fingerprint
-    from remesh.training.live import LiveMemory
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a save of a rank would have recorded beside the state."""
+
+    note: ManagerNote
+    parent: str  # the parent of the saves
+    rows: Callable[[], Mapping[str, ShardedTensor]]  # random numbers, as they are saved
+    role: list[int]  # coordinates of this rank's role
 
 
 class Recorder:
@@ -63,13 +81,14 @@ class Recorder:
         self, step: int, metrics: Mapping[str, float] | None, streams: Mapping[str, rng.Stream]
     ) -> ManagerNote:
         """The note of a save."""
+        runs = [(name, run_id_of(tracker)) for name, tracker in self.trackers.items()]
         return ManagerNote(
             step=step,
             run=self.run,
             metrics=catalog.finite(metrics or {}),
             role_grid=self._roles.grid,
             streams=tuple(streams),
-            trackers={**self.saved_trackers, **runs_of(self.trackers)},
+            trackers=self.saved_trackers | {name: run for name, run in runs if run is not None},
             provenance=msgspec.structs.replace(self._provenance, parent=self.parent),
         )
 
@@ -81,8 +100,8 @@ class Recorder:
     def describe(
         self,
         step: int,
-        full: Joined,
         metrics: Mapping[str, float] | None,
+        full: Joined,
         metadata: dict[str, object],
     ) -> bytes:
         """Fill in what is saved beside the state: random numbers, and the note; `rng.summary`."""
@@ -93,38 +112,93 @@ class Recorder:
         metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
         return rng.summary(rows, self._roles)
 
-    def keep(
-        self,
-        memory: Memory,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, float] | None,
-    ) -> None:
-        """Save a snapshot in memory. Collective."""
-        full = Joined(state)
-        what: dict[str, object] = {}
-
-        def describe() -> bytes:
-            return self.describe(step, full, metrics, what)
-
-        memory.save(step, full, metadata=what, first=describe)
-
-    def mark(
-        self,
-        live: LiveMemory,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, float] | None,
-        fingerprint: Fingerprint,
-    ) -> None:
-        """Note that a step is complete in the memory of this process."""
+    def moment(self, step: int, metrics: Mapping[str, float] | None) -> Moment:
+        """What a save at this moment would record."""
         streams = {name: stream.frozen() for name, stream in self.streams().items()}
-        live.mark(
-            step,
-            state,
-            fingerprint=fingerprint,
-            note=lambda: self.note(step, metrics, streams),
+        return Moment(
+            note=self.note(step, metrics, streams),
             parent=self.parent,
             rows=lambda: rng.rows_of(streams, replace(self._roles, replica=0)),
-            roles=self._roles,
+            role=[coordinate for coordinate, _ in self._roles.own.values()],
         )
+
+
+def new_run() -> str:
+    """A name for a run: the launcher's if it has one, and something that no other run has."""
+    return f"{run_info().run_id or 'run'}-{secrets.token_hex(4)}"
+
+
+def provenance(config_digest: str) -> Provenance:
+    """The provenance of what this process saves, but for the parent."""
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    if "torch" in sys.modules:
+        versions["torch"] = str(sys.modules["torch"].__version__)
+    return Provenance(
+        revision=git_revision(_script_directory()),
+        config_digest=config_digest,
+        host=socket.gethostname(),
+        platform=platform.platform(),
+        versions=versions,
+    )
+
+
+def digest_of(config: object) -> str:
+    """A digest of a plain value that does not depend on the order of keys."""
+    return hex_digest(values.encode(_sorted(config), "config"))
+
+
+def _sorted(value: object) -> object:
+    if type(value) is dict:
+        items = ((key, _sorted(item)) for key, item in value.items())
+        return dict(sorted(items, key=lambda item: repr(item[0])))
+    if type(value) in {list, tuple}:
+        assert isinstance(value, list | tuple)
+        return type(value)(_sorted(item) for item in value)
+    return value
+
+
+def _script_directory() -> Path:
+    """Where the program that runs lies; the working directory if it is not in a file."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path.cwd() if file is None else Path(file).absolute().parent
+
+
+def git_revision(directory: Path) -> str:
+    """The commit that is checked out in the git repository around a directory.
+
+    Empty if there is no repository, no commit, or the files cannot be read (which must not prevent
+    a save).
+    """
+    for parent in (directory, *directory.parents):
+        if (parent / ".git").exists():
+            try:
+                return _head(_git_directory(parent / ".git"))
+            except (OSError, UnicodeDecodeError):
+                return ""
+    return ""
+
+
+def _git_directory(entry: Path) -> Path:
+    """Where the repository is: `.git` itself, or where it points to (worktrees, submodules)."""
+    if entry.is_dir():
+        return entry
+    target = entry.read_text().removeprefix("gitdir:").strip()
+    return entry.parent / target
+
+
+def _head(git: Path) -> str:
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return head
+    name = head.removeprefix("ref:").strip()
+    common = git / "commondir"
+    shared = git / common.read_text().strip() if common.exists() else git
+    for place in (git, shared):
+        if (place / name).is_file():
+            return (place / name).read_text().strip()
+    packed = shared / "packed-refs"
+    for line in packed.read_text().splitlines() if packed.exists() else ():
+        commit, _, packed_name = line.partition(" ")
+        if packed_name == name:
+            return commit
+    return ""

@@ -100,7 +100,8 @@ def in_order(
     step was complete, there is none, and the snapshot before is taken first. If the grid of roles
     is another one now, random numbers cannot go on in any case.
     """
-    ordered = sorted(sources, key=order_of, reverse=True)
+    kinds = ("stored", "snapshot", "live")
+    ordered = sorted(sources, key=lambda one: (one.info.step, kinds.index(one.kind)), reverse=True)
     ordered = [_with_random(source, ordered) for source in ordered]
     for source in ordered:
         note = source.info.note
@@ -128,11 +129,6 @@ def _with_random(source: Source, others: Sequence[Source]) -> Source:
         if (note.step, note.role_grid) == (own.step, own.role_grid):
             return replace(source, random=other)
     return source
-
-
-def order_of(source: Source) -> tuple[int, int]:
-    """Higher for what is taken first, random numbers aside."""
-    return source.info.step, ("stored", "snapshot", "live").index(source.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,23 +306,6 @@ def _load_rows(
         passed_over(exchange, source.info, f"random numbers: {error}")
         return False
     return True
-
-
-def resumed_from(
-    source: Source, note: ManagerNote, restored: Restored, not_used: Sequence[tuple[str, str]]
-) -> Resumed:
-    """The result of a resume."""
-    return Resumed(
-        source.info,
-        note.step,
-        tuple(not_used),
-        not restored.seeded,
-        note.trackers,
-        restored.report,
-        from_memory=source.kind == "snapshot",
-        live=source.kind == "live",
-        held_bytes=source.held_bytes,
-    )
 
 
 def with_rows(state: Any, rows: Mapping[str, ShardedTensor]) -> Joined:

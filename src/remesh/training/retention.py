@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -162,20 +162,12 @@ def _kept_by(policy: KeepPolicy, infos: Sequence[CheckpointInfo]) -> list[Checkp
             return [info for info in infos if info.step % num_steps == 0]
         case KeepBest(metric, mode, count):
             sign = 1 if mode == "max" else -1
-            value = _metric(metric)
-            known = [info for info in infos if not math.isnan(value(info))]
-            ranked = sorted(known, key=lambda info: (sign * value(info), catalog.age_key(info)))
-            return ranked[-count:]
-
-
-def _metric(name: str) -> Callable[[CheckpointInfo], float]:
-    """A function that gives the metric of a checkpoint, NaN if it has none."""
-
-    def value(info: CheckpointInfo) -> float:
-        found = info.metrics.get(name)
-        return math.nan if found is None else found
-
-    return value
+            known = [
+                (sign * value, catalog.age_key(info), info)
+                for info in infos
+                if (value := info.metrics.get(metric)) is not None and not math.isnan(value)
+            ]
+            return [info for *_, info in sorted(known, key=lambda one: one[:2])[-count:]]
 
 
 def _words(policy: KeepPolicy) -> str:

@@ -13,41 +13,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer
 
 from remesh.core.host_memory import available_memory
-from remesh.core.sharded import ShardedTensor
-from remesh.core.state import Joined
+from remesh.training.fingerprints import named_tensors
 
 HOST = torch.device("cpu")
 
 
 def tensors_of(state: Any) -> Iterator[torch.Tensor]:
     """The tensors of a state that a process holds, parts of divided ones included."""
-    match state:
-        case torch.nn.Module():
-            for tensor in (*state.parameters(), *state.buffers()):
-                yield _local(tensor)
-        case Optimizer():
-            yield from tensors_of(list(state.state.values()))
-        case torch.Tensor():
-            yield _local(state)
-        case Mapping():
-            for value in state.values():
-                yield from tensors_of(value)
-        case list() | tuple():
-            for value in state:
-                yield from tensors_of(value)
-        case ShardedTensor():
-            for part in state.parts:
-                yield from tensors_of(part.data)
-        case Joined():
-            yield from tensors_of([state.state, state.beside])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return local
+    for _, tensor in named_tensors(state, "state"):
+        yield getattr(tensor, "_local_tensor", tensor)  # of a DTensor
 
 
 def bytes_by_device(tensors: list[torch.Tensor]) -> dict[torch.device, int]:

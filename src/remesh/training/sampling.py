@@ -23,17 +23,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from remesh.errors import StateError
-from remesh.training.permutation import key_of, shuffled
 
 OrderKind = Literal["in_order", "feistel", "torch_randperm"]
 
 _BLOCK = 1 << 14
 """Places of an order that are computed at a time."""
+
+_UInts = npt.NDArray[np.uint64]
+
+_NUM_ROUNDS = 8
+_STEP = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class SampleOrder:
     """
 
     kind: OrderKind
-    """`in_order`: 0, 1, 2, ...; `feistel`: `remesh.training.permutation`, the same in all versions;
+    """`in_order`: 0, 1, 2, ...; `feistel`: shuffled place by place, the same in all versions;
     `torch_randperm`: that of `DistributedSampler`, as far as torch keeps it."""
     num_samples: int
     """How many samples an epoch has."""
@@ -72,6 +78,13 @@ class SampleOrder:
         else:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             yield from torch.randperm(stop, generator=generator)[start:].tolist()
+
+
+def rank_and_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Both, or where they are None, those of torch's default group."""
+    in_group = dist.is_available() and dist.is_initialized()
+    own, size = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
+    return own if rank is None else rank, size if world_size is None else world_size
 
 
 class ResumableSampler(Sampler[int]):
@@ -121,13 +134,9 @@ class ResumableSampler(Sampler[int]):
                 if shuffle
                 else SampleOrder("in_order", num_samples)
             )
-        in_group = dist.is_available() and dist.is_initialized()
         self.order = samples
         self.drop_last = drop_last
-        self.rank = (dist.get_rank() if in_group else 0) if rank is None else rank
-        self.world_size = (
-            (dist.get_world_size() if in_group else 1) if world_size is None else world_size
-        )
+        self.rank, self.world_size = rank_and_size(rank, world_size)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"there is no rank {self.rank} among {self.world_size}")
         self._epoch = 0
@@ -330,7 +339,7 @@ class SkipBatchSampler(Sampler[list[int]]):
 
     For scripts that store a step and skip as many batches. It counts batches of one rank, so after
     a change of the world size or the batch size the step must be converted first
-    (`remesh.training.steps.convert_step`).
+    (`remesh.training.convert_step`).
 
     Args:
         sampler: Gives the samples.
@@ -360,3 +369,60 @@ class SkipBatchSampler(Sampler[list[int]]):
         samples = itertools.islice(self.sampler, self.skip_batches * self.batch_size, None)
         while batch := list(itertools.islice(samples, self.batch_size)):
             yield batch
+
+
+# ---------------------------------------------------------------------------------------------
+# A shuffle that is computed place by place
+# ---------------------------------------------------------------------------------------------
+
+# The order of an epoch must be the same on every rank and after every restart, in any version of
+# numpy and torch, and a rank that resumes in the middle should not have to draw everything before.
+# So it is not drawn at all. It is a keyed bijection of the numbers below n, a function of seed,
+# epoch and place alone: a Feistel network over the smallest even number of bits that holds n - 1. A
+# result that is not below n is put in again until one is ("cycle walking"), which takes less than
+# four tries on average. The method is that of Black and Rogaway, Ciphers with Arbitrary Finite
+# Domains (2002); nothing here is meant to be secret, so the round function is only a good mixer,
+# the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+#
+# Stored positions mean something only as long as this function never changes. A test holds values
+# of it; another order needs another name (`OrderKind`).
+
+
+def shuffled(places: npt.NDArray[np.int64], num_samples: int, key: int) -> npt.NDArray[np.int64]:
+    """The samples at some places of a shuffled order.
+
+    Places are numbers in [0, num_samples); different places have different samples.
+    """
+    half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
+    keys = [_mix_one(key + number * _STEP) for number in range(1, _NUM_ROUNDS + 1)]
+    found = _feistel(places.astype(np.uint64), half_bits, keys)
+    outside = np.flatnonzero(found >= num_samples)
+    while len(outside):
+        found[outside] = _feistel(found[outside], half_bits, keys)
+        outside = outside[found[outside] >= num_samples]
+    return found.astype(np.int64)
+
+
+def key_of(seed: int, epoch: int) -> int:
+    """The key of an epoch: 64 bits in which all of seed and epoch are mixed."""
+    return _mix_one(_mix_one(seed + _STEP) + epoch)
+
+
+def _feistel(numbers: _UInts, half_bits: int, keys: list[int]) -> _UInts:
+    """Swap the halves again and again, each time changing one by a function of the other."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = numbers >> shift, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + np.uint64(key)) & mask)
+    return (left << shift) | right
+
+
+def _mix(numbers: _UInts) -> _UInts:
+    """Every bit of the result depends on every bit of the number; wraps around at 64 bits."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def _mix_one(number: int) -> int:
+    return int(_mix(np.array([number & _MASK], dtype=np.uint64))[0])

@@ -120,9 +120,3 @@ _READERS: Mapping[str, Callable[[Any], TrackerRun | None]] = {
     "mlflow": _read_mlflow,
 }
 """By a part of the name of the module that an object's class was defined in."""
-
-
-def runs_of(trackers: Mapping[str, object]) -> dict[str, TrackerRun]:
-    """The runs of those trackers that have one at present."""
-    found = {name: run_id_of(tracker) for name, tracker in trackers.items()}
-    return {name: run for name, run in found.items() if run is not None}

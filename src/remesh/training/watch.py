@@ -71,7 +71,6 @@ class Watch:
         # is being written, which a request to wait without one waits for.
         self.holds_state: Callable[[], bool] = lambda: False
         self.is_saving: Callable[[], bool] = lambda: False
-        self.at_close: list[Callable[[], None]] = []
         # After the signals that count: one of them may be that by which stacks are asked for.
         self._end_answering = self._answer_stack_requests()
 
@@ -174,9 +173,7 @@ class Watch:
             _LOGGER.warning("%s", error)
 
     def close(self) -> None:
-        """Put the former handlers of signals back, and do what is in `at_close`."""
-        while self.at_close:
-            self.at_close.pop()()
+        """Put the former handlers of signals back."""
         self._agent.close()
         if self._end_answering is not None:
             self._end_answering()

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from remesh.adapters.nested import Stateful, is_stateful
 from remesh.errors import StateError
-from remesh.training.sampling import ResumableSampler, SampleOrder
+from remesh.training.sampling import ResumableSampler, SampleOrder, rank_and_size
 
 
 def resumable(
@@ -108,12 +107,8 @@ class PerRankState:
                 f"a {type(obj).__module__}.{type(obj).__qualname__} has no state_dict() and "
                 "load_state_dict()\nIts position cannot be kept"
             )
-        in_group = dist.is_available() and dist.is_initialized()
         self._obj = obj
-        self._rank = (dist.get_rank() if in_group else 0) if rank is None else rank
-        self._world_size = (
-            (dist.get_world_size() if in_group else 1) if world_size is None else world_size
-        )
+        self._rank, self._world_size = rank_and_size(rank, world_size)
 
     @property
     def _name(self) -> str:
