@@ -50,10 +50,8 @@ NEEDS_TORCH = (
     "remesh.training.fingerprints",
     "remesh.training.integrations",
     "remesh.training.live",
-    "remesh.training.room",
     "remesh.training.sampling",
     "remesh.training.scaling",
-    "remesh.training.wrapping",
 )
 """Packages and modules that may import torch, with what lies below them."""
 

@@ -181,7 +181,7 @@ def _train(launch: Launch, note: Callable[..., None]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from remesh.training.manager import Manager
-    from remesh.training.retention import KeepEvery, KeepLast, KeepPolicy
+    from remesh.training.policies import KeepEvery, KeepLast, KeepPolicy
     from remesh.training.sampling import ResumableBatchSampler, ResumableSampler
 
     torch.manual_seed(0)

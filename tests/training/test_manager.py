@@ -38,9 +38,18 @@ from remesh.exchange import Alone, ThreadExchange
 from remesh.storage import LocalStorage, open_storage
 from remesh.training import manager as manager_module
 from remesh.training.manager import Manager
-from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals, SavePolicy
+from remesh.training.policies import (
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    OnRequest,
+    OnSignals,
+    SavePolicy,
+)
 from remesh.training.resuming import MAX_FAILURES
-from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from remesh.training.rng import Randomness
 from tests.support import run_ranks
 from tests.waiting import wait_until

@@ -13,21 +13,19 @@ from remesh.training.policies import (
     MAX_GAP,
     EverySeconds,
     EverySteps,
-    Note,
-    OnSignals,
-    combine,
-    due_by_step,
-    due_by_time,
-    next_look,
-    save_policies,
-)
-from remesh.training.retention import (
     KeepBest,
     KeepEvery,
     KeepLast,
     KeepPolicy,
-    decide,
+    Note,
+    OnSignals,
+    combine,
+    decide_retention,
+    due_by_step,
+    due_by_time,
     keep_policies,
+    next_look,
+    save_policies,
 )
 
 # ---------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ KEEPS = st.one_of(
 def test_nothing_that_must_stay_is_ever_removed(
     infos: list[CheckpointInfo], keep: list[KeepPolicy]
 ) -> None:
-    decisions = decide(infos, keep, run="ours", now=100.0)
+    decisions = decide_retention(infos, keep, run="ours", now=100.0)
     assert [decision.info for decision in decisions] == infos
     good = [info for info in infos if not info.problem]
     removed = [decision.info for decision in decisions if not decision.is_kept]
@@ -143,7 +141,7 @@ def test_nothing_that_must_stay_is_ever_removed(
         assert info != newest_of([one for one in good if one.run == "ours"])
     # Removing is finished after one pass: what is left stays.
     left = [info for info in infos if info not in removed]
-    assert all(decision.is_kept for decision in decide(left, keep, run="ours", now=100.0))
+    assert all(decision.is_kept for decision in decide_retention(left, keep, run="ours", now=100.0))
 
 
 @given(directories(), st.lists(KEEPS, max_size=3), KEEPS)
@@ -151,7 +149,7 @@ def test_a_further_policy_only_keeps_more(
     infos: list[CheckpointInfo], keep: list[KeepPolicy], further: KeepPolicy
 ) -> None:
     def kept(policies: list[KeepPolicy]) -> set[str]:
-        decisions = decide(infos, policies, run="ours", now=100.0)
+        decisions = decide_retention(infos, policies, run="ours", now=100.0)
         return {decision.info.name for decision in decisions if decision.is_kept}
 
     assert not keep or kept(keep) <= kept([*keep, further])
@@ -166,7 +164,7 @@ def test_the_best_by_a_metric() -> None:
     infos = [plain(1, 2.0), plain(2, 1.0), plain(3, 1.0), plain(4, 3.0), plain(5), plain(6)]
 
     def kept(policy: KeepPolicy) -> list[int]:
-        decisions = decide(infos, [policy], run="", now=0.0)
+        decisions = decide_retention(infos, [policy], run="", now=0.0)
         return [decision.info.step for decision in decisions if decision.is_kept]
 
     assert kept(KeepBest("loss", "min")) == [3, 6]
@@ -178,6 +176,6 @@ def test_the_best_by_a_metric() -> None:
 
 def test_a_damaged_newest_does_not_cost_the_last_good_one() -> None:
     infos = [plain(1), plain(2), plain(3, problem="bytes flipped")]
-    decisions = decide(infos, [KeepLast(1)], run="", now=0.0)
+    decisions = decide_retention(infos, [KeepLast(1)], run="", now=0.0)
     assert [decision.is_kept for decision in decisions] == [False, True, True]
     assert decisions[2].reasons == ("damaged: bytes flipped",)

@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from remesh.elastic.training_job import TrainingJob
-from remesh.training import room
+from remesh.training import live
 from remesh.training.fingerprints import Fingerprints
-from remesh.training.live import Boundary, Keeper
-from remesh.training.room import HOST, bytes_by_device, make_room, must_move, tensors_of
+from remesh.training.live import (
+    HOST,
+    Boundary,
+    Keeper,
+    bytes_by_device,
+    make_room,
+    must_move,
+    tensors_of,
+)
 
 GPU = torch.device("cuda", 0)
 
@@ -54,11 +61,10 @@ def test_a_boundary_without_room_is_given_up(
     free: int | None,
     is_kept: bool,
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda _device: free)
+    monkeypatch.setattr(live, "free_bytes", lambda _device: free)
     job = TrainingJob(is_reentrant=True)
     state = trained()
-    prints = Fingerprints()
-    keeper = Keeper(state, prints.take(state), prints)
+    keeper = Keeper(state, Fingerprints().take(state))
     job.boundary = Boundary(1, None, keeper, 0.0)  # type: ignore[arg-type]
     job.make_room()
     assert (job.boundary is not None) == is_kept
@@ -69,7 +75,7 @@ def test_a_boundary_without_room_is_given_up(
 def test_tensors_move_without_becoming_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(4, 4, device="cuda")
     weight, version, values = model.weight, model.weight._version, model.weight.tolist()
-    monkeypatch.setattr(room, "free_bytes", lambda device: 0 if device != HOST else None)
+    monkeypatch.setattr(live, "free_bytes", lambda device: 0 if device != HOST else None)
     assert make_room({"model": model})
     assert model.weight is weight
     assert (weight.device, weight._version, weight.tolist()) == (HOST, version, values)

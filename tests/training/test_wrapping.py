@@ -21,8 +21,12 @@ from torch.utils.data import (
 import remesh
 from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange, ThreadExchange
-from remesh.training.sampling import ResumableBatchSampler, ResumableSampler
-from remesh.training.wrapping import PerRankState, resumable
+from remesh.training.sampling import (
+    PerRankState,
+    ResumableBatchSampler,
+    ResumableSampler,
+    resumable,
+)
 from tests.support import run_processes, run_ranks
 
 OLD_WARNING = "ignore:'set_vital' is deprecated:UserWarning"

@@ -22,8 +22,15 @@ from remesh.errors import RemeshError
 from remesh.maintenance import orphans
 from remesh.maintenance.orphans import Orphan
 from remesh.storage import open_storage
-from remesh.training import retention
-from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy, RetentionDecision
+from remesh.training.policies import (
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    RetentionDecision,
+    decide_retention,
+    remove_unkept,
+)
 
 
 @click.command(epilog=output.example("remesh latest runs"))
@@ -88,10 +95,10 @@ def prune_checkpoints(
         raise catalog.nothing_at(storage)
     newest = catalog.newest_of([info for info in infos if not info.problem])
     whose = run if run is not None else "" if newest is None else newest.run
-    decisions = retention.decide(infos, policies, run=whose, now=time.time())
+    decisions = decide_retention(infos, policies, run=whose, now=time.time())
     removed: set[str] = set()
     if removes:
-        gone = retention.remove_unkept(storage, decisions, now=time.time())
+        gone = remove_unkept(storage, decisions, now=time.time())
         removed = {info.name for info in gone}
         catalog.finish_removals(storage)
     if as_json:

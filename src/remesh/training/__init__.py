@@ -1,12 +1,12 @@
 """What a training script uses: when to save, what to keep, how to resume as the same run.
 
-`manager` is the place to begin: `Manager` wires the rest together. `policies` and `retention`
-decide when to save and what to keep (`remesh.catalog` lists, marks and removes), `resuming`
-loads the newest that can be loaded, `rng` keeps random numbers by role, `recording` says where a
-checkpoint comes from, `watch` hears signals and requests. `sampling`, `scaling`, `export` and
-`trackers` are for the script itself: which samples come next, what a step means on
-another number of ranks, which learning rate then, weights for inference, and which curves to go on
-with. `integrations` has a module for each training framework that needs one.
+`manager` is the place to begin: `Manager` wires the rest together. `policies` decide when to save
+and what to keep (`remesh.catalog` lists, marks and removes), `resuming` loads the newest that can
+be loaded, `rng` keeps random numbers by role, `recording` says where a checkpoint comes from,
+`watch` hears signals and requests. `sampling`, `scaling`, `export` and `trackers` are for the
+script itself: which samples come next, what a step means on another number of ranks and which
+learning rate then, weights for inference, and which curves to go on with. `integrations` has a
+module for each training framework that needs one.
 
 The names that scripts use are imported from here, `Manager` itself from `remesh`. Those that need
 torch are resolved on first use, so a script that needs a policy does not import torch for it.
@@ -17,19 +17,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remesh.catalog import TrackerRun
-from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals
+from remesh.training.policies import (
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    OnRequest,
+    OnSignals,
+    RetentionDecision,
+)
 from remesh.training.resuming import Resumed
-from remesh.training.retention import KeepBest, KeepEvery, KeepLast, RetentionDecision
 from remesh.training.rng import Randomness, derived_seed, role_in
 from remesh.training.trackers import resume_arguments, run_id_of
 
 if TYPE_CHECKING:
     from remesh.training.export import ExportReport, export_weights
     from remesh.training.sampling import (
+        PerRankState,
         ResumableBatchSampler,
         ResumableSampler,
         SampleOrder,
         SkipBatchSampler,
+        resumable,
     )
     from remesh.training.scaling import (
         GlobalBatch,
@@ -38,7 +48,6 @@ if TYPE_CHECKING:
         convert_step,
         decide_scaling,
     )
-    from remesh.training.wrapping import PerRankState, resumable
 else:
     from remesh._lazy import lazy_names
 
@@ -51,6 +60,8 @@ else:
                 "ResumableSampler",
                 "SampleOrder",
                 "SkipBatchSampler",
+                "PerRankState",
+                "resumable",
             ),
             "remesh.training.scaling": (
                 "GlobalBatch",
@@ -59,7 +70,6 @@ else:
                 "convert_step",
                 "decide_scaling",
             ),
-            "remesh.training.wrapping": ("PerRankState", "resumable"),
         },
     )
 

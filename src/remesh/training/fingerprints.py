@@ -80,24 +80,6 @@ class Fingerprints:
         devices = {kind: _join(tensors, numbers) for kind, numbers in plan.devices.items()}
         return Fingerprint(plan, _versions_of(tensors), host, devices)
 
-    def changed(self, state: Any, then: Fingerprint, but: Collection[int] = ()) -> str:
-        """The name of the first tensor that is not what it was; empty if all are.
-
-        Tensors whose ids are in `but` may have changed.
-        """
-        found: list[torch.Tensor] = []
-        _walk(state, found)
-        tensors = plain(found)
-        if len(tensors) != len(then.versions):
-            return "a tensor that was added or removed"
-        may = np.array([id(tensor) in but for tensor in tensors], dtype=bool)
-        for number in np.flatnonzero(then.differs(tensors) & ~may).tolist():
-            for name, tensor in named_tensors(state, "state"):
-                if any(part is tensors[number] for part in _parts_of_subclass(tensor)):
-                    return name
-            return "a tensor"
-        return ""
-
 
 def _walk(node: Any, found: list[torch.Tensor]) -> None:
     """Collect the tensors of a state, in an order that depends on the state alone."""
@@ -142,6 +124,24 @@ class Fingerprint:
         samples = [*self.host, *map(_bytes_on_host, self.devices.values())]
         facts = repr((self.plan.places, self.versions)).encode()
         return hex_digest(facts + b"".join(sample.tobytes() for sample in samples))
+
+    def changed(self, state: Any, but: Collection[int] = ()) -> str:
+        """The name of the first tensor that is not what it was; empty if all are.
+
+        Tensors whose ids are in `but` may have changed.
+        """
+        found: list[torch.Tensor] = []
+        _walk(state, found)
+        tensors = plain(found)
+        if len(tensors) != len(self.versions):
+            return "a tensor that was added or removed"
+        may = np.array([id(tensor) in but for tensor in tensors], dtype=bool)
+        for number in np.flatnonzero(self.differs(tensors) & ~may).tolist():
+            for name, tensor in named_tensors(state, "state"):
+                if any(part is tensors[number] for part in _parts_of_subclass(tensor)):
+                    return name
+            return "a tensor"
+        return ""
 
     def differs(self, tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.bool_]:
         """Which of as many tensors are not what they were."""

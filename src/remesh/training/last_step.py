@@ -61,11 +61,7 @@ class LastStep:
 
     def change(self) -> str:
         """What was changed in the state since, or nothing."""
-        if self.fingerprint is None:
-            return ""
-        from remesh.training.fingerprints import Fingerprints
-
-        return Fingerprints().changed(self.state, self.fingerprint)
+        return "" if self.fingerprint is None else self.fingerprint.changed(self.state)
 
 
 def is_wanted(exchange: Exchange, last: LastStep | None, is_periodic: bool) -> bool:

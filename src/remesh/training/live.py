@@ -16,7 +16,9 @@ When the function is entered again, each rank offers the step of its boundary. T
 which the ranks that offer it hold everything is brought into the new layout by live resharding; a
 rank that offers nothing, or another step, takes part with an empty source. Before that, each rank
 rolls its old state back to the boundary. The old tensors are held until all ranks have filled the
-new ones, so both need room at the same time: `room` sees to that before the function is entered.
+new ones, so both need room at the same time. Before the function is entered it is looked whether
+each device has that. Where an accelerator has not, the old tensors move to host memory; where the
+host has not either, they are given up, and the state comes from the next source.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import copy
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +38,26 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from remesh.catalog import CheckpointInfo, ManagerNote, step_name
 from remesh.checkpoint import Buffers
+from remesh.core.host_memory import available_memory
 from remesh.core.sharded import ShardedTensor
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.resharding import Resharder
 from remesh.training import resuming
-from remesh.training.fingerprints import SMALL, Fingerprint, Fingerprints, plain
+from remesh.training.fingerprints import (
+    SMALL,
+    Fingerprint,
+    Fingerprints,
+    named_tensors,
+    plain,
+)
 from remesh.training.recording import Moment
 from remesh.training.resuming import Source
-from remesh.training.room import bytes_by_device, make_room, tensors_of
 
 _LOGGER = logging.getLogger("remesh")
+
+HOST = torch.device("cpu")
 
 MAX_COPY = SMALL
 """Bytes of a leaf that are copied at each boundary; of a larger one a fingerprint is taken."""
@@ -116,24 +126,13 @@ def has_all_roles(offers: list[Offer], note: ManagerNote) -> bool:
 
 
 class LiveMemory:
-    """The memory of this process, from entry to entry.
-
-    Args:
-        job: The job; it holds the boundary.
-        exchange: The ranks.
-        buffers: See `remesh.save`.
-
-    Attributes:
-        is_on: Whether the state can be relied on; it cannot if its changes are not seen.
-        fingerprints: Take those of the state.
-    """
+    """The memory of this process, from entry to entry; the job holds the boundary."""
 
     def __init__(self, job: TrainingJob, exchange: Exchange, buffers: Buffers | None) -> None:
         self._job = job
         self._exchange = exchange
         self._buffers = buffers
-        self.is_on = True
-        self.fingerprints = Fingerprints()
+        self.is_on = True  # whether the state can be relied on, for all its changes are seen
         self._optimizers: set[int] = set()  # ids of those in the state
         _OPEN.add(self)
 
@@ -161,7 +160,7 @@ class LiveMemory:
             self._job.end_change()
             return
         try:
-            keeper = Keeper(state, fingerprint, self.fingerprints)
+            keeper = Keeper(state, fingerprint)
             self._optimizers = keeper.optimizers
             self._job.boundary = Boundary(step, moment(), keeper, saved_at)
         except NotWatchedError as problem:
@@ -298,10 +297,9 @@ register_optimizer_step_pre_hook(_before_step)
 class Keeper:
     """Copies what may change outside of optimizers, and notices if other tensors do."""
 
-    def __init__(self, state: Any, fingerprint: Fingerprint, fingerprints: Fingerprints) -> None:
+    def __init__(self, state: Any, fingerprint: Fingerprint) -> None:
         self.optimizers: set[int] = set()  # ids of those in the state
         self._fingerprint = fingerprint
-        self._fingerprints = fingerprints
         self._copied: dict[int, torch.Tensor] = {}  # by id, so that it stays theirs
         self._reorder: list[Callable[[], object]] = []  # put objects back into their places
         self._restore: list[Callable[[], object]] = []  # put copied values back
@@ -313,7 +311,7 @@ class Keeper:
             for put in self._reorder:
                 put()
             state = self._rebuild()
-            changed = self._fingerprints.changed(state, self._fingerprint, self._copied)
+            changed = self._fingerprint.changed(state, self._copied)
             if changed:
                 raise ChangedError(f"{changed} was changed outside of an optimizer")
             for put in self._restore:
@@ -323,7 +321,7 @@ class Keeper:
     def make_room(self) -> bool:
         state = self.roll_back()
         is_kept = make_room(state)
-        self._fingerprint = self._fingerprints.take(state)  # tensors may have moved
+        self._fingerprint = Fingerprints().take(state)  # tensors may have moved
         return is_kept
 
     def keep(self, node: Any, name: str) -> Callable[[], Any]:
@@ -438,3 +436,58 @@ def _shard_again(module: torch.nn.Module) -> None:
     for part in parts:
         if hasattr(part, "reshard") and hasattr(part, "unshard"):
             part.reshard()
+
+
+def tensors_of(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a state that a process holds, parts of divided ones included."""
+    for _, tensor in named_tensors(state, "state"):
+        yield getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+
+
+def bytes_by_device(tensors: list[torch.Tensor]) -> dict[torch.device, int]:
+    """The memory that tensors take on each device; memory that two share counts once."""
+    sizes: dict[torch.device, dict[int, int]] = defaultdict(dict)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[tensor.device][storage.data_ptr()] = storage.nbytes()
+    return {device: sum(found.values()) for device, found in sizes.items()}
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a device has room for; None if that is not known."""
+    if device == HOST:
+        return available_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    return None
+
+
+def must_move(
+    held: Mapping[torch.device, int], free: Mapping[torch.device, int | None]
+) -> set[torch.device] | None:
+    """The devices whose tensors have to move to the host, as there is no room for a second state.
+
+    None if the host has no room for what it would hold.
+    """
+    moving = {
+        device
+        for device, size in held.items()
+        if device != HOST and (room := free[device]) is not None and room < size
+    }
+    needed = held.get(HOST, 0) + sum(held[device] for device in moving)
+    room = free[HOST]
+    return None if room is not None and room < needed else moving
+
+
+def make_room(state: Any) -> bool:
+    """Move tensors of a state to the host if need be; False if there is no room there either."""
+    tensors = list(tensors_of(state))
+    held = bytes_by_device(tensors)
+    moving = must_move(held, {device: free_bytes(device) for device in {HOST, *held}})
+    if moving is None:
+        return False
+    for tensor in tensors:
+        if tensor.device in moving:
+            tensor.data = tensor.data.to(HOST)  # neither its identity nor its version changes
+    return True

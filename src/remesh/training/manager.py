@@ -1,9 +1,9 @@
 """`Manager`: when to save, what to keep, and how to resume as the same run.
 
-It wires together what lies beside it and below: policies decide (`policies`, `retention`), the
-catalog lists, marks and removes (`catalog`), the recorder adds random numbers and a note
-(`recording`), signals and requests are received and heartbeats written (`watch`), and the engine
-saves and loads (`remesh.checkpoint`). One commit holds everything.
+It wires together what lies beside it and below: policies decide (`policies`), the catalog lists,
+marks and removes (`catalog`), the recorder adds random numbers and a note (`recording`), signals
+and requests are received and heartbeats written (`watch`), and the engine saves and loads
+(`remesh.checkpoint`). One commit holds everything.
 
 What is collective. `resume`, `step`, `save`, `wait` and `close` are called by every rank. Whether
 the step itself asks for a save, each rank knows alone. What one rank may know first (rank 0's
@@ -53,13 +53,12 @@ from remesh.exchange import run_on_all
 from remesh.pipeline import Compress
 from remesh.run_info import run_info
 from remesh.storage import is_local, open_storage
-from remesh.training import last_step, policies, resuming, retention, rng
+from remesh.training import last_step, policies, resuming, rng
 from remesh.training.last_step import LastStep, digest_of_state
-from remesh.training.memory import open_memory
-from remesh.training.policies import Note, SavePolicy
+from remesh.training.memory import Memory, agree_on_directories
+from remesh.training.policies import KeepPolicy, Note, RetentionDecision, SavePolicy
 from remesh.training.recording import Recorder
 from remesh.training.resuming import Resumed, Source
-from remesh.training.retention import KeepPolicy, RetentionDecision
 from remesh.training.rng import Randomness
 from remesh.training.watch import Watch
 from remesh.transform import Program, Transform, as_transform
@@ -88,7 +87,7 @@ class Manager:
         root: Directory or URL of the run's checkpoints; each gets a directory `step_<step>` there.
         every: When to save: a number of steps, or policies (`remesh.training.policies`). None for
             saves by `save` and requests only.
-        keep: Number of checkpoints to keep, or policies (`remesh.training.retention`). None: all.
+        keep: Number of checkpoints to keep, or policies (`remesh.training.policies`). None: all.
         randomness: The roles and generators of this process's random numbers.
         config: The job's configuration, a plain value; its digest is recorded.
         memory_every: Steps between two snapshots in the memory of the nodes, from which the job
@@ -127,6 +126,7 @@ class Manager:
     _next_look: int | None = None
     _should_stop = False
     _closed = ""
+    _memory: Memory | None = None  # of the nodes, if the job wants and has it
 
     def __init__(  # noqa: PLR0913 - the options of a job's saves, each of which stands for itself
         self,
@@ -156,7 +156,7 @@ class Manager:
         if arena_bytes is not None:
             check_count("Manager", "arena_bytes", arena_bytes, 1)
         self._root, self._storage = root, open_storage(root)
-        self._every, self._keep = policies.save_policies(every), retention.keep_policies(keep)
+        self._every, self._keep = policies.save_policies(every), policies.keep_policies(keep)
         self._randomness = randomness or Randomness()
         self._background, self._on_event = background, on_event
         self._exchange = exchange_of(group)
@@ -182,15 +182,19 @@ class Manager:
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
         self._watch.is_saving = lambda: self._handle is not None and not self._handle.done()
         self._live = self._open_live_memory(job, buffers)
-        self._memory = open_memory(
-            self._exchange,
-            run_info().snapshot_dir,
-            self._storage.url if is_local(self._storage) else str(root),
-            every=memory_every,
-            num_replicas=memory_replicas,
-            buffers=buffers,
-            on_event=on_event,
-        )
+        if memory_every is not None:
+            check_count("Manager", "memory_every", memory_every, 1)
+            check_count("Manager", "memory_replicas", memory_replicas, 0)
+            if directories := agree_on_directories(self._exchange, run_info().snapshot_dir):
+                self._memory = Memory(
+                    self._exchange,
+                    directories,
+                    self._storage.url if is_local(self._storage) else str(root),
+                    every=memory_every,
+                    num_replicas=memory_replicas,
+                    buffers=buffers,
+                    on_event=on_event,
+                )
 
     def _open_live_memory(
         self, job: TrainingJob | None, buffers: Buffers | None
@@ -241,7 +245,8 @@ class Manager:
 
     def retention_decisions(self) -> list[RetentionDecision]:
         """What retention would do with each checkpoint now; nothing is touched. Not collective."""
-        return retention.decide(self.checkpoints, self._keep, run=self.run, now=time.time())
+        now = time.time()
+        return policies.decide_retention(self.checkpoints, self._keep, run=self.run, now=now)
 
     # Saving ---------------------------------------------------------------------------------------
 
@@ -373,7 +378,9 @@ class Manager:
         if self._exchange.rank == 0 and self._saving_step is None:
             rng.warn_of_differences(told)
         [state_now] = now
-        is_same = step == self._saved_step and self._agree(state_now == self._saved_state)
+        is_same = step == self._saved_step and all(
+            run_on_all(self._exchange, lambda: b"yes" * (state_now == self._saved_state))
+        )
         if is_same and not metrics and not metadata:
             _LOGGER.info("step %d is saved already, and the state has not changed", step)
             return
@@ -392,9 +399,8 @@ class Manager:
 
     def _fingerprint(self, state: Any) -> Fingerprint | None:
         """What the tensors of a state are now, if that is going to be looked at."""
-        if self._live is not None:
-            return self._live.fingerprints.take(state)
-        if not self._saves_at_end or "torch" not in sys.modules:
+        is_wanted = self._live is not None or self._saves_at_end
+        if not is_wanted or "torch" not in sys.modules:
             return None
         if self._fingerprints is None:
             from remesh.training.fingerprints import Fingerprints
@@ -416,10 +422,6 @@ class Manager:
             self._live.mark(
                 step, state, fingerprint=fingerprint, saved_at=self._saved_at, moment=moment
             )
-
-    def _agree(self, holds: bool) -> bool:
-        """True if something holds on all ranks. Collective."""
-        return all(run_on_all(self._exchange, lambda: b"yes" * holds))
 
     def _warm(self, state: Any) -> None:
         """Get memory for the first save ready, now that optimizers have their state."""
@@ -443,7 +445,7 @@ class Manager:
         """Rank 0, after a commit: pin a step that is saved again, remove what is not kept."""
         if self._is_pinned and self._saving_step is not None:
             catalog.pin(catalog.place_of(self._root, catalog.step_name(self._saving_step)))
-        retention.remove_unkept(self._storage, self.retention_decisions(), now=time.time())
+        policies.remove_unkept(self._storage, self.retention_decisions(), now=time.time())
 
     # Whether to save ------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
-from remesh.checkpoint.arguments import check_count
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.save_plan import PlanCache
@@ -44,7 +43,7 @@ _LOGGER = logging.getLogger("remesh")
 class Memory:
     """A job's snapshots. All methods but `is_due` are collective.
 
-    `directories` are those of each rank's node, in rank order, equal on one node alone. Each file
+    `directories` are what `agree_on_directories` gave, equal on one node alone. Each file
     lies on `num_replicas` further nodes.
     """
 
@@ -189,37 +188,15 @@ class Memory:
         return Source(info, load, kind="snapshot")
 
 
-def open_memory(
-    exchange: Exchange,
-    directory: str,
-    root: str,
-    *,
-    every: int | None,
-    num_replicas: int,
-    buffers: Buffers | None,
-    on_event: OnEvent,
-) -> Memory | None:
-    """The snapshots of a job, or None if it wants or can have none. Collective."""
-    if every is None:
-        return None
-    check_count("Manager", "memory_every", every, 1)
-    check_count("Manager", "memory_replicas", num_replicas, 0)
-    replies = run_on_all(exchange, directory.encode)
-    directories = [reply.decode() for reply in replies]
-    if not all(directories):
-        if exchange.rank == 0:
-            _LOGGER.warning(
-                "no snapshots in memory: rank %d has no directory that outlives it\n"
-                "Start the job with `remesh run`",
-                directories.index(""),
-            )
-        return None
-    return Memory(
-        exchange,
-        directories,
-        root,
-        every=every,
-        num_replicas=num_replicas,
-        buffers=buffers,
-        on_event=on_event,
-    )
+def agree_on_directories(exchange: Exchange, own: str) -> list[str]:
+    """The directories in memory of all ranks' nodes; none if a node has none. Collective."""
+    directories = [reply.decode() for reply in run_on_all(exchange, own.encode)]
+    if all(directories):
+        return directories
+    if exchange.rank == 0:
+        _LOGGER.warning(
+            "no snapshots in memory: rank %d has no directory that outlives it\n"
+            "Start the job with `remesh run`",
+            directories.index(""),
+        )
+    return []

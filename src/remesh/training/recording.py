@@ -47,28 +47,16 @@ class Moment:
 
 
 class Recorder:
-    """Describes the run to which saves belong.
-
-    Args:
-        exchange: The ranks, which agree on the name of a new run.
-        randomness: Decides the random numbers of this process.
-        roles: Of this rank.
-        config: The job's configuration; its digest is recorded.
-
-    Attributes:
-        run: The run's name; changes when a run is resumed.
-        parent: The checkpoint that the process resumed from.
-        trackers: Name → experiment tracker.
-        saved_trackers: Name → run of a tracker, of the checkpoint that the process resumed from.
-    """
+    """Describes the run to which saves belong. Collective when it is made."""
 
     def __init__(
         self, exchange: Exchange, randomness: Randomness, roles: rng.Roles, config: object
     ) -> None:
+        # All of these change when a run is resumed, but the trackers that the user gives.
         self.run = run_on_one(exchange, lambda: new_run().encode()).decode()
-        self.parent = ""
+        self.parent = ""  # the checkpoint that the process resumed from
         self.trackers: dict[str, object] = {}
-        self.saved_trackers: dict[str, TrackerRun] = {}
+        self.saved_trackers: dict[str, TrackerRun] = {}  # by the names that trackers have
         self._randomness, self._roles = randomness, roles
         self._config_digest = "" if config is None else digest_of(config)
         self._is_alone = exchange.world_size == 1

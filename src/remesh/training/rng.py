@@ -116,6 +116,17 @@ def streams_of(generators: Mapping[str, object], *, is_alone: bool) -> dict[str,
     return found
 
 
+def rewind_of(streams: Mapping[str, Stream]) -> Callable[[], None]:
+    """A function that puts streams back to where they are now."""
+    states = {name: stream.get() for name, stream in streams.items()}
+
+    def rewind() -> None:
+        for name, state in states.items():
+            streams[name].set(state)
+
+    return rewind
+
+
 def _device_generators(torch: ModuleType, *, is_alone: bool) -> list[Any]:
     """The default generators of the accelerators that this process uses."""
     accelerator = torch.accelerator.current_accelerator()

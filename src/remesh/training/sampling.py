@@ -13,6 +13,17 @@ of an epoch in which nothing was advanced, or an advance past what was handed ou
 
 `ResumableSampler` hands out single samples, `ResumableBatchSampler` batches; both are leaves of a
 state. `SkipBatchSampler` is for scripts that count steps and skip as many batches.
+
+Of samplers and loaders that others wrote:
+
+* The samplers of torch itself have no state, but the order of an epoch follows from their seed, so
+  `resumable` makes a `ResumableSampler` with the same order of them.
+* A loader over such a sampler, torch's `DataLoader` or torchdata's `StatefulDataLoader`, needs no
+  state of its own: put the sampler into the state, not the loader.
+* A loader that keeps a position of its own, because its data has no numbers or because it shuffles
+  by itself, has a state that is its rank's alone. It does not follow from n such states what m
+  ranks have seen. `PerRankState` keeps them all, gives each rank its own back, and refuses another
+  number of ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +37,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from remesh.adapters.nested import Stateful, is_stateful
 from remesh.errors import StateError
 
 OrderKind = Literal["in_order", "feistel", "torch_randperm"]
@@ -80,7 +92,7 @@ class SampleOrder:
             yield from torch.randperm(stop, generator=generator)[start:].tolist()
 
 
-def rank_and_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _rank_and_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Both, or where they are None, those of torch's default group."""
     in_group = dist.is_available() and dist.is_initialized()
     own, size = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
@@ -136,7 +148,7 @@ class ResumableSampler(Sampler[int]):
             )
         self.order = samples
         self.drop_last = drop_last
-        self.rank, self.world_size = rank_and_size(rank, world_size)
+        self.rank, self.world_size = _rank_and_size(rank, world_size)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"there is no rank {self.rank} among {self.world_size}")
         self._epoch = 0
@@ -369,6 +381,124 @@ class SkipBatchSampler(Sampler[list[int]]):
         samples = itertools.islice(self.sampler, self.skip_batches * self.batch_size, None)
         while batch := list(itertools.islice(samples, self.batch_size)):
             yield batch
+
+
+# ---------------------------------------------------------------------------------------------
+# Samplers and loaders that others wrote
+# ---------------------------------------------------------------------------------------------
+
+
+def resumable(
+    sampler: Sampler[Any], *, rank: int | None = None, world_size: int | None = None
+) -> ResumableSampler:
+    """A resumable sampler with the order of one of torch's.
+
+    In epoch e a `RandomSampler` gives what a generator with its seed plus e gives: in epoch 0 what
+    it would itself, later what a `DistributedSampler` of that seed would. At the end of an epoch
+    there is no padding: every sample comes once.
+
+    Args:
+        sampler: A `SequentialSampler`, a `RandomSampler` with a generator, or a
+            `DistributedSampler`.
+        rank: See `ResumableSampler`; that of a `DistributedSampler` is its own.
+        world_size: Likewise.
+
+    Raises:
+        StateError: If the order of the sampler cannot be known.
+    """
+    if type(sampler) is SequentialSampler:
+        order = SampleOrder("in_order", len(sampler))
+        return ResumableSampler(order, rank=rank, world_size=world_size)
+    if type(sampler) is RandomSampler:
+        order = SampleOrder("torch_randperm", len(sampler.data_source), _seed_of(sampler))
+        return ResumableSampler(order, rank=rank, world_size=world_size)
+    if type(sampler) is DistributedSampler:
+        num_samples = len(sampler.dataset)  # type: ignore[arg-type]
+        order = (
+            SampleOrder("torch_randperm", num_samples, sampler.seed)
+            if sampler.shuffle
+            else SampleOrder("in_order", num_samples)
+        )
+        taken = ResumableSampler(
+            order,
+            drop_last=sampler.drop_last,
+            rank=sampler.rank,
+            world_size=sampler.num_replicas,
+        )
+        taken.set_epoch(sampler.epoch)
+        return taken
+    raise StateError(
+        f"the order of a {type(sampler).__module__}.{type(sampler).__qualname__} cannot be known "
+        "from outside. Use a ResumableSampler\nOr, if it has state_dict() and load_state_dict(), "
+        "put it into the state, in a PerRankState if its state differs between ranks"
+    )
+
+
+def _seed_of(sampler: RandomSampler) -> int:
+    """The seed of a random sampler's order."""
+    if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+        raise StateError(
+            "this RandomSampler draws samples several times or only some of them\nOnly an order "
+            "that has every sample once can be resumed on another number of ranks"
+        )
+    if sampler.generator is None:
+        raise StateError(
+            "this RandomSampler draws its order from torch's global generator, so it cannot "
+            "be drawn again\nGive it generator=torch.Generator().manual_seed(...)"
+        )
+    return int(sampler.generator.initial_seed()) % 2**63
+
+
+class PerRankState:
+    """An object whose state is its rank's own, as a leaf of a state.
+
+    It is stored as `rank 0 of 4`, `rank 1 of 4` and so on. On another number of ranks these names
+    are not found, and `remesh.load` refuses before it changes anything.
+
+    Args:
+        obj: The object, with `state_dict` and `load_state_dict`.
+        rank: This rank among those that have such an object; by default that of torch's default
+            group.
+        world_size: How many there are; by default likewise.
+
+    Raises:
+        StateError: If the object does not have the two methods.
+    """
+
+    def __init__(
+        self, obj: Stateful, *, rank: int | None = None, world_size: int | None = None
+    ) -> None:
+        if not is_stateful(obj):
+            raise StateError(
+                f"a {type(obj).__module__}.{type(obj).__qualname__} has no state_dict() and "
+                "load_state_dict()\nIts position cannot be kept"
+            )
+        self._obj = obj
+        self._rank, self._world_size = _rank_and_size(rank, world_size)
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self._rank} of {self._world_size}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state under a name of its own, so that those of all ranks are kept."""
+        return {"world_size": self._world_size, self._name: self._obj.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the object what this rank's had.
+
+        Raises:
+            StateError: If it was saved on another number of ranks and loaded with missing="keep".
+        """
+        if state_dict["world_size"] != self._world_size:
+            raise StateError(
+                f"the state of {type(self._obj).__qualname__} was saved by "
+                f"{state_dict['world_size']} ranks, this job has {self._world_size}\n"
+                "Which samples they have seen together is not known. Resume on as many ranks; or "
+                "leave it out of the state, which begins the data anew; or use a "
+                "ResumableBatchSampler, which goes on anywhere"
+            )
+        self._obj.load_state_dict(state_dict[self._name])
 
 
 # ---------------------------------------------------------------------------------------------

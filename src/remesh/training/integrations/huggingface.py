@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class RemeshCallback(TrainerCallback):
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
-        self._random: dict[str, bytes] = {}
+        self._rewind: Callable[[], None] | None = None  # puts the random numbers back
         self._metrics: dict[str, float] = {}
         self._offered = 0
 
@@ -116,7 +117,9 @@ class RemeshCallback(TrainerCallback):
                 "hand it to train(resume_from_checkpoint=...)"
             )
         if state.epoch % 1:
-            self._random = {name: stream.get() for name, stream in _streams(args).items()}
+            # Of the streams that `Trainer` itself draws from.
+            streams = rng.streams_of({}, is_alone=args.world_size == 1)
+            self._rewind = rng.rewind_of(streams)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -136,10 +139,9 @@ class RemeshCallback(TrainerCallback):
         Raises:
             RemeshError: As `remesh.Manager.step`.
         """
-        if self._random:
-            for name, stream in _streams(args).items():
-                stream.set(self._random[name])
-            self._random = {}
+        if self._rewind is not None:
+            self._rewind()
+            self._rewind = None
         self._offer(args, state, control, parts)
 
     def on_log(
@@ -199,8 +201,3 @@ def _state_of(
     if args.process_index == 0:  # some of it differs between processes
         full[_PROGRESS] = json.dumps(dataclasses.asdict(state))
     return full
-
-
-def _streams(args: TrainingArguments) -> dict[str, rng.Stream]:
-    """The random numbers that `Trainer` itself draws."""
-    return rng.streams_of({}, is_alone=args.world_size == 1)

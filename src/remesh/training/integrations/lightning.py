@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -91,7 +92,7 @@ class RemeshCallback(Callback):
         self._root = root
         self._loader = loader
         self._options = options
-        self._random: dict[str, bytes] = {}
+        self._rewind: Callable[[], None] | None = None  # puts the random numbers back
         self._offered = 0
         self.manager: Manager | None = None
         self.resumed: Resumed | None = None
@@ -113,7 +114,9 @@ class RemeshCallback(Callback):
         batches = self._loader.batches
         num_done = self._loader.num_done
         if len(batches) > 0:
-            self._random = {name: stream.get() for name, stream in _streams(trainer).items()}
+            # Of the streams that are drawn from when an iteration over the data begins.
+            streams = rng.streams_of({}, is_alone=trainer.world_size == 1)
+            self._rewind = rng.rewind_of(streams)
         else:
             # Lightning begins to iterate over the next epoch before it names it.
             num_done = len(self._loader)
@@ -124,13 +127,12 @@ class RemeshCallback(Callback):
         progress.load_state_dict({**counts, "completed": num_done - 1})
 
     def on_train_batch_start(
-        self, trainer: Trainer, _pl_module: LightningModule, _batch: Any, _batch_idx: int
+        self, _trainer: Trainer, _pl_module: LightningModule, _batch: Any, _batch_idx: int
     ) -> None:
         """Put the random numbers back: beginning to iterate has drawn some, as before the save."""
-        if self._random:
-            for name, stream in _streams(trainer).items():
-                stream.set(self._random[name])
-            self._random = {}
+        if self._rewind is not None:
+            self._rewind()
+            self._rewind = None
 
     def on_train_batch_end(
         self,
@@ -243,8 +245,3 @@ class RemeshCheckpointIO(CheckpointIO):
         """
         parent, _, name = str(path).rstrip("/").rpartition("/")
         catalog.remove(open_storage(parent or "."), name, now=time.time())
-
-
-def _streams(trainer: Trainer) -> dict[str, rng.Stream]:
-    """The random numbers that are drawn when an iteration over the data begins."""
-    return rng.streams_of({}, is_alone=trainer.world_size == 1)
