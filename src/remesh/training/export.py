@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from torch import nn
 
 from remesh._repr import short_repr
 from remesh.adapters.memory import torch_dtype
+from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import describe_local, exchange_of, memory_of, split_aliases
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions
@@ -41,7 +41,7 @@ from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats import exported
 from remesh.formats.decoding import decoded
 from remesh.formats.huggingface import index_name, indexed_files
-from remesh.formats.table import Source, place_of
+from remesh.formats.table import place_of
 from remesh.formats.whole_tensors import FileTensor, file_names, split_into_files
 from remesh.storage import SharedFiles, Storage, open_storage
 
@@ -212,7 +212,7 @@ class _Tensor:
 
 def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
     """A state with nothing but what is exported, or the place of a checkpoint."""
-    if isinstance(source, str | os.PathLike | Storage | Source):
+    if is_place(source):
         return {}, source
     if isinstance(source, nn.Module):
         return (source if entry is None else {entry: source}), None

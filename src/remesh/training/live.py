@@ -104,7 +104,7 @@ class Offer(msgspec.Struct, frozen=True):
     """What a rank has in memory."""
 
     step: int | None  # the step; None if it has nothing
-    note: bytes = b""  # of the boundary, as JSON
+    note: ManagerNote | None = None  # of the boundary
     parent: str = ""  # see `Moment`
     role: list[int] = []  # see `Moment`
     unsaved_seconds: float = 0.0  # see `Source`
@@ -183,9 +183,8 @@ class LiveMemory:
             if not has_state:
                 return msgspec.msgpack.encode(Offer(None))
             moment, unsaved = boundary.moment, time.monotonic() - boundary.saved_at
-            note = msgspec.json.encode(moment.note)
             return msgspec.msgpack.encode(
-                Offer(boundary.step, note, moment.parent, moment.role, unsaved)
+                Offer(boundary.step, moment.note, moment.parent, moment.role, unsaved)
             )
 
         replies = run_on_all(self._exchange, offer)
@@ -196,7 +195,8 @@ class LiveMemory:
     def _source(self, step: int, ranks: list[int], offers: list[Offer], state: Any) -> Source:
         """A step as `Manager.resume` wants it."""
         first = offers[ranks[0]]
-        note = msgspec.json.decode(first.note, type=ManagerNote)
+        note = first.note
+        assert note is not None, "it comes with the step"
         if not has_all_roles([offers[rank] for rank in ranks], note):
             note = msgspec.structs.replace(note, streams=())
         info = CheckpointInfo(

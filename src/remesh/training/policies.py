@@ -23,10 +23,10 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -104,18 +104,22 @@ SavePolicy = EverySteps | EverySeconds | OnSignals | OnRequest
 
 def save_policies(every: int | SavePolicy | Sequence[SavePolicy] | None) -> tuple[SavePolicy, ...]:
     """The policies of the argument `every` of a manager; a number is that of steps."""
-    match every:
-        case None:
-            return ()
-        case EverySteps() | EverySeconds() | OnSignals() | OnRequest():
-            return (every,)
-        case list() | tuple() if all(isinstance(each, SavePolicy) for each in every):
-            return tuple(every)
+    return _policies_of("every", every, SavePolicy, EverySteps, "steps")
+
+
+def _policies_of(
+    option: str, value: object, kinds: Any, of_number: Callable[[int], Any], unit: str
+) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    several = value if isinstance(value, list | tuple) else [value]
+    if all(isinstance(each, kinds) for each in several):
+        return tuple(several)
     with suppress(OptionError):
-        return (EverySteps(check_count("Manager", "every", every, 1)),)
+        return (of_number(check_count("Manager", option, value, 1)),)
     raise OptionError(
-        "Manager: every= must be a number of steps, a policy or a list of policies, "
-        f"not {shown(every)}.\nPass a number, such as every=1000, or int(...) of a text."
+        f"Manager: {option}= must be a number of {unit}, a policy or a list of policies, "
+        f"not {shown(value)}.\nPass a number, such as {option}=10, or int(...) of a text."
     )
 
 
@@ -231,19 +235,7 @@ def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple
 
     None and an empty sequence both mean that nothing is ever removed.
     """
-    match keep:
-        case None:
-            return ()
-        case KeepLast() | KeepEvery() | KeepBest():
-            return (keep,)
-        case list() | tuple() if all(isinstance(each, KeepPolicy) for each in keep):
-            return tuple(keep)
-    with suppress(OptionError):
-        return (KeepLast(check_count("Manager", "keep", keep, 1)),)
-    raise OptionError(
-        "Manager: keep= must be a number of checkpoints, a policy or a list of policies, "
-        f"not {shown(keep)}."
-    )
+    return _policies_of("keep", keep, KeepPolicy, KeepLast, "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
