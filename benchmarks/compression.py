@@ -40,7 +40,7 @@ from benchmarks.report import median, print_table, write_json
 from remesh.core.compression import decode_block, encode_block
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.events import Event
-from remesh.storage import Buffer, FileSystemSpace, MemoryStorage, Writer
+from remesh.storage import Buffer, MemoryStorage, StorageView, Writer
 
 WORDS, WIDTH, LAYERS, CONTEXT, BATCH = 4096, 256, 6, 64, 8
 LINKS = (50e6, 200e6, 1000e6)
@@ -241,39 +241,44 @@ class FarWriter:
         self._inner.write(position, data)
 
 
-class FarStorage:
-    """A storage in memory behind a link; see `remesh.storage.Storage`."""
+class FarStorage(StorageView):
+    """A storage in memory behind a link."""
 
     def __init__(self, name: str, rate: float) -> None:
-        self._inner, self.link = MemoryStorage(), Link(rate)
-        self.url = f"far://{name}"
-        self.list, self.size, self.delete = self._inner.list, self._inner.size, self._inner.delete
-        self.sync = self._inner.sync
+        super().__init__(MemoryStorage())
+        self.link = Link(rate)
+        self._name = name
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return f"far://{self._name}"
+
+    @property
+    def latency(self) -> float:
+        """See `Storage.latency`."""
+        return 0.0
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
-        data = self._inner.read(path, start, stop)
+        data = super().read(path, start, stop)
         self.link.take(len(data))
         return data
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""
-        num_bytes = self._inner.read_into(path, start, buffer)
+        num_bytes = super().read_into(path, start, buffer)
         self.link.take(num_bytes)
         return num_bytes
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         """See `Storage.put`."""
         self.link.take(len(data))
-        self._inner.put(path, data, overwrite=overwrite)
+        super().put(path, data, overwrite=overwrite)
 
-    def create(self, path: str, num_bytes: int) -> FarWriter:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> FarWriter:
         """See `Storage.create`."""
-        return FarWriter(self._inner.create(path, num_bytes), self.link)
-
-    def space(self) -> FileSystemSpace | None:
-        """See `Storage.space`."""
-        return self._inner.space()
+        return FarWriter(super().create(path, num_bytes, overwrite=overwrite), self.link)
 
 
 def links(state: dict[str, Any], rounds: int) -> Iterator[dict[str, Any]]:

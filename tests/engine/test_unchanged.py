@@ -286,11 +286,8 @@ def test_a_link_whose_answer_got_lost_is_there(
 class SlowCopies(LocalStorage):
     """A storage whose copies take time, as those of object stores do; not all of them succeed."""
 
+    copying = "slow"
     refuses = False
-
-    @property
-    def copies_at_once(self) -> bool:
-        return False
 
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
         return not self.refuses and super().copy_from(source, path, new, num_bytes)

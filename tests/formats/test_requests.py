@@ -24,6 +24,8 @@ MARKS = ("remesh.json", ".metadata", "metadata.json")
 class Counting(MemoryStorage):
     """A storage that lists with sizes, as buckets do, and counts what it is asked."""
 
+    lists_sizes = True
+
     def __init__(self) -> None:
         super().__init__()
         self.asked: Counter[str] = Counter()

@@ -42,13 +42,13 @@ class Far(ObjectStorage):
     def latency(self) -> float:
         return self._latency
 
-    def read_own(self, path: str, start: int, stop: int) -> Buffer:
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:
         with self._counting:
             self.under_way += 1
             self.most_under_way = max(self.most_under_way, self.under_way)
-            self.largest = max(self.largest, stop - start)
+            self.largest = max(self.largest, num_bytes)
         try:
-            found = super().read_own(path, start, stop)
+            found = super().read_range(path, start, num_bytes, buffer)
         finally:
             with self._counting:
                 self.under_way -= 1
@@ -150,13 +150,13 @@ class Together(Far):
         super().__init__(store, latency=0.1)
         self._enough, self._left = threading.Event(), 4
 
-    def read_own(self, path: str, start: int, stop: int) -> Buffer:
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:
         with self._counting:
             self._left -= 1
             if not self._left:
                 self._enough.set()
         assert self._enough.wait(100)
-        return super().read_own(path, start, stop)
+        return super().read_range(path, start, num_bytes, buffer)
 
 
 def test_requests_under_way_do_not_depend_on_the_size_of_turns(

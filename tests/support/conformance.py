@@ -34,13 +34,8 @@ from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.storage import (
     ALIGNMENT,
     Buffer,
-    CopiedFiles,
-    SharedFiles,
-    SizedListing,
     Storage,
     aligned_buffer,
-    list_sizes,
-    read_range,
 )
 from tests.support.outcomes import Outcome, Raised, returned_values
 
@@ -152,7 +147,7 @@ class StorageConformance:
             expected = content[start : start + length]
             assert storage.read_into("data/0", start, buffer) == expected.size
             np.testing.assert_array_equal(buffer[: expected.size], expected)
-            found = read_range(storage, "data/0", start, length, buffer[:length])
+            found = storage.read_range("data/0", start, length, buffer[:length])
             np.testing.assert_array_equal(found, expected)
 
     def test_missing_files(self, storage: Storage) -> None:
@@ -165,7 +160,7 @@ class StorageConformance:
             with pytest.raises(CheckpointNotFoundError, match=path):
                 storage.read_into(path, 0, aligned_buffer(ALIGNMENT))
             with pytest.raises(CheckpointNotFoundError, match=path):
-                read_range(storage, path, 0, ALIGNMENT, aligned_buffer(ALIGNMENT))
+                storage.read_range(path, 0, ALIGNMENT, aligned_buffer(ALIGNMENT))
 
     # ----- files written by ranges -----
 
@@ -217,7 +212,7 @@ class StorageConformance:
         assert storage.read("file") == _pattern(10).tobytes()
 
     def test_a_file_is_replaced_when_the_new_one_is_whole(self, storage: Storage) -> None:
-        if isinstance(storage, SharedFiles):
+        if storage.shares_files:
             return  # there a file is renamed
         _write(storage, "file", _pattern(10))
         for num_bytes in (11, 3 * ALIGNMENT):
@@ -267,15 +262,30 @@ class StorageConformance:
         assert storage.list("no/such/") == []
 
     def test_sizes_of_all_files(self, storage: Storage) -> None:
-        assert list_sizes(storage) == {}
+        assert storage.list_sizes() == {}
         storage.put("a/b", b"12", overwrite=False)
         storage.put("top", b"", overwrite=False)
         _write(storage, "a/data", _pattern(ALIGNMENT + 1))
         sizes = {"a/b": 2, "a/data": ALIGNMENT + 1, "top": 0}
-        assert list_sizes(storage) == sizes
-        if isinstance(storage, SizedListing):
-            assert storage.list_sizes("a/d") == {"a/data": ALIGNMENT + 1}
-            assert sorted(storage.list_sizes()) == storage.list()
+        assert storage.list_sizes() == sizes
+        assert storage.list_sizes("a/d") == {"a/data": ALIGNMENT + 1}
+        assert sorted(storage.list_sizes()) == storage.list()
+
+    def test_entries_of_a_directory(self, storage: Storage) -> None:
+        for path in ("a/b/c", "a/d", "aa/e", "top"):
+            storage.put(path, b"12", overwrite=False)
+        root, inside = storage.list_directory(), storage.list_directory("a")
+        assert (root.directories, set(root.files)) == (("a", "aa"), {"top"})
+        assert (inside.directories, set(inside.files)) == (("b",), {"d"})
+        assert inside.files["d"].num_bytes == 2
+        assert storage.list_directory("nothing").files == {}
+
+    def test_delete_many(self, storage: Storage) -> None:
+        for path in ("a/b", "a/c", "top"):
+            storage.put(path, b"1", overwrite=False)
+        storage.delete_many([])
+        storage.delete_many(["a/b", "a/c", "never/was"])
+        assert storage.list() == ["top"]
 
     def test_delete(self, storage: Storage) -> None:
         storage.put("a/b/c", b"1", overwrite=False)
@@ -290,7 +300,7 @@ class StorageConformance:
         assert storage.read("a/b/c") == b"3"
 
     def test_a_copy_stays_if_the_first_one_goes(self, storage: Storage) -> None:
-        if not isinstance(storage, CopiedFiles):
+        if storage.copying == "none":
             pytest.skip("it copies nothing")
         data = _pattern(100_001).tobytes()
         storage.put("a/first", data, overwrite=False)

@@ -85,7 +85,7 @@ class Slow:
 StorageFault: TypeAlias = Fail | FlipBit | Truncate | Slow
 
 
-class FaultyStorage:
+class FaultyStorage(Storage):
     """A storage with faults, over one without.
 
     Args:

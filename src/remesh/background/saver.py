@@ -52,7 +52,6 @@ from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
 from remesh.storage import (
-    CopiedFiles,
     Storage,
     is_local,
     open_storage,
@@ -336,7 +335,7 @@ class Saver:
         """The client that does a save from here on."""
         num_bytes, last = mine.stream.layout.num_bytes, mine.history.storage
         fits = self._arena.budget >= mine.stream.layout.num_chunks * CHUNK_SIZE
-        is_slow = isinstance(storage, CopiedFiles) and not storage.copies_at_once
+        is_slow = storage.copying == "slow"
         may_copy = fits and last is not None and is_slow
         task = WriteTask(
             _place_for_process(path, storage) if self._has_process else storage.url,

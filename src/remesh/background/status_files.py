@@ -32,7 +32,7 @@ from remesh.formats.building import exists
 from remesh.formats.framing import Part
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
-from remesh.storage import Storage, delete_files
+from remesh.storage import Storage
 
 
 class StatusFiles:
@@ -139,7 +139,7 @@ class StatusFiles:
         elif self._rank == 0:
             parts = [self._path("part", rank) for rank in self._parts]
             progress = self._storage.list(f"{self._folder}/progress-")
-            delete_files(self._storage, [*parts, *progress])
+            self._storage.delete_many([*parts, *progress])
 
     def _leave(self) -> None:
         """Remove this rank's part; who finds no other one removes what is left."""
@@ -148,7 +148,7 @@ class StatusFiles:
         self._storage.delete(self._path("part", self._rank))
         found = self._storage.list(f"{self._folder}/")
         if not any(path.startswith(f"{self._folder}/part-") for path in found):
-            delete_files(self._storage, found)
+            self._storage.delete_many(found)
 
     def _put(self, kind: str, data: bytes) -> None:
         self._storage.put(self._path(kind, self._rank), seal(data), overwrite=True)

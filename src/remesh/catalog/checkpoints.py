@@ -49,7 +49,7 @@ from remesh.errors import (
 from remesh.formats import native
 from remesh.formats.building import exists
 from remesh.formats.checks import MALFORMED
-from remesh.storage import Storage, delete_files, open_storage
+from remesh.storage import Storage, open_storage
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -461,7 +461,7 @@ def forget_failures(storage: Storage, name: str) -> None:
 
 def forget_replaced(storage: Storage) -> None:
     """Remove the pin and the failures of a checkpoint that another one has replaced."""
-    delete_files(storage, [_PINNED, _FAILURES])
+    storage.delete_many([_PINNED, _FAILURES])
 
 
 def is_pinned(storage: Storage, name: str) -> bool:
@@ -522,5 +522,5 @@ def _remove_files(storage: Storage, name: str, files: Sequence[str]) -> None:
     """Remove what is ours of a checkpoint without a record, the mark of that last."""
     marks = {_PINNED, _FAILURES}
     own = [file for file in files if file in marks or _OURS.fullmatch(file)]
-    delete_files(storage, [f"{name}/{file}" for file in own])
+    storage.delete_many([f"{name}/{file}" for file in own])
     storage.delete(f"{name}/{_REMOVING}")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from remesh.errors import CheckpointNotFoundError, CheckpointReplacedError
 from remesh.formats import native
-from remesh.storage import SizedListing, Storage, list_directory
+from remesh.storage import Storage
 
 Problem = Literal["missing", "size", "content"]
 
@@ -48,7 +48,7 @@ def read_record_and_sizes(
         sizes: dict[str, int] = {}
         for folder in sorted({file.path.rpartition("/")[0] for file in files_of(record)}):
             prefix = f"{folder}/" if folder else ""
-            files = list_directory(root, f"{before}{prefix}".rstrip("/")).files
+            files = root.list_directory(f"{before}{prefix}".rstrip("/")).files
             sizes.update({f"{prefix}{file}": facts.num_bytes for file, facts in files.items()})
         findings = compare_sizes(record, sizes.get)
         if findings and read_record() != record:
@@ -69,7 +69,7 @@ def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
         except CheckpointNotFoundError:
             return None
 
-    if isinstance(storage, SizedListing):
+    if storage.lists_sizes:
         findings = compare_sizes(record, storage.list_sizes().get)
     else:
         findings = compare_sizes(record, size_of)

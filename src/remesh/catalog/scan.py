@@ -30,8 +30,6 @@ from remesh.storage import (
     Directory,
     Storage,
     is_local,
-    list_directory,
-    list_sizes,
     open_storage,
 )
 
@@ -72,7 +70,7 @@ def scan(storage: Storage) -> list[Entry]:
 
     A link to a directory that is listed anyway (`latest`) is left out.
     """
-    names = [name for name in list_directory(storage).directories if not name.startswith(".")]
+    names = [name for name in storage.list_directory().directories if not name.startswith(".")]
     if is_local(storage):
         names = _without_second_links(Path(storage.url), names)
     found = (_entry_at(storage, name) for name in names)
@@ -103,11 +101,11 @@ def _entry_at(root: Storage, name: str) -> Entry | None:
     """The entry that a directory is, or None if it is something else."""
     path = f"{root.url}/{name}"
     try:
-        here = list_directory(root, name)
+        here = root.list_directory(name)
         folders = [folder for folder in here.directories if folder.startswith("data-")]
         if native.RECORD_NAME not in here.files:
             if folders:
-                sizes = (list_sizes(root, f"{name}/{folder}/") for folder in folders)
+                sizes = (root.list_sizes(f"{name}/{folder}/") for folder in folders)
                 num_bytes = sum(sum(found.values()) for found in sizes)
                 return Entry(name, path, "unfinished", _NO_RECORD, num_bytes)
             return _foreign_entry(name, path, here) if is_local(root) else None
@@ -149,7 +147,7 @@ def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
     for row in FORMATS:
         # Of directories with directories no listing is made, so that no tree is walked.
         if not (row.lists and here.directories) and row.is_at(place):
-            num_bytes = sum(list_sizes(place.storage).values())
+            num_bytes = sum(place.storage.list_sizes().values())
             return Entry(
                 name,
                 path,
@@ -215,7 +213,7 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
             f"{root}: a file that is no checkpoint by itself; give the directory of one, or a file "
             "*.safetensors, *.pt, *.pth, *.bin or *.ckpt"
         )
-    here = list_directory(storage)
+    here = storage.list_directory()
     found = [name for name in (*here.directories, *here.files) if not name.startswith(".")]
     if not found:
         empty = (

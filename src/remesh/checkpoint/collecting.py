@@ -22,7 +22,7 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.whole_tensors import decode_files, give_to_ranks
 from remesh.pipeline import Collection, SpreadMemory
 from remesh.planner import SavePlan
-from remesh.storage import SharedFiles, Storage
+from remesh.storage import Storage
 
 
 def plan_files(
@@ -39,11 +39,10 @@ def plan_files(
     file has one writer.
     """
     grid = writer.grid(plan.cuts, document, options)
-    can_share = isinstance(storage, SharedFiles)
-    if not writer.object_names or (can_share and not writer.has_checksums):
+    if not writer.object_names or (storage.shares_files and not writer.has_checksums):
         return grid, b""
     is_final = writer.object_names == "final" and len(decode_files(grid).files) == 1
-    names = "renamed" if can_share else "final" if is_final else "by_save"
+    names = "renamed" if storage.shares_files else "final" if is_final else "by_save"
     return give_to_ranks(grid, world_size, names), plan.index_of_holders(world_size).encode()
 
 

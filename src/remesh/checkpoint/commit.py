@@ -25,7 +25,7 @@ from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
 from remesh.maintenance.orphans import remove_files, remove_orphans
-from remesh.storage import SharedFiles, Storage, ask_together
+from remesh.storage import Storage, ask_together
 
 
 def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
@@ -140,7 +140,6 @@ def _commit(
 
 
 def _rename(storage: Storage, renames: Sequence[Rename]) -> None:
-    assert isinstance(storage, SharedFiles)
     for step in renames:
         storage.rename(step.path, step.new)
     storage.sync()

@@ -63,7 +63,7 @@ from remesh.planner import (
     assign_readers,
     assign_readers_if_cheaper,
 )
-from remesh.storage import Storage, is_remote, latency_of
+from remesh.storage import Storage
 from remesh.transform import Program, Transform, as_transform
 
 _LOGGER = logging.getLogger("remesh")
@@ -329,7 +329,7 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
     def read() -> bytes:
         with explained_absence(place):
             encoded = read_encoded(place)
-            return msgspec.msgpack.encode((*encoded, latency_of(place.storage)))
+            return msgspec.msgpack.encode((*encoded, place.storage.latency))
 
     encoded, document, identity, latency = msgspec.msgpack.decode(
         run_on_one(exchange, read),
@@ -395,5 +395,5 @@ def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) 
         return None
     if share_reads:
         return assign_readers
-    cost = REMOTE_EXCHANGE_COST if is_remote(storage) else LOCAL_EXCHANGE_COST
+    cost = REMOTE_EXCHANGE_COST if storage.is_remote else LOCAL_EXCHANGE_COST
     return partial(assign_readers_if_cheaper, exchange_cost=cost)

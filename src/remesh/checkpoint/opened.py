@@ -28,7 +28,7 @@ from remesh.formats.decoding import decoded
 from remesh.formats.table import place_of, read_contents
 from remesh.pipeline.workers import run_workers
 from remesh.planner import ReadLimits
-from remesh.storage import Buffer, latency_of
+from remesh.storage import Buffer
 
 VERIFY_BYTES = 8 << 20
 """Bytes read at a time when everything is verified."""
@@ -204,7 +204,7 @@ class Checkpoint:
 
         That follows from its size, and from how far away its storage has turned out to be.
         """
-        return limits_of_ranks(self.index, latency_of(self._storage), num_ranks)
+        return limits_of_ranks(self.index, self._storage.latency, num_ranks)
 
     @property
     def format(self) -> str:

@@ -15,7 +15,7 @@ from remesh.errors import CheckpointError, CheckpointExistsError, StateError
 from remesh.formats.contents import Place
 from remesh.formats.framing import Existing, Writer
 from remesh.formats.table import Format, listed_formats, marked_formats, writer_of
-from remesh.storage import Storage, ask_together, list_directory
+from remesh.storage import Storage, ask_together
 
 
 def existing_checkpoint(
@@ -62,7 +62,7 @@ def _look(
     same: list[Existing | CheckpointError | None] = []
 
     def list_files() -> None:
-        found = list_directory(storage).files
+        found = storage.list_directory().files
         files.update({name: facts.num_bytes for name, facts in found.items()})
 
     def look() -> None:

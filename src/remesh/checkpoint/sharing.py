@@ -27,7 +27,7 @@ from remesh._repr import format_bytes
 from remesh.core.geometry import IntArray
 from remesh.errors import CheckpointNotFoundError, NoSpaceError, NotSharedError, StorageError
 from remesh.exchange import Exchange, run_joined
-from remesh.storage import FileSystemSpace, Storage, list_sizes
+from remesh.storage import FileSystemSpace, Storage
 
 MAX_SHOWN = 8
 """How many ranks an error names at most."""
@@ -65,7 +65,7 @@ def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str,
     The paths of all begin with the prefix; of each, rank, path and number of bytes are given.
     """
     written = list(files)
-    sizes = list_sizes(storage, prefix)
+    sizes = storage.list_sizes(prefix)
     absent: dict[int, str] = {}
     for rank, path, num_bytes in written:
         # A listing may be older than the file, as with attributes that a network file system keeps.

@@ -18,7 +18,7 @@ from remesh.core.tables import BoxTable
 from remesh.formats import native
 from remesh.pipeline import Destination, limits_for, read_runs
 from remesh.planner import ReadLimits, plan_load
-from remesh.storage import Storage, latency_of
+from remesh.storage import Storage
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +194,7 @@ def read_boxes(
     """
     wanted = BoxTable.of(index.tensors, [(index.row(name), box) for name, box in boxes])
     # First the plan: what is not stored shall not take memory either.
-    limits = limits_for(latency_of(storage), int(wanted.num_bytes.sum()))
+    limits = limits_for(storage.latency, int(wanted.num_bytes.sum()))
     plan = plan_load(index, wanted, limits)
     arrays = into or [
         np.empty(box.shape, BY_NAME[index[name].dtype].carrier) for name, box in boxes

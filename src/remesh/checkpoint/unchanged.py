@@ -11,9 +11,10 @@ its own:
 
 When a save is planned, each file of the other groups that the last save has as well, with the same
 pieces, is digested where it lies in the trainer's memory, up to the first block that differs. If
-none does, the storage is asked to copy the file from the last checkpoint (`CopiedFiles`): a hard
-link or a copy on the server. Where that cannot be done (another file system, a checkpoint that was
-removed, a store without copies) the file is written. So a checkpoint always has all of its files.
+none does, the storage is asked to copy the file from the last checkpoint (`Storage.copy_from`): a
+hard link or a copy on the server. Where that cannot be done (another file system, a checkpoint that
+was removed, a store without copies) the file is written. So a checkpoint always has all of its
+files.
 
 A copy on the server takes time that a trainer does not have to wait for. So for a background save
 to an object store such files are staged like others, as long as the arena can hold everything, and
@@ -46,7 +47,7 @@ from remesh.formats.framing import Frame, Grid, Part, Writer, as_written
 from remesh.formats.native import data_path
 from remesh.pipeline import has_digests
 from remesh.pipeline.write import FileCopy
-from remesh.storage import CopiedFiles, Storage, delete_files
+from remesh.storage import Storage
 
 MIN_BYTES = 4 << 20
 """Bytes of a group; less is written with what changes."""
@@ -177,9 +178,8 @@ class FileSource(msgspec.Struct, frozen=True):
         """How a new file comes to be a copy of it."""
 
         def make() -> bool:
-            copies = storage if isinstance(storage, CopiedFiles) else None
             path, size = self.part.path, self.part.stored_size
-            return copies is not None and copies.copy_from(last, path, new, size)
+            return storage.copy_from(last, path, new, size)
 
         return FileCopy(self.part.written, make)
 
@@ -210,7 +210,7 @@ def keep_files(
     With `at_once` only copies are made that take no time.
     """
     kept: list[Part] = []
-    if at_once and not (isinstance(storage, CopiedFiles) and storage.copies_at_once):
+    if at_once and storage.copying != "at once":
         return kept
     try:
         for source in sources_of(history, files):
@@ -233,7 +233,7 @@ def _keep(
     tensors: LocalTensors,
 ) -> bool:
     """Let the storage copy a file, unless it changed or cannot be had."""
-    if last is None or not isinstance(storage, CopiedFiles):
+    if last is None or storage.copying == "none":
         return False
     try:
         is_there = last.size(part.path) == part.stored_size
@@ -252,4 +252,4 @@ def _keep(
 def remove_paths(storage: Storage, paths: Sequence[str]) -> None:
     """Remove files of no checkpoint, as far as the storage can."""
     with suppress(StorageError):
-        delete_files(storage, paths)
+        storage.delete_many(paths)

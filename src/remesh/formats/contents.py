@@ -8,7 +8,7 @@ from functools import cached_property
 from remesh.core.index import Index
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.native import CommitRecord, ValuesDocument
-from remesh.storage import Storage, list_with_sizes
+from remesh.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,11 @@ class Place:
     @cached_property
     def listing(self) -> Listing:
         """The files below the place; listed once, when they are first needed."""
-        return list_with_sizes(self.storage) if self.known is None else self.known
+        if self.known is not None:
+            return self.known
+        if self.storage.lists_sizes:
+            return dict(sorted(self.storage.list_sizes().items()))
+        return dict.fromkeys(self.storage.list())
 
     @property
     def listing_beside(self) -> Listing:

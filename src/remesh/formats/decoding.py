@@ -29,7 +29,7 @@ from remesh.core.compression import (
 from remesh.core.index import Index
 from remesh.core.integrity import Digests, block_digests
 from remesh.formats.checks import damaged
-from remesh.storage import Buffer, Storage, StorageView, buffer_bytes_for, read_range
+from remesh.storage import Buffer, Storage, StorageView
 
 _CONSTANT = re.compile(r"#bytes-((?:[0-9a-f]{2}){1,16})")
 
@@ -128,8 +128,8 @@ class DecompressedFiles(StorageView):
         is_gap = begins[order][1:] != ends[order][:-1]
         for together in np.split(order, np.flatnonzero(is_gap) + 1):
             begin, end = int(begins[together[0]]), int(ends[together[-1]])
-            room = np.empty(buffer_bytes_for(self._storage, end - begin), np.uint8)
-            data = read_range(self._storage, path, begin, end - begin, room)
+            room = np.empty(0 if self._storage.reads_own_memory else end - begin, np.uint8)
+            data = self._storage.read_range(path, begin, end - begin, room)
             for number in together.tolist():
                 at = int(begins[number]) - begin
                 yield first + number, data[at : at + int(lengths[number])]

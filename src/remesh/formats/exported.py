@@ -19,7 +19,7 @@ from remesh.core.tables import Cuts
 from remesh.formats import huggingface, torch_file, whole_tensors
 from remesh.formats.framing import Existing, Grid, Writer
 from remesh.formats.native import ValuesDocument
-from remesh.storage import Storage, list_directory
+from remesh.storage import Storage
 
 SAFETENSORS, PTH = "exported safetensors", "exported pth"
 
@@ -38,7 +38,7 @@ def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> E
     name = str(options["name"])
     number = rf"-\d{{5}}-of-\d{{5}}{re.escape(suffix)}"
     pattern = re.compile(rf"{re.escape(name)}({number}|{re.escape(suffix)})" + r"(\.[0-9a-f]{12})?")
-    there = list_directory(storage).files
+    there = storage.list_directory().files
     index = huggingface.index_name(name)
     paths = []
     if suffix == huggingface.SUFFIX and index in there:

@@ -67,7 +67,7 @@ from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_values import numbers, numpy_dtype
 from remesh.formats.pickle_writer import Global, New, dumps
 from remesh.formats.safetensors import read_arrays
-from remesh.storage import Storage, list_directory
+from remesh.storage import Storage
 
 NAME = "paddle"
 LOOKS_FOR = "a file <number>.metadata (Paddle's Flex Checkpoint)"
@@ -620,7 +620,7 @@ def _index(name: str, box: Box) -> New:
 
 def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The checkpoint that is there; its files have fixed names."""
-    numbers = checkpoint_numbers(filter(METADATA_NAME.fullmatch, list_directory(storage).files))
+    numbers = checkpoint_numbers(filter(METADATA_NAME.fullmatch, storage.list_directory().files))
     return Existing(metadata_name(numbers[-1]), is_fixed=True) if numbers else None
 
 

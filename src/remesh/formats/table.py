@@ -39,7 +39,7 @@ from remesh.formats.building import exists
 from remesh.formats.contents import Contents, Place
 from remesh.formats.exported import EXPORTS
 from remesh.formats.framing import Writer
-from remesh.storage import Storage, ask_together, is_remote, open_storage
+from remesh.storage import Storage, ask_together, open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ def _opened(place: Place) -> tuple[Format, native.NativeFiles | None]:
             files.append(native.read_small_files(storage))
 
     questions = [lambda: rows.append(format_at(place))]
-    ask_together(storage, [*questions, read_native] if is_remote(storage) else questions)
+    ask_together(storage, [*questions, read_native] if storage.is_remote else questions)
     if rows[0].name != native.FORMAT_NAME:
         return rows[0], None
     return rows[0], files[0] if files else native.read_small_files(storage)

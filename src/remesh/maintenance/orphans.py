@@ -34,11 +34,8 @@ from remesh.errors import (
 from remesh.formats import native
 from remesh.storage import (
     Directory,
-    DirectoryListing,
     Storage,
-    delete_files,
     is_local,
-    list_directory,
     open_storage,
 )
 
@@ -136,14 +133,12 @@ def scan(root: Any) -> list[ScannedDirectory]:
     storage = open_storage(root)
     if is_local(storage) and not os.path.isdir(storage.url):
         raise CheckpointNotFoundError(f"{storage.url}: no such directory")
-    if not isinstance(storage, DirectoryListing):
-        raise StorageError(f"{storage.url}: leftovers cannot be found in a storage of this kind")
     return _scan_below(storage, "")
 
 
 def _scan_below(storage: Storage, path: str) -> list[ScannedDirectory]:
     """`scan` for a directory and those below."""
-    here = list_directory(storage, path)
+    here = storage.list_directory(path)
     place = _scan_directory(storage, path, here)
     places = [place] if place.seen else []
     for name in here.directories:
@@ -161,7 +156,7 @@ def _scan_directory(storage: Storage, path: str, here: Directory) -> ScannedDire
         for name in here.directories
         if _FOLDER.fullmatch(name) and not _is_link(storage, _joined(path, name))
     ]
-    inside = {name: list_directory(storage, _joined(path, name)) for name in folders}
+    inside = {name: storage.list_directory(_joined(path, name)) for name in folders}
     saves = [_seen_folder(storage, _joined(path, name), found) for name, found in inside.items()]
     puts = list(_seen_puts(url, here))
     # The record is read after the folders: a save that commits meanwhile is then seen.
@@ -239,7 +234,7 @@ def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -
     directory = path.rpartition("/")[0]
     if orphan.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
         directory = directory.rpartition("/")[0]
-    place = _scan_directory(storage, directory, list_directory(storage, directory))
+    place = _scan_directory(storage, directory, storage.list_directory(directory))
     again = find_orphans([place], now=now, older_than=older_than)
     if not any(one.path == orphan.path and not one.kept for one in again):
         return False
@@ -249,7 +244,7 @@ def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -
         seen = next(seen for seen in place.seen if seen.path == orphan.path)
         # Deleting a file that is not there takes an empty folder away.
         files = [_joined(path, file) for file in seen.files or ["00000.safetensors"]]
-    delete_files(storage, files)
+    storage.delete_many(files)
     return True
 
 
@@ -257,15 +252,13 @@ def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None
     """Remove what dead saves left beside a checkpoint that has just been committed.
 
     The time is that of the commit record, as the storage says it, so no clock but the storage's
-    counts. Storages of which this module cannot tell what lies there are left alone.
+    counts. Storages that do not say it are left alone.
     """
-    if not isinstance(storage, DirectoryListing):
-        return
     here = storage.list_directory()
-    place = _scan_directory(storage, "", here)
     record = here.files.get(native.RECORD_NAME)
     now = None if record is None else record.modified
     if now is not None:
+        place = _scan_directory(storage, "", here)
         for orphan in find_orphans([place], now=now, older_than=older_than):
             if not orphan.kept:
                 remove_orphan(orphan, storage, now=now, older_than=older_than)
@@ -278,4 +271,4 @@ def remove_files(storage: Storage, save_id: str, *, keep: str = "") -> None:
         found = storage.list(native.data_folder(save_id) + "/")
         # Where no file was finished, deleting one that is not there takes the empty folder away.
         paths = found or [native.data_path(save_id, 0)]
-        delete_files(storage, [path for path in paths if path != keep])
+        storage.delete_many([path for path in paths if path != keep])

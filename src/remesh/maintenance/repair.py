@@ -44,7 +44,7 @@ from remesh.maintenance.orphans import remove_files
 from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
-from remesh.storage import Buffer, CopiedFiles, Storage, is_local, open_storage
+from remesh.storage import Buffer, Storage, is_local, open_storage
 
 __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", "write_repaired"]
 
@@ -383,9 +383,8 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
 
 def _take_over(plan: RepairPlan, file: ScannedFile, target: Storage, path: str) -> WrittenFile:
     """Let the storage copy a sound file, or move its bytes, not compressed, where it cannot."""
-    copies = target if isinstance(target, CopiedFiles) else None
     stored = file.num_bytes if file.written.stored_bytes is None else file.written.stored_bytes
-    if copies is not None and copies.copy_from(plan.storage, file.path, path, stored):
+    if target.copy_from(plan.storage, file.path, path, stored):
         return file.written
     writer = ChunkWriter(target, one_file(path, file.num_bytes), file.num_bytes)
 

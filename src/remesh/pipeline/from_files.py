@@ -27,7 +27,7 @@ from remesh.planner import (
     plan_regions,
     touched_windows,
 )
-from remesh.storage import Buffer, Storage, buffer_bytes_for, is_remote
+from remesh.storage import Buffer, Storage
 
 NUM_SHARING_THREADS = 4
 """Threads that read from this machine for several ranks: fewer than those of a rank that reads for
@@ -70,7 +70,7 @@ def read_together(
         plan = plan_regions(index, regions, plan.limits)
         turn = _turns_of_runs(plan, turns)
     num_threads = plan.limits.num_reads
-    is_far = is_remote(storage)
+    is_far = storage.is_remote
     if found is not None:
         most = NUM_FAR_SHARING_THREADS if is_far else NUM_SHARING_THREADS
         num_threads = min(num_threads, most)
@@ -130,6 +130,6 @@ def _tasks(
         run = int(order[task])
         return read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
 
-    buffer_bytes = buffer_bytes_for(storage, plan.longest_run)
+    buffer_bytes = 0 if storage.reads_own_memory else plan.longest_run
     num_bytes = plan.bytes_read
     return Tasks(turn[order], num_bytes, num_threads, buffer_bytes, perform, takes_ahead)

@@ -24,7 +24,7 @@ from remesh.core.memory import CarrierArray, Memory
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan, ReadLimits, Regions
-from remesh.storage import Buffer, Storage, buffer_bytes_for, flow_for, read_range
+from remesh.storage import Buffer, Storage, flow_for
 
 _OTHERS_ADVICE = "Load another checkpoint, or restore this file from a copy"
 
@@ -83,7 +83,7 @@ def read_runs(
         place, writing = destinations.__getitem__, nullcontext()
         read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
 
-    buffer_bytes = buffer_bytes_for(storage, plan.longest_run)
+    buffer_bytes = 0 if storage.reads_own_memory else plan.longest_run
     run_workers(plan.limits.num_reads, plan.num_runs, buffer_bytes, read)
 
 
@@ -99,8 +99,8 @@ def read_run(
 ) -> int:
     """Read, check and distribute one run; returns its size. Fails as `read_runs`.
 
-    The buffer is as long as the run, as far as `buffer_bytes_for` asks for it; `writing` is entered
-    to write into wanted memory.
+    The buffer is as long as the run, unless the storage `reads_own_memory`; `writing` is entered to
+    write into wanted memory.
     """
     which = plan.run[run]
     start, stop = int(plan.runs.run_start[which]), int(plan.runs.run_stop[which])
@@ -145,7 +145,7 @@ def _read_checked(
     # What another system wrote has no digests, and nothing can be proven to be whole.
     advice = repair_advice(storage.url) if index.block_size else _OTHERS_ADVICE
     try:
-        data = read_range(storage, path, start, num_bytes, buffer)
+        data = storage.read_range(path, start, num_bytes, buffer)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
             f"{where}: missing, though the checkpoint names it. {advice}"

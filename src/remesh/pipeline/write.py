@@ -27,7 +27,7 @@ from remesh.core.dtypes import DType
 from remesh.core.geometry import IntArray, boxes_of_flat_range
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, block_digests
 from remesh.core.memory import Memory, QueuedMemory, contiguous_bytes
-from remesh.storage import Buffer, SharedFiles, Storage, Writer
+from remesh.storage import Buffer, Storage, Writer
 
 Compress = Literal["zstd"]
 """How files are compressed."""
@@ -338,7 +338,6 @@ class ChunkWriter:
             if file not in self._open:
                 path, size = self._files.paths[file], self._files.sizes[file]
                 if self._files.is_shared:
-                    assert isinstance(self._storage, SharedFiles)
                     self._open[file] = self._storage.open_shared(path, size)
                 else:
                     if self._is_compressed:

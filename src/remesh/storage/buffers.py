@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from remesh.storage.protocol import Buffer
+from remesh.storage.base import Buffer
 
 ALIGNMENT = 4096
 """Bytes. Addresses and ranges at multiples of this may use direct I/O."""

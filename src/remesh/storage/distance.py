@@ -1,22 +1,17 @@
-"""How far away a storage is, and how to ask one that is far away."""
+"""How to ask a storage that is far away."""
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
-from remesh.storage.local import LocalStorage
-from remesh.storage.memory import MemoryStorage
-from remesh.storage.protocol import Storage
-from remesh.storage.room import is_network_device
-from remesh.storage.view import without_views
+from remesh.storage.base import Storage
 
 NUM_TOGETHER = 16
 """Requests at a time: each waits for the network and takes hardly any processor."""
@@ -28,16 +23,6 @@ BYTES_UNDER_WAY = 256 << 20
 """Bytes that the requests of a process ask for, or send, at a time; the most of any latency."""
 
 _Answer = TypeVar("_Answer")
-
-
-@runtime_checkable
-class MeasuredLatency(Protocol):
-    """A storage that measures how far away it is."""
-
-    @property
-    def latency(self) -> float:
-        """Seconds of the fastest small request so far; 0 if there was none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,43 +49,13 @@ def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_numb
     return Flow(size, min(max(number, min_number), BYTES_UNDER_WAY // size))
 
 
-def is_local(storage: Storage) -> bool:
-    """True if the files lie in directories of this machine: then the storage's `url` is a path."""
-    return isinstance(storage, LocalStorage)
-
-
-def is_remote(storage: Storage) -> bool:
-    """True if every byte that is read crosses a network: object stores, network file systems.
-
-    A directory that cannot be looked at counts as local; reading it will say what is wrong.
-    """
-    storage = without_views(storage)
-    if is_local(storage):
-        try:
-            return is_network_device(os.stat(storage.url).st_dev)
-        except OSError:
-            return False
-    return not isinstance(storage, MemoryStorage)
-
-
-def latency_of(storage: Storage) -> float | None:
-    """Seconds that a small request to a storage takes, 0 if that is not known; None if it is local.
-
-    Ranks that plan together use what one of them has found, because each measures another value.
-    """
-    storage = without_views(storage)
-    if not is_remote(storage):
-        return None
-    return storage.latency if isinstance(storage, MeasuredLatency) else 0.0
-
-
 def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
     """Ask a storage several things: at the same time if each takes a round trip of a network.
 
     Returns the answers, in order, or raises the first failure in that order; all others are asked,
     too, if they are asked at the same time.
     """
-    if len(questions) < 2 or not is_remote(storage):
+    if len(questions) < 2 or not storage.is_remote:
         return [question() for question in questions]
     answers: list[Future[_Answer]] = [Future() for _ in questions]
     left = deque(zip(questions, answers, strict=True))
@@ -123,7 +78,7 @@ def ask_meanwhile(storage: Storage, question: Callable[[], _Answer]) -> Callable
     The result waits for the answer, and raises the failure if there was one.
     """
     answer: Future[_Answer] = Future()
-    if not (is_remote(storage) and _begin(lambda: _ask(question, answer))):
+    if not (storage.is_remote and _begin(lambda: _ask(question, answer))):
         _ask(question, answer)
     return answer.result
 

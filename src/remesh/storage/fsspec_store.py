@@ -25,10 +25,16 @@ import fsspec
 import numpy as np
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError, StorageError
-from remesh.storage.optional import Directory, FileFacts
+from remesh.storage.base import (
+    HIDDEN,
+    Buffer,
+    Directory,
+    FileFacts,
+    Storage,
+    check_path,
+    prefix_directory,
+)
 from remesh.storage.parts import StreamWriter
-from remesh.storage.paths import HIDDEN, check_path, prefix_directory
-from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import hide_secrets, shown_url
 
@@ -38,8 +44,11 @@ PART_BYTES = 16 << 20
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
-class FsspecStorage:
+class FsspecStorage(Storage):
     """Files below a path of an fsspec file system; safe to use from several threads."""
+
+    lists_sizes = True
+    reads_own_memory = True
 
     def __init__(
         self, url: str, file_system: Any, root: str, *, part_bytes: int = PART_BYTES
@@ -123,21 +132,21 @@ class FsspecStorage:
             return self._nothing_behind(path, start, error).tobytes()
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        data = self.read_own(path, start, start + buffer.size)
+        data = self.read_range(path, start, buffer.size, buffer)
         buffer[: data.size] = data
         return len(data)
 
-    def read_own(self, path: str, start: int, stop: int) -> Buffer:
-        """See `OwnMemory.read_own`; what the file system returned."""
-        assert 0 <= start <= stop
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
+        """See `Storage.read_range`; what the file system returned."""
+        assert start >= 0
         place = self._path(path)
-        if start == stop:
+        if num_bytes == 0:
             return np.empty(0, np.uint8)
         try:
-            found = self._files.cat_file(place, start=start, end=stop)
+            found = self._files.cat_file(place, start=start, end=start + num_bytes)
         except Exception as error:  # noqa: BLE001 - file systems raise what they like
             return self._nothing_behind(path, start, error)
-        if len(found) > stop - start:
+        if len(found) > num_bytes:
             raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
         return np.frombuffer(found, np.uint8)
 
@@ -197,10 +206,6 @@ class FsspecStorage:
 
     def sync(self) -> None:
         """See `Storage.sync`; fsspec has no such operation."""
-
-    def space(self) -> FileSystemSpace | None:
-        """See `Storage.space`; fsspec does not tell."""
-        return None
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"
@@ -268,7 +273,7 @@ def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
         raise StorageError(
             f"{shown_url(url)!r}: the scheme {scheme!r} is not supported\nGive a local path, a "
             "file:// URL, s3://, gs:// or az://, the URL of anything else that fsspec knows, or an "
-            "object with the methods of remesh.storage.Storage"
+            "object of a subclass of remesh.storage.Storage"
         )
     try:
         file_system, root = fsspec.core.url_to_fs(url)

@@ -36,6 +36,17 @@ from remesh.errors import (
     RemeshError,
     StorageError,
 )
+from remesh.storage.base import (
+    HIDDEN,
+    Buffer,
+    Copying,
+    Directory,
+    FileFacts,
+    FileSystemSpace,
+    Storage,
+    check_path,
+    prefix_directory,
+)
 from remesh.storage.local_io import (
     LocalWriter,
     SharedWriter,
@@ -47,10 +58,7 @@ from remesh.storage.local_io import (
     sync_directory,
     write_file,
 )
-from remesh.storage.optional import Directory, FileFacts
-from remesh.storage.paths import HIDDEN, check_path, prefix_directory
-from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
-from remesh.storage.room import is_in_memory, room_identity
+from remesh.storage.room import is_in_memory, is_network_device, room_identity
 
 _LOGGER = logging.getLogger("remesh")
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -58,7 +66,7 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Files below a directory; safe to use from several threads.
 
     Args:
@@ -66,6 +74,9 @@ class LocalStorage:
         direct_io: Whether to pass by the page cache where the file system can. False suits files
             that several processes of one machine read at the same time.
     """
+
+    shares_files = True
+    copying: Copying = "at once"
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool = True) -> None:
         # resolve() would follow links.
@@ -82,6 +93,14 @@ class LocalStorage:
     def url(self) -> str:
         return str(self._root)
 
+    @property
+    def latency(self) -> float | None:
+        """See `Storage.latency`; a directory that cannot be looked at counts as local."""
+        try:
+            return 0.0 if is_network_device(self._root.stat().st_dev) else None
+        except OSError:
+            return None  # reading it will say what is wrong
+
     def list(self, prefix: str = "") -> list[str]:
 
         def fail(error: OSError) -> None:
@@ -96,7 +115,7 @@ class LocalStorage:
         return sorted(path for path in found if path.startswith(prefix))
 
     def list_directory(self, path: str = "") -> Directory:
-        """See `DirectoryListing.list_directory`; links that lead nowhere are left out."""
+        """See `Storage.list_directory`; links that lead nowhere are left out."""
         directory = self._file(path) if path else self._root
         directories, files = [], {}
         try:
@@ -188,12 +207,8 @@ class LocalStorage:
         except OSError as error:
             raise explain("rename", file, error) from error
 
-    @property
-    def copies_at_once(self) -> bool:
-        return True
-
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
-        """See `CopiedFiles.copy_from`; the copy is a hard link."""
+        """See `Storage.copy_from`; the copy is a hard link."""
         if not isinstance(source, LocalStorage):
             return False
         file = self._file(new)
@@ -287,6 +302,11 @@ class LocalStorage:
             if not os.access(directory, os.R_OK | os.W_OK, effective_ids=True):
                 return
             yield directory
+
+
+def is_local(storage: Storage) -> bool:
+    """True if the files lie in directories of this machine: then the storage's `url` is a path."""
+    return isinstance(storage, LocalStorage)
 
 
 def _not_writable(directory: Path, room: os.statvfs_result) -> int:

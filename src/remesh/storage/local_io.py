@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 
 from remesh.errors import NoSpaceError, StorageError
+from remesh.storage.base import Buffer
 from remesh.storage.buffers import ALIGNMENT
-from remesh.storage.protocol import Buffer
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 """The flag for direct I/O; 0 where the system has none (macOS)."""

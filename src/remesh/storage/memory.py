@@ -18,11 +18,10 @@ from remesh.errors import (
     NoSpaceError,
     StorageError,
 )
-from remesh.storage.paths import check_path, prefix_directory
-from remesh.storage.protocol import Buffer, FileSystemSpace
+from remesh.storage.base import Buffer, FileSystemSpace, Storage, check_path, prefix_directory
 
 
-class MemoryStorage:
+class MemoryStorage(Storage):
     """Files in a dict, safe to use from several threads.
 
     Args:
@@ -39,6 +38,10 @@ class MemoryStorage:
     def url(self) -> str:
         """See `Storage.url`; no other process can open it."""
         return f"memory://{id(self):x}"
+
+    @property
+    def latency(self) -> float | None:
+        return None
 
     def list(self, prefix: str = "") -> list[str]:
         prefix_directory(prefix)

@@ -35,13 +35,19 @@ import numpy as np
 from obstore.exceptions import AlreadyExistsError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.storage.base import (
+    HIDDEN,
+    Buffer,
+    Directory,
+    FileFacts,
+    Storage,
+    check_path,
+    prefix_directory,
+)
 from remesh.storage.buckets import FAILURES, Bucket, open_bucket
 from remesh.storage.distance import Flow, ask_meanwhile, ask_together, flow_for
 from remesh.storage.objects import Objects
-from remesh.storage.optional import Directory, FileFacts
 from remesh.storage.parts import StreamWriter
-from remesh.storage.paths import HIDDEN, check_path, prefix_directory
-from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import shown_url
 
@@ -79,13 +85,17 @@ def _identity(meta: ObjectMeta) -> tuple[str | None, int]:
     return meta["e_tag"], meta["size"]
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """Objects below a prefix of a bucket; safe to use from several threads.
 
     Storages of this process share a `Bucket`; an obstore store is for this one alone. A prefix is
     empty or ends with a slash. Without `part_bytes` the size of a file decides how large the parts
     of its upload are.
     """
+
+    lists_sizes = True
+    reads_own_memory = True
+    copying = "slow"
 
     def __init__(
         self,
@@ -131,7 +141,7 @@ class ObjectStorage:
         }
 
     def list_directory(self, path: str = "") -> Directory:
-        """See `DirectoryListing.list_directory`; one request per 1000 entries."""
+        """See `Storage.list_directory`; one request per 1000 entries."""
         try:
             objects, names = self._objects.list_directory(path)
         except FAILURES as error:
@@ -184,15 +194,16 @@ class ObjectStorage:
         check_path(path)
         return self._read_unchanged(path, lambda: self._read_object(path, start, buffer))
 
-    def read_own(self, path: str, start: int, stop: int) -> Buffer:
-        """See `OwnMemory.read_own`; the response itself, if one request is enough."""
-        assert 0 <= start <= stop
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
+        """See `Storage.read_range`; the response itself, if one request is enough."""
+        assert start >= 0
         check_path(path)
-        if 0 < stop - start <= READ_BYTES:
+        if 0 < num_bytes <= READ_BYTES:
+            stop = start + num_bytes
             found = self._ask(path, start, lambda: self._objects.read_range(path, start, stop))
             return np.frombuffer(memoryview(found or b""), np.uint8)
-        buffer = np.empty(stop - start, np.uint8)
-        return buffer[: self.read_into(path, start, buffer)]
+        target = np.empty(num_bytes, np.uint8)
+        return target[: self.read_into(path, start, target)]
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         check_path(path)
@@ -238,12 +249,8 @@ class ObjectStorage:
             name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
         )
 
-    @property
-    def copies_at_once(self) -> bool:
-        return False
-
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
-        """See `CopiedFiles.copy_from`; the server copies the object."""
+        """See `Storage.copy_from`; the server copies the object."""
         check_path(path)
         check_path(new)
         if not isinstance(source, ObjectStorage):
@@ -271,7 +278,7 @@ class ObjectStorage:
             raise explain("remove", self._name(path), error) from None
 
     def delete_many(self, paths: Sequence[str]) -> None:
-        """See `BatchDeletion.delete_many`; one request of S3 and Azure removes up to 1000."""
+        """See `Storage.delete_many`; one request of S3 and Azure removes up to 1000."""
         for path in paths:
             check_path(path)
         if len(paths) > 1:
@@ -283,10 +290,6 @@ class ObjectStorage:
 
     def sync(self) -> None:
         """See `Storage.sync`; there is nothing to do."""
-
-    def space(self) -> FileSystemSpace | None:
-        """See `Storage.space`; buckets have no end."""
-        return None
 
     def _name(self, path: str) -> str:
         return f"{self._url}/{path}"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import obstore
 
+from remesh.storage.base import Buffer
 from remesh.storage.buckets import Bucket
-from remesh.storage.protocol import Buffer
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta

@@ -10,8 +10,8 @@ import re
 from urllib.parse import unquote
 
 from remesh.errors import StorageError
+from remesh.storage.base import Storage
 from remesh.storage.local import LocalStorage
-from remesh.storage.protocol import Storage
 from remesh.storage.shown import shown_url
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})

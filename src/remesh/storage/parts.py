@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from remesh.errors import StorageError
+from remesh.storage.base import Buffer
 from remesh.storage.buffers import map_memory
-from remesh.storage.protocol import Buffer
 
 WINDOW = 3
 """Parts that are filled at a time."""

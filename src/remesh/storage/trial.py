@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
-from remesh.storage.distance import is_local
+from remesh.storage.base import Storage
+from remesh.storage.local import is_local
 from remesh.storage.local_io import open_direct
-from remesh.storage.protocol import Storage
 
 _FOLDER = ".remesh-doctor"
 

@@ -43,7 +43,7 @@ from remesh.formats.decoding import decoded
 from remesh.formats.huggingface import index_name, indexed_files
 from remesh.formats.table import place_of
 from remesh.formats.whole_tensors import FileTensor, file_names, split_into_files
-from remesh.storage import SharedFiles, Storage, open_storage
+from remesh.storage import Storage, open_storage
 
 WeightFormat = Literal["safetensors", "pth"]
 
@@ -154,7 +154,7 @@ def export_weights(
     files = [FileTensor(tensor.names[0], tensor.dtype, tensor.shape) for tensor in tensors]
     limit = max_file_bytes if format == "safetensors" else None
     written = file_names(name, f".{format}", len(split_into_files(files, limit)))
-    if len(written) > 1 and not isinstance(storage, SharedFiles):
+    if len(written) > 1 and not storage.shares_files:
         written = _indexed_files(exchange, storage, name)
     report = ExportReport(
         tuple(written),

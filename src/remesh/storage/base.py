@@ -1,0 +1,332 @@
+"""What a storage must do, and what it may do; the promises are in the package's docstring.
+
+What a storage need not do has a default that uses the rest. A listing of a bucket has sizes and
+times; asking for each of a thousand files takes a thousand requests. It can stop at the next slash,
+which is what makes directories of common beginnings of names: to look at one of them, nothing below
+it need be listed. Many objects are removed by few requests: a checkpoint of 4,000 ranks has as many
+files; at 100 ms a request, removing one after the other takes minutes.
+
+Names of files are relative paths that stay below the root. They come out of checkpoint files, which
+any program may have written, so each is checked before it is used. A path has components that are
+not empty and not `.` or `..`, joined by forward slashes; that alone keeps it below the root.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from remesh._repr import short_repr
+from remesh.errors import CheckpointNotFoundError, StorageError
+
+Buffer = npt.NDArray[np.uint8]
+"""One-dim writable bytes, usually from `aligned_buffer`."""
+
+Copying: TypeAlias = Literal["none", "slow", "at once"]
+"""How a storage copies files, see `Storage.copying`."""
+
+HIDDEN = ".remesh-put-"
+"""How the names of files begin that a writer makes beside the final one; they are never listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystemSpace:
+    """The free space in the file system of a storage."""
+
+    identity: str
+    """Equal for storages, on any rank, that share this space."""
+    free_bytes: int
+    """Bytes that may still be written."""
+    directory: str = ""
+    """Equal on ranks that reach the same directory under the name of the root; empty if that is not
+    known."""
+    existing: str = ""
+    """The nearest directory that exists at or above the root; empty if that is not known."""
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Facts about a file in a listing."""
+
+    num_bytes: int  # its size
+    modified: float | None
+    """When it was last changed, in seconds since the epoch; None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The entries of a directory, by name."""
+
+    directories: tuple[str, ...]
+    files: Mapping[str, FileFacts]
+
+
+class Writer(Protocol):
+    """A file that is being written."""
+
+    def write(self, position: int, data: Buffer) -> None:
+        """Write a range; thread-safe for disjoint ranges.
+
+        Write nearly in order: a storage that takes a file as a stream lets who is far ahead wait
+        for the ranges before, and fails if they do not come.
+
+        Raises:
+            NoSpaceError: If there is no room.
+            StorageError: If the storage fails.
+        """
+        ...
+
+    def finish(self, num_bytes: int | None = None) -> None:
+        """Make the content durable and close; the file now exists.
+
+        Args:
+            num_bytes: Its size, where that turned out to be less than `create` was given; by
+                default the whole.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Give the file up and remove what is there of it; does nothing after `finish`."""
+        ...
+
+
+class Storage(ABC):
+    """Files under one root.
+
+    A storage of your own is a subclass. It must have `url`, `list`, `size`, `read`, `read_into`,
+    `put`, `create`, `delete` and `sync`; the other methods and the attributes have defaults.
+
+    Every method raises `StorageError`, naming the file and the remedy, if the storage fails;
+    reading a file that does not exist raises `CheckpointNotFoundError`.
+    """
+
+    lists_sizes: bool = False
+    """True if `list_sizes` costs no more than `list`."""
+
+    shares_files: bool = False
+    """True if several processes may write one file, and files can be renamed: then there are
+    `open_shared` and `rename`. Object stores have neither: an object is written by one process,
+    from its beginning to its end."""
+
+    reads_own_memory: bool = False
+    """True if `read_range` does not use the buffer that it is given, which may be empty then.
+
+    To copy a response of the network into a buffer first takes as long as to copy it to where it
+    goes, and twice the memory.
+    """
+
+    copying: Copying = "none"
+    """How `copy_from` copies: not at all; in a time that grows with the file; or at once."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """How a user would name the root."""
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds of the fastest small request so far, 0 if that is not known; None if it is local.
+
+        Ranks that plan together use what one of them has found, because each measures another
+        value.
+        """
+        return 0.0
+
+    @property
+    def is_remote(self) -> bool:
+        """True if every byte that is read crosses a network: `latency` is not None."""
+        return self.latency is not None
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> list[str]:
+        """Relative paths of all files below the root that begin with `prefix`, sorted."""
+
+    def list_sizes(self, prefix: str = "") -> dict[str, int]:
+        """Relative path → bytes of all files below the root that begin with `prefix`."""
+        sizes = {}
+        for path in self.list(prefix):
+            with suppress(CheckpointNotFoundError):  # it was removed after it was listed
+                sizes[path] = self.size(path)
+        return sizes
+
+    def list_directory(self, path: str = "") -> Directory:
+        """What lies directly in a directory, "" for the root; nothing if there is none.
+
+        A storage that says when files were changed also lists hidden ones.
+        """
+        directories, files = set(), {}
+        prefix = f"{path}/" if path else ""
+        for file, size in self.list_sizes(prefix).items():
+            name, slash, _ = file.removeprefix(prefix).partition("/")
+            if slash:
+                directories.add(name)
+            else:
+                files[name] = FileFacts(size, None)
+        return Directory(tuple(sorted(directories)), files)
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+
+    @abstractmethod
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of a file; fewer if it ends before."""
+
+    @abstractmethod
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """Fill `buffer` from byte `start` on; returns how many bytes there were."""
+
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:
+        """Bytes of a file from `start` on, fewer if it ends before; they may be read-only.
+
+        They lie in `buffer`, or in memory of their own if `reads_own_memory`.
+        """
+        target = buffer[:num_bytes]
+        return target[: self.read_into(path, start, target)]
+
+    @abstractmethod
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """Write a whole small file atomically and durably.
+
+        Raises:
+            CheckpointExistsError: If the file exists and `overwrite` is false.
+        """
+
+    @abstractmethod
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> Writer:
+        """Begin a file of this size, or of at most this size, reserving its room where possible.
+
+        With `overwrite`, a file of this name stays as it is until the new one is finished, and then
+        is replaced in one step. A storage that `shares_files` need not do that: `rename` does.
+
+        Raises:
+            NoSpaceError: If there is no room.
+            StorageError: If the file exists already and `overwrite` is false. A storage that is a
+                network away, and no other, may find that out meanwhile, and raise it when the file
+                is written or finished.
+        """
+
+    def open_shared(self, path: str, num_bytes: int) -> Writer:
+        """Begin, or take part in, a file of known size that other processes write as well.
+
+        What one of them wrote is durable when its `finish` returns. `abort` leaves the file. Only
+        where `shares_files`.
+        """
+        raise NotImplementedError
+
+    def rename(self, path: str, new: str) -> None:
+        """Give a file another name in one step; a file that has the name is replaced.
+
+        Only where `shares_files`.
+        """
+        raise NotImplementedError
+
+    def copy_from(
+        self,
+        source: Storage,  # noqa: ARG002 - the default copies nothing
+        path: str,  # noqa: ARG002
+        new: str,  # noqa: ARG002
+        num_bytes: int,  # noqa: ARG002
+    ) -> bool:
+        """Give the content of a finished file a new name, which stays if the first one goes.
+
+        The content may be shared, so neither file may be written to afterwards. It is durable; the
+        existence of the new file is as that of any finished file. No bytes are moved through this
+        process. If this returns false, there is no new file, and writing the bytes says what is
+        wrong, if anything is.
+        """
+        return False
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove a file; no error if there is none."""
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        """Remove files; no error for those that do not exist.
+
+        If some could not be removed, the error tells of one, and all others are gone.
+        """
+        failure: StorageError | None = None
+        for path in paths:
+            try:
+                self.delete(path)
+            except StorageError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make the existence of all finished files durable."""
+
+    def space(self) -> FileSystemSpace | None:
+        """Room that is left, or None if the storage has no such limit or does not tell."""
+        return None
+
+
+class StorageView(Storage):
+    """A storage as it is; subclasses show some of its files in another form."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    @property
+    def url(self) -> str:
+        return self._storage.url
+
+    @property
+    def latency(self) -> float | None:
+        return self._storage.latency
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Storage.list`; of stored files."""
+        return self._storage.list(prefix)
+
+    def size(self, path: str) -> int:
+        return self._storage.size(path)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._storage.read(path, start, stop)
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        return self._storage.read_into(path, start, buffer)
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        self._storage.put(path, data, overwrite=overwrite)
+
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> Writer:
+        return self._storage.create(path, num_bytes, overwrite=overwrite)
+
+    def delete(self, path: str) -> None:
+        self._storage.delete(path)
+
+    def sync(self) -> None:
+        self._storage.sync()
+
+    def space(self) -> FileSystemSpace | None:
+        return self._storage.space()
+
+
+def check_path(path: str) -> str:
+    """The path itself; StorageError if it does not name a file below the root."""
+    if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
+        raise StorageError(
+            f"{path!r} is not a path inside a storage: use names joined by single slashes, without "
+            "'.' or '..'\nIf it came out of a checkpoint, that checkpoint is damaged or hostile; "
+            "do not load it"
+        )
+    return path
+
+
+def prefix_directory(prefix: str) -> str:
+    """The directory, "" for the root, that holds every path that begins with `prefix`."""
+    directory = prefix.rpartition("/")[0]
+    return check_path(directory) if "/" in prefix else ""
