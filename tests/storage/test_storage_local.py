@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from remesh.errors import CheckpointExistsError, NoSpaceError, StorageError
 from remesh.storage import ALIGNMENT, Buffer, LocalStorage, aligned_buffer
+from remesh.storage.local import network_mount, room_identity
 from remesh.storage.local_io import open_direct
-from remesh.storage.room import network_mount, room_identity
 from tests.descriptors import open_below
 
 MIB = 1 << 20

@@ -40,7 +40,7 @@ from remesh.storage import (
 from remesh.storage.buckets import CLIENT, RETRIES
 from remesh.storage.object_store import ObjectStorage
 from remesh.storage.parts import Parts
-from remesh.storage.remote_errors import explain
+from remesh.storage.shown import explain
 from tests.storage.faulty_proxy import Fault, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
 from tests.support import Fail, FaultyStorage, run_ranks

@@ -35,8 +35,7 @@ from remesh.storage.base import (
     prefix_directory,
 )
 from remesh.storage.parts import StreamWriter
-from remesh.storage.remote_errors import RANGES_ADVICE, explain
-from remesh.storage.shown import hide_secrets, shown_url
+from remesh.storage.shown import RANGES_ADVICE, explain, hide_secrets, shown_url
 
 PART_BYTES = 16 << 20
 """Bytes given to the file system at a time."""

@@ -230,11 +230,11 @@ def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
     try:
         done = 0
         if is_direct:
-            done = _read_directly(descriptor, start, buffer[:num_direct])
+            done = _read(descriptor, start, buffer[:num_direct], direct=True)
             if done < buffer.size:
                 flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-        return done + _read_buffered(descriptor, start + done, buffer[done:])
+        return done + _read(descriptor, start + done, buffer[done:])
     finally:
         os.close(descriptor)
 
@@ -247,7 +247,7 @@ def read_file(path: Path, start: int, stop: int | None) -> bytes:
         size = file_size(path, os.fstat(descriptor))
         end = size if stop is None else min(stop, size)
         buffer = np.empty(max(end - start, 0), np.uint8)
-        return buffer[: _read_buffered(descriptor, start, buffer)].tobytes()
+        return buffer[: _read(descriptor, start, buffer)].tobytes()
     finally:
         os.close(descriptor)
 
@@ -264,9 +264,7 @@ def write_file(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
         try:
-            done = 0
-            while done < len(data):
-                done += os.pwrite(descriptor, memoryview(data)[done:], done)
+            _write_all(descriptor, 0, np.frombuffer(data, np.uint8))
             sync_file(descriptor)
         finally:
             os.close(descriptor)
@@ -315,27 +313,16 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read_buffered(descriptor: int, start: int, buffer: Buffer) -> int:
-    """Fill a buffer; fewer bytes if the file ends."""
+def _read(descriptor: int, start: int, buffer: Buffer, *, direct: bool = False) -> int:
+    """Fill a buffer; fewer bytes if the file ends, or if the file system refuses direct I/O."""
     done = 0
-    while done < buffer.size:
-        num_bytes = os.preadv(descriptor, [buffer[done:].data], start + done)
-        if num_bytes == 0:
-            break
-        done += num_bytes
-    return done
-
-
-def _read_directly(descriptor: int, start: int, buffer: Buffer) -> int:
-    """Fill whole units; fewer bytes if the file ends or the file system refuses."""
-    done = 0
-    while done < buffer.size and done % _UNIT == 0:
+    while done < buffer.size and not (direct and done % _UNIT):
         try:
             num_bytes = os.preadv(descriptor, [buffer[done:].data], start + done)
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            break
+            if direct and error.errno == errno.EINVAL:
+                break
+            raise
         if num_bytes == 0:
             break
         done += num_bytes

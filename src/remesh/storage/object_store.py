@@ -44,12 +44,10 @@ from remesh.storage.base import (
     check_path,
     prefix_directory,
 )
-from remesh.storage.buckets import FAILURES, Bucket, open_bucket
+from remesh.storage.buckets import FAILURES, Bucket, Objects
 from remesh.storage.distance import Flow, ask_meanwhile, ask_together, flow_for
-from remesh.storage.objects import Objects
 from remesh.storage.parts import StreamWriter
-from remesh.storage.remote_errors import RANGES_ADVICE, explain
-from remesh.storage.shown import shown_url
+from remesh.storage.shown import RANGES_ADVICE, explain, shown_url
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -454,11 +452,6 @@ class ObjectStorage(Storage):
             raise
         except FAILURES as error:
             raise explain("write", name, error) from None
-
-
-def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
-    """The storage of a bucket's prefix; the arguments and errors are those of `open_bucket`."""
-    return ObjectStorage(url, *open_bucket(url, scheme, rest))
 
 
 @cache

@@ -48,10 +48,11 @@ def _open_url(url: str, scheme: str, rest: str) -> Storage:
         return _open_file(url, rest)
     if scheme in OBJECT_SCHEMES:
         try:
-            from remesh.storage.object_store import open_object_storage
+            from remesh.storage.buckets import open_bucket
+            from remesh.storage.object_store import ObjectStorage
         except ImportError as error:
             raise _not_installed(url, "obstore", "s3", error) from error
-        return open_object_storage(url, scheme, rest)
+        return ObjectStorage(url, *open_bucket(url, scheme, rest))
     try:
         from remesh.storage.fsspec_store import open_fsspec_storage
     except ImportError as error:
