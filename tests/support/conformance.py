@@ -69,6 +69,8 @@ class StorageConformance:
         data = _pattern(size).tobytes()
         storage.put("step_1/values", data, overwrite=False)
         assert storage.read("step_1/values") == data
+        assert storage.exists("step_1/values")
+        assert not storage.exists("step_1/value")
         assert storage.size("step_1/values") == size
 
     def test_put_does_not_replace(self, storage: Storage) -> None:

@@ -28,7 +28,6 @@ import msgspec
 from remesh.core.integrity import NUM_READINGS, raw_digest
 from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError, StorageError
 from remesh.exchange import decode_failure, encode_failure
-from remesh.formats.building import exists
 from remesh.formats.framing import Part
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
@@ -76,7 +75,7 @@ class StatusFiles:
         try:
             if self._shows_commit is not None:
                 return self._shows_commit(self._storage, self._save_id)
-            return exists(self._storage, self._path("committed", 0))
+            return self._storage.exists(self._path("committed", 0))
         except CheckpointError:
             return False
 

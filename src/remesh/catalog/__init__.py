@@ -38,7 +38,6 @@ from remesh.catalog.files import files_of as files_of
 from remesh.catalog.files import read_record_and_sizes as read_record_and_sizes
 from remesh.catalog.scan import Entry as Entry
 from remesh.catalog.scan import explained_absence as explained_absence
-from remesh.catalog.scan import holds_record as holds_record
 from remesh.catalog.scan import is_checkpoint as is_checkpoint
 from remesh.catalog.scan import natural_key as natural_key
 from remesh.catalog.scan import newest_entry as newest_entry

@@ -47,7 +47,6 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.formats.building import exists
 from remesh.formats.checks import MALFORMED
 from remesh.storage import Storage, open_storage
 
@@ -466,7 +465,7 @@ def forget_replaced(storage: Storage) -> None:
 
 def is_pinned(storage: Storage, name: str) -> bool:
     """True if a checkpoint has a pin."""
-    return exists(storage, f"{name}/{_PINNED}")
+    return storage.exists(f"{name}/{_PINNED}")
 
 
 # ---------------------------------------------------------------------------------------------

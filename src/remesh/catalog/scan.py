@@ -173,16 +173,7 @@ def is_checkpoint(place: Place) -> bool:
     except StorageError:
         # Other systems' files are looked for further down, and a directory there may be closed to
         # us. If it is this one, asking for the record says so.
-        return holds_record(place.storage)
-    return True
-
-
-def holds_record(storage: Storage) -> bool:
-    """True if there is a commit record; it may be damaged."""
-    try:
-        storage.size(native.RECORD_NAME)
-    except CheckpointNotFoundError:
-        return False
+        return place.storage.exists(native.RECORD_NAME)
     return True
 
 

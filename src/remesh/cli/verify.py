@@ -195,7 +195,7 @@ def _check(path: str) -> Verdict:
 
 def _advice(path: str, storage: Storage) -> str:
     """The next command for a damaged checkpoint; repair knows those of remesh alone."""
-    return repair_advice(shown_url(path)) if catalog.holds_record(storage) else ""
+    return repair_advice(shown_url(path)) if storage.exists(native.RECORD_NAME) else ""
 
 
 def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Finding]:
@@ -219,7 +219,7 @@ def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Findin
 
 def _check_files(storage: Storage) -> list[Finding]:
     """The damage of a checkpoint that cannot be opened, as far as it can be told."""
-    if not catalog.holds_record(storage):
+    if not storage.exists(native.RECORD_NAME):
         return []
     try:
         record = native.read_record(storage)

@@ -25,7 +25,6 @@ from remesh.catalog import CheckpointInfo
 from remesh.checkpoint.scattered import ROOT_NAME
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError
 from remesh.formats import native
-from remesh.formats.building import exists
 from remesh.storage import LocalStorage, Storage, open_storage
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def _store_from(folder: Path, *, whole_only: bool) -> list[str]:
             break
         source = LocalStorage(folder / info.name, direct_io=False)
         record = native.read_record(source)
-        if whole_only and not all(exists(source, file.path) for file in record.files):
+        if whole_only and not all(source.exists(file.path) for file in record.files):
             continue
         is_taken = any(one.name == info.name for one in stored)
         name = f"{info.save_id}_{info.name}" if is_taken else info.name
@@ -79,7 +78,7 @@ def _store(source: Storage, record: native.CommitRecord, target: Storage) -> boo
     notes = {file.path: f"{file.path}.whole" for file in record.files}
     for file in record.files:
         # What is there already another node copies, which has a replica.
-        if exists(source, file.path) and not exists(target, file.path):
+        if source.exists(file.path) and not target.exists(file.path):
             _copy(source, target, file)
             target.sync()
             target.put(notes[file.path], b"", overwrite=True)

@@ -76,15 +76,6 @@ def file_size(storage: Storage, listing: Listing, path: str) -> int:
     return storage.size(path) if size is None else size
 
 
-def exists(storage: Storage, path: str) -> bool:
-    """True if a storage has a file."""
-    try:
-        storage.size(path)
-    except CheckpointNotFoundError:
-        return False
-    return True
-
-
 def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
     """Read many small ranges, near ones with one request; ranges behind the end are shorter."""
     found = [b""] * len(ranges)

@@ -18,7 +18,6 @@ from remesh.core.index import Index
 from remesh.core.integrity import WrittenFile
 from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import CheckpointError
-from remesh.formats.building import exists
 from remesh.formats.native import ValuesDocument
 from remesh.storage import Storage
 
@@ -203,11 +202,11 @@ def existing_files(
     storage: Storage, mark: str, read_index: Callable[[], Index], small: Sequence[str]
 ) -> Existing | None:
     """The checkpoint that a mark makes exist: with the data files of its index, and small ones."""
-    if not exists(storage, mark):
+    if not storage.exists(mark):
         return None
     try:
         files = (file.path for file in read_index().files)
     except CheckpointError:
         return Existing(mark)  # what it refers to is unknown, and stays
-    beside = (path for path in small if exists(storage, path))
+    beside = (path for path in small if storage.exists(path))
     return Existing(mark, paths=tuple(dict.fromkeys((mark, *beside, *files))))

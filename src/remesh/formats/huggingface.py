@@ -39,7 +39,7 @@ from remesh.core.state import Path, name_of
 from remesh.core.tables import Cuts, TensorTable
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import safetensors, torch_dcp, torch_file, whole_tensors
-from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, damaged, decode_json
 from remesh.formats.contents import Contents, Place
 from remesh.formats.framing import Existing, Grid, Rename, Saved, SmallFile, Writer
@@ -315,7 +315,7 @@ def _index_file(saved: Saved, name: str, places: Mapping[str, str]) -> SmallFile
 
 def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The weights that are there."""
-    if exists(storage, FILE_NAME):
+    if storage.exists(FILE_NAME):
         return Existing(FILE_NAME, paths=(FILE_NAME,))
     try:
         names = indexed_files(storage, INDEX_NAME)

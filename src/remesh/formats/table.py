@@ -35,7 +35,6 @@ from remesh.formats import (
     torch_file,
     zarr,
 )
-from remesh.formats.building import exists
 from remesh.formats.contents import Contents, Place
 from remesh.formats.exported import EXPORTS
 from remesh.formats.framing import Writer
@@ -95,7 +94,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         native.FORMAT_NAME,
         f"{native.RECORD_NAME} (remesh)",
-        lambda place: exists(place.storage, native.RECORD_NAME),
+        lambda place: place.storage.exists(native.RECORD_NAME),
         lambda place: _native_contents(place.storage, native.read_small_files(place.storage)),
         writers=(native_writer.NATIVE,),
     ),

@@ -52,7 +52,6 @@ from remesh.formats.archive import (
 )
 from remesh.formats.building import (
     IndexBuilder,
-    exists,
     file_size,
     read_groups,
     read_ranges,
@@ -112,7 +111,7 @@ METADATA_CLASSES: tuple[str, ...] = (
 
 def recognise(place: Place) -> bool:
     """True if a place holds such a checkpoint."""
-    return exists(place.storage, METADATA_NAME)
+    return place.storage.exists(METADATA_NAME)
 
 
 def read(place: Place) -> Contents:

@@ -22,7 +22,7 @@ from remesh.errors import UnsupportedValueError
 from remesh.formats import whole_tensors
 from remesh.formats.archive import Archive, RangeFile, read_archive
 from remesh.formats.archive_writer import TorchArchive, tensor_value
-from remesh.formats.building import IndexBuilder, Listing, exists, file_size
+from remesh.formats.building import IndexBuilder, Listing, file_size
 from remesh.formats.contents import Contents, Place
 from remesh.formats.framing import Existing, Grid, Rename, Saved, Writer
 from remesh.formats.native import ValuesDocument
@@ -126,7 +126,7 @@ def small_files(saved: Saved) -> Sequence[Rename]:
 
 def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The file that is there."""
-    return Existing(FILE_NAME, paths=(FILE_NAME,)) if exists(storage, FILE_NAME) else None
+    return Existing(FILE_NAME, paths=(FILE_NAME,)) if storage.exists(FILE_NAME) else None
 
 
 TORCH_FILE = Writer(

@@ -36,7 +36,7 @@ from remesh.errors import (
     StateError,
 )
 from remesh.formats.archive_writer import archive_of
-from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, decode_json
 from remesh.formats.contents import Contents, Place
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
@@ -75,7 +75,7 @@ class _Array(msgspec.Struct):
 
 def recognise(place: Place) -> bool:
     """True if a place holds such a checkpoint."""
-    if not exists(place.storage, CONFIG_NAME):
+    if not place.storage.exists(CONFIG_NAME):
         return False
     try:
         config = msgspec.json.decode(place.storage.read(CONFIG_NAME), type=_Config)
@@ -266,7 +266,7 @@ def small_files(saved: Saved) -> list[SmallFile]:
 
 def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The checkpoint that is there."""
-    return Existing(CONFIG_NAME, is_fixed=True) if exists(storage, CONFIG_NAME) else None
+    return Existing(CONFIG_NAME, is_fixed=True) if storage.exists(CONFIG_NAME) else None
 
 
 ZARR = Writer(NAME, grid_of, frames, small_files, existing)

@@ -176,6 +176,14 @@ class Storage(ABC):
     def size(self, path: str) -> int:
         """Bytes of a file."""
 
+    def exists(self, path: str) -> bool:
+        """True if there is a file of this name."""
+        try:
+            self.size(path)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
     @abstractmethod
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of a file; fewer if it ends before."""

@@ -173,7 +173,7 @@ class FsspecStorage(Storage):
         place = self._path(path)
         name = self._name(path)
         with self._lock:
-            if path in self._unfinished or (not overwrite and self._exists(path)):
+            if path in self._unfinished or (not overwrite and self.exists(path)):
                 raise StorageError(f"{name} exists already; choose another place")
             self._unfinished.add(path)
 
@@ -211,13 +211,6 @@ class FsspecStorage(Storage):
 
     def _name(self, path: str) -> str:
         return f"{self._url}/{path}"
-
-    def _exists(self, path: str) -> bool:
-        try:
-            self.size(path)
-        except CheckpointNotFoundError:
-            return False
-        return True
 
     def _write(self, place: str, parts: Iterator[Buffer]) -> None:
         """Write a hidden file; the caller removes it, whatever happens."""

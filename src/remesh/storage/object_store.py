@@ -233,7 +233,7 @@ class ObjectStorage(Storage):
             if overwrite:
                 self._upload(path, parts, num_bytes, Flow(part_bytes, flow.number), self._put)
                 return
-            is_taken = ask_meanwhile(self, partial(self._exists, path))
+            is_taken = ask_meanwhile(self, partial(self.exists, path))
 
             def if_free() -> Iterator[Buffer]:
                 if is_taken():
@@ -295,13 +295,6 @@ class ObjectStorage(Storage):
     def _forget(self, path: str) -> None:
         with self._lock:
             self._unfinished.discard(path)
-
-    def _exists(self, path: str) -> bool:
-        try:
-            self.size(path)
-        except CheckpointNotFoundError:
-            return False
-        return True
 
     def _read_unchanged(self, path: str, read: Callable[[], _Result]) -> _Result:
         """Read one object by several requests; begin anew if another one took its name."""
@@ -377,7 +370,7 @@ class ObjectStorage(Storage):
                     f"{self._name(path)} is being written by another process; if no such process "
                     f"lives, remove {self._name(min(others))}"
                 )
-            return not self._exists(path) and self._put_first(path, data)
+            return not self.exists(path) and self._put_first(path, data)
         finally:
             self.delete(mine)
 

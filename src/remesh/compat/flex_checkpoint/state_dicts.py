@@ -31,7 +31,7 @@ from remesh.compat.flex_checkpoint.shards import (
 from remesh.compat.flex_checkpoint.weights import ShardedWeight, is_sharded_state_dict
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
-from remesh.formats import paddle
+from remesh.formats import native, paddle
 from remesh.formats.paddle import Metadata
 from remesh.resharding import reshard
 from remesh.storage import Storage, open_storage
@@ -238,7 +238,7 @@ def _find(
     def look() -> bytes:
         storage = open_storage(path)
         files = storage.list()
-        if unique_id is None and catalog.holds_record(storage):
+        if unique_id is None and storage.exists(native.RECORD_NAME):
             return msgspec.msgpack.encode((os.fspath(path), ()))
         numbers, of_paddle = _numbers(storage), paddle.checkpoint_numbers(files)
         if unique_id in numbers or (unique_id is None and numbers):

@@ -55,7 +55,6 @@ from remesh.compat.megatron.validation import (
     verify_integrity_manifest,
 )
 from remesh.exchange import Exchange, run_on_one
-from remesh.formats.building import exists
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +223,7 @@ def load(  # noqa: PLR0917 - the order is Megatron's
 
 def _legacy_common_state_exists(checkpoint_dir: Any) -> bool:
     """True if the common state is in a file of its own, as in checkpoints before Megatron 0.19."""
-    return exists(storage_of(checkpoint_dir), COMMON_STATE_FNAME)
+    return storage_of(checkpoint_dir).exists(COMMON_STATE_FNAME)
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> StateDict:

@@ -35,7 +35,6 @@ from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Alone, run_on_one
 from remesh.formats.archive import read_archive
 from remesh.formats.archive_writer import archive_of
-from remesh.formats.building import exists
 from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
 
@@ -114,7 +113,7 @@ class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
     def load_common(self, checkpoint_dir: Any) -> Any:
         # Newer Megatron keeps the common state among the objects.
         with as_checkpointing_exception():
-            if exists(storage_of(checkpoint_dir), COMMON_NAME):
+            if storage_of(checkpoint_dir).exists(COMMON_NAME):
                 return read_torch_file(checkpoint_dir, COMMON_NAME)
             return _common_among_objects(checkpoint_dir)
 
