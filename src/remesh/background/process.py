@@ -380,7 +380,7 @@ def _end_with_parent(parent: int, connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """What the process runs: descriptors of socket and arena, size of a chunk, the parent's id."""
+    """Run the process, given descriptors of socket and arena, size of a chunk, the parent's id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, arena, chunk_bytes, parent = map(int, sys.argv[1:5])
     connection = socket.socket(fileno=descriptor)

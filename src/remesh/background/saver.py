@@ -455,7 +455,7 @@ def _place_for_process(path: Any, storage: Storage) -> str:
 
 @functools.cache
 def _saver_of(group: Any) -> Saver:
-    """What `save_async` keeps between calls: the one object for each group of this process."""
+    """The saver that `save_async` keeps between calls, one for each group of this process."""
     return Saver(group=group)
 
 

@@ -163,7 +163,7 @@ def seal(data: bytes) -> bytes:
 
 
 def read_sealed(storage: Storage, path: str) -> bytes:
-    """What `seal` was given for a file; StorageError if its bytes are not what was written."""
+    """The content that `seal` sealed; StorageError if its bytes are not what was written."""
     for _ in range(NUM_READINGS):
         found = storage.read(path)
         if found[:16] == raw_digest(found[16:]):

@@ -32,7 +32,7 @@ from remesh.planner import LoadPlan, ReadLimits, plan_load
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankReads:
-    """What one rank reads, and where it goes."""
+    """The reads of one rank, and where they go."""
 
     index: Index  # what is stored
     plan: LoadPlan  # how it is read

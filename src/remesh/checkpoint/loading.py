@@ -390,7 +390,7 @@ def _optimizer_state_left(report: RestoreReport) -> list[str]:
 
 
 def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Assign | None:
-    """What assigns windows to readers; None if every rank reads for itself."""
+    """The function that assigns windows to readers; None if every rank reads for itself."""
     if share_reads is False or exchange.world_size == 1:
         return None
     if share_reads:

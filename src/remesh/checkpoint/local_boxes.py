@@ -53,7 +53,7 @@ def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> BoxesMessage:
 
 
 def decode_local_boxes(messages: Sequence[BoxesMessage]) -> list[LocalBoxes]:
-    """What `encode_local_boxes` said on each rank.
+    """The boxes of each rank, as `encode_local_boxes` said them.
 
     Of the messages with equal digests, one has what they share.
     """

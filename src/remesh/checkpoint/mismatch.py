@@ -119,7 +119,7 @@ def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def kind_of(record: object) -> str:
-    """What the record of a tensor that is made of others says of it."""
+    """The kind that the record of a tensor that is made of others says."""
     kind = record.get("class") if isinstance(record, Mapping) else None
     return f"{kind or 'tensor'} made of other tensors"
 

@@ -181,7 +181,7 @@ class Checkpoint:
         return name in self._names
 
     def __getitem__(self, name: str) -> Any:
-        """What is stored under a name: a whole tensor is read, as by `read`.
+        """The value under a name: a whole tensor is read, as by `read`.
 
         Raises:
             KeyError: If there is nothing; the message has the nearest names.
@@ -213,7 +213,7 @@ class Checkpoint:
 
     @property
     def record(self) -> native.CommitRecord:
-        """What the commit record says: when and by how many ranks it was saved, its files.
+        """The commit record: when and by how many ranks it was saved, its files.
 
         Raises:
             StateError: If another system wrote the checkpoint; those have no such record.
@@ -227,7 +227,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """What the user recorded with `save(metadata=...)`; empty for other systems' formats."""
+        """The metadata of `save(metadata=...)`; empty for other systems' formats."""
         record = self._contents.record
         return MappingProxyType({} if record is None else record.metadata)
 
@@ -247,7 +247,7 @@ class Checkpoint:
         return {name: self._stored.object(name) for name in self._stored.document.objects}
 
     def tensor(self, name: str) -> StoredTensor:
-        """What is stored under a name.
+        """The description of the tensor under a name.
 
         Raises:
             StateError: If no tensor is; the message has the nearest names.

@@ -54,7 +54,7 @@ class LiveOptimizer(msgspec.Struct, frozen=True):
 def with_parameter_names(
     exchange: Exchange, state: Any, stored: StoredState, url: str, *, is_transformed: bool = False
 ) -> StoredState:
-    """What is stored, by the names that the optimizers of a state have for it. Collective.
+    """The stored state, by the names that the optimizers of a state have for it. Collective.
 
     The state has the modules whose parameters are optimized. `is_transformed` says whether
     parameters may be stored under other names than the state has.
@@ -145,7 +145,7 @@ def _united(found: list[LiveOptimizer]) -> list[LiveOptimizer]:
 
 
 def named(stored: StoredState, optimizers: Sequence[LiveOptimizer], url: str) -> StoredState:
-    """What is stored, by the names that optimizers have for it.
+    """The stored state, by the names that optimizers have for it.
 
     A stored optimizer belongs to the one of its name; the only one that is left over, to the only
     one of the state that is left over, for a transformation may rename it.
@@ -186,7 +186,7 @@ class _Renaming:
     """Lists and tuples in the states, under their new paths."""
 
     def result(self) -> StoredState:
-        """What is stored, by the names of the state."""
+        """The stored state, by the names of the state."""
         groups = self._groups()
         if groups is None:
             self._name_flattened()
@@ -339,7 +339,7 @@ class _Renaming:
     # -- result -----------------------------------------------------------------------------
 
     def _renamed(self) -> StoredState:
-        """What is stored, with all that was found."""
+        """The stored state, with all that was found."""
         old = self.stored.document
         renamed = {name: new for name, (new, _) in self.renamed.items()}
         raw = {

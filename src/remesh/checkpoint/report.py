@@ -104,7 +104,7 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class Findings:
-    """What comparing a state with a checkpoint found on this rank, while it is being compared."""
+    """The findings on this rank while a state is compared with a checkpoint."""
 
     restored: list[str] = field(default_factory=list)
     cast: dict[str, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Findings:
         self.conflicts.append(f"{tensor}: {why}")
 
     def report(self, dropped: tuple[str, ...], num_bytes: int) -> RestoreReport:
-        """What will have been done, before anything is read."""
+        """The report of what will have been done, before anything is read."""
         return RestoreReport(
             tuple(self.restored),
             self.cast,

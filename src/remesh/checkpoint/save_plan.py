@@ -263,7 +263,7 @@ def make_save_plan(
 def describe_to_store(
     state: Any, buffers: Buffers | None, rank: int
 ) -> tuple[Description, LocalTensors, bytes]:
-    """What a rank stores: its description, the boxes that it holds, and all else, encoded."""
+    """The state of a rank to store: its description, its boxes, and all else, encoded."""
     description = describe_local(state)
     description.tensors = choose_buffers(description.tensors, buffers, rank)
     tensors = tensors_to_store(description)
@@ -403,7 +403,7 @@ class _Rank:
         return assignments
 
     def comparison(self, is_new: bool) -> Comparison:
-        """What is compared; of options, those of rank 0 and of the others are the same.
+        """The copies that are compared; ranks have the same options.
 
         Copies of frameworks are looked at when the layout is new.
         """

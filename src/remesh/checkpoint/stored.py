@@ -58,7 +58,7 @@ class StoredState:
         return stored.dtype, stored.shape
 
     def not_stored(self, name: str, problem: str) -> str:
-        """What to say about a name that is not stored: the problem, and the nearest names."""
+        """The error about a name that is not stored: the problem, and the nearest names."""
         near = difflib.get_close_matches(name, list(self.names()), n=3)
         hint = f"; near are {', '.join(near)}" if near else ""
         return f"{name}: {problem}{hint}"

@@ -124,7 +124,7 @@ class StoredMemory(SourceMemory):
 
 
 def stored_copies(memories: Iterable[Memory]) -> Callable[[], CopyQueue] | None:
-    """What makes queues for copies out of a checkpoint; None if no memory is stored in one."""
+    """The maker of queues for copies out of a checkpoint; None if no memory is stored in one."""
     found = next((one for one in memories if isinstance(one, StoredMemory)), None)
     if found is None:
         return None

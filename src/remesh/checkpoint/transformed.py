@@ -57,7 +57,7 @@ Infos = Mapping[str, TensorInfo | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformedState:
-    """What is stored, as a transformation makes it: by the names of its outputs."""
+    """The stored state as a transformation makes it, by the names of its outputs."""
 
     stored: StoredState  # what is really stored
     transform: Transform

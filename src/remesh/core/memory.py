@@ -41,7 +41,7 @@ class Memory(Protocol):
 
 
 class SourceMemory:
-    """What memories have in common that are only read, as what is being saved is."""
+    """The base of memories that are only read, as those of a state that is saved."""
 
     __slots__ = ()
 

@@ -239,7 +239,7 @@ class Agent(LocalElasticAgent):
         return str(self._directory / f"{local_rank}.json")
 
     def _reports(self) -> dict[int, Report]:
-        """What the processes that can be entered again say of themselves, by local rank."""
+        """The reports of the processes that can be entered again, by local rank."""
         found = {}
         for local_rank, pid in self._living().items():
             report = read_report(self._file_of(local_rank))
@@ -495,7 +495,7 @@ class Agent(LocalElasticAgent):
         return waits or not beats or is_late
 
     def _beats(self) -> list[Heartbeat]:
-        """What the ranks reported last."""
+        """The last heartbeats of the ranks."""
         beats = map(self._node.beats.read, self._files.values())
         return [beat for beat in beats if beat is not None]
 

@@ -63,7 +63,7 @@ class RunningCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What the tests of a check prove."""
+    """The outcome that the tests of a check prove."""
 
     healthy: frozenset[int]  # nodes that passed with another node, or alone if they are alone
     faulty: Mapping[int, str]  # nodes that are proven bad, with the reason
@@ -175,7 +175,7 @@ def _pairs(ordered: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def evaluate(nodes: Iterable[int], results: Sequence[GroupResult]) -> CheckResult:
-    """What results prove about nodes.
+    """The faults of nodes that results prove.
 
     A node that appears in no result is a suspect: it did not take part.
     """

@@ -118,7 +118,7 @@ class _Reply:
 
     @property
     def problem(self) -> str:
-        """What is wrong, in a reply that is one of a problem."""
+        """The problem that a reply tells of."""
         try:
             text: str = self.decode(Problem).error
         except msgspec.MsgspecError:

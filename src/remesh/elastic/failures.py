@@ -31,7 +31,7 @@ MAX_PAUSE = 30.0
 
 
 class Kind(StrEnum):
-    """What made a process fail."""
+    """The kind of a process's failure."""
 
     PROCESS = "process"
     MEMORY = "memory"
@@ -163,7 +163,7 @@ def root_cause(failures: Sequence[ProcessFailure], patterns: Patterns) -> list[P
 
 
 class FailureAction(StrEnum):
-    """What an agent does after its processes failed."""
+    """The next step of an agent whose processes failed."""
 
     RESTART = "restart"
     REPLACE = "replace"
@@ -171,7 +171,7 @@ class FailureAction(StrEnum):
 
 
 class FailureDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from the failures on one node."""
+    """The decision on the failures of one node."""
 
     action: FailureAction
     """Start the processes again, leave so that another node takes the place of this one, or end the

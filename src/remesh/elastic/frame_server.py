@@ -97,7 +97,7 @@ def sender_of(master: Master, request: Request[Any], address: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameServer:
-    """What all connections with frames share."""
+    """The state that all connections with frames share."""
 
     master: Master
     token: str  # what requests must carry; empty: nothing

@@ -37,7 +37,7 @@ MAX_REPLY_BYTES = 64 << 20
 
 
 class FrameError(ConnectionError):
-    """What came by a connection is no frame."""
+    """The bytes of a connection are no frame."""
 
 
 def pack(body: bytes, status: int = 0) -> bytes:

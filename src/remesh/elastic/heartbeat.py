@@ -152,7 +152,7 @@ def clear_request(path: StrPath) -> None:
 
 
 def read_request_file(file: StrPath) -> Request | Literal[""] | None:
-    """What a file asks for, or None if it is not there.
+    """The request in a file, or None if it is not there.
 
     An empty one asks for a save (`touch`), unless it is still being written.
     """

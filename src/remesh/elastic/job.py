@@ -122,7 +122,7 @@ Event: TypeAlias = (
 
 
 class HangAction(StrEnum):
-    """What happens to a job that hangs, after the stacks of its processes were collected."""
+    """The treatment of a job that hangs, after the stacks of its processes were collected."""
 
     NOTHING = "nothing"
     RESTART = "restart"
@@ -154,7 +154,7 @@ class Charges(msgspec.Struct, frozen=True):
     since: float = 0.0  # when they were counted; from then on they are given back one by one
 
     def at(self, now: float, refill: float | None) -> Charges:
-        """What is still charged now, if one is given back every `refill` seconds."""
+        """The charges that are left, if one is given back every `refill` seconds."""
         if not self.count:
             return Charges(0, now)
         if refill is None or now < self.since:
@@ -312,7 +312,7 @@ def is_resized(before: Rendezvous | None, after: Rendezvous) -> bool:
 
 
 def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
-    """What an event changes by itself, in a job that has begun."""
+    """The job after an event, before what follows from it, once the job has begun."""
     match event:
         case Leave():
             return _leave(job, event, nodes, now)
@@ -542,7 +542,7 @@ def _end_hang(job: Job, number: int, nodes: Rendezvous, now: float) -> Job:
 
 
 def _settle(job: Job, now: float) -> Job:
-    """What follows from the job and the time alone."""
+    """The job after all that follows from it and the time alone."""
     assert job.rendezvous is not None
     job = _advance(job, rendezvous.tick(job.rendezvous, now), now)
     job = _advance_check(job, now)
@@ -739,7 +739,7 @@ def _wait_reason(job: Job) -> str:
 
 
 def beat_reply(job: Job, beat: Beat, now: float) -> BeatReply:
-    """What a node should do that runs processes."""
+    """The reply to a beat of a node that runs processes."""
     nodes = job.rendezvous
     if nodes is None:
         return BeatReply(restart=Change.STALE, reason="the master knows no round")

@@ -75,7 +75,7 @@ class Journal:
             ) from error
 
     def _identify(self) -> tuple[int, int] | None:
-        """What tells the open file from another one under its name; None if there is none."""
+        """The identity of the file under the journal's name; None if there is none."""
         if self._file is None:
             return None
         try:

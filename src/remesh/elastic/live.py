@@ -141,7 +141,7 @@ class Presence:
 
 @dataclass(slots=True)
 class Live:
-    """What is known of the nodes now."""
+    """The nodes as they are known now."""
 
     heard: dict[int, tuple[str, float]]  # incarnation and time of the last message, by node id
     progress: TrainingProgress  # how far the training is
@@ -200,7 +200,7 @@ def is_over(live: Live, job: Job, now: float) -> bool:
 def has_living_agent(
     live: Live, job: Job, node_id: int, incarnation: str, now: float
 ) -> bool | None:
-    """Whether another agent than the given one holds a node id and is alive.
+    """True if another agent than the given one holds a node id and is alive.
 
     An agent that starts again requests the id of the one that died. Two that run under one name, or
     were given one id by mistake, must not take it from each other in turn. None if that is not

@@ -157,7 +157,7 @@ class Master:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What those who operate the job should know: of the master itself, and of the steps."""
+        """The warnings for those who operate the job: of the master itself, and of the steps."""
         found = [*self._journal.warnings]
         if pause := long_pause(self.live, self.job, self.clock()):
             found.append(pause)

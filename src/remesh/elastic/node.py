@@ -74,7 +74,7 @@ class NodeRejectedError(Exception):
 
 @dataclass(slots=True)
 class _Current:
-    """What the two threads share."""
+    """The state that the two threads share."""
 
     assignment: Assignment | None = None  # the node's assignment in the current round
     reply: BeatReply = field(default_factory=BeatReply)
@@ -252,7 +252,7 @@ class NodeClient:
                 current.reply, current.answered = reply, time.monotonic()
 
     def _reports_of(self, files: Mapping[int, str]) -> dict[int, RankReport]:
-        """What the processes report, for those that do."""
+        """The reports of the processes that make any."""
         reports = {}
         for rank, file in files.items():
             heartbeat = self.beats.read(file)

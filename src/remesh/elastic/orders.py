@@ -46,7 +46,7 @@ def write_report(heartbeat_file: str, report: Report) -> None:
 
 
 def read_report(heartbeat_file: str) -> Report | None:
-    """What a process said last; None if it has said nothing."""
+    """The last report of a process; None if it has made none."""
     return _read(f"{heartbeat_file}.report", Report)
 
 

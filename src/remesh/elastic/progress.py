@@ -38,7 +38,7 @@ FIRST_INTERVAL = 1.0
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has reported."""
+    """The reported progress of one rank."""
 
     step: int  # the last step that it finished
     time: float  # when, in seconds by the receiver's clock
@@ -47,7 +47,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the training."""
+    """The known progress of the training."""
 
     began: float  # when the job began
     first_step: int | None = None  # the step before the first one that was seen
@@ -74,7 +74,7 @@ def begin_round(progress: TrainingProgress, now: float) -> TrainingProgress:
 def report(
     progress: TrainingProgress, before: RankProgress | None, heard: RankProgress
 ) -> TrainingProgress:
-    """What is known after a rank has reported."""
+    """The progress after a rank has reported."""
     step, now = heard.step, heard.time
     has_moved = before is None or step > before.step
     if (

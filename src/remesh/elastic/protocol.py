@@ -42,7 +42,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What is wrong with a request, and what to do."""
+    """The problem with a request, and what to do."""
 
     error: str
 
@@ -97,7 +97,7 @@ JoinReply: TypeAlias = Assignment | Waiting | NodeTest | Rejected | JobEnded
 
 
 class BeatReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent should do."""
+    """The instructions for the agent."""
 
     restart: Change | None = None  # stop the processes and join again, because of this
     reason: str = ""  # why, in a sentence; also for `outcome`

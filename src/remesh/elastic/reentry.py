@@ -40,7 +40,7 @@ Order: TypeAlias = Leave | Enter
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says of itself."""
+    """The report of a process on itself."""
 
     pid: int  # its id
     number: int = 0  # the newest order that it has carried out; 0 before the first
@@ -49,7 +49,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Act(StrEnum):
-    """What a process does next."""
+    """The next act of a process."""
 
     GO_ON = "go on"
     LEAVE = "leave"
@@ -58,7 +58,7 @@ class Act(StrEnum):
 
 
 def next_act(report: Report, order: Order | None) -> Act:
-    """What a process does.
+    """The next act of a process, given all that it knows.
 
     `GO_ON` also for a process that is out and has to wait; `CONFIRM` for one that is out already
     when it is ordered to leave.

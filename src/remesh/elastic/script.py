@@ -70,7 +70,7 @@ def finish(status: int = 0) -> NoReturn:
 
 
 def _wind_up(status: int) -> int:
-    """What Python does before it finalises the interpreter; the exit code."""
+    """Do what Python does before it finalises the interpreter; the exit code."""
     _guarded(threading._shutdown)  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
     if status == 0:
         _say_done()

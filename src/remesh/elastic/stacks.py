@@ -77,7 +77,7 @@ def _stacks_of(pid: int, place: int, heartbeat_file: str) -> str:
 
 
 def _status(place: int) -> bytes:
-    """What the kernel says of a process; empty if it has ended."""
+    """The kernel's status of a process; empty if it has ended."""
     try:
         descriptor = os.open("status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=place)
     except (FileNotFoundError, ProcessLookupError):

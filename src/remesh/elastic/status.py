@@ -255,7 +255,7 @@ def phase_of(job: Job) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is known of all nodes and ranks, of which a status shows some."""
+    """The facts about all nodes and ranks, of which a status shows some."""
 
     states: Mapping[int, str]  # the state of each node, by id, in their order
     slow: Mapping[int, float]  # ranks that are slow, and how many times the median their steps take
@@ -391,7 +391,7 @@ def _failures_of(job: Job, number: int) -> RoundFailures:
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What a page asks for."""
+    """The query of a page."""
 
     find: str = ""  # words that a node shows, in its id, name, address, state or check
     nodes: int = 1  # which page of them; the first is 1

@@ -23,5 +23,5 @@ def _create(parameters: RendezvousParameters) -> Handler:
 
 
 def create() -> Callable[[RendezvousParameters], Handler]:
-    """What torchrun asks an entry point for: a function that makes handlers."""
+    """The entry point that torchrun asks for: a function that makes handlers."""
     return _create

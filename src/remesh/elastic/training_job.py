@@ -38,7 +38,7 @@ class TrainingJob:
         self._kept: dict[Hashable, Any] = {}
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once in this process.
+        """The value that `make` returns, made once in this process.
 
         Keep what is expensive to make and does not belong to one world: data, tokenizers, open
         files. Models, optimizers, process groups and device meshes are made anew in each entry.

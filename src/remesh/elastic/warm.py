@@ -52,7 +52,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def modules_of(script: str, *, is_module: bool = False) -> tuple[str, ...]:
-    """What can be preloaded for a script without being asked for.
+    """The modules that can be preloaded for a script without being asked for.
 
     None for a script that does not use `remesh.elastic`, or is no source.
     """

@@ -306,7 +306,7 @@ class _Reader:
         return self._position
 
     def take(self) -> bytes:
-        """What was read since the last call, skipped bytes left out: one opcode."""
+        """The opcode that was read since the last call, skipped bytes left out."""
         taken, self._taken = self._taken, b""
         return taken
 

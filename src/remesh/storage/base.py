@@ -158,7 +158,7 @@ class Storage(ABC):
         return sizes
 
     def list_directory(self, path: str = "") -> Directory:
-        """What lies directly in a directory, "" for the root; nothing if there is none.
+        """The entries of a directory, "" for the root; none if it is not there.
 
         A storage that says when files were changed also lists hidden ones.
         """

@@ -133,7 +133,7 @@ def _azure(url: str, _made_in: Hashable) -> Bucket:
 
 
 def _surroundings() -> Hashable:
-    """What a store is made from, beside its arguments; equal as long as it may be used."""
+    """The surroundings that a store is made from, equal as long as it may be used."""
     environment = tuple(sorted(os.environ.items()))
     # Those of other stores are read again when they are needed, or not from files.
     named = [value for name, value in environment if name.startswith("GOOGLE_")]
@@ -142,7 +142,7 @@ def _surroundings() -> Hashable:
 
 
 def _version(path: str) -> Hashable:
-    """What changes with the content of a file; None if there is none."""
+    """The version of a file, which changes with its content; None if there is none."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -151,7 +151,7 @@ def _version(path: str) -> Hashable:
 
 
 def _signing(environment: Mapping[str, str]) -> dict[str, bool]:
-    """Whether the signature of a request covers its content, unless the user has chosen.
+    """True if the signature of a request covers its content, unless the user has chosen.
 
     TLS protects the content already, and SHA-256 takes most of the processor time of an upload.
     """

@@ -222,7 +222,7 @@ def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
 
 
 def _describe(description: Description) -> list[_Weight]:
-    """What this rank holds."""
+    """The weights on this rank."""
     kept, aliases = split_aliases(description.tensors)
     paths = description.paths
     others: dict[str, list[tuple[str | int, ...]]] = {}
@@ -248,7 +248,7 @@ def _record_of(name: str) -> str:
 
 
 def _merge(replies: Sequence[bytes]) -> list[_Weight]:
-    """What all ranks hold together, in order of first appearance."""
+    """The weights of all ranks, in order of first appearance."""
     found: dict[str, _Weight] = {}
     for reply in replies:
         for weight in msgspec.msgpack.decode(reply, type=list[_Weight]):
@@ -257,7 +257,7 @@ def _merge(replies: Sequence[bytes]) -> list[_Weight]:
 
 
 def _stored_weights(exchange: Exchange, source: Any) -> tuple[list[_Weight], StoredSource]:
-    """What a checkpoint holds, and how it is read."""
+    """The weights of a checkpoint, and how they are read."""
     place = place_of(source)
     stored = open_shared(exchange, place)
     index, path_of = stored.index, stored.document.path_of
@@ -345,7 +345,7 @@ def _refuse_adapter(name: str) -> None:
 
 
 def _live_boxes(description: Description) -> dict[str, list[TensorEntry]]:
-    """What this rank holds of each tensor."""
+    """The boxes of each tensor on this rank."""
     boxes: dict[str, list[TensorEntry]] = {}
     for entry in split_aliases(description.tensors)[0]:
         boxes.setdefault(entry.name, []).append(entry)

@@ -112,7 +112,7 @@ def _walk(node: Any, found: list[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """What tensors were at a moment: where they lay, how often they were written, and samples."""
+    """The tensors at a moment: where they lay, how often they were written, and samples."""
 
     plan: _Plan
     versions: list[int]

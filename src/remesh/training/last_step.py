@@ -52,7 +52,7 @@ def leave(manager: Manager) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """What the last call of `Manager.step` was given."""
+    """The arguments of the last call of `Manager.step`."""
 
     step: int
     state: Any  # the user's state
@@ -60,7 +60,7 @@ class LastStep:
     fingerprint: Fingerprint | None  # of the state at that moment; None without torch
 
     def change(self) -> str:
-        """What was changed in the state since, or nothing."""
+        """The part of the state that was changed since; empty if none was."""
         return "" if self.fingerprint is None else self.fingerprint.changed(self.state)
 
 

@@ -79,7 +79,7 @@ class _Recovery(Resharder):
 
 @dataclass(slots=True)
 class Boundary:
-    """What a rank held when its last step was complete."""
+    """The state of a rank when its last step was complete."""
 
     step: int
     moment: Moment
@@ -101,7 +101,7 @@ class Boundary:
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a rank has in memory."""
+    """The steps that a rank has in memory."""
 
     step: int | None  # the step; None if it has nothing
     note: ManagerNote | None = None  # of the boundary
@@ -169,7 +169,7 @@ class LiveMemory:
         self._job.end_change()
 
     def find(self) -> list[Source]:
-        """What the ranks hold, the newest first. Collective."""
+        """The offers of the ranks, the newest first. Collective."""
         boundary = self._job.boundary
         state: Any = None
         if boundary is not None and boundary.is_clean and self.is_on:
@@ -454,7 +454,7 @@ def bytes_by_device(tensors: list[torch.Tensor]) -> dict[torch.device, int]:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a device has room for; None if that is not known."""
+    """The bytes that a device has room for; None if that is not known."""
     if device == HOST:
         return available_memory()
     if device.type == "cuda":

@@ -223,7 +223,7 @@ class Manager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the training is to end: a signal or request said so, and the state is saved."""
+        """True if the training is to end: a signal or request said so, and the state is saved."""
         return self._should_stop
 
     @property
@@ -244,7 +244,7 @@ class Manager:
         return catalog.newest_of([info for info in self.checkpoints if not info.problem])
 
     def retention_decisions(self) -> list[RetentionDecision]:
-        """What retention would do with each checkpoint now; nothing is touched. Not collective."""
+        """The decision of retention on each checkpoint now; nothing is touched. Not collective."""
         now = time.time()
         return policies.decide_retention(self.checkpoints, self._keep, run=self.run, now=now)
 
@@ -398,7 +398,7 @@ class Manager:
             self.wait()
 
     def _fingerprint(self, state: Any) -> Fingerprint | None:
-        """What the tensors of a state are now, if that is going to be looked at."""
+        """The fingerprint of the tensors of a state now, if it is going to be looked at."""
         is_wanted = self._live is not None or self._saves_at_end
         if not is_wanted or "torch" not in sys.modules:
             return None
@@ -538,7 +538,7 @@ class Manager:
         return resumed
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
-        """What can be resumed from, the newest first; and the snapshots that cannot, and why."""
+        """The sources to resume from, the newest first; and the snapshots that fail, and why."""
         found = resuming.candidates(self._exchange, self._storage)
         sources = [resuming.stored_source(self._exchange, self._root, info) for info in found]
         incomplete: list[tuple[str, str]] = []

@@ -117,7 +117,7 @@ class Memory:
         self._newest = name
 
     def find(self) -> tuple[list[Source], list[tuple[str, str]]]:
-        """What can be resumed from, and names and reasons of what cannot."""
+        """The snapshots to resume from, and names and reasons of those that are none."""
         sources, incomplete = [], []
         for found in find_scattered(self._storage, self._nodes, self._exchange):
             if found.missing:

@@ -129,7 +129,7 @@ def is_periodic(policies: Sequence[SavePolicy]) -> bool:
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What one rank tells the others when notes are exchanged, and what all make of it."""
+    """The note of one rank to the others, and what all make of it."""
 
     reason: str = ""  # why to save now; empty for no save
     stop: bool = False  # whether the training is to end after that save
@@ -240,7 +240,7 @@ def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class RetentionDecision:
-    """Whether a checkpoint is kept, and why."""
+    """The decision whether a checkpoint is kept, and why."""
 
     info: CheckpointInfo
     """The checkpoint."""
@@ -251,14 +251,14 @@ class RetentionDecision:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays."""
+        """True if it stays."""
         return bool(self.reasons)
 
 
 def decide_retention(
     infos: Sequence[CheckpointInfo], policies: Sequence[KeepPolicy], *, run: str, now: float
 ) -> list[RetentionDecision]:
-    """What becomes of each checkpoint; nothing is touched.
+    """The decision on each checkpoint; nothing is touched.
 
     One decision for each checkpoint, in the order given. Without policies everything stays; only
     checkpoints of `run` may be removed.

@@ -38,7 +38,7 @@ from remesh.training.trackers import run_id_of
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a save of a rank would have recorded beside the state."""
+    """The record of a moment beside the state: data position, random numbers and the like."""
 
     note: ManagerNote
     parent: str  # the parent of the saves
@@ -101,7 +101,7 @@ class Recorder:
         return rng.summary(rows, self._roles)
 
     def moment(self, step: int, metrics: Mapping[str, float] | None) -> Moment:
-        """What a save at this moment would record."""
+        """The moment that a save now would record."""
         streams = {name: stream.frozen() for name, stream in self.streams().items()}
         return Moment(
             note=self.note(step, metrics, streams),

@@ -71,7 +71,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What can be resumed from."""
+    """A checkpoint or snapshot to resume from."""
 
     info: CheckpointInfo
     """The checkpoint."""
@@ -93,7 +93,7 @@ class Source:
 def in_order(
     sources: Sequence[Source], grid: tuple[tuple[str, int], ...], snapshot_every: int | None
 ) -> list[Source]:
-    """What is taken first comes first: the newest; of one step what is loaded sooner.
+    """The sources in order: the newest first; of one step what is loaded sooner.
 
     The memory of processes lacks the random numbers of a role whose process has died; they are
     taken from the next source of the same step. If the process died before the snapshot of this

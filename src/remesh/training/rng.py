@@ -279,7 +279,7 @@ def rows_of(
 
 
 def summary(rows: Mapping[str, ShardedTensor], roles: Roles) -> bytes:
-    """What other ranks need to know of this one's random numbers: its role, and digests."""
+    """The role of this rank's random numbers, and their digests, for other ranks."""
     digests = {
         name: raw_digest(np.asarray(tensor.parts[0].data).tobytes())
         for name, tensor in rows.items()

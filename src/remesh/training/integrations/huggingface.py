@@ -66,7 +66,7 @@ class RemeshCallback(TrainerCallback):
         self._offered = 0
 
     def resume_point(self) -> str | None:
-        """What to hand to `Trainer.train` as `resume_from_checkpoint`; None to begin. Collective.
+        """The `resume_from_checkpoint` for `Trainer.train`; None to begin. Collective.
 
         Raises:
             CheckpointError: If the newest checkpoint was not saved by this callback.
