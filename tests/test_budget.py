@@ -37,7 +37,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "recipes": (496, 400),
     "simulation": (868, 700),
     "storage": (3166, 2600),
-    "training": (5327, 4600),
+    "training": (5333, 4600),
     "transform": (4991, 4300),
 }
 

@@ -183,18 +183,24 @@ class Manager:
         self._watch.is_saving = lambda: self._handle is not None and not self._handle.done()
         self._live = self._open_live_memory(job, buffers)
         if memory_every is not None:
-            check_count("Manager", "memory_every", memory_every, 1)
-            check_count("Manager", "memory_replicas", memory_replicas, 0)
-            if directories := agree_on_directories(self._exchange, run_info().snapshot_dir):
-                self._memory = Memory(
-                    self._exchange,
-                    directories,
-                    self._storage.url if is_local(self._storage) else str(root),
-                    every=memory_every,
-                    num_replicas=memory_replicas,
-                    buffers=buffers,
-                    on_event=on_event,
-                )
+            self._memory = self._open_memory(memory_every, memory_replicas, buffers)
+
+    def _open_memory(self, every: int, num_replicas: int, buffers: Buffers | None) -> Memory | None:
+        """The snapshots in memory; None if the agents have no directories for them. Collective."""
+        check_count("Manager", "memory_every", every, 1)
+        check_count("Manager", "memory_replicas", num_replicas, 0)
+        directories = agree_on_directories(self._exchange, run_info().snapshot_dir)
+        if not directories:
+            return None
+        return Memory(
+            self._exchange,
+            directories,
+            self._storage.url if is_local(self._storage) else str(self._root),
+            every=every,
+            num_replicas=num_replicas,
+            buffers=buffers,
+            on_event=self._on_event,
+        )
 
     def _open_live_memory(
         self, job: TrainingJob | None, buffers: Buffers | None
