@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from remesh.demo import picture
-from remesh.demo.picture import Column, Curve, Mark
+from remesh.demo.picture import Column
 from remesh.demo.story import DRAWN, RUN_HEADINGS
 from tests.browser import BROWSER, browse
 from tests.demo.test_picture import rows_of
@@ -22,7 +22,7 @@ document.title = [innerWidth, wide.length, right < innerWidth].join(" ");
 
 
 def drawn_page() -> str:
-    """The page of three layouts and of losses with marks side by side, as long as the demo's."""
+    """A page of three layouts side by side and a run, as long as the demo's."""
     shapes = dict.fromkeys(DRAWN, (640, 256)) | {DRAWN[-1]: (256, 640)}
     columns = [
         Column(
@@ -31,15 +31,6 @@ def drawn_page() -> str:
             {name: rows_of(shape, num_ranks) for name, shape in shapes.items()},
         )
         for num_ranks in (4, 2, 2)
-    ]
-    losses = {step: 6 - step / 20 for step in range(1, 41)}
-    curves = [Curve(f"run {n}: tensor parallel x 2", n.lower(), losses) for n in "ABCDE"]
-    marks = [
-        Mark(10, "saved", "save"),
-        Mark(20, "saved; C and D resume here", "resume"),
-        Mark(20, "E: rank 2 killed, the others go on", "kill"),
-        Mark(30, "rank 2 killed while saving", "kill"),
-        Mark(39, "rank 2 killed while saving", "kill"),
     ]
     row = [
         "D resumed",
@@ -52,7 +43,6 @@ def drawn_page() -> str:
     ]
     sections = [
         [picture.rank_legend(4), picture.layout_svg(columns)],
-        [picture.curve_legend(curves), picture.loss_svg(curves, marks)],
         [picture.table(RUN_HEADINGS, [row])],
     ]
     return picture.page("Layouts", [("heading", pieces) for pieces in sections])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from remesh.core.geometry import Box
 from remesh.demo import picture
-from remesh.demo.picture import Column, Curve, Mark, PlacedTensor
+from remesh.demo.picture import Column, PlacedTensor
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -104,33 +104,11 @@ def test_tensors_of_three_dims_are_refused() -> None:
         picture.layout_svg([Column("t", "s", {"w": rows_of((2, 3, 4), 2)})])
 
 
-REFERENCE = Curve("A", "a", {1: 5.0, 2: 4.0, 3: 3.5, 4: 3.2})
-RESUMED = Curve("C", "c", {3: 3.5, 4: 3.2 + 1e-7})
-
-
-def test_losses_are_drawn_with_their_marks() -> None:
-    svg = ET.fromstring(picture.loss_svg([REFERENCE, RESUMED], [Mark(2, "killed <here>", "kill")]))
-    (line,) = svg.iter(f"{SVG}polyline")
-    points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-    assert len(points) == 4
-    assert [x for x, _ in points] == sorted(x for x, _ in points)
-    assert [y for _, y in points] == sorted(y for _, y in points)  # a falling loss goes down
-    dots = list(svg.iter(f"{SVG}circle"))
-    assert [(float(d.attrib["cx"]), float(d.attrib["cy"])) for d in dots] == [
-        points[2],
-        pytest.approx(points[3], abs=0.01),
-    ]
-    mark = next(e for e in svg.iter(f"{SVG}line") if e.attrib["class"] == "mark kill")
-    assert float(mark.attrib["x1"]) == points[1][0]
-    assert "killed <here>" in [text.text for text in svg.iter(f"{SVG}text")]
-
-
 def test_the_page_is_xml_and_keeps_odd_characters() -> None:
     text = picture.page(
         "A & B",
         [
             ("first <one>", [picture.paragraph("x < y"), picture.rank_legend(2)]),
-            ("", [picture.curve_legend([REFERENCE])]),
             ("", [picture.table(["h&"], [["c<"]])]),
         ],
     )

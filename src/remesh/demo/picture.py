@@ -1,4 +1,4 @@
-"""The page that shows the layouts and the losses: HTML with drawings in SVG, in one file.
+"""Pages that show layouts: HTML with drawings in SVG, in one file.
 
 Every drawing is a pure function from plain data to text. A tensor is drawn as a rectangle, its
 first dim downwards and its last dim to the right (a vector lies along the right), cut into the
@@ -11,7 +11,6 @@ Colours are CSS variables with a light and a dark set, so the page follows the r
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,10 +34,6 @@ _HEAD_HEIGHT = 52
 _FONT_WIDTH = 6.3
 _LINE_HEIGHT = 14
 
-_PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_HEIGHT = 52, _WIDTH - 6, 34, 220
-_NOTE_FONT_WIDTH = 7.2
-_LINE_STYLES = ("a", "b")
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
@@ -56,24 +51,6 @@ class Column:
     subtitle: str
     tensors: Mapping[str, PlacedTensor]
     holder: str = "rank"
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The losses of one run by step, and the name of its style (`a` to `d`)."""
-
-    label: str
-    style: str
-    losses: Mapping[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A vertical line at a step, with words beside it; `style` is `kill`, `resume` or `save`."""
-
-    step: int
-    text: str
-    style: str
 
 
 # ---------------------------------------------------------------------------------------------
@@ -245,102 +222,6 @@ def _times(shape: Sequence[int]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Losses
-# ---------------------------------------------------------------------------------------------
-
-
-def loss_svg(curves: Sequence[Curve], marks: Sequence[Mark]) -> str:
-    """Loss by step, with marks: runs in the styles a and b as lines, others as dots."""
-    last = max(step for curve in curves for step in curve.losses)
-    values = [loss for curve in curves for loss in curve.losses.values()]
-    low, high = math.floor(min(values) * 2) / 2, math.ceil(max(values) * 2) / 2
-
-    def y_of(loss: float) -> float:
-        return _PLOT_TOP + _PLOT_HEIGHT * (high - loss) / (high - low)
-
-    num_ticks = round((high - low) * 2)
-    ticks = [(low + tick / 2, f"{low + tick / 2:.1f}") for tick in range(num_ticks + 1)]
-    parts = _frame(last, [(y_of(value), text) for value, text in ticks], "loss")
-    rows: list[float] = []
-    for mark in sorted(marks, key=lambda mark: mark.step):
-        parts.extend(_mark(mark, last, rows))
-    for curve in curves:
-        points = [(_x_of(step, last), y_of(loss)) for step, loss in sorted(curve.losses.items())]
-        if curve.style in _LINE_STYLES:
-            path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-            parts.append(f'<polyline class="line {curve.style}" points="{path}"/>')
-        else:
-            parts.extend(_dot(curve.style, x, y) for x, y in points)
-    return _svg(_PLOT_RIGHT + 6, _PLOT_TOP + _PLOT_HEIGHT + 36, "Loss by step", parts)
-
-
-def curve_legend(curves: Sequence[Curve]) -> str:
-    """A line of HTML that names the curves."""
-    keys = []
-    for curve in curves:
-        sample = (
-            f'<polyline class="line {curve.style}" points="0,7 28,7"/>'
-            if curve.style in _LINE_STYLES
-            else _dot(curve.style, 14, 7)
-        )
-        keys.append(
-            f'<span class="key"><svg class="swatch" width="28" height="14" aria-hidden="true">'
-            f"{sample}</svg> {html.escape(curve.label)}</span>"
-        )
-    return f'<p class="legend">{" ".join(keys)}</p>'
-
-
-def _x_of(step: float, last: int) -> float:
-    return _PLOT_LEFT + (_PLOT_RIGHT - _PLOT_LEFT) * step / last
-
-
-def _frame(last: int, ticks: Sequence[tuple[float, str]], what: str) -> list[str]:
-    bottom = _PLOT_TOP + _PLOT_HEIGHT
-    parts = [_text(0, 14, what, "soft")]
-    for y, text in ticks:
-        parts.append(
-            f'<line class="grid" x1="{_PLOT_LEFT}" x2="{_PLOT_RIGHT}" y1="{y:.2f}" y2="{y:.2f}"/>'
-        )
-        parts.append(_text(_PLOT_LEFT - 8, y + 4, text, "tick right"))
-    step_of_ticks = max(1, last // 8)
-    parts.extend(
-        _text(_x_of(step, last), bottom + 17, str(step), "tick middle")
-        for step in range(0, last + 1, step_of_ticks)
-    )
-    parts.append(_text(_PLOT_RIGHT, bottom + 32, "steps done", "soft right"))
-    return parts
-
-
-def _mark(mark: Mark, last: int, rows: list[float]) -> list[str]:
-    """A line with its words, in the first row of words that has room."""
-    x = _x_of(mark.step, last)
-    width = len(mark.text) * _NOTE_FONT_WIDTH + 10
-    left = min(x, _PLOT_RIGHT - width)
-    row = next((number for number, end in enumerate(rows) if end <= left), len(rows))
-    rows[row : row + 1] = [left + width]
-    bottom = _PLOT_TOP + _PLOT_HEIGHT
-    line = (
-        f'<line class="mark {mark.style}" x1="{x:.2f}" x2="{x:.2f}" y1="{_PLOT_TOP - 8}" '
-        f'y2="{bottom}"/>'
-    )
-    return [
-        line,
-        _text(left + 5, _PLOT_TOP + 4 + row * _LINE_HEIGHT, mark.text, f"note {mark.style} halo"),
-    ]
-
-
-def _dot(style: str, x: float, y: float) -> str:
-    """A circle, an open circle, a cross or a diamond: styles differ by more than colour."""
-    if style == "c":
-        return f'<circle class="dot c" cx="{x:.2f}" cy="{y:.2f}" r="4"/>'
-    if style == "e":
-        return f'<path class="dot e" d="M{x:.2f} {y - 3:.2f}l3 3l-3 3l-3 -3z"/>'
-    if style == "d":
-        return f'<path class="dot d" d="M{x - 3.5:.2f} {y - 3.5:.2f}l7 7m0 -7l-7 7"/>'
-    return f'<circle class="dot {style}" cx="{x:.2f}" cy="{y:.2f}" r="2.2"/>'
-
-
-# ---------------------------------------------------------------------------------------------
 # The page
 # ---------------------------------------------------------------------------------------------
 
@@ -397,12 +278,12 @@ COLOURS = """
   --page: #ffffff; --ink: #1c2128; --soft: #5b6570; --grid: #e3e7ec; --edge: #3b434d;
   --r0: #9ccbff; --r1: #ffc078; --r2: #a3dfac; --r3: #dfb3f2;
   --r4: #f5e08a; --r5: #f4a9a3; --r6: #9fe0de; --r7: #cfd4da;
-  --a: #a9b2bd; --b: #b86a00; --c: #0b62c4; --d: #b3167f; --e: #2a8a3e; --kill: #c2261d; }
+  --b: #b86a00; --kill: #c2261d; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #14181d; --ink: #e8ecf1; --soft: #9aa5b1; --grid: #2b323a; --edge: #0c0f13;
   --r0: #22609f; --r1: #965012; --r2: #2a7241; --r3: #74408c;
   --r4: #726312; --r5: #93383a; --r6: #1a6f72; --r7: #535b64;
-  --a: #77828e; --b: #f0a440; --c: #62aeff; --d: #ff7cc8; --e: #6fd487; --kill: #ff7b72; } }
+  --b: #f0a440; --kill: #ff7b72; } }
 """
 
 _PAGE_STYLE = """
@@ -434,14 +315,6 @@ text { font-size: 11px; fill: var(--ink); }
 .r4 { fill: var(--r4); } .r5 { fill: var(--r5); } .r6 { fill: var(--r6); } .r7 { fill: var(--r7); }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke-width: 1.8; }
-.line.a { stroke: var(--a); stroke-width: 7; stroke-linejoin: round; }
 .line.b { stroke: var(--b); }
-.dot.b { fill: var(--b); }
-.dot.c { fill: none; stroke: var(--c); stroke-width: 1.6; }
-.dot.d { fill: none; stroke: var(--d); stroke-width: 1.6; }
-.dot.e { fill: none; stroke: var(--e); stroke-width: 1.6; }
 .mark { stroke: var(--soft); stroke-dasharray: 3 3; }
-.mark.kill { stroke: var(--kill); stroke-width: 1.4; }
-.note { fill: var(--soft); font-size: 12px; }
-.note.kill { fill: var(--kill); }
 """

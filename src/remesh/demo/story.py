@@ -228,14 +228,6 @@ def draw(result: DemoResult, entries: Sequence[Sequence[Entry]]) -> str:
         for run, of_run in zip(result.runs, entries, strict=True)
         if run.commits or run.first_step
     ]
-    curves = [
-        picture.Curve(
-            f"run {run.run.name}: {run.run.purpose}, {layout_of(run.run)}",
-            run.run.name.lower(),
-            run.losses,
-        )
-        for run in result.runs
-    ]
     explained = "Some parameters. Striped: every rank holds the whole."
     num_ranks = max(run.run.num_ranks for run in result.runs)
     words = [*closing_words(result), f"{verdict_text(result)}."]
@@ -250,10 +242,6 @@ def draw(result: DemoResult, entries: Sequence[Sequence[Entry]]) -> str:
                     picture.rank_legend(num_ranks),
                     picture.layout_svg(columns),
                 ],
-            ),
-            (
-                "The losses",
-                [picture.curve_legend(curves), picture.loss_svg(curves, _marks(result))],
             ),
             ("The runs", [picture.table(RUN_HEADINGS, [run_row(run) for run in result.runs])]),
         ],
@@ -273,18 +261,3 @@ def _placed(entries: Sequence[Entry]) -> dict[str, picture.PlacedTensor]:
         )
         for name in DRAWN
     }
-
-
-def _marks(result: DemoResult) -> list[picture.Mark]:
-    resumed = " and ".join(run.run.name for run in result.runs if run.first_step)
-    marks = []
-    for run in result.runs:
-        for step in run.commits:
-            here = step == result.resumed_step
-            text = f"saved; {resumed} resume here" if here else "saved"
-            marks.append(picture.Mark(step, text, "resume" if here else "save"))
-        if run.death is not None:
-            how = "while saving" if run.run.dies_in_save else "the others go on"
-            text = f"{run.run.name}: rank {run.death.rank} killed, {how}"
-            marks.append(picture.Mark(run.death.step, text, "kill"))
-    return marks

@@ -92,7 +92,7 @@ class Journal:
             age = "a newer" if row[0] > JOURNAL_VERSION else "an older"
             raise StorageError(
                 f"{self._path}: written by {age} remesh\n"
-                f"Its journal has version {row[0]}, this one reads {JOURNAL_VERSION})\n"
+                f"Its journal has version {row[0]}, this one reads {JOURNAL_VERSION}.\n"
                 "Use that for this job, or another file"
             )
 
