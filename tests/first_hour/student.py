@@ -94,5 +94,5 @@ def play(hour: Hour) -> None:
         "a function: UnsupportedValueError",
         "closed: StateError",
     ]
-    remedies = ["every=10", "save(state, path)", "overwrite=True", "transform=", "make a new one"]
+    remedies = ["every=1000", "save(state, path)", "overwrite=True", "transform=", "make a new one"]
     hour.run("python mistakes.py", shows=kinds, says=remedies)

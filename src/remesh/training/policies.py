@@ -104,11 +104,11 @@ SavePolicy = EverySteps | EverySeconds | OnSignals | OnRequest
 
 def save_policies(every: int | SavePolicy | Sequence[SavePolicy] | None) -> tuple[SavePolicy, ...]:
     """The policies of the argument `every` of a manager; a number is that of steps."""
-    return _policies_of("every", every, SavePolicy, EverySteps, "steps")
+    return _policies_of("every", every, SavePolicy, EverySteps, "steps", 1000)
 
 
 def _policies_of(
-    option: str, value: object, kinds: Any, of_number: Callable[[int], Any], unit: str
+    option: str, value: object, kinds: Any, of_number: Callable[[int], Any], unit: str, example: int
 ) -> tuple[Any, ...]:
     if value is None:
         return ()
@@ -119,7 +119,7 @@ def _policies_of(
         return (of_number(check_count("Manager", option, value, 1)),)
     raise OptionError(
         f"Manager: {option}= must be a number of {unit}, a policy or a list of policies, "
-        f"not {shown(value)}.\nPass a number, such as {option}=10, or int(...) of a text."
+        f"not {shown(value)}.\nPass a number, such as {option}={example}, or int(...) of a text."
     )
 
 
@@ -235,7 +235,7 @@ def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple
 
     None and an empty sequence both mean that nothing is ever removed.
     """
-    return _policies_of("keep", keep, KeepPolicy, KeepLast, "checkpoints")
+    return _policies_of("keep", keep, KeepPolicy, KeepLast, "checkpoints", 10)
 
 
 @dataclass(frozen=True, slots=True)
