@@ -68,7 +68,6 @@ SAVE_POINTS = (
     "save.staged",
     "save.file_created",
     "save.chunk_written",
-    "save.values_written",
     "save.file_finished",
     "save.parts_gathered",
     "save.stored",
@@ -78,11 +77,10 @@ SAVE_POINTS = (
     "save.committed",
     "save.done",
 )
-"""The moments of a save. `planned`, `values_written` and those from `parts_gathered` to `committed`
-are rank 0's; staging is part of asynchronous saves only, and overlaps with writing, as does
-`values_written`. The bytes of `parts_gathered` are what all ranks have written, those of `stored`
-what that takes in the files, less if they are compressed, and those of `kept` lie in files that did
-not change since the save before."""
+"""The moments of a save. `planned` and those from `parts_gathered` to `committed` are rank 0's;
+staging is part of asynchronous saves only, and overlaps with writing. The bytes of `parts_gathered`
+are what all ranks have written, those of `stored` what that takes in the files, less if they are
+compressed, and those of `kept` lie in files that did not change since the save before."""
 
 LOAD_POINTS = ("load.opened", "load.planned", "load.run_read", "load.read", "load.done")
 """The moments of a load, in order."""

@@ -154,7 +154,7 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
         np.testing.assert_array_equal(found, expected[start : start + filled.num_bytes])
         writer.put(filled)
 
-    stager = Stager(layout, arena, check_and_put, Queue)
+    stager = Stager(layout, arena, Queue)
     assert stager.fits == (num_chunks == 7)
     writer = StagedWriter(arena.give, at_once=not stager.fits)
 
@@ -163,13 +163,12 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
             lambda: ChunkWriter(storage, one_file("file", num_bytes), num_bytes),
             lambda _size: None,
             stager.cancel,
-            lambda: None,
         )
 
     thread = threading.Thread(target=write)
     thread.start()
     staged: list[int] = []
-    stager.stage(staged.append)
+    stager.stage(check_and_put, staged.append)
     source[:] = -1.0  # what comes after must not reach what is stored
     writer.end()
     thread.join(120)

@@ -31,7 +31,6 @@ from tests.support import (
 WORLD_SIZE = 3
 RANK_0_POINTS = (
     "save.planned",
-    "save.values_written",
     *SAVE_POINTS[
         SAVE_POINTS.index("save.parts_gathered") : SAVE_POINTS.index("save.committed") + 1
     ],

@@ -172,9 +172,9 @@ class SaveClient:
         self._emit = emit
         self._on_commit = on_commit
         self._stager = (
-            Stager(layout, arena, self._hand_over, copies)
+            Stager(layout, arena, copies)
             if collection is None
-            else CollectingStager(collection, layout, arena, self._hand_over, copies)
+            else CollectingStager(collection, layout, arena, copies)
         )
         self._server = connect(self.receive)
         self._may_run = threading.Event()
@@ -207,7 +207,9 @@ class SaveClient:
             self._may_run.set()
 
         try:
-            self._stager.stage(lambda size: self._see("save.chunk_staged", size), begin)
+            self._stager.stage(
+                self._hand_over, lambda size: self._see("save.chunk_staged", size), begin
+            )
             self._see("save.staged", self._task.num_bytes)
         except BaseException as caught:
             error = caught

@@ -44,7 +44,7 @@ from remesh.background.protocol import (
     WriteTask,
 )
 from remesh.background.status_files import StatusFiles
-from remesh.checkpoint.commit import finish, give_up, write_beside
+from remesh.checkpoint.commit import finish, give_up
 from remesh.checkpoint.unchanged import remove_paths
 from remesh.errors import ExchangeError, StorageError
 from remesh.formats.framing import Part, as_written
@@ -200,22 +200,17 @@ class SaveServer:
     def _write(self) -> None:
         """Write this rank's file and put its part."""
         task = self.task
-        beside = partial(write_beside, self._storage, task.global_plan, self._emit)
         written = None
         if task.files.paths:
-            written = self._writer.write(
-                self._create, self._counted(), lambda: self._send(StopStaging()), beside
-            )
-        else:
-            beside()
-            self._storage.sync()
+            stop_staging = partial(self._send, StopStaging())
+            written = self._writer.write(self._create, self._counted(), stop_staging)
         self.staged.wait()
         if self._staging_error is not None:
             raise self._staging_error
         self._check_given_up()
+        self._storage.sync()
         self._parts.extend(task.kept)
         if written is not None:
-            self._storage.sync()
             self._emit("save.file_finished", task.num_bytes)
             told = zip(task.parts, written, strict=True)
             for number, (part, found) in enumerate(told):
@@ -241,9 +236,9 @@ class SaveServer:
             for source in task.sources
             if self._last is not None
         }
-        writer = ChunkWriter(self._storage, task.files, task.num_bytes, copies)
-        self._copied = writer.copied
-        return writer
+        known = self._writer.copy_unchanged(task.files, copies) if copies else {}
+        self._copied.update(known)
+        return ChunkWriter(self._storage, task.files, task.num_bytes, known)
 
     def _counted(self) -> Callable[[int], None]:
         """A function for after each chunk: emits the event, and puts the progress now and then."""

@@ -1,9 +1,7 @@
 """The end of a save: rank 0 makes a checkpoint exist once every rank's files are durable.
 
-What a writer has for early files (the values of remesh's own format) is known before the tensors
-are written, so it is written beside them (`write_beside`), as are the directories. What is left to
-do once all data files are durable is short: the other small files, and then the mark. Or the save
-is given up, and what was written is removed (`give_up`).
+What is left to do once all data files are durable is short: the small files, of which the last is
+the mark. Or the save is given up, and what was written is removed (`give_up`).
 
 This serves every format, and saves in the foreground and in the background alike.
 """
@@ -26,21 +24,6 @@ from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
 from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.storage import Storage, ask_together
-
-
-def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
-    """Make directories durable, or on rank 0 write the early files; beside the writing of data."""
-    if save is None:
-        storage.sync()
-        return
-    for path, data in early_files(save):
-        storage.put(path, data, overwrite=False)
-        emit("save.values_written", len(data))
-
-
-def early_files(save: GlobalSavePlan) -> Sequence[SmallFile]:
-    """The small files that do not depend on what was written."""
-    return writer_of(save.options.format).early_files(save.saved())
 
 
 def last_steps(

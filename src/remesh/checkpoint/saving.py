@@ -2,12 +2,12 @@
 
 1. Prepare: the ranks plan together who writes what (`save_plan`), and the writer of the format says
    what the files look like (`stream_layout`).
-2. Write: every rank writes its files and makes them durable; rank 0 writes the values beside them.
+2. Write: every rank writes its files and makes them durable.
 3. Finish: rank 0 gets the positions and digests of all files, and commits (`commit`).
 
 To an object store this takes six round trips, one after the other: to see what is there; to begin
-the upload, for its last part, and to end it; for the index, while rank 0 lists the files of all
-ranks; and for the commit record.
+the upload, for its last part, and to end it; for index and values, while rank 0 lists the files of
+all ranks; and for the commit record.
 
 A rank that fails takes part in the exchange all the same, with its error in place of its result;
 all ranks raise it, and rank 0 gives the save up: it removes what was written.
@@ -24,7 +24,7 @@ import msgspec
 
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import finish, give_up, remove_own, write_beside
+from remesh.checkpoint.commit import finish, give_up, remove_own
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stored_memory import stored_copies
@@ -35,8 +35,7 @@ from remesh.exchange import run_joined
 from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.pipeline import Compress, fill_stream, write_collected
-from remesh.pipeline.write import ChunkWriter
+from remesh.pipeline import Compress, write_collected, write_stream
 from remesh.storage import Storage, open_storage
 
 
@@ -190,8 +189,7 @@ def save_agreed(
         parts: list[Part] = []
 
         def write_mine() -> bytes:
-            beside = partial(write_beside, storage, mine.global_plan, emit)
-            parts.extend(write(storage, mine, emit, beside))
+            parts.extend(write(storage, mine, emit))
             return msgspec.msgpack.encode(parts)
 
         def commit(replies: list[bytes]) -> list[bytes]:
@@ -208,36 +206,24 @@ def save_agreed(
         emit("save.done")
 
 
-def write(
-    storage: Storage, mine: RankSavePlan, emit: Emit, beside: Callable[[], None]
-) -> list[Part]:
+def write(storage: Storage, mine: RankSavePlan, emit: Emit) -> list[Part]:
     """Write this rank's files, unless they are there; returns what rank 0 has to know of them.
 
-    Calls `beside` meanwhile. Collective if tensors lie on several ranks.
+    Collective if tensors lie on several ranks.
     """
     stream = mine.stream
-    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
-    begin = partial(emit, "save.file_created", num_bytes)
-    on_chunk = partial(emit, "save.chunk_written")
-    if stream.collection is not None:
-        written = write_collected(
-            storage,
-            stream.files,
-            stream.layout,
-            stream.collection,
-            on_chunk,
-            beside,
-            begin=begin,
-            copies=copies,
-        )
-    elif stream.files.paths:
-        begin()
-        writer = ChunkWriter(storage, stream.files, num_bytes)
-        written = fill_stream(writer, stream.layout, on_chunk, beside, copies=copies)
-    else:
-        beside()
+    if stream.collection is None and not stream.files.paths:
         storage.sync()
         return list(mine.kept)
+    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
+    begin = partial(emit, "save.file_created", num_bytes)
+    todo = storage, stream.files, stream.layout
+    on_chunk = partial(emit, "save.chunk_written")
+    if stream.collection is not None:
+        written = write_collected(*todo, stream.collection, on_chunk, copies, begin=begin)
+    else:
+        begin()
+        written = write_stream(*todo, on_chunk, copies)
     storage.sync()
     emit("save.file_finished", num_bytes)
     return [*mine.kept, *map(as_written, stream.parts, written)]

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.buffers import Buffers
-from remesh.checkpoint.commit import early_files, last_steps, remove_own
+from remesh.checkpoint.commit import last_steps, remove_own
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
@@ -143,7 +143,7 @@ def save_scattered(
     parts: list[list[Part]] = []
 
     def write_mine() -> bytes:
-        return msgspec.msgpack.encode(write(storage, mine, emit, lambda: None))
+        return msgspec.msgpack.encode(write(storage, mine, emit))
 
     def join(replies: list[bytes]) -> list[bytes]:
         parts.extend(decode_parts(replies))
@@ -153,7 +153,7 @@ def save_scattered(
     def describe() -> bytes:
         emit("save.parts_gathered", sum(part.num_bytes for own in parts for part in own))
         plan = mine.on_rank_0
-        return msgspec.msgpack.encode([*early_files(plan), *last_steps(plan, parts)])
+        return msgspec.msgpack.encode(last_steps(plan, parts))
 
     try:
         files = msgspec.msgpack.decode(

@@ -168,8 +168,6 @@ class Writer:
     existing: Callable[[Storage, Mapping[str, object]], Existing | None]
     """The checkpoint of this format that is at a place, given the options of the format. Raises a
     `CheckpointError` if it cannot be read."""
-    early_files: Callable[[Saved], Sequence[SmallFile]] = lambda _saved: []
-    """What rank 0 writes while the data files are written."""
     is_committed: Callable[[Storage, str], bool] | None = None
     """Whether the checkpoint at a place is that of a save; None if files do not tell. Raises a
     `CheckpointError` if there is none."""

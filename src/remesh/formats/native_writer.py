@@ -121,14 +121,10 @@ def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid
     return [Frame(data_path(save_id, rank), num_bytes, rows, positions, fillers=((0, header),))]
 
 
-def values_file(saved: Saved) -> SmallFile:
-    """The values."""
-    return f"{data_folder(saved.save_id)}/values.msgpack", saved.document.encode()
-
-
 def small_files(saved: Saved) -> list[SmallFile]:
-    """The index, and the record that refers to everything."""
-    values_path, document = values_file(saved)
+    """Values and index, and the record that refers to everything."""
+    document = saved.document.encode()
+    values_path = f"{data_folder(saved.save_id)}/values.msgpack"
     index = build_index(saved.cuts, saved.assignments, saved.parts, saved.document.aliases)
     index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
     record = CommitRecord(
@@ -143,7 +139,11 @@ def small_files(saved: Saved) -> list[SmallFile]:
         files=records_of_files(index),
         metadata=dict(saved.metadata),
     )
-    return [(index_path, encoded), (RECORD_NAME, encode_record(record))]
+    return [
+        (values_path, document),
+        (index_path, encoded),
+        (RECORD_NAME, encode_record(record)),
+    ]
 
 
 def _record_of(path: str, data: bytes) -> FileRecord:
@@ -170,7 +170,6 @@ NATIVE = Writer(
     frames,
     small_files,
     existing,
-    early_files=lambda saved: [values_file(saved)],
     is_committed=is_committed,
     has_folder=True,
     has_metadata=True,

@@ -356,10 +356,6 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         len(plan.files) if old is None else old.world_size,
         parts,
     )
-    # The values first: that makes the folder, and the index, which comes last, makes the links
-    # in it durable.
-    values_path, document = native_writer.values_file(saved)
-    storage.put(values_path, document, overwrite=False)
     for number, file in enumerate(plan.files):
         rows = np.flatnonzero(tensors.file == number)
         if not len(rows):
@@ -374,6 +370,7 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
             parts.append([part_of(path, file.num_bytes, tensors.position[rows], written)])
         else:
             parts.append([_copy_pieces(plan, file, rows, storage, path)])
+    # Values and index come last: that makes the links in their folder durable.
     *others, record = native_writer.small_files(saved)
     for path, data in others:
         storage.put(path, data, overwrite=False)

@@ -6,19 +6,19 @@ page cache in between, digests taken while the bytes are hot, one path for every
 device, nothing unverified in the user's tensors, and memory that does not grow with the state.
 Responses of object stores need no such buffer, for they lie in memory already.
 
-`fill_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
+`write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What
 they do is planned in `remesh.planner`. `write_collected` joins the two, for files that one rank
-writes of tensors on several. `arena` and `stage` cut writing in two, so that a trainer need only
-wait for the first half.
+writes of tensors on several. `stage` also cuts writing in two, so that a trainer need only wait for
+the first half.
 """
 
 from remesh.pipeline.collect import Collection, SpreadMemory, write_collected
-from remesh.pipeline.fill import fill_stream, has_digests, write_stream
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.read import Destination, limits_for, read_runs
 from remesh.pipeline.shared_buffers import machine
+from remesh.pipeline.stage import has_digests, write_stream
 from remesh.pipeline.write import (
     Compress,
     FileLayout,
@@ -37,7 +37,6 @@ __all__ = [
     "MemoryTransfer",
     "SpreadMemory",
     "StreamFiles",
-    "fill_stream",
     "has_digests",
     "limits_for",
     "machine",

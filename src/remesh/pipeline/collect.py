@@ -128,18 +128,20 @@ class CollectingStager(Stager):
         collection: Collection,
         layout: FileLayout,
         arena: Arena,
-        hand_over: Callable[[Filled], None],
         copies: Callable[[], CopyQueue] | None = None,
         *,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(layout, arena, hand_over, copies)
+        super().__init__(layout, arena, copies)
         self._collection = collection
         self._checksums = Checksums(collection.checksums)
         self._check = check
 
     def stage(
-        self, on_chunk: Callable[[int], None], begin: Callable[[], None] = lambda: None
+        self,
+        hand_over: Callable[[Filled], None],
+        on_chunk: Callable[[int], None],
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """As in `Stager`; all ranks raise the failure of one."""
         # Two rounds fit into the arena, if it has room for more than one chunk.
@@ -155,13 +157,19 @@ class CollectingStager(Stager):
         replies = run_on_all(self._collection.exchange, tell)
         told = np.array([np.frombuffer(reply, "<i8") for reply in replies])
         if not told[:, 0].any():
-            super().stage(on_chunk)
+            super().stage(hand_over, on_chunk)
             return
         for number in range(int(told[:, 1].max())):
             numbers = range(number * chunks, (number + 1) * chunks)
-            self._round(numbers[: self._layout.num_chunks - numbers.start], on_chunk)
+            own = numbers[: self._layout.num_chunks - numbers.start]
+            self._round(own, hand_over, on_chunk)
 
-    def _round(self, numbers: range, on_chunk: Callable[[int], None]) -> None:
+    def _round(
+        self,
+        numbers: range,
+        hand_over: Callable[[Filled], None],
+        on_chunk: Callable[[int], None],
+    ) -> None:
         """Lay out some chunks of this rank's files, and get what this rank lacks of them."""
         exchange = self._collection.exchange
         filled: list[Filled] = []
@@ -182,8 +190,8 @@ class CollectingStager(Stager):
             execute()
             while filled and not self._stop.is_set():
                 number, num_bytes = filled[0].number, filled[0].num_bytes
-                self._checksums.complete(number * CHUNK_SIZE, filled[0].chunk.buffer[:num_bytes])
-                self._hand_over(filled.pop(0))
+                self._checksums.complete(number * CHUNK_SIZE, filled[0].data)
+                hand_over(filled.pop(0))
                 on_chunk(num_bytes)
             return b""
 
@@ -202,16 +210,15 @@ def write_collected(
     layout: FileLayout,
     collection: Collection,
     on_chunk: Callable[[int], None],
-    meanwhile: Callable[[], None],
+    copies: Callable[[], CopyQueue] | None = None,
     *,
     begin: Callable[[], None],
-    copies: Callable[[], CopyQueue] | None = None,
 ) -> list[WrittenFile]:
     """Write the files of a stream of tensors that lie on several ranks. Collective.
 
     All ranks raise the failure of `begin`, which is called before, and what another rank raises in
-    a round; a failure after the last round is not known to other ranks. `meanwhile` is done beside
-    the writing. `copies` is used if there are no rounds.
+    a round; a failure after the last round is not known to other ranks. `copies` is used if there
+    are no rounds.
     """
     arena = Arena(2 * min(ROUND_BYTES, max(layout.num_bytes, CHUNK_SIZE)), CHUNK_SIZE)
     staged = StagedWriter(arena.give, at_once=True)
@@ -222,15 +229,12 @@ def write_collected(
         if errors:
             raise errors[0]
 
-    stager = CollectingStager(collection, layout, arena, staged.put, copies, check=check)
+    stager = CollectingStager(collection, layout, arena, copies, check=check)
 
     def write() -> None:
         try:
             found = staged.write(
-                lambda: ChunkWriter(storage, files, layout.num_bytes),
-                on_chunk,
-                lambda: None,
-                meanwhile,
+                lambda: ChunkWriter(storage, files, layout.num_bytes), on_chunk, lambda: None
             )
             written.extend(found or ())
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
@@ -243,7 +247,7 @@ def write_collected(
         writing.start()
 
     try:
-        stager.stage(lambda _num_bytes: None, start)
+        stager.stage(staged.put, lambda _num_bytes: None, start)
     except BaseException:
         staged.cancel()
         raise

@@ -1,12 +1,16 @@
-"""Writing a data file in two halves: copy it out of the trainer's memory, then write the copy.
+"""Writing a stream: its chunks are filled from the tensors, then digested and written.
 
-The arena holds final file bytes. A `Stager` fills chunk after chunk and hands each over; a
-`StagedWriter`, in another thread or another process, digests and writes what it gets and gives the
-chunks back. The trainer waits for the stager alone: if the whole file finds touched memory in the
-arena, writing does not begin before everything is staged, because it would only take memory
-bandwidth and time from what the trainer waits for. Otherwise both run at once: chunks that come
-back from the writer are ready sooner than memory that was never touched, and if the arena is
-smaller than the file, the stager waits for them.
+A `Stager` fills the next chunk of an arena with final file bytes; a few threads digest and write
+what is filled, and give the chunks back. There are two ways to go from one to the other:
+
+* `write_stream`: each writing thread fills the next chunk by itself, while it is hot in the cache,
+  so a few chunks are enough. The caller waits until all is written.
+* The trainer waits for the stager alone (`Stager.stage`), which hands the chunks over to a
+  `StagedWriter` in another thread or another process. If the whole stream finds touched memory in
+  the arena, writing does not begin before everything is staged, because it would only take memory
+  bandwidth and time from what the trainer waits for. Otherwise both run at once: chunks that come
+  back from the writer are ready sooner than memory that was never touched, and if the arena is
+  smaller than the stream, the stager waits for them.
 
 Copies out of a device are queued, if the device has a queue for it
 (`remesh.core.memory.CopyQueue`): each thread hands a chunk over when the copies into it are done,
@@ -18,46 +22,52 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from remesh.core.integrity import WrittenFile
+from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests
 from remesh.core.memory import CopyQueue
 from remesh.pipeline.arena import Arena, Chunk
 from remesh.pipeline.workers import run_threads
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileCopy, FileLayout, StreamFiles
+from remesh.storage import Buffer, Storage
 
 NUM_STAGERS = 2
 NUM_WRITERS = 3
+"""Threads that write a stream: one copies and digests while the others wait for the disk, or for
+each other where the file system lets only one at a time into a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """A chunk of a file on its way from the stager to the writer."""
+    """A chunk of a stream on its way from the stager to the writer."""
 
-    number: int  # which chunk of the file it is
-    num_bytes: int  # bytes of the file in it
+    number: int  # which chunk of the stream it is
+    num_bytes: int  # bytes of the stream in it
     chunk: Chunk  # where they are
+
+    @property
+    def data(self) -> Buffer:
+        """The bytes."""
+        return self.chunk.buffer[: self.num_bytes]
 
 
 class Stager:
-    """Copies a data file out of the trainer's memory, into an arena's chunks of `CHUNK_SIZE`.
+    """Copies a stream out of the trainer's memory, into an arena's chunks of `CHUNK_SIZE`.
 
-    `hand_over` takes each filled chunk, in the thread that filled it. `copies` makes a queue for
-    copies out of a device, for each thread; None if all memory is the host's.
+    `copies` makes a queue for copies out of a device, for each thread; None if all memory is the
+    host's.
     """
 
     def __init__(
         self,
         layout: FileLayout,
         arena: Arena,
-        hand_over: Callable[[Filled], None],
         copies: Callable[[], CopyQueue] | None = None,
     ) -> None:
         assert arena.chunk_bytes == CHUNK_SIZE
         self._layout = layout
         self._arena = arena
-        self._hand_over = hand_over
         self._copies = copies
         self._stop = threading.Event()
         self._numbers = iter(range(layout.num_chunks))
@@ -65,23 +75,37 @@ class Stager:
 
     @property
     def fits(self) -> bool:
-        """True if the arena can hold the whole file."""
+        """True if the arena can hold the whole stream."""
         return self._arena.budget >= self._layout.num_chunks * CHUNK_SIZE
 
     def cancel(self) -> None:
-        """Let `stage` end soon."""
+        """Let `next` and `stage` end soon."""
         self._stop.set()
         self._arena.wake()
 
+    def next(self) -> Filled | None:
+        """Fill the next chunk; None if there is no further one, or after `cancel`. Thread-safe."""
+        claimed = self._claim()
+        if claimed is None:
+            return None
+        return self._finished(*self._fill(*claimed, self._copies and self._copies()))
+
     def stage(
-        self, on_chunk: Callable[[int], None], begin: Callable[[], None] = lambda: None
+        self,
+        hand_over: Callable[[Filled], None],
+        on_chunk: Callable[[int], None],
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy everything out of the trainer's memory, or stop early after `cancel`.
 
-        `on_chunk` is called after each chunk, in the thread that copied it, with its size; `begin`
-        before the first chunk is taken.
+        `hand_over` takes each filled chunk and `on_chunk` its size, in the thread that filled it;
+        `begin` is called before the first chunk is taken.
         """
         begin()
+
+        def finish(filled: Filled, is_done: Callable[[], None]) -> None:
+            hand_over(self._finished(filled, is_done))
+            on_chunk(filled.num_bytes)
 
         def fill_some() -> None:
             waiting: tuple[Filled, Callable[[], None]] | None = None
@@ -90,14 +114,14 @@ class Stager:
                 while (claimed := self._claim()) is not None:
                     before, waiting = waiting, self._fill(*claimed, copies)
                     if before is not None:
-                        self._finish(*before, on_chunk)
+                        finish(*before)
                     # Who may have to wait for memory keeps nothing that the writer could give back.
                     if copies is None or not self.fits:
                         now, waiting = waiting, None
-                        self._finish(*now, on_chunk)
+                        finish(*now)
             finally:
                 if waiting is not None:
-                    self._finish(*waiting, on_chunk)
+                    finish(*waiting)
 
         run_threads(min(NUM_STAGERS, self._layout.num_chunks), fill_some, self.cancel)
 
@@ -127,25 +151,108 @@ class Stager:
             self._arena.give(chunk)
             raise
 
-    def _finish(
-        self, filled: Filled, is_done: Callable[[], None], on_chunk: Callable[[int], None]
-    ) -> None:
-        """Hand a chunk over once the copies into it are done."""
+    def _finished(self, filled: Filled, is_done: Callable[[], None]) -> Filled:
+        """The chunk, once the copies into it are done."""
         try:
             is_done()
         except BaseException:
             self._arena.give(filled.chunk)
             raise
-        self._hand_over(filled)
-        on_chunk(filled.num_bytes)
+        return filled
 
 
 def _nothing() -> None:
     """Waits for nothing."""
 
 
+def write_stream(
+    storage: Storage,
+    files: StreamFiles,
+    layout: FileLayout,
+    on_chunk: Callable[[int], None],
+    copies: Callable[[], CopyQueue] | None = None,
+) -> list[WrittenFile]:
+    """Write the files of a stream and make them durable; what is known of each.
+
+    `on_chunk` is called after each chunk, in the thread that wrote it, with its size; `copies` is
+    that of a `Stager`. If it fails, the files are gone, if the storage still can.
+    """
+    stager, arena = _small_stager(layout, copies)
+    writer = ChunkWriter(storage, files, layout.num_bytes)
+
+    def write(filled: Filled) -> None:
+        writer.write(filled.number, filled.data)
+        on_chunk(filled.num_bytes)
+
+    try:
+        _use_chunks(layout.num_chunks, stager.next, write, arena.give, stager.cancel)
+        return writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    finally:
+        arena.close()
+
+
+def has_digests(
+    layout: FileLayout, digests: Digests, copies: Callable[[], CopyQueue] | None = None
+) -> bool:
+    """True if the blocks of a stream have these digests; ends with the first that has not."""
+    if len(digests) != -(-layout.num_bytes // BLOCK_SIZE):
+        return False
+    stager, arena = _small_stager(layout, copies)
+    differs = threading.Event()
+
+    def look(filled: Filled) -> None:
+        if not _is_same(filled.data, filled.number * CHUNK_SIZE, digests):
+            differs.set()
+            stager.cancel()
+
+    try:
+        _use_chunks(layout.num_chunks, stager.next, look, arena.give, stager.cancel)
+    finally:
+        arena.close()
+    return not differs.is_set()
+
+
+def _small_stager(
+    layout: FileLayout, copies: Callable[[], CopyQueue] | None
+) -> tuple[Stager, Arena]:
+    """A stager for threads that fill chunks by themselves, with a chunk for each."""
+    arena = Arena(min(NUM_WRITERS, layout.num_chunks) * CHUNK_SIZE, CHUNK_SIZE)
+    return Stager(layout, arena, copies), arena
+
+
+def _use_chunks(
+    num_chunks: int,
+    take: Callable[[], Filled | None],
+    use: Callable[[Filled], None],
+    give: Callable[[Chunk], None],
+    fail: Callable[[], None],
+) -> None:
+    """Take chunks with a few threads until there are no more, and give them back when used.
+
+    `num_chunks` is the most that come.
+    """
+
+    def use_some() -> None:
+        while (filled := take()) is not None:
+            try:
+                use(filled)
+            finally:
+                give(filled.chunk)
+
+    run_threads(min(NUM_WRITERS, num_chunks), use_some, fail)
+
+
+def _is_same(data: Buffer, position: int, digests: Digests) -> bool:
+    """True if the blocks from a byte of a stream or file on have its digests."""
+    first, found = position // BLOCK_SIZE, block_digests(data)
+    return bool((found == digests[first : first + len(found)]).all())
+
+
 class StagedWriter:
-    """Writes a data file from chunks that a stager hands over, and gives them back.
+    """Writes a stream from chunks that a stager hands over, and gives them back.
 
     `write` runs in a thread of its own, and ends only after `end`; the other methods may be called
     from any other thread. Writing begins with the first chunk (`at_once`), or when all are staged.
@@ -166,89 +273,86 @@ class StagedWriter:
     def end(self) -> None:
         """Say that no further chunk comes."""
         self._may_write.set()
-        for _ in range(NUM_WRITERS):
-            self._filled.put(None)
+        self._filled.put(None)
 
     def cancel(self) -> None:
         """Let `write` give up what is written, as soon as the stager has ended."""
         self._stop.set()
         self._may_write.set()
 
+    def copy_unchanged(
+        self, files: StreamFiles, copies: Mapping[int, FileCopy]
+    ) -> dict[int, WrittenFile]:
+        """Make files by copies, by their numbers, if all that is staged of them is unchanged.
+
+        Waits until all is staged. Their chunks are given back; what is known of them is returned.
+        """
+        staged = list(iter(self._take, None))
+        self._filled.get()  # the end, which comes behind the chunks that are put again
+        of_chunk = [files.of_chunk(one.number, one.data) for one in staged]
+        known: dict[int, WrittenFile] = {}
+        try:
+            for number, copy in copies.items():
+                is_same = all(
+                    _is_same(data, position, copy.written.digests)
+                    for file, position, data in of_chunk
+                    if file == number
+                )
+                if is_same and not self._stop.is_set() and copy.make():
+                    known[number] = copy.written
+        finally:
+            for one, (file, _, _) in zip(staged, of_chunk, strict=True):
+                if file in known:
+                    self._give(one.chunk)
+                else:
+                    self.put(one)
+            self.end()
+        return known
+
     def write(
         self,
         create: Callable[[], ChunkWriter],
         on_chunk: Callable[[int], None],
         on_failure: Callable[[], None],
-        meanwhile: Callable[[], None],
     ) -> list[WrittenFile] | None:
         """Write what is staged and make it durable; what is known of each file.
 
-        None if it was given up because of `cancel`. `create` begins the file, `meanwhile` is done
-        once it exists, beside the writing. `on_failure` is called at the first failure and should
-        make the stager end soon; the file is gone then, if the storage still can.
+        None if it was given up because of `cancel`. `create` begins the files. `on_failure` is
+        called at the first failure and should make the stager end soon; the files are gone then, if
+        the storage still can.
         """
+        writer: ChunkWriter | None = None
 
         def fail() -> None:
             self.cancel()
             on_failure()
 
+        def write_one(filled: Filled) -> None:
+            assert writer is not None
+            if not self._stop.is_set():
+                writer.write(filled.number, filled.data)
+                on_chunk(filled.num_bytes)
+
         self._may_write.wait()
         try:
             writer = create()
-        except BaseException:
-            fail()
-            self._give_back()
-            raise
-
-        held: list[Filled] = []
-
-        def write_some() -> None:
-            while (item := self._filled.get()) is not None:
-                is_held = False
-                try:
-                    if not self._stop.is_set():
-                        data = item.chunk.buffer[: item.num_bytes]
-                        is_held = writer.holds(item.number, data)
-                        if is_held:
-                            held.append(item)
-                        else:
-                            writer.write(item.number, data)
-                            on_chunk(item.num_bytes)
-                except BaseException:
-                    fail()
-                    self._give_back()
-                    raise
-                finally:
-                    if not is_held:
-                        self._give(item.chunk)
-
-        try:
-            try:
-                run_threads(NUM_WRITERS, write_some, fail, meanwhile)
-                self._settle(writer, held, on_chunk)
-            finally:
-                for item in held:
-                    self._give(item.chunk)
+            _use_chunks(NUM_WRITERS, self._take, write_one, self._give, fail)
             if self._stop.is_set():
                 writer.abort()
                 return None
             return writer.finish()
         except BaseException:
-            writer.abort()
+            fail()
+            # What is still staged is given back, so that the stager does not wait for memory.
+            while (filled := self._take()) is not None:
+                self._give(filled.chunk)
+            if writer is not None:
+                writer.abort()
             raise
 
-    def _settle(
-        self, writer: ChunkWriter, held: Sequence[Filled], on_chunk: Callable[[int], None]
-    ) -> None:
-        """Make the copies of files whose chunks are held, and write the chunks of the others."""
-        if held and not self._stop.is_set():
-            writer.copy_held()
-        for item in held:
-            if not self._stop.is_set() and not writer.is_copied(item.number):
-                writer.write(item.number, item.chunk.buffer[: item.num_bytes])
-                on_chunk(item.num_bytes)
-
-    def _give_back(self) -> None:
-        """Take a writer's place until the stager has ended, giving back all that it stages."""
-        while (item := self._filled.get()) is not None:
-            self._give(item.chunk)
+    def _take(self) -> Filled | None:
+        """The next chunk; None when there is no further one."""
+        filled = self._filled.get()
+        if filled is None:
+            self._filled.put(None)  # for the other threads
+        return filled

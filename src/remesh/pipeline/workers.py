@@ -12,14 +12,12 @@ def run_threads(
     num_threads: int,
     work: Callable[[], None],
     stop: Callable[[], None],
-    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Do the same work in a few threads; the first error is raised when all have ended.
 
     If the system gives fewer threads, fewer do the work: they share it, so all of it is done. A
-    single thread is the caller's own, unless that does something else `meanwhile`. `stop` tells all
-    of them to end soon: when one fails, and on Ctrl-C, which arrives in the thread that waits and
-    not in those that work.
+    single thread is the caller's own. `stop` tells all of them to end soon: when one fails, and on
+    Ctrl-C, which arrives in the thread that waits and not in those that work.
     """
     errors: list[BaseException] = []
 
@@ -30,14 +28,12 @@ def run_threads(
             errors.append(error)
             stop()
 
-    if num_threads <= 1 and meanwhile is None:
+    if num_threads <= 1:
         attempt(work)
     else:
         threads: list[threading.Thread] = []
         try:
             _start(threads, num_threads, lambda: attempt(work))
-            if meanwhile is not None:
-                attempt(meanwhile)
             if not threads:
                 attempt(work)
         except BaseException as error:  # noqa: BLE001 - Ctrl-C; raised below
@@ -67,12 +63,10 @@ def run_workers(
     num_tasks: int,
     buffer_bytes: int,
     work: Callable[[int, Buffer], None],
-    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Do tasks 0, 1, 2, ... with a few threads; the first error stops all of them and is raised.
 
-    `work` gets the number of a task and the thread's aligned buffer; `meanwhile` is what the
-    caller's thread does instead of only waiting.
+    `work` gets the number of a task and the thread's aligned buffer.
     """
     tasks = SharedTasks(num_tasks)
 
@@ -81,7 +75,7 @@ def run_workers(
         while (task := tasks.next()) is not None:
             work(task, buffer)
 
-    run_threads(min(num_threads, num_tasks), take_tasks, tasks.stop, meanwhile)
+    run_threads(min(num_threads, num_tasks), take_tasks, tasks.stop)
 
 
 class SharedTasks:

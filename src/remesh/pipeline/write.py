@@ -1,10 +1,11 @@
 """Writing what a rank stores: pieces → chunks → digests → storage.
 
 All that a rank writes is one stream of bytes, fully determined before the first is written: a
-header, then the pieces one after the other. Each thread (`remesh.pipeline.fill`) takes the next
-chunk of the stream, gathers its bytes from wherever the pieces lie in memory, digests its blocks
-and writes it. A chunk may begin and end in the middle of a piece; which elements those are is again
-a flat range, so `boxes_of_flat_range` cuts it into boxes that any memory can copy out.
+header, then the pieces one after the other. A chunk of it is gathered from wherever the pieces lie
+in memory (`FileLayout`), then its blocks are digested, and it is written (`ChunkWriter`), by the
+threads of `remesh.pipeline.stage`. A chunk may begin and end in the middle of a piece; which
+elements those are is again a flat range, so `boxes_of_flat_range` cuts it into boxes that any
+memory can copy out.
 
 `StreamFiles` says where the bytes of the stream go. Mostly the stream is one file. Formats with
 several files for a rank cut it into ranges, each of which is a file, or, where several ranks write
@@ -123,6 +124,16 @@ class StreamFiles:
         """True if each file begins with a chunk, so that no chunk has bytes of two files."""
         return not (self.is_shared or (self.start % CHUNK_SIZE).any())
 
+    def of_chunk(self, number: int, chunk: Buffer) -> tuple[int, int, Buffer]:
+        """If files begin with chunks: the file of one, its place in that, and what is the file's.
+
+        The place is in bytes.
+        """
+        start = number * CHUNK_SIZE
+        file = int(np.searchsorted(self.start, start, "right")) - 1
+        position = start - int(self.start[file])
+        return file, position, chunk[: int(self.num_bytes[file]) - position]
+
     def encode(self, start: int, data: Buffer) -> list[Buffer]:
         """The stored form of each block of some bytes, which begin with a block."""
         encoded = []
@@ -167,9 +178,7 @@ class ChunkWriter:
     that a lack of room is seen before bytes are moved; several are created when the first bytes of
     each arrive, and finished with the last.
 
-    A file that may be a copy of another one (`copies`, by its number; all files begin with a chunk
-    then) is not written while its chunks have the digests of the copy: `holds` says so of a chunk,
-    and `copy_held` makes the copies, `copied`, when all chunks were seen.
+    What is `known` of some files, by their numbers, says that these are there already.
 
     Raises:
         NoSpaceError: If there is no room.
@@ -181,10 +190,8 @@ class ChunkWriter:
         storage: Storage,
         files: StreamFiles,
         num_bytes: int,
-        copies: Mapping[int, FileCopy] | None = None,
+        known: Mapping[int, WrittenFile] | None = None,
     ) -> None:
-        self.copied: set[int] = set()
-        self._copies = dict(copies or {})
         self._storage = storage
         self._files = files
         self._has_digests = files.has_digests
@@ -194,40 +201,15 @@ class ChunkWriter:
         self._stored_bytes = [0] * len(files.paths)
         self._next: list[int] = files.start.tolist()
         self._early: list[dict[int, tuple[int, IntArray, Buffer]]] = [{} for _ in files.paths]
-        self._known: dict[int, WrittenFile] = {}
+        self._known = dict(known or {})
         self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
+        self._left[list(self._known)] = 0
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
-        self._is_single = self._has_digests and len(files.paths) == 1 and not self._copies
+        self._is_single = self._has_digests and len(files.paths) == 1 and not self._known
         if self._is_single:
             self._writer_of(0)
-
-    def holds(self, number: int, chunk: Buffer) -> bool:
-        """True if a chunk need not be written yet, because its file may be a copy."""
-        file = self._file_of(number) if self._copies else -1
-        copy = self._copies.get(file)
-        if copy is None:
-            return False
-        position = number * CHUNK_SIZE - int(self._files.start[file])
-        found = block_digests(chunk[: int(self._files.num_bytes[file]) - position])
-        first = position // BLOCK_SIZE
-        is_same = np.array_equal(found, copy.written.digests[first : first + len(found)])
-        if not is_same:
-            self._copies.pop(file, None)
-        return is_same
-
-    def copy_held(self) -> None:
-        """Make the copies of files of which all chunks are held."""
-        for file, copy in self._copies.items():
-            if copy.make():
-                self._known[file] = copy.written
-                self._left[file] = 0
-                self.copied.add(file)
-
-    def is_copied(self, number: int) -> bool:
-        """True if a chunk is of a file that is a copy."""
-        return bool(self.copied) and self._file_of(number) in self.copied
 
     def write(self, number: int, chunk: Buffer) -> None:
         """Write a chunk; any thread, any order."""
@@ -323,15 +305,11 @@ class ChunkWriter:
 
     def abort(self) -> None:
         """Remove what was written."""
-        for file in [*self._created, *self.copied]:
+        for file in [*self._created, *self._known]:
             if file in self._open:
                 self._open[file].abort()
             elif not (self._files.is_shared or self._files.replaces):
                 self._storage.delete(self._files.paths[file])
-
-    def _file_of(self, number: int) -> int:
-        """The file of a chunk, if files begin with chunks."""
-        return int(np.searchsorted(self._files.start, number * CHUNK_SIZE, "right")) - 1
 
     def _writer_of(self, file: int) -> Writer:
         with self._lock:
