@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,13 @@ import msgspec
 import numpy as np
 
 from remesh._repr import short_repr
+from remesh.checkpoint.agree import (
+    Agreement,
+    PlanCache,
+    SaveOptions,
+    agree,
+    describe_to_store,
+)
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.copies import Compares
@@ -43,13 +50,7 @@ from remesh.checkpoint.local import (
     finish_device_work,
 )
 from remesh.checkpoint.report import RestoreReport
-from remesh.checkpoint.save_plan import (
-    PlanCache,
-    RankSavePlan,
-    SaveOptions,
-    describe_to_store,
-    make_save_plan,
-)
+from remesh.checkpoint.save_plan import plan_on_all
 from remesh.checkpoint.saving import decode_parts
 from remesh.checkpoint.stored import StoredState
 from remesh.core import values
@@ -62,6 +63,7 @@ from remesh.core.strided import Layout
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
+from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
 from remesh.pipeline import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
@@ -280,8 +282,8 @@ class Resharder:
     def _push_planned(self) -> tuple[RestoreReport, bool]:
         """Plan and move the bytes. Collective."""
         self._last = None
-        stored, mine = self._agree_on_source()
-        given = mine.tensors.given(self._cache.rows)
+        stored, agreed = self._agree_on_source()
+        given = agreed.tensors.given(self._cache.rows)
         # What was compared, if anything, before what is filled.
         used: list[tuple[bytes, MemoryTransfer]] = []
 
@@ -297,10 +299,10 @@ class Resharder:
             self._exchange,
             self._options,
             read=read,
-            reserved=_layouts_of(mine.tensors),
+            reserved=_layouts_of(agreed.tensors),
         )
         # Described before they are filled, as the next push will find them.
-        facts = _facts(mine.tensors, mine.document, plan.description)
+        facts = _facts(agreed.tensors, agreed.document, plan.description)
         self.target_state, restored = fill_planned(plan, self._exchange, read, self._emit)
         reused = used[-1] in self._transfers
         self._transfers = used
@@ -308,8 +310,8 @@ class Resharder:
             self._last = plan, facts
         return restored, reused
 
-    def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
-        """The state of all ranks, as if it were stored; this rank's part of it. Collective."""
+    def _agree_on_source(self) -> tuple[StoredState, Agreement]:
+        """The state of all ranks, as if it were stored; what they agreed on. Collective."""
         options = SaveOptions(
             overwrite=False,
             metadata={},
@@ -320,22 +322,21 @@ class Resharder:
         num_hits = self._cache.hits
 
         def encode() -> bytes:
-            return mine.on_rank_0.document.encode()
+            return agreed.on_rank_0.document.encode()
 
-        exchange, cache = self._exchange, self._cache
-        mine = make_save_plan(
-            exchange, MemoryStorage(), self._source_state, options, cache=cache, emit=self._emit
-        )
+        exchange, cache, storage = self._exchange, self._cache, MemoryStorage()
+        agreed = agree(exchange, storage, self._source_state, options, cache=cache, emit=self._emit)
+        mine = plan_on_all(exchange, storage, agreed, cache.history)
         if cache.hits > num_hits and self._index is not None:
             index, document = self._index, run_on_one(exchange, encode)
         else:
-            index, document, self._owners = _share_index(exchange, mine)
+            index, document, self._owners = _share_index(exchange, agreed, mine.stream.parts)
             self._transfers = []
         found = native.ValuesDocument.decode(document, "the source state")
         if found.aliases != index.aliases:
             index = dataclasses.replace(index, aliases=found.aliases)
         self._index = index
-        return StoredState("the source state", index, found), mine
+        return StoredState("the source state", index, found), agreed
 
     def _planned(
         self, number: int, reads: RankReads, tensors: LocalTensors
@@ -369,11 +370,13 @@ class Resharder:
         )
 
 
-def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, list[int]]:
+def _share_index(
+    exchange: Exchange, agreed: Agreement, own: Sequence[Part]
+) -> tuple[Index, bytes, list[int]]:
     """The index of imaginary files; what is not a tensor; which rank has each file."""
 
     def unite(replies: list[bytes]) -> list[bytes]:
-        save = mine.on_rank_0
+        save = agreed.on_rank_0
         parts = decode_parts(replies)
         index = build_index(save.cuts, save.assignments, parts, save.document.aliases)
         owners = [rank for rank, own in enumerate(parts) for _ in own]
@@ -382,7 +385,7 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
         return [msgspec.msgpack.encode(message)] * exchange.world_size
 
     encoded, document, owners = msgspec.msgpack.decode(
-        run_joined(exchange, lambda: msgspec.msgpack.encode(mine.stream.parts), unite),
+        run_joined(exchange, lambda: msgspec.msgpack.encode(own), unite),
         type=tuple[bytes, bytes, list[int]],
     )
     return Index.decode(encoded, "the source state"), document, owners

@@ -33,7 +33,7 @@ def as_copies(monkeypatch: pytest.MonkeyPatch, role: Role) -> None:
         description.tensors = [dataclasses.replace(e, role=role) for e in description.tensors]
         return description
 
-    monkeypatch.setattr("remesh.checkpoint.save_plan.describe_local", described)
+    monkeypatch.setattr("remesh.checkpoint.agree.describe_local", described)
 
 
 def differ(outcomes: Any, name: str) -> None:

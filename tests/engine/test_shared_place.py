@@ -12,7 +12,7 @@ from obstore.store import MemoryStore
 
 import remesh
 from remesh.checkpoint import sharing
-from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
+from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.errors import NotSharedError
 from remesh.events import emitter, ignore
 from remesh.exchange import Exchange
@@ -228,7 +228,7 @@ def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
     def options(exchange: Exchange) -> str | None:
         storage = LocalStorage(tmp_path / "run" / "1")
         cache = PlanCache()
-        make_save_plan(
+        agree(
             exchange,
             storage,
             state_of(exchange.rank),

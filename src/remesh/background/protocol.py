@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.save_plan import GlobalSavePlan
+from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.unchanged import FileSource
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats.framing import Part

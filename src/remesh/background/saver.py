@@ -30,6 +30,7 @@ from remesh.background.client import SaveClient, SaveHandle, Server
 from remesh.background.process import RemoteServer, ServerProcess
 from remesh.background.protocol import ToClient, WriteTask
 from remesh.background.server import SaveServer
+from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_count, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.local import (
@@ -38,12 +39,12 @@ from remesh.checkpoint.local import (
     exchange_of,
     tensors_to_store,
 )
-from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
+from remesh.checkpoint.save_plan import RankSavePlan, plan_rank
 from remesh.checkpoint.saving import check_compress, options_of, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore, timed
-from remesh.exchange import Exchange
+from remesh.exchange import Exchange, run_on_all
 from remesh.formats.framing import Part
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
@@ -211,7 +212,7 @@ class Saver:
             group=self._group,
             cache=self._cache,
             on_event=self._on_event,
-            first=self.wait,
+            earlier=_failure_of(self.wait),
         )
 
     def save_async(
@@ -268,29 +269,34 @@ class Saver:
                 _place_for_process(path, storage)
             self._wait_for_turn(storage.url)
 
+        agreed = agree(
+            exchange,
+            storage,
+            state,
+            options,
+            cache=self._cache,
+            emit=emit,
+            earlier=_failure_of(make_room),
+        )
+        planned: list[RankSavePlan] = []
         started: list[SaveClient] = []
 
-        def start(mine: RankSavePlan) -> None:
-            self._set_budget(mine.stream.layout.num_bytes)
-            started.append(self._client(exchange, path, storage, mine, options=options, emit=emit))
+        def start() -> bytes:
+            planned.append(plan_rank(exchange, storage, agreed, self._cache.history))
+            self._set_budget(planned[0].stream.layout.num_bytes)
+            started.append(self._client(exchange, path, storage, planned[0], emit))
             started[0].start(daemon=self._at_exit == "abort")
+            return b""
 
         try:
-            mine = make_save_plan(
-                exchange,
-                storage,
-                state,
-                options,
-                cache=self._cache,
-                emit=emit,
-                first=make_room,
-                begin=start,
-            )
+            run_on_all(exchange, start)
         except BaseException as error:
             for save in started:
                 save.withdraw(error)
+            for mine in planned:
+                mine.remove_kept(storage)
             raise
-        [save] = started
+        [mine], [save] = planned, started
         self._in_flight.append(save.handle)
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.
@@ -328,8 +334,6 @@ class Saver:
         path: Any,
         storage: Storage,
         mine: RankSavePlan,
-        *,
-        options: SaveOptions,
         emit: Emit,
     ) -> SaveClient:
         """The client that does a save from here on."""
@@ -339,12 +343,12 @@ class Saver:
         may_copy = fits and last is not None and is_slow
         task = WriteTask(
             _place_for_process(path, storage) if self._has_process else storage.url,
-            mine.save_id,
+            mine.agreed.save_id,
             exchange.rank,
             exchange.world_size,
             self._deadline,
             self._report_seconds,
-            options.format,
+            mine.agreed.options.format,
             mine.stream.files,
             num_bytes if mine.stream.files.paths else 0,
             mine.stream.parts,
@@ -352,7 +356,7 @@ class Saver:
             "" if last is None else last.url,
             mine.sources if may_copy and mine.files else [],
             self._arena.num_ready_bytes < mine.stream.layout.num_chunks * CHUNK_SIZE,
-            mine.global_plan,
+            mine.agreed.global_plan,
         )
         devices = device_staging(piece.memory for piece in mine.stream.layout.pieces)
         if devices is not None:
@@ -439,6 +443,15 @@ class Saver:
             free = int((available_memory() or 0) * ARENA_SHARE)
             free //= max(run_info().local_world_size, 1)
             self._arena.grow(min(rounded, self._arena.num_bytes + free))
+
+
+def _failure_of(action: Callable[[], None]) -> BaseException | None:
+    """Do something; the failure, if it fails."""
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001 - raised on all ranks by the save that waits
+        return error
+    return None
 
 
 def _place_for_process(path: Any, storage: Storage) -> str:

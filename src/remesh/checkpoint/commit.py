@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from remesh import catalog
-from remesh.checkpoint.save_plan import GlobalSavePlan
+from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
 from remesh.checkpoint.unchanged import remove_paths
 from remesh.errors import CheckpointError, StorageError

@@ -25,12 +25,12 @@ from msgspec.structs import replace
 
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
+from remesh.checkpoint.agree import PlanCache
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
 from remesh.checkpoint.renamed import renamed_lists, renamed_path, renamed_sequences
-from remesh.checkpoint.save_plan import PlanCache
 from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.checkpoint.stored_memory import StoredMemory, StoredSource
 from remesh.core import values

@@ -1,7 +1,7 @@
 """One save, from top to bottom, in any format that can be written.
 
-1. Prepare: the ranks plan together who writes what (`save_plan`), and the writer of the format says
-   what the files look like (`stream_layout`).
+1. Plan: the ranks agree who writes what (`agree`), and each lays out its files as the writer of the
+   format says (`save_plan`).
 2. Write: every rank writes its files and makes them durable.
 3. Finish: rank 0 gets the positions and digests of all files, and commits (`commit`).
 
@@ -15,18 +15,19 @@ all ranks raise it, and rank 0 gives the save up: it removes what was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, get_args
 
 import msgspec
 
+from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import finish, give_up, remove_own
 from remesh.checkpoint.local import exchange_of
-from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
+from remesh.checkpoint.save_plan import RankSavePlan, plan_on_all
 from remesh.checkpoint.stored_memory import stored_copies
 from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
@@ -168,12 +169,12 @@ def save_agreed(
     group: Any,
     cache: PlanCache,
     on_event: OnEvent,
-    first: Callable[[], None] | None = None,
+    earlier: BaseException | None = None,
     is_shown: bool = False,
 ) -> None:
     """`save`, with the plan of earlier saves; `is_shown`: with progress on a terminal.
 
-    `first` is that of `make_save_plan`.
+    `earlier` is that of `agree`.
     """
     check_order("save", state, path)
     exchange = exchange_of(group)
@@ -183,9 +184,8 @@ def save_agreed(
         emit = moments
         if is_shown:
             emit = shown.enter_context(showing(moments, "saving", exchange.rank, storage.url))
-        mine = make_save_plan(
-            exchange, storage, state, options, cache=cache, emit=emit, first=first
-        )
+        agreed = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
+        mine = plan_on_all(exchange, storage, agreed, cache.history)
         parts: list[Part] = []
 
         def write_mine() -> bytes:
@@ -193,14 +193,14 @@ def save_agreed(
             return msgspec.msgpack.encode(parts)
 
         def commit(replies: list[bytes]) -> list[bytes]:
-            finish(storage, mine.on_rank_0, decode_parts(replies), emit)
+            finish(storage, agreed.on_rank_0, decode_parts(replies), emit)
             return [b""] * len(replies)
 
         try:
-            run_joined(exchange, write_mine, commit, lambda: give_up(storage, mine.on_rank_0))
+            run_joined(exchange, write_mine, commit, lambda: give_up(storage, agreed.on_rank_0))
         except NotSharedError:
             # Rank 0 has removed what it sees; this rank's files lie elsewhere.
-            remove_own(storage, mine.save_id, mine.paths)
+            remove_own(storage, agreed.save_id, mine.paths)
             raise
         cache.history = mine.committed(storage, parts)
         emit("save.done")
@@ -215,7 +215,7 @@ def write(storage: Storage, mine: RankSavePlan, emit: Emit) -> list[Part]:
     if stream.collection is None and not stream.files.paths:
         storage.sync()
         return list(mine.kept)
-    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
+    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.agreed.tensors.memories)
     begin = partial(emit, "save.file_created", num_bytes)
     todo = storage, stream.files, stream.layout
     on_chunk = partial(emit, "save.chunk_written")

@@ -21,7 +21,7 @@ No storage is touched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import last_steps, remove_own
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
 from remesh.checkpoint.report import RestoreReport
-from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
+from remesh.checkpoint.save_plan import plan_on_all
 from remesh.checkpoint.saving import decode_parts, write
 from remesh.checkpoint.stored import StoredState
 from remesh.core.dtypes import CarrierDType
@@ -128,18 +129,18 @@ def save_scattered(
     buffers: Buffers | None = None,
     num_replicas: int,
     cache: PlanCache,
-    first: Callable[[], None],
+    earlier: BaseException | None,
     emit: Emit,
 ) -> None:
     """Save a state into the places of the nodes. Collective; complete when it returns.
 
     The storage is the place of this rank's node, for this checkpoint alone. Each file lies on
-    `num_replicas` further nodes, if there are so many. What a rank does in `first` may still change
-    state and metadata; all ranks raise its failure. After any failure what was written is removed,
-    unless it may be complete.
+    `num_replicas` further nodes, if there are so many. `earlier` is that of `agree`. After any
+    failure what was written is removed, unless it may be complete.
     """
     options = SaveOptions(True, metadata, shares_place=False, buffers=buffers)
-    mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+    agreed = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
+    mine = plan_on_all(exchange, storage, agreed, cache.history)
     parts: list[list[Part]] = []
 
     def write_mine() -> bytes:
@@ -152,7 +153,7 @@ def save_scattered(
 
     def describe() -> bytes:
         emit("save.parts_gathered", sum(part.num_bytes for own in parts for part in own))
-        plan = mine.on_rank_0
+        plan = agreed.on_rank_0
         return msgspec.msgpack.encode(last_steps(plan, parts))
 
     try:
@@ -163,7 +164,7 @@ def save_scattered(
             _copy_files(exchange, storage, files, nodes.peers(distance))
         small = run_on_one(exchange, describe)
     except Exception:
-        remove_own(storage, mine.save_id, mine.paths)
+        remove_own(storage, agreed.save_id, mine.paths)
         raise
     # If that fails, the files stay: on another node the checkpoint may be committed already.
     run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))

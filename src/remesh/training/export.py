@@ -23,10 +23,10 @@ from torch import nn
 
 from remesh._repr import short_repr
 from remesh.adapters.memory import torch_dtype
+from remesh.checkpoint.agree import PlanCache, SaveOptions
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import describe_local, exchange_of, memory_of, split_aliases
-from remesh.checkpoint.save_plan import PlanCache, SaveOptions
 from remesh.checkpoint.saving import save_agreed
 from remesh.checkpoint.stored_memory import StoredMemory, StoredSource, converted
 from remesh.core.dtypes import BY_NAME, CarrierDType

@@ -18,9 +18,9 @@ from typing import Any
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
+from remesh.checkpoint.agree import PlanCache
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.load_plan import LoadOptions
-from remesh.checkpoint.save_plan import PlanCache
 from remesh.checkpoint.scattered import (
     ROOT_NAME,
     Scattered,
@@ -89,12 +89,14 @@ class Memory:
         full = Joined(state)
         metadata: dict[str, object] = {}
 
-        def begin() -> None:
+        earlier: BaseException | None = None
+        try:
             describe(full, metadata)
             if self._nodes.is_first(self._exchange.rank):
                 self._remove_all_but(self._newest)
                 self._storage.put(ROOT_NAME, self._root.encode(), overwrite=True)
-
+        except BaseException as error:  # noqa: BLE001 - raised on all ranks
+            earlier = error
         try:
             save_scattered(
                 full,
@@ -105,7 +107,7 @@ class Memory:
                 buffers=self._buffers,
                 num_replicas=self._num_replicas,
                 cache=self._cache,
-                first=begin,
+                earlier=earlier,
                 emit=self._emit,
             )
         except StorageError as error:
