@@ -2,7 +2,7 @@
 
 The process is a fresh interpreter that never imports torch: it inherits no lock, no thread and no
 device context of the trainer, and takes some tenths of a second to start, which is why it is
-started ahead of time. It is given two descriptors: one end of a pair of sockets, and the arena's
+started ahead of time. It is given two descriptors: one end of a connection, and the arena's
 file in memory, which it maps. Neither has a name, so nothing is left over, whichever process dies
 first.
 
@@ -20,17 +20,16 @@ session of its own and ignores Ctrl-C, so what ends the trainer does not end it.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import msgspec
 
@@ -82,7 +81,7 @@ class ServerProcess:
     """A process that writes and commits what is staged in the file of a shared arena."""
 
     def __init__(self, arena: int, chunk_bytes: int) -> None:
-        mine, theirs = socket.socketpair()
+        mine, theirs = multiprocessing.Pipe()
         self._pipe = Pipe(mine)
         self._saves: dict[int, RemoteServer] = {}
         self._num_saves = 0
@@ -147,7 +146,7 @@ class ServerProcess:
         self._pipe.close()
 
     def _receive(self) -> None:
-        while (data := self._pipe.receive()) is not None:
+        while data := self._pipe.receive():
             number, message = decode_for_client(data)
             if isinstance(message, Logged):
                 _LOGGER.log(message.level, message.text)
@@ -269,7 +268,7 @@ def _end(process: subprocess.Popen[bytes], pipe: Pipe, owner: int) -> None:
     if os.getpid() != owner:
         return
     pipe.send(encode(ALL_SAVES, 0, Cancel(None)))
-    pipe.end()
+    pipe.send(b"")
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -300,8 +299,9 @@ class _TrainersLog(logging.Handler):
 class _Process:
     """The saves of this process and what they have in common."""
 
-    def __init__(self, pipe: Pipe, chunks: SharedChunks) -> None:
+    def __init__(self, pipe: Pipe, chunks: SharedChunks, parent: int) -> None:
         self._pipe = pipe
+        self._parent = parent
         self._chunks = chunks
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, name="outgoing", daemon=True)
@@ -314,7 +314,7 @@ class _Process:
 
     def run(self) -> None:
         """Follow the trainer's messages to their end, and the saves to theirs."""
-        while (data := self._pipe.receive()) is not None:
+        while data := self._receive():
             number, message = decode_for_server(data)
             if isinstance(message, WriteTask):
                 self._begin(number, message)
@@ -338,6 +338,17 @@ class _Process:
         # All that is queued is sent, but a trainer that does not listen is not waited for.
         self._outgoing.put(None)
         self._sender.join(_LAST_SECONDS)
+
+    def _receive(self) -> bytes:
+        """The next message of the trainer; empty if there is no further one.
+
+        Children that the trainer has forked have copies of its end, and may outlive it. So the end
+        of the parent is the end of the connection, too.
+        """
+        while not self._pipe.has_message(_PARENT_SECONDS):
+            if os.getppid() != self._parent and not self._pipe.has_message(0):
+                return b""
+        return self._pipe.receive()
 
     def _begin(self, number: int, task: WriteTask) -> None:
         self._saves = {one: save for one, save in self._saves.items() if save[1].is_alive()}
@@ -368,21 +379,8 @@ class _Process:
             self._pipe.send(data)
 
 
-def _end_with_parent(parent: int, connection: socket.socket) -> None:
-    """Take the end of the parent for the end of the connection.
-
-    Children that the trainer has forked have copies of its end, and may outlive it.
-    """
-    while os.getppid() == parent:
-        time.sleep(_PARENT_SECONDS)
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RD)  # what has arrived can still be received
-
-
 def main() -> None:
-    """Run the process, given descriptors of socket and arena, size of a chunk, the parent's id."""
+    """Run the process, given two descriptors, the size of a chunk and the parent's id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, arena, chunk_bytes, parent = map(int, sys.argv[1:5])
-    connection = socket.socket(fileno=descriptor)
-    threading.Thread(target=_end_with_parent, args=(parent, connection), daemon=True).start()
-    _Process(Pipe(connection), SharedChunks(arena, chunk_bytes)).run()
+    _Process(Pipe(Connection(descriptor)), SharedChunks(arena, chunk_bytes), parent).run()

@@ -15,17 +15,17 @@ to the client
 
 The bytes of tensors are in none of them: they lie in the arena, and messages name slots of it.
 
-Within a process a message is an argument of a call. Between processes it is a msgpack array behind
-its length, with the number of its save. Two kinds of objects in it are not plain data: an error
-travels as between ranks (`remesh.exchange`), and a column of numbers as its bytes.
+Within a process a message is an argument of a call. Between processes it is a msgpack array with
+the number of its save. Two kinds of objects in it are not plain data: an error travels as between
+ranks (`remesh.exchange`), and a column of numbers as its bytes.
 """
 
 from __future__ import annotations
 
-import socket
-import struct
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -36,8 +36,6 @@ from remesh.checkpoint.unchanged import FileSource
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats.framing import Part
 from remesh.pipeline import StreamFiles
-
-_LENGTH = struct.Struct("<Q")
 
 ALL_SAVES = -1
 """The number of a message that is about no save alone."""
@@ -149,49 +147,32 @@ decode_for_client = msgspec.msgpack.Decoder(tuple[int, ToClient], dec_hook=_deco
 
 
 class Pipe:
-    """One end of a blocking stream socket.
+    """One end of a connection between the processes.
 
     Sending is thread-safe, and does nothing if the peer is gone.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send an encoded message."""
-        with self._sending:
-            try:
-                self._socket.sendall(_LENGTH.pack(len(data)) + data)
-            except OSError:
-                # The receiving thread finds the end of the stream, and knows what to do about it.
-                return
+        """Send an encoded message; an empty one says that nothing more is sent."""
+        # A receiving thread finds the end of the peer, and knows what to do about it.
+        with self._sending, suppress(OSError):
+            self._connection.send_bytes(data)
 
-    def receive(self) -> bytes | None:
-        """The next encoded message; None if the peer is gone."""
-        length = self._receive(_LENGTH.size)
-        return None if length is None else self._receive(_LENGTH.unpack(length)[0])
-
-    def end(self) -> None:
-        """Say that nothing more is sent; what comes can still be received."""
+    def receive(self) -> bytes:
+        """The next encoded message; empty if there is no further one, or the peer is gone."""
         try:
-            self._socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            return  # the peer is gone already
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            return b""
+
+    def has_message(self, seconds: float) -> bool:
+        """True if there is something to receive, after so many seconds at the latest."""
+        return self._connection.poll(seconds)
 
     def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
-    def _receive(self, size: int) -> bytes | None:
-        data = bytearray(size)
-        done = 0
-        while done < size:
-            try:
-                num_bytes = self._socket.recv_into(memoryview(data)[done:])
-            except OSError:
-                return None
-            if num_bytes == 0:
-                return None
-            done += num_bytes
-        return bytes(data)
+        """Close the connection."""
+        self._connection.close()
