@@ -62,10 +62,10 @@ def finish(
         emit("save.parts_gathered", sum(part.num_bytes for part in written))
         emit("save.stored", sum(part.stored_size for part in written))
         emit("save.kept", sum(part.num_bytes for part in unchanged))
-        looks = [partial(_look, storage, save, parts)] if any(parts[1:]) else []
+        looks = [partial(_look, storage, save, parts)]
         if not writer.has_folder:
             # Small files may replace those of another checkpoint.
-            ask_together(storage, looks)
+            ask_together(storage, looks if any(parts[1:]) else [])
             looks = []
         others = list(last_steps(save, parts))
         mark = others.pop() if others else None

@@ -60,7 +60,7 @@ def is_one_directory(spaces: Sequence[FileSystemSpace | None]) -> bool:
 
 
 def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str, int]]) -> None:
-    """Check on rank 0 that the files which ranks have written are there, with one listing.
+    """Check on rank 0 that the files which ranks have written are whole, with one listing.
 
     The paths of all begin with the prefix; of each, rank, path and number of bytes are given.
     """
@@ -73,6 +73,12 @@ def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str,
             absent.setdefault(rank, path)
             if len(absent) == MAX_SHOWN:
                 break
+    if 0 in absent:
+        raise StorageError(
+            f"{absent[0]}: rank 0 wrote it, and now finds {_found(storage, absent[0])}\n"
+            f"It is in {storage.url}. Look for errors of the disk or the file system, or a process "
+            "that removes files there, and save again. Nothing was committed."
+        )
     if absent:
         (rank, path), more = next(iter(absent.items())), ", ..." if len(absent) == MAX_SHOWN else ""
         shown = ", ".join(map(str, absent)) + more
