@@ -25,6 +25,7 @@ NAMES: dict[str, list[str]] = {module: API["names_of"](module) for module in API
 
 TOP_LEVEL = [
     "Checkpoint",
+    "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
     "Manager",

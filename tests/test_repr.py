@@ -15,7 +15,6 @@ from torch import nn
 
 import remesh
 from remesh._repr import short_repr
-from remesh.checkpoint import RestoreReport
 from remesh.core.index import Index
 from remesh.events import Timeline
 from remesh.sharding import Box, NamedModule, Part, ShardedObject
@@ -69,14 +68,14 @@ def large_state() -> dict[str, Any]:
 
 
 def test_what_is_met_in_a_session_is_short(tmp_path: Path) -> None:
-    state, reports, timeline = large_state(), list[RestoreReport](), Timeline()
+    state, timeline = large_state(), Timeline()
     with remesh.Manager(tmp_path / "run") as manager:
         manager.save(1, state)
         manager.wait()
         resumed, info = manager.resume(state), manager.latest
         decisions = manager.retention_decisions()
     path = tmp_path / "run" / "step_00000001"
-    remesh.load(state, path, on_report=reports.append, on_event=timeline)
+    report = remesh.load(state, path, on_event=timeline)
     checkpoint = remesh.Checkpoint(path)
     rules = remesh.Transform({f"model.{n}.weight": f"net.{n}.weight" for n in range(40)})
     names = {f"model.{n}.weight": TensorInfo("float32", (8, 8)) for n in range(40)}
@@ -87,7 +86,7 @@ def test_what_is_met_in_a_session_is_short(tmp_path: Path) -> None:
         info,
         info and info.note,
         *decisions,
-        *reports,
+        report,
         timeline,
         timeline.moments[0],
         checkpoint,
@@ -106,6 +105,6 @@ def test_what_is_met_in_a_session_is_short(tmp_path: Path) -> None:
     for one in objects:
         assert len(repr(one)) <= 200, repr(one)
         assert "\n" not in repr(one)
-    assert "restored=<" in repr(reports[0])
+    assert "restored=<" in repr(report)
     assert "<torch.float32 (9999,)>" in repr(Part(Box((0,), (9999,)), torch.zeros(9999)))
     assert repr(checkpoint.index) == f"Index({len(checkpoint.index)} tensors, 83 pieces, 1 files)"

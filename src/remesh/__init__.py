@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from remesh.checkpoint import load as load
     from remesh.checkpoint import save as save
     from remesh.core.sharded import ShardedTensor as ShardedTensor
+    from remesh.errors import CheckpointExistsError as CheckpointExistsError
     from remesh.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from remesh.errors import CorruptCheckpointError as CorruptCheckpointError
     from remesh.errors import MismatchError as MismatchError
@@ -52,6 +53,7 @@ else:
             "remesh.background": ("Saver", "save_async"),
             "remesh.checkpoint": ("Checkpoint", "load", "save"),
             "remesh.errors": (
+                "CheckpointExistsError",
                 "CheckpointNotFoundError",
                 "CorruptCheckpointError",
                 "MismatchError",
@@ -86,6 +88,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
+    "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
     "Manager",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -35,6 +35,7 @@ from remesh.checkpoint.agree import (
     agree,
     describe_to_store,
 )
+from remesh.checkpoint.arguments import check_target
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.copies import Compares
@@ -106,9 +107,8 @@ def reshard(
     transform: Transform | Program | None = None,
     buffers: Buffers | None = None,
     group: Any = None,
-    on_report: Callable[[RestoreReport], None] | None = None,
     on_event: OnEvent = ignore,
-) -> Any:
+) -> ReshardReport:
     """Copy a state from one layout into another between live processes. Collective.
 
     Every rank of the group passes its part of the source and its part of the target; a rank that
@@ -124,13 +124,12 @@ def reshard(
         transform: See `remesh.load`.
         buffers: See `remesh.save`; of the source.
         group: See `remesh.save`.
-        on_report: Is given this rank's `RestoreReport`; `bytes_read` counts what this rank took of
-            its own source, for itself and for others.
         on_event: Called at `save.described` and `save.planned` for the source, and at the points in
             `remesh.events.LOAD_POINTS` from `load.planned` on.
 
     Returns:
-        The target state: the same object, unless it is itself a tuple or a plain value.
+        What became of each name on this rank, and what moved. `restored.bytes_read` counts what
+        this rank took of its own source, for itself and for others.
 
     Raises:
         StateError: If the source cannot be saved, or the target cannot be loaded into, or they
@@ -138,7 +137,7 @@ def reshard(
         MismatchError: If they do not fit. Nothing was changed.
         ExchangeError: If a rank died.
     """
-    resharder = Resharder(
+    return Resharder(
         source_state,
         target_state,
         missing=missing,
@@ -148,11 +147,7 @@ def reshard(
         buffers=buffers,
         group=group,
         on_event=on_event,
-    )
-    report = resharder.push()
-    if on_report is not None:
-        on_report(report.restored)
-    return resharder.target_state
+    ).push()
 
 
 class Resharder:
@@ -192,6 +187,7 @@ class Resharder:
         group: Any = None,
         on_event: OnEvent = ignore,
     ) -> None:
+        check_target("reshard", target_state)
         self.target_state = target_state
         self._source_state = source_state
         self._options = LoadOptions(
@@ -276,8 +272,7 @@ class Resharder:
             return False
 
         plan = dataclasses.replace(last[0], description=target)
-        self.target_state, restored = fill_planned(plan, self._exchange, read, self._emit)
-        return restored
+        return fill_planned(plan, self._exchange, read, self._emit)
 
     def _push_planned(self) -> tuple[RestoreReport, bool]:
         """Plan and move the bytes. Collective."""
@@ -303,7 +298,7 @@ class Resharder:
         )
         # Described before they are filled, as the next push will find them.
         facts = _facts(agreed.tensors, agreed.document, plan.description)
-        self.target_state, restored = fill_planned(plan, self._exchange, read, self._emit)
+        restored = fill_planned(plan, self._exchange, read, self._emit)
         reused = used[-1] in self._transfers
         self._transfers = used
         if not compared:

@@ -134,7 +134,7 @@ def test_every_layout_to_the_next_and_back_bit_for_bit() -> None:
         module = model()
         leaf = make(module, exchange.rank, exchange.world_size)
         state = {"model": module, "optimizer": leaf}
-        assert remesh.load(state, source, group=exchange, unexpected="error") is state
+        remesh.load(state, source, group=exchange, unexpected="error")
         assert state["optimizer"] is leaf
         inner = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
         assert inner.param_groups[0]["lr"] == 0.125

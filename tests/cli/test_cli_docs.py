@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -54,19 +55,19 @@ def test_the_runbook_leads_to_checkpoints_that_load(
         checkpoint = remesh.Checkpoint(target)
         assert checkpoint.verify().ok, command
         rows = np.full((8, 6), -1, np.float32)
-        state = {
+        state: dict[str, Any] = {
             "model": {
                 "embed": remesh.ShardedTensor.from_rank_offsets("model.embed.weight", rows),
                 "norm": {"weight": np.zeros(6, np.float16)},
             },
             "step": 0,
         }
-        loaded = remesh.load(state, target, missing="keep", unexpected="ignore")
-        assert (loaded["model"]["norm"]["weight"] == 1).all(), command
+        remesh.load(state, target, missing="keep", unexpected="ignore")
+        assert (state["model"]["norm"]["weight"] == 1).all(), command
         is_lost = "model.embed.weight" in {tensor["name"] for tensor in report["lost"]}
         kept = np.full((8, 6), -1, np.float32) if is_lost else embed
         np.testing.assert_array_equal(rows, kept)
-        assert loaded["step"] == (0 if path.startswith("lost-values") else 1000), command
+        assert state["step"] == (0 if path.startswith("lost-values") else 1000), command
     assert len(replaced) == 10
 
 

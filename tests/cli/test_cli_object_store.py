@@ -33,7 +33,7 @@ def test_a_plan_has_the_figures_of_the_load(
     reports: list[RestoreReport] = []
     for place in (far, near):
         remesh.save({"w": np.ones(1 << 20, np.float32)}, place)
-        remesh.load({"w": np.zeros(1 << 20, np.float32)}, place, on_report=reports.append)
+        reports.append(remesh.load({"w": np.zeros(1 << 20, np.float32)}, place))
     plans = [run_json("plan", place)["ranks"][0] for place in (far, near)]
     for plan, report in zip(plans, reports, strict=True):
         assert plan["num_reads"] == report.num_reads

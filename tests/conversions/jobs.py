@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import remesh
 from remesh.adapters import DescribedOptimizer, FlatSpan, NamedModule, flat_partition
+from remesh.checkpoint import RestoreReport
 from tests.conversions.layouts import (
     MASTER,
     MOMENTS,
@@ -158,6 +159,7 @@ class Job:
     slots: list[Slot] = field(init=False)
     offsets: list[int] = field(init=False)
     optimizer: DescribedOptimizer = field(init=False)
+    report: RestoreReport | None = field(default=None, init=False)  # of the last load
 
     def __post_init__(self) -> None:
         self.generator.manual_seed(100 + self.step)

@@ -41,7 +41,7 @@ def load(layout: Layout, shape: Shape, storage: MemoryStorage, **options: Any) -
     def rank(exchange: Exchange) -> Job:
         job = Job(layout, shape, exchange.rank)
         state = job.state()
-        remesh.load(state, storage, group=exchange, **options)
+        job.report = remesh.load(state, storage, group=exchange, **options)
         job.step = state["step"]
         return job
 

@@ -217,10 +217,10 @@ def test_tied_becomes_untied_by_two_statements_tp2ep2_pp4() -> None:
 def test_untied_becomes_tied_if_weights_are_equal_pp4_tp2ep2() -> None:
     whole = random_state(TIED, 11)
     storage = save(filled(PP4, APART, untied(whole)))
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    check(load(TP2_EP2, TIED, storage, unexpected="ignore", on_report=reports.append), whole)
+    jobs = load(TP2_EP2, TIED, storage, unexpected="ignore")
+    check(jobs, whole)
     states = {f"optimizer.state.head.weight.{kind}" for kind in (MASTER, *MOMENTS, "step")}
-    assert all(set(report.unexpected) == states for report in reports)
+    assert all(job.report and set(job.report.unexpected) == states for job in jobs)
     differing = untied(whole)
     differing["model.head.weight"] = differing["model.head.weight"] + 1
     storage = save(filled(PP4, APART, differing))
@@ -239,9 +239,7 @@ def test_buffers_on_one_side_only_are_reported_tp2ep2_pp4() -> None:
         job = Job(PP4, TIED, exchange.rank)
         for module in job.module.modules():
             module._buffers.pop("router_bias", None)
-        reports: list[remesh.checkpoint.RestoreReport] = []
-        remesh.load(job.state(), storage, group=exchange, on_report=reports.append)
-        return reports[0]
+        return remesh.load(job.state(), storage, group=exchange)
 
     expected = {f"model.layers.{n}.mixture.router_bias" for n in range(TIED.all_layers)}
     for report in run_ranks(4, resume):

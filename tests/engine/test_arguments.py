@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import remesh
@@ -34,6 +36,18 @@ def test_state_and_path_are_swapped(
     with pytest.raises(StateError, match=rf"(?s){name}: .*swapped; write {name}\(state, path\)"):
         call(place(tmp_path / "checkpoint"), STATE)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "state", [(np.zeros(2), {}), 5, "text", None, MappingProxyType({"step": 0})]
+)
+def test_a_target_that_cannot_be_filled_in_place(state: Any) -> None:
+    storage = MemoryStorage()
+    remesh.save(state, storage)
+    with pytest.raises(StateError, match=r"load: .*cannot be filled in place\n.*a dict or a list"):
+        remesh.load(state, storage)
+    with pytest.raises(StateError, match=r"reshard: .*cannot be filled in place"):
+        remesh.reshard({}, state)
 
 
 def test_storages_and_sources_are_places(tmp_path: Path) -> None:

@@ -212,10 +212,9 @@ def test_a_tied_weight_that_is_stored_under_its_second_name(tmp_path: Path) -> N
     values = torch.rand(5, 3)
     remesh.save({"model": {"out.weight": values}}, tmp_path)
     target = Tied(tied=True)
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load({"model": target}, tmp_path, on_report=reports.append)
+    report = remesh.load({"model": target}, tmp_path)
     assert torch.equal(target.embed.weight, values)
-    assert reports[0].derived == {"model.embed.weight": "model.out.weight"}
+    assert report.derived == {"model.embed.weight": "model.out.weight"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -583,8 +582,7 @@ def vocabulary(rows: int, *, fill: bool) -> dict[str, ShardedTensor]:
 def test_padding_may_differ_where_it_is_allowed(stored: int, wanted: int, tmp_path: Path) -> None:
     remesh.save(vocabulary(stored, fill=True), tmp_path)
     target = vocabulary(wanted, fill=False)
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load(target, tmp_path, on_report=reports.append)
+    report = remesh.load(target, tmp_path)
     found = torch.cat([torch.as_tensor(part.data) for part in target["embed"].parts])
     expected = torch.zeros(wanted, 2)
     same = min(stored, wanted)
@@ -593,8 +591,8 @@ def test_padding_may_differ_where_it_is_allowed(stored: int, wanted: int, tmp_pa
     expected[:same] = whole[:same]
     assert torch.equal(found, expected)
     change = f"({stored}, 2) → ({wanted}, 2)"
-    assert reports[0].resized == ({} if stored == wanted else {"embed": change})
-    assert reports[0].bytes_needed == same * 8
+    assert report.resized == ({} if stored == wanted else {"embed": change})
+    assert report.bytes_needed == same * 8
 
 
 def test_padding_does_not_excuse_another_number_of_dims(tmp_path: Path) -> None:

@@ -22,18 +22,11 @@ def load_rank(
     exchange: Exchange, layout: Layout, storage: MemoryStorage, share_reads: bool = False
 ) -> Any:
     state = layout.state(exchange.rank, fill=False)
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    loaded = remesh.load(
-        state,
-        storage,
-        group=exchange,
-        unexpected="error",
-        share_reads=share_reads,
-        on_report=reports.append,
+    report = remesh.load(
+        state, storage, group=exchange, unexpected="error", share_reads=share_reads
     )
-    assert loaded is state
     layout.check(exchange.rank, state)
-    return reports[0]
+    return report
 
 
 def load_in(source: Layout, targets: list[Layout]) -> None:

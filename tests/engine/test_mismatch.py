@@ -152,18 +152,18 @@ def test_missing_keep_leaves_what_is_missing() -> None:
     element = ShardedObject("rng", "mine", (1,), (0,))
     new, module = torch.full((2,), 7.0), nn.Linear(2, 1)
     bias = module.bias.detach().clone()
-    target = {"w": torch.zeros(2), "new": new, "step": 0, "epoch": 9, "rng": element, "m": module}
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    loaded = remesh.load(target, storage, missing="keep", on_report=reports.append)
-    assert loaded["w"].tolist() == [1, 1]
-    assert loaded["step"] == 3
-    assert loaded["new"] is new
+    target: dict[str, Any] = {"w": torch.zeros(2), "new": new, "step": 0}
+    target |= {"epoch": 9, "rng": element, "m": module}
+    report = remesh.load(target, storage, missing="keep")
+    assert target["w"].tolist() == [1, 1]
+    assert target["step"] == 3
+    assert target["new"] is new
     assert new.tolist() == [7, 7]
-    assert loaded["epoch"] == 9
-    assert loaded["rng"].data == "mine"
+    assert target["epoch"] == 9
+    assert target["rng"].data == "mine"
     assert torch.equal(module.bias, bias)
-    assert set(reports[0].missing) == {"new", "epoch", element.unique_name, "m.weight", "m.bias"}
-    assert set(reports[0].restored) == {"w", "step"}
+    assert set(report.missing) == {"new", "epoch", element.unique_name, "m.weight", "m.bias"}
+    assert set(report.restored) == {"w", "step"}
 
 
 def test_missing_keep_does_not_excuse_what_differs() -> None:
@@ -182,10 +182,9 @@ def test_unexpected_names_are_ignored_or_an_error() -> None:
     assert set(error.unexpected) == {"v", "step", rng.unique_name}
     assert error.missing == error.conflicts == ()
     assert target["w"].tolist() == [0, 0]
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load(target, storage, on_report=reports.append)
+    report = remesh.load(target, storage)
     assert target["w"].tolist() == [1, 1]
-    assert set(reports[0].unexpected) == set(error.unexpected)
+    assert set(report.unexpected) == set(error.unexpected)
 
 
 def test_a_name_that_only_one_rank_asks_for_is_expected() -> None:
@@ -204,15 +203,12 @@ def test_a_name_that_only_one_rank_asks_for_is_expected() -> None:
     states[1]["u"] = torch.zeros(1)
 
     def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
-        reports: list[remesh.checkpoint.RestoreReport] = []
-        remesh.load(
+        return remesh.load(
             states[exchange.rank],
             storage,
             group=exchange,
             unexpected="error",
-            on_report=reports.append,
         )
-        return reports[0]
 
     reports = run_ranks(3, load)
     assert [set(report.restored) for report in reports] == [{"w"}, {"v", "u"}, {"w", "step"}]
@@ -294,13 +290,12 @@ def test_casts_convert_as_torch_does(stored: torch.dtype) -> None:
     with pytest.raises(remesh.MismatchError) as caught:
         remesh.load(state, storage)
     assert len(caught.value.conflicts) == len(wanted)
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load(state, storage, cast=True, on_report=reports.append)
+    report = remesh.load(state, storage, cast=True)
     assert bits_of_all(state) == bits_of_all({str(target): source.to(target) for target in wanted})
     names = [str(dtype).removeprefix("torch.") for dtype in (stored, *wanted)]
-    assert reports[0].cast == {f"torch.{name}": f"{names[0]} → {name}" for name in names[1:]}
-    assert reports[0].restored == ()
-    assert reports[0].bytes_needed == len(wanted) * source.nbytes
+    assert report.cast == {f"torch.{name}": f"{names[0]} → {name}" for name in names[1:]}
+    assert report.restored == ()
+    assert report.bytes_needed == len(wanted) * source.nbytes
 
 
 @pytest.mark.parametrize("dtype", OPAQUE, ids=str)
@@ -450,9 +445,7 @@ def test_the_report_says_what_was_done_with_each_name() -> None:
         "new": torch.zeros(2),
         "p": ShardedTensor.whole("p", torch.zeros(3, 2), allow_shape_mismatch=True),
     }
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load(target, storage, cast=True, missing="keep", on_report=reports.append)
-    report = reports[0]
+    report = remesh.load(target, storage, cast=True, missing="keep")
     assert set(report.restored) == {"w", "n"}
     assert report.cast == {"h": "float32 → float64"}
     assert report.resized == {"p": "(2, 2) → (3, 2)"}

@@ -31,13 +31,12 @@ def saved(state: Any) -> MemoryStorage:
 
 def resumed(stored: Any, fresh: Any, **options: Any) -> tuple[Any, remesh.checkpoint.RestoreReport]:
     """An entry of a state after loading, with the report."""
-    reports: list[remesh.checkpoint.RestoreReport] = []
     state = {"e": fresh, "step": 0}
     storage = saved({"e": stored, "step": 3})
-    remesh.load(state, storage, on_report=reports.append, unexpected="error", **options)
+    report = remesh.load(state, storage, unexpected="error", **options)
     assert state["step"] == 3
-    assert reports[0].missing == reports[0].unexpected == ()
-    return state["e"], reports[0]
+    assert report.missing == report.unexpected == ()
+    return state["e"], report
 
 
 def test_a_key_that_the_fresh_script_does_not_have_yet() -> None:
@@ -148,10 +147,9 @@ def test_a_dict_that_holds_tensors_is_matched_entry_by_entry() -> None:
     storage = saved({"part": {"w": torch.ones(2), "n": 5, "best": {"a": 1, "b": 2}}, "other": 1})
     # Stored with a tensor beside, the plain dict of the state is no copy of it.
     state: dict[str, Any] = {"part": {"n": 0, "best": {"a": 0}}}
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load(state, storage, on_report=reports.append)
+    report = remesh.load(state, storage)
     assert state == {"part": {"n": 5, "best": {"a": 1, "b": 2}}}
-    assert set(reports[0].unexpected) == {"part.w", "other"}
+    assert set(report.unexpected) == {"part.w", "other"}
     mixed = {"part": {"w": torch.zeros(2), "best": None, "extra": 1}}
     with pytest.raises(remesh.MismatchError) as caught:
         remesh.load(mixed, storage)

@@ -58,11 +58,9 @@ def reshard_to(source: Layout, targets: list[Layout]) -> None:
         for target in targets:
             held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
             wanted: Any = target.state(rank, fill=False) if rank < target.world_size else {}
-            reports: list[remesh.checkpoint.RestoreReport] = []
-            found = remesh.reshard(held, wanted, group=exchange, on_report=reports.append)
-            assert found is wanted
+            report = remesh.reshard(held, wanted, group=exchange)
             target.check(rank, wanted)
-            assert reports[0].unexpected == ()
+            assert report.restored.unexpected == ()
 
     run_ranks(WORLD_SIZE, run)
 
@@ -133,13 +131,12 @@ def train_to_inference(exchange: Exchange) -> bool:
         parallelize_module(model, mesh["rank"], plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         source, target = {}, {"model": model, "optimizer": optimizer}
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.reshard(source, target, group=exchange, on_report=reports.append)
+    report = remesh.reshard(source, target, group=exchange).restored
     whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
     whole += [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
     gathered: list[Any] = [None] * exchange.world_size
     dist.all_gather_object(gathered, [tensor.detach().numpy().tobytes() for tensor in whole])
-    assert is_trainer or not reports[0].missing
+    assert is_trainer or not report.missing
     return all(tensors == gathered[0] for tensors in gathered)
 
 
@@ -295,7 +292,7 @@ def test_large_tensors_take_several_rounds(before: int, after: int, cast: bool) 
 def test_alone() -> None:
     source = {"a": torch.arange(10), "n": 3, "s": np.array(1.5)}
     target = {"a": torch.zeros(10, dtype=torch.int64), "n": 0, "s": torch.tensor(0.0).double()}
-    assert remesh.reshard(source, target) is target
+    remesh.reshard(source, target)
     assert torch.equal(target["a"], source["a"])  # type: ignore[arg-type]
     assert target["n"] == 3
     assert target["s"] == 1.5

@@ -455,7 +455,8 @@ def test_many_small_tensors_take_as_few_calls_as_one(asynchronous: bool) -> None
             saver.save(state, storage)
     checkpoint = remesh.Checkpoint(storage)
     assert checkpoint.verify().ok
-    loaded = remesh.load({name: np.zeros_like(array) for name, array in state.items()}, storage)
+    loaded = {name: np.zeros_like(array) for name, array in state.items()}
+    remesh.load(loaded, storage)
     assert all((loaded[name] == array).all() for name, array in state.items())
     operations = [name for name, _ in storage.calls]
     assert operations.count("write") == operations.count("create") == 1

@@ -95,17 +95,15 @@ def test_fused_layers_and_their_optimizer_go_on_training(tmp_path: Path) -> None
     model = Fused()
     optimizer = adamw(model)
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load(
+    report = remesh.load(
         state,
         tmp_path,
         transform=remesh.Transform(FUSE),
         unexpected="error",
-        on_report=reports.append,
     )
     assert state["step"] == 5
     assert len(optimizer.state) == 4
-    assert "model.q.weight" in reports[0].derived["model.qkv.weight"]
+    assert "model.q.weight" in report.derived["model.qkv.weight"]
     assert train(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=1e-5)
 
 
@@ -177,19 +175,17 @@ def test_shards_of_a_fused_transposed_source(num_targets: int, share_reads: bool
     def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         expected = np.concatenate([a.T, b.T], axis=1)
         target = sharded(exchange.rank, num_targets, "c", np.zeros_like(expected), 1)
-        reports: list[remesh.checkpoint.RestoreReport] = []
-        remesh.load(
+        report = remesh.load(
             {"c": target},
             storage,
             group=exchange,
             transform=remesh.Transform("a^T, b^T -> c, axis=1"),
             unexpected="error",
             share_reads=share_reads,
-            on_report=reports.append,
         )
         part = target.parts[0]
         np.testing.assert_array_equal(part.data, expected[part.box.slices])
-        return reports[0]
+        return report
 
     run_ranks(3, save)
     reports = run_ranks(num_targets, load)
@@ -236,16 +232,14 @@ def test_what_does_not_fit_is_found_on_all_ranks_and_changes_nothing() -> None:
 def test_untouched_names_load_as_ever_and_added_ones_stay(tmp_path: Path) -> None:
     remesh.save({"a": np.ones(3), "b": np.full(2, 2.0), "n": 7}, tmp_path)
     state = {"x": np.zeros(3), "b": np.zeros(2), "n": 0, "new": np.full(2, 5.0)}
-    reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load(
+    report = remesh.load(
         state,
         tmp_path,
         transform=remesh.Transform("a -> x\n_ -> new"),
         unexpected="error",
-        on_report=reports.append,
     )
     assert state["x"].tolist() == [1, 1, 1]  # type: ignore[attr-defined]
     assert state["b"].tolist() == [2, 2]  # type: ignore[attr-defined]
     assert state["n"] == 7
     assert state["new"].tolist() == [5, 5]  # type: ignore[attr-defined]
-    assert reports[0].kept == ("new",)
+    assert report.kept == ("new",)

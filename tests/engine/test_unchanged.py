@@ -89,11 +89,12 @@ def tensors_of(path: Path | Storage) -> dict[str, bytes]:
 Way = Literal["save", "thread", "process"]
 
 
-def save_with(saver: remesh.Saver, way: Way, state: Any, path: Any, **options: Any) -> None:
+def save_with(
+    saver: remesh.Saver, way: Way, state: Any, path: Any, **options: Any
+) -> remesh.checkpoint.SaveReport:
     if way == "save":
-        saver.save(state, path, **options)
-    else:
-        saver.save_async(state, path, **options).result(timeout=240)
+        return saver.save(state, path, **options)
+    return saver.save_async(state, path, **options).result(timeout=240)
 
 
 def saver_of(way: Way, **options: Any) -> remesh.Saver:
@@ -110,7 +111,8 @@ def test_an_adapter_run_writes_the_adapter(
     with saver_of(way, on_event=seen) as saver:
         for number in range(3):
             step()
-            save_with(saver, way, state, tmp_path / str(number))
+            report = save_with(saver, way, state, tmp_path / str(number))
+            assert (report.bytes_written, report.bytes_kept) == (seen.written[-1], seen.kept[-1])
             expected.append(model.state_dict()["adapter.0.weight"].numpy().tobytes())
     base = model.state_dict()["base.weight"].numpy().tobytes()
     whole = data_bytes(tmp_path / "0")

@@ -51,7 +51,8 @@ def assert_loads(path: Path) -> None:
     fresh = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     fresh[1].weight = fresh[0].weight
     target = torch.optim.AdamW(fresh.parameters())
-    state = remesh.load({"model": fresh, "optimizer": target, "step": 0, "seen": {}}, path)
+    state = {"model": fresh, "optimizer": target, "step": 0, "seen": {}}
+    remesh.load(state, path)
     assert (state["step"], state["seen"]) == (7, {"a": [1, (2, 3)]})
     for left, right in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(left, right)

@@ -141,12 +141,12 @@ def test_objects_in_a_list_load_items_of_a_plain_one(
         torch.save(state, place)
     target: dict[str, Any] = {"all": schedulers(), "pair": (schedulers()[:1], 0)}
     target["model" if transform is None else "net"] = torch.nn.Linear(3, 2)
-    loaded = remesh.load(target, place, transform=transform, unexpected="error")
-    first, second, *rest = loaded["all"]
+    remesh.load(target, place, transform=transform, unexpected="error")
+    first, second, *rest = target["all"]
     assert (first.state_dict(), second.state_dict()) == (plain[0], plain[1])
     assert rest == [{"a": [7, 8]}, 9]
-    assert loaded["pair"][0][0].state_dict() == plain[0]
-    assert loaded["pair"][1] == 1
+    assert target["pair"][0][0].state_dict() == plain[0]
+    assert target["pair"][1] == 1
     # What no object of the state takes is told.
     with pytest.raises(MismatchError) as caught:
         remesh.load({"all": schedulers()[:1]}, place, unexpected="error")

@@ -129,7 +129,7 @@ class TestReads:
             save_rows(exchange, storage)
             target = [np.zeros((1024, 256), np.float32) for _ in range(10)]
             state = state_of(target, exchange.rank, 1)
-            remesh.load(state, storage, group=exchange, on_report=reports.append)
+            reports.append(remesh.load(state, storage, group=exchange))
             for number, part in enumerate(target):
                 np.testing.assert_array_equal(part, shard(number, exchange.rank, 1))
             return storage

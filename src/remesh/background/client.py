@@ -26,6 +26,7 @@ from remesh.background.protocol import (
     ToServer,
     WriteTask,
 )
+from remesh.checkpoint.report import SaveReport
 from remesh.core.memory import CopyQueue
 from remesh.errors import RankFailedError
 from remesh.events import Emit
@@ -54,7 +55,7 @@ class Progress:
     """Bytes of files that did not change since the save before, which it does not write."""
 
 
-class SaveHandle(Future[None]):
+class SaveHandle(Future[SaveReport]):
     """A save that is under way, made by `save_async`: a `concurrent.futures.Future`.
 
     `result` returns when the checkpoint is committed and durable, and raises why the save failed,
@@ -91,8 +92,11 @@ class SaveHandle(Future[None]):
         """How far this rank's part is."""
         return self._progress()
 
-    def result(self, timeout: float | None = None) -> None:
+    def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is committed and durable.
+
+        Returns:
+            What this rank wrote, and how long the save took.
 
         Raises:
             TimeoutError: If `timeout` seconds pass before.
@@ -100,7 +104,7 @@ class SaveHandle(Future[None]):
             RemeshError: Why it failed; the previous checkpoint is untouched.
         """
         try:
-            super().result(timeout)
+            return super().result(timeout)
         except TimeoutError:
             if self.done():
                 raise
@@ -150,8 +154,8 @@ class SaveClient:
     """One save on this rank, as its trainer has it.
 
     `connect` makes the server, given what takes its messages. `on_commit` is told, once the save is
-    committed, what this rank has said of its files. `collection` is what the ranks hold together,
-    if this one collects the tensors of its files.
+    committed, what this rank has said of its files, and makes the report of it. `collection` is
+    what the ranks hold together, if this one collects the tensors of its files.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class SaveClient:
         emit: Emit,
         copies: Callable[[], CopyQueue] | None,
         collection: Collection | None,
-        on_commit: Callable[[Sequence[Part]], None],
+        on_commit: Callable[[Sequence[Part]], SaveReport],
     ) -> None:
         self._task = task
         self._arena = arena
@@ -269,9 +273,10 @@ class SaveClient:
 
     def _end(self, error: BaseException | None, parts: Sequence[Part] = ()) -> None:
         """The save has ended; it fails after all if the saver or its last listener does."""
+        report: SaveReport | None = None
         if error is None:
             try:
-                self._on_commit(parts)
+                report = self._on_commit(parts)
                 with self._lock:
                     self._kept_bytes = sum(part.num_bytes for part in parts if part.is_kept)
                 self._emit("save.done")
@@ -280,7 +285,8 @@ class SaveClient:
         with self._lock:
             self._phase = "done" if error is None else "failed"
         if error is None:
-            self.handle.set_result(None)
+            assert report is not None
+            self.handle.set_result(report)
         elif self._is_cancelled and self._is_by_cancel(error):
             self.handle.set_exception(CancelledError())
         else:

@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
@@ -39,6 +40,7 @@ from remesh.checkpoint.local import (
     exchange_of,
     tensors_to_store,
 )
+from remesh.checkpoint.report import SaveReport
 from remesh.checkpoint.save_plan import RankSavePlan, plan_rank
 from remesh.checkpoint.saving import check_compress, options_of, save_agreed
 from remesh.core.host_memory import available_memory
@@ -202,10 +204,10 @@ class Saver:
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
         format_options: Mapping[str, object] | None = None,
-    ) -> None:
+    ) -> SaveReport:
         """Like `remesh.save`, with the plan of earlier saves. Collective."""
         options = self._options_of(overwrite, metadata, format_options)
-        save_agreed(
+        return save_agreed(
             state,
             path,
             options,
@@ -260,6 +262,7 @@ class Saver:
 
     def _begin(self, state: Any, path: Any, options: SaveOptions, on_event: OnEvent) -> SaveHandle:
         check_order("save_async", state, path)
+        begun = time.monotonic()
         exchange = exchange_of(self._group)
         storage = open_storage(path)
         emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
@@ -284,7 +287,7 @@ class Saver:
         def start() -> bytes:
             planned.append(plan_rank(exchange, storage, agreed, self._cache.history))
             self._set_budget(planned[0].stream.layout.num_bytes)
-            started.append(self._client(exchange, path, storage, planned[0], emit))
+            started.append(self._client(exchange, path, storage, planned[0], emit, begun))
             started[0].start(daemon=self._at_exit == "abort")
             return b""
 
@@ -335,6 +338,7 @@ class Saver:
         storage: Storage,
         mine: RankSavePlan,
         emit: Emit,
+        begun: float,
     ) -> SaveClient:
         """The client that does a save from here on."""
         num_bytes, last = mine.stream.layout.num_bytes, mine.history.storage
@@ -362,8 +366,9 @@ class Saver:
         if devices is not None:
             self._arena.pin_with(devices[0])
 
-        def remember(parts: Sequence[Part]) -> None:
+        def remember(parts: Sequence[Part]) -> SaveReport:
             self._cache.history = mine.committed(storage, parts)
+            return SaveReport.of(parts, time.monotonic() - begun)
 
         def connect(send: Callable[[ToClient], None]) -> Server:
             if self._has_process:

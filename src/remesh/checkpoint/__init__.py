@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from remesh.checkpoint.opened import TensorSlice as TensorSlice
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
     from remesh.checkpoint.report import RestoreReport as RestoreReport
+    from remesh.checkpoint.report import SaveReport as SaveReport
     from remesh.checkpoint.saving import save as save
 else:
     from remesh._lazy import lazy_names
@@ -33,9 +34,17 @@ else:
             "remesh.checkpoint.converting": ("ConversionReport", "convert"),
             "remesh.checkpoint.loading": ("load",),
             "remesh.checkpoint.opened": ("Checkpoint", "TensorSlice", "VerifyReport"),
-            "remesh.checkpoint.report": ("RestoreReport",),
+            "remesh.checkpoint.report": ("RestoreReport", "SaveReport"),
             "remesh.checkpoint.saving": ("save",),
         },
     )
 
-__all__ = ["Buffers", "ConversionReport", "RestoreReport", "TensorSlice", "VerifyReport", "convert"]
+__all__ = [
+    "Buffers",
+    "ConversionReport",
+    "RestoreReport",
+    "SaveReport",
+    "TensorSlice",
+    "VerifyReport",
+    "convert",
+]

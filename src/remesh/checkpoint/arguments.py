@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -30,6 +30,16 @@ def check_order(call: str, state: object, path: object) -> None:
             f"{call}: state and path are swapped; write {call}(state, path)\nThe first argument is "
             f"a {type(state).__name__}, which names a place, and the second a "
             f"{type(path).__name__}, which does not."
+        )
+
+
+def check_target(call: str, state: object) -> None:
+    """Refuse a state to fill that cannot be changed: its new content would be lost."""
+    is_fixed = isinstance(state, str | bytes | int | float | complex | tuple | None)
+    if is_fixed or (isinstance(state, Mapping) and not isinstance(state, MutableMapping)):
+        raise StateError(
+            f"{call}: a state of type {type(state).__name__} cannot be filled in place\n"
+            'Put it into a dict or a list, here and where it is saved: {"state": ...}'
         )
 
 

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from remesh.catalog import explained_absence
-from remesh.checkpoint.arguments import check_choice, check_flag, check_order
+from remesh.checkpoint.arguments import check_choice, check_flag, check_order, check_target
 from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.load_plan import LoadOptions, Names, RankLoadPlan, match
@@ -81,16 +81,16 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     share_reads: bool | None = None,
     timeout: float | None = None,
     group: Any = None,
-    on_report: Callable[[RestoreReport], None] | None = None,
     on_event: OnEvent = ignore,
-) -> Any:
+) -> RestoreReport:
     """Load a checkpoint into a state of any layout. Collective, like `save`.
 
-    Tensors are filled in place. Plain values are replaced in their dicts and lists; modules,
-    optimizers and other objects load their state dicts.
+    The state is filled in place: the elements of tensors, and plain values in their dicts and
+    lists; modules, optimizers and other objects load their state dicts.
 
     Args:
-        state: The target, built like the state that was saved. Only its names are read.
+        state: The target, built like the state that was saved. Only its names are read. A tuple or
+            a plain value stands in a dict or list, where it can be replaced.
         path: Directory of a committed checkpoint, of remesh or of another system that it reads;
             or a `remesh.formats.Source`.
         missing: What to do about names that the state has and the checkpoint lacks.
@@ -114,11 +114,10 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         timeout: Seconds that reading tensors may take; None for no limit. A rank that is late then
             is named in the error, on every rank that can still be reached.
         group: See `save`.
-        on_report: Called with this rank's `RestoreReport`.
         on_event: Called at the points in `remesh.events.LOAD_POINTS`.
 
     Returns:
-        The state: the same object, unless it is itself a tuple or a plain value.
+        What became of each name, on this rank.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
@@ -138,6 +137,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     check_choice("load", "missing", missing, ("error", "keep"))
     check_choice("load", "unexpected", unexpected, ("ignore", "error"))
     check_flag("load", "cast", cast)
+    check_target("load", state)
     check_policies(resize or {})
     started = time.monotonic()
     exchange = exchange_of(group)
@@ -148,7 +148,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})
     assign = _assign_for(share_reads, exchange, storage)
 
-    def load_once() -> tuple[Any, RestoreReport]:
+    def load_once() -> RestoreReport:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
             stored = open_shared(exchange, place)
             stored = with_parameter_names(
@@ -167,13 +167,11 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
             plan, _ = plan_into(state, stored, exchange, options, read=read)
             return fill_planned(plan, exchange, read, emit)
 
-    result, report = begin_anew(load_once)
+    report = begin_anew(load_once)
     report = dataclasses.replace(report, seconds=time.monotonic() - started)
     if exchange.rank == 0:
         _LOGGER.info("loaded %s: %s", storage.url, report)
-    if on_report is not None:
-        on_report(report)
-    return result
+    return report
 
 
 OnRead = Callable[[int], None]
@@ -272,16 +270,14 @@ def _compare(plan: RankLoadPlan, read: Read) -> bytes:
     return b""
 
 
-def fill_planned(
-    plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit
-) -> tuple[Any, RestoreReport]:
+def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit) -> RestoreReport:
     """Steps 3 and 4 of a load: fill the tensors of the state, put all else back. Collective.
 
-    Returns the state, and this rank's report, without the time that the load took.
+    Returns this rank's report, without the time that the load took.
     """
     emit("load.planned", plan.filling.num_bytes)
     sizes: list[int] = []
-    shared, result = False, None
+    shared = False
 
     def count(size: int) -> None:
         sizes.append(size)
@@ -300,8 +296,7 @@ def fill_planned(
         return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes)))
 
     def put_back() -> bytes:
-        nonlocal result
-        result = plan.description.rebuild(plan)
+        plan.description.rebuild(plan)
         return b""
 
     try:
@@ -312,7 +307,7 @@ def fill_planned(
         raise
     totals = [msgspec.msgpack.decode(reply, type=tuple[int, int]) for reply in replies]
     emit("load.done")
-    return result, dataclasses.replace(
+    return dataclasses.replace(
         plan.report,
         bytes_read=sum(sizes),
         num_reads=len(sizes),

@@ -1,11 +1,37 @@
-"""What a load did, name by name."""
+"""The results of a save, and of a load name by name."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from remesh._repr import format_bytes, short_repr
+from remesh.formats.framing import Part
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The result of a save on this rank."""
+
+    bytes_written: int
+    """Bytes of the data files that this rank wrote, before compression."""
+    bytes_stored: int
+    """Bytes that these take in the storage."""
+    bytes_kept: int
+    """Bytes of its files that did not change since the save before, which it did not write."""
+    seconds: float
+    """Wall time of the save, until it was committed and durable."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], seconds: float) -> Self:
+        written = [part for part in parts if not part.is_kept]
+        return cls(
+            sum(part.num_bytes for part in written),
+            sum(part.stored_size for part in written),
+            sum(part.num_bytes for part in parts if part.is_kept),
+            seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class RankSavePlan:
 
     def committed(self, storage: Storage, parts: Sequence[Part]) -> History:
         """The history after this save is committed, given what this rank said of it."""
-        if not self.files:
+        if not (self.files and parts):  # a writer process that died after the commit said nothing
             return self.history
         num_bytes = self.agreed.tensors.boxes.num_bytes
         return self.history.after(storage, self.files, parts, num_bytes)

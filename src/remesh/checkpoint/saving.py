@@ -15,6 +15,7 @@ all ranks raise it, and rank 0 gives the save up: it removes what was written.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -27,6 +28,7 @@ from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import finish, give_up, remove_own
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.report import SaveReport
 from remesh.checkpoint.save_plan import RankSavePlan, plan_on_all
 from remesh.checkpoint.stored_memory import stored_copies
 from remesh.core.compression import check_library
@@ -53,7 +55,7 @@ def save(  # noqa: PLR0913 - each option stands for itself
     compress: Compress | None = None,
     group: Any = None,
     on_event: OnEvent = ignore,
-) -> None:
+) -> SaveReport:
     """Save a state. Collective: every rank of the group calls it with its part of the state.
 
     Returns when the checkpoint is committed and durable.
@@ -90,6 +92,9 @@ def save(  # noqa: PLR0913 - each option stands for itself
             initialised, else this process alone.
         on_event: Called at the points in `remesh.events.SAVE_POINTS`.
 
+    Returns:
+        What this rank wrote, and how long the save took.
+
     Raises:
         OptionError: If an option has a wrong type or value, or the library for `compress` is
             missing.
@@ -105,7 +110,7 @@ def save(  # noqa: PLR0913 - each option stands for itself
     options = options_of(
         overwrite, metadata, buffers, verify_replicas, format, format_options, compress=compress
     )
-    save_agreed(
+    return save_agreed(
         state, path, options, group=group, cache=PlanCache(), on_event=on_event, is_shown=True
     )
 
@@ -171,12 +176,13 @@ def save_agreed(
     on_event: OnEvent,
     earlier: BaseException | None = None,
     is_shown: bool = False,
-) -> None:
+) -> SaveReport:
     """`save`, with the plan of earlier saves; `is_shown`: with progress on a terminal.
 
     `earlier` is that of `agree`.
     """
     check_order("save", state, path)
+    started = time.monotonic()
     exchange = exchange_of(group)
     storage = open_storage(path)
     moments = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
@@ -204,6 +210,7 @@ def save_agreed(
             raise
         cache.history = mine.committed(storage, parts)
         emit("save.done")
+    return SaveReport.of(parts, time.monotonic() - started)
 
 
 def write(storage: Storage, mine: RankSavePlan, emit: Emit) -> list[Part]:

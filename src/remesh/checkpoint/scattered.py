@@ -351,12 +351,11 @@ def load_scattered(
     *,
     options: LoadOptions,
     emit: Emit,
-) -> tuple[Any, RestoreReport]:
+) -> RestoreReport:
     """Load a checkpoint out of the places of the nodes into any layout. Collective.
 
     Nodes are those that it was found with; the storage is the place of this rank's node, for this
-    checkpoint alone. Returns the state, and this rank's report, without the time that the load
-    took.
+    checkpoint alone. Returns this rank's report, without the time that the load took.
     """
     if found.missing:
         raise CheckpointNotFoundError(

@@ -232,8 +232,7 @@ class LiveMemory:
                 on_event=options["on_event"],
             )
             try:
-                options["on_report"](recovery.push().restored)
-                return recovery.target_state
+                return recovery.push().restored
             except (StateError, MismatchError) as error:
                 raise CheckpointNotFoundError(
                     f"the memory of {len(ranks)} ranks does not give step {step}: {error}"

@@ -21,6 +21,7 @@ from remesh.catalog import CheckpointInfo
 from remesh.checkpoint.agree import PlanCache
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.load_plan import LoadOptions
+from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.scattered import (
     ROOT_NAME,
     Scattered,
@@ -169,8 +170,8 @@ class Memory:
             note=note,
         )
 
-        def load(state: Any, **options: Any) -> Any:
-            result, report = load_scattered(
+        def load(state: Any, **options: Any) -> RestoreReport:
+            return load_scattered(
                 state,
                 self._place(found.name),
                 found,
@@ -184,8 +185,6 @@ class Memory:
                 ),
                 emit=self._emit,
             )
-            options["on_report"](report)
-            return result
 
         return Source(info, load, kind="snapshot")
 

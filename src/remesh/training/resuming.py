@@ -161,7 +161,7 @@ def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: Checkp
     """A checkpoint in storage; it is not removed while it is loaded."""
     place = catalog.place_of(root, info.name)
 
-    def load_held(state: Any, **options: Any) -> Any:
+    def load_held(state: Any, **options: Any) -> RestoreReport:
         with ExitStack() as marks:
 
             def hold() -> bytes:
@@ -274,10 +274,7 @@ def restore(
     names = note.streams if random is None or random.info.note is None else random.info.note.streams
     stored = {name: s for name, s in streams.items() if is_same_grid and name in names}
     rows = rng.rows_of(stored, roles, is_empty=True)
-    reports: list[RestoreReport] = []
-    source.load(
-        with_rows(state, rows if random is None else {}), on_report=reports.append, **options
-    )
+    report = source.load(with_rows(state, rows if random is None else {}), **options)
     if random is not None and stored:
         stored = stored if _load_rows(exchange, random, rows, options) else {}
 
@@ -289,7 +286,7 @@ def restore(
         return b""
 
     run_on_all(exchange, take)
-    return Restored(tuple(sorted(streams.keys() - stored.keys())), reports[0])
+    return Restored(tuple(sorted(streams.keys() - stored.keys())), report)
 
 
 def _load_rows(
@@ -301,7 +298,7 @@ def _load_rows(
     """Load random numbers alone; whether that was possible."""
     options = {**options, "missing": "error", "transform": None}
     try:
-        source.load(with_rows({}, rows), on_report=lambda _report: None, **options)
+        source.load(with_rows({}, rows), **options)
     except (CorruptCheckpointError, CheckpointNotFoundError, MismatchError) as error:
         passed_over(exchange, source.info, f"random numbers: {error}")
         return False

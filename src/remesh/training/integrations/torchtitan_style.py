@@ -109,7 +109,7 @@ class CheckpointManager:
         if step == LATEST:
             return self.manager.resume(self.states) is not None
         try:
-            self.states.update(load(self.states, place_of(self.folder, step_name(step))))
+            load(self.states, place_of(self.folder, step_name(step)))
         except CheckpointNotFoundError:
             return False
         return True

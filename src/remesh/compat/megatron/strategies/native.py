@@ -125,7 +125,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         describe, options = self._agree(sharded_state_dict)
         state = state_to_save(sharded_state_dict, describe)
 
-        def stage() -> Callable[[], None]:
+        def stage() -> Callable[[], object]:
             with as_checkpointing_exception():
                 handle = self._saver.save_async(
                     state, checkpoint_dir, overwrite=True, format_options=options
@@ -221,14 +221,15 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
         ]
 
         def work() -> Any:
-            loaded = load(
-                _engine_state(leaves),
+            target = _engine_state(leaves)
+            load(
+                target,
                 source_of(checkpoint_dir, self.format),
                 cast=True,
                 share_reads=share_reads,
                 group=group,
             )
-            filled = iter(loaded.values())
+            filled = iter(target.values())
 
             def result(leaf: ShardedBase) -> Any:
                 new = next(filled)
