@@ -90,6 +90,16 @@ def test_aligned_ranges_go_directly(storage: LocalStorage, recorder: Recorder) -
     assert recorder.num_bytes == {"direct": 2 * MIB, "buffered": 20}
 
 
+def test_ranges_in_the_page_cache_are_read_there(storage: LocalStorage, recorder: Recorder) -> None:
+    content = random_bytes(MIB)
+    storage.put("cached", content.tobytes(), overwrite=False)
+    recorder.num_bytes["buffered"] = 0
+    again = aligned_buffer(content.size)
+    assert storage.read_into("cached", 0, again) == content.size
+    np.testing.assert_array_equal(again, content)
+    assert recorder.num_bytes == {"direct": 0, "buffered": MIB}
+
+
 @pytest.mark.parametrize(("position", "shift"), [(1, 0), (0, 1), (ALIGNMENT, 512)])
 def test_unaligned_ranges_are_buffered(
     storage: LocalStorage, recorder: Recorder, position: int, shift: int
