@@ -308,7 +308,7 @@ def test_missing_and_short_data_files_are_found() -> None:
     storage.put(first.path, short, overwrite=True)
     storage.delete(second.path)
     damages = native.check_files(storage, record, index)
-    assert [(d.path, d.start, d.stop) for d in damages] == [
+    assert [(d.file, d.start, d.stop) for d in damages] == [
         (first.path, first.num_bytes - 4, first.num_bytes),
         (second.path, 0, second.num_bytes),
     ]

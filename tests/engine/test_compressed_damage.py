@@ -105,7 +105,7 @@ def test_a_wrong_byte_anywhere_is_found(saved: Path) -> None:
             [damage] = damages
             start = block * BLOCK_SIZE
             stop = min(start + BLOCK_SIZE, index.files[row].num_bytes)
-            assert (damage.path, damage.start, damage.stop) == (path, start, stop)
+            assert (damage.file, damage.start, damage.stop) == (path, start, stop)
             assert set(damage.tensors) == names
             [name, *_] = sorted(names & set(truth()))
             message = loading_error(saved, name)
@@ -143,7 +143,7 @@ def test_a_file_that_is_cut_short_or_goes_on(saved: Path) -> None:
     file.write_bytes(right[:kept])
     damages = remesh.Checkpoint(saved).verify().damages
     [short] = [damage for damage in damages if (damage.start, damage.stop) == (kept, size)]
-    assert short.path == path
+    assert short.file == path
     assert set(short.tensors) == names_of_blocks(index, 2, lost)
     assert path in loading_error(saved, "weight")
     result = CliRunner().invoke(cli, ["verify", str(saved)])
@@ -154,7 +154,7 @@ def test_a_file_that_is_cut_short_or_goes_on(saved: Path) -> None:
     assert (long.start, long.stop, long.tensors) == (size, size + 4, ())
     file.unlink()
     damages = remesh.Checkpoint(saved).verify().damages
-    assert {damage.path for damage in damages} == {path}
+    assert {damage.file for damage in damages} == {path}
     assert "missing" in loading_error(saved, "weight")
 
 

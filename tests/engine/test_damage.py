@@ -63,7 +63,7 @@ def check_damage_is_found(saved: Path, file: Path, what: str) -> None:
     assert file.name in str(error), (what, str(error))
     if file.name.startswith("0"):
         damages = remesh.Checkpoint(saved).verify().damages
-        assert {damage.path for damage in damages} == {str(file.relative_to(saved))}, what
+        assert {damage.file for damage in damages} == {str(file.relative_to(saved))}, what
     else:
         with pytest.raises(remesh.errors.CheckpointError, match=file.name):
             remesh.Checkpoint(saved)
@@ -112,7 +112,7 @@ def test_files_that_are_not_what_they_were(kind: str, damage: str, saved: Path) 
         # All bytes of tensors are there; only the size of the file gives it away.
         assert loading_error(saved) is None
         damages = remesh.Checkpoint(saved).verify().damages
-        assert [found.path for found in damages] == [str(file.relative_to(saved))]
+        assert [found.file for found in damages] == [str(file.relative_to(saved))]
     else:
         check_damage_is_found(saved, file, f"{damage} {kind}")
 

@@ -19,7 +19,7 @@ from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.index import Index, StoredTensor
-from remesh.core.integrity import Damage, find_damage
+from remesh.core.integrity import Finding, find_damage
 from remesh.core.memory import CarrierArray
 from remesh.core.state import Path, assemble
 from remesh.errors import StateError, UnsupportedValueError
@@ -42,7 +42,7 @@ class VerifyReport:
     """Data files."""
     num_bytes: int
     """Their bytes."""
-    damages: tuple[Damage, ...]
+    damages: tuple[Finding, ...]
     """Everything that is not as it was written; empty for a sound checkpoint."""
     has_digests: bool = True
     """Whether there were digests. If not, `ok` only says that all files could be read, have their
@@ -399,7 +399,7 @@ class Checkpoint:
     def _verify(self, on_progress: Callable[[int], None] | None) -> VerifyReport:
         index, storage = self.index, self._storage
         damages = native.check_files(storage, self._contents.record, index)
-        incomplete = {damage.path for damage in damages}
+        incomplete = {damage.file for damage in damages}
         spans = [
             (number, start, min(start + VERIFY_BYTES, file.num_bytes))
             for number, file in enumerate(index.files)
@@ -417,7 +417,7 @@ class Checkpoint:
 
         run_workers(4, len(spans), VERIFY_BYTES, check)
         num_bytes = sum(file.num_bytes for file in index.files)
-        in_order = sorted(damages, key=lambda damage: (damage.path, damage.start))
+        in_order = sorted(damages, key=lambda damage: (damage.file, damage.start))
         return VerifyReport(
             len(index.files),
             num_bytes,

@@ -23,7 +23,7 @@ from remesh.cli.summary import (
     usage_rows,
     usages_of,
 )
-from remesh.core.integrity import repair_advice
+from remesh.core.integrity import Finding, repair_advice
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
 from remesh.storage import open_storage, shown_url
@@ -159,7 +159,7 @@ class _Listing:
     patterns: tuple[str, ...]  # what chose the names; empty if all are chosen
     shown: _Shown  # what is asked for
     checkpoint: Checkpoint
-    findings: list[catalog.Finding]  # files that are missing or have another size
+    findings: list[Finding]  # files that are missing or have another size
     totals: dict[str, int]  # counts over the whole checkpoint, whatever was chosen
     tensors: list[str]  # chosen names of tensors, ties included
     statistics: dict[str, Statistics | None]  # theirs, without ties; empty if not asked for

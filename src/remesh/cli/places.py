@@ -12,9 +12,9 @@ import click
 
 from remesh import catalog
 from remesh._repr import format_bytes
-from remesh.catalog import Finding
 from remesh.checkpoint import Checkpoint
 from remesh.core.index import Index
+from remesh.core.integrity import Finding
 from remesh.errors import StateError
 from remesh.formats import native
 from remesh.formats.table import FORMATS, Source, formats_at, place_of

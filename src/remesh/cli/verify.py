@@ -15,10 +15,9 @@ import click
 
 from remesh import catalog
 from remesh._repr import format_bytes
-from remesh.catalog import Finding
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
-from remesh.core.integrity import Damage, hex_digest, repair_advice
+from remesh.core.integrity import Finding, hex_digest, repair_advice
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -175,9 +174,7 @@ def _check(path: str) -> Verdict:
             error=str(error),
             advice=_advice(path, storage),
         )
-    # Sizes once more, by the record: they tell a short file from one with other bytes.
-    findings = places.findings_of(storage, checkpoint)
-    damages = tuple(merge(report.damages, findings))
+    damages = tuple(merge(report.damages))
     is_damaged = bool(damages or report.incomplete)
     status: Literal["sound", "damaged"] = "damaged" if is_damaged else "sound"
     return Verdict(
@@ -198,22 +195,17 @@ def _advice(path: str, storage: Storage) -> str:
     return repair_advice(shown_url(path)) if storage.exists(native.RECORD_NAME) else ""
 
 
-def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Finding]:
-    """Unite findings, and damage sorted by file and byte; adjacent blocks become one."""
-    problems = {finding.file: finding for finding in findings}
+def merge(damages: Iterable[Finding]) -> list[Finding]:
+    """Damage, sorted by file and byte, with adjacent blocks as one."""
     merged: list[Finding] = []
     for damage in damages:
-        known = problems.get(damage.path)
-        start, stop = sorted((damage.start, damage.stop))
-        if known is not None and (known.start, known.stop) == (start, stop):
-            merged.append(replace(known, tensors=damage.tensors))
-            continue
-        last = merged[-1] if merged else None
-        if last is not None and (last.file, last.stop) == (damage.path, start):
+        last = merged[-1] if merged else damage
+        are_blocks = last.problem == damage.problem == "content"
+        if are_blocks and (last.file, last.stop) == (damage.file, damage.start):
             names = tuple(dict.fromkeys((*last.tensors, *damage.tensors)))
-            merged[-1] = Finding(last.file, "content", last.start, stop, names)
+            merged[-1] = replace(last, stop=damage.stop, tensors=names)
         else:
-            merged.append(Finding(damage.path, "content", start, stop, damage.tensors))
+            merged.append(damage)
     return merged
 
 

@@ -9,8 +9,9 @@ chain leads from the record to every byte. xxh3 finds damage, not forgery.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,20 +65,20 @@ def digest_of_digests(digests: Digests) -> str:
     return hex_digest(digests.astype("<u8").tobytes())
 
 
-def find_damage(index: Index, file: int, start: int, data: npt.NDArray[np.uint8]) -> list[Damage]:
+def find_damage(index: Index, file: int, start: int, data: npt.NDArray[np.uint8]) -> list[Finding]:
     """Damaged blocks of bytes of a file, from a block's beginning on, by the index's digests."""
     if not index.block_size:
         return []
     first = int(index.first_block[file]) + start // index.block_size
     found = block_digests(data, index.block_size)
     wrong = (found != index.digests[first : first + len(found)]).any(axis=1)
-    damages = []
+    findings = []
     for number in np.flatnonzero(wrong).tolist():
         begin = start + number * index.block_size
         end = min(begin + index.block_size, index.files[file].num_bytes)
         names = tuple(names_in_range(index, file, begin, end))
-        damages.append(Damage(index.files[file].path, begin, end, names))
-    return damages
+        findings.append(Finding(index.files[file].path, "content", begin, end, names))
+    return findings
 
 
 def names_in_range(index: Index, file: int, start: int, stop: int) -> Iterator[str]:
@@ -102,24 +103,47 @@ def names_in_stored_range(index: Index, file: int, start: int, stop: int) -> lis
     return list(dict.fromkeys(names))
 
 
+Problem = Literal["missing", "size", "content"]
+
+
 @dataclass(frozen=True, slots=True)
-class Damage:
-    """A stretch of a file that is not what was written.
+class Finding:
+    """A stretch of a file that is not as it was written.
 
     Of a compressed file, damaged blocks are told by their bytes of the content; bytes that the
     stored file lacks or has too many, by those of the stored file.
     """
 
-    path: str  # the file, relative to the checkpoint
-    start: int  # first damaged byte
+    file: str  # the file, relative to the checkpoint
+    problem: Problem  # the file is `missing`, has another `size`, or other `content`
+    start: int  # first byte that is wrong, missing or too much
     stop: int  # one past the last; the file may end before
-    tensors: tuple[str, ...]
-    """Names of the tensors that lie there; empty for headers and other files."""
+    tensors: tuple[str, ...] = ()
+    """Names of the tensors that lie there, as far as they are known; empty for headers and other
+    files."""
+    num_bytes: int | None = None  # size of the file, if it has another than was written
+    num_written: int | None = None  # the size that was written, likewise
 
     def __str__(self) -> str:
         shown = ", ".join(self.tensors[:8]) + (", ..." if len(self.tensors) > 8 else "")
         what = f"tensors {shown}" if self.tensors else "no tensor, only the file's header"
-        return f"{self.path}: bytes {self.start}:{self.stop} are not what was written ({what})"
+        return f"{self.file}: bytes {self.start}:{self.stop} are not what was written ({what})"
+
+
+def compare_sizes(
+    files: Iterable[tuple[str, int]], size_of: Callable[[str], int | None]
+) -> list[Finding]:
+    """The files, given with the sizes that were written, that have another one or are missing."""
+    findings = []
+    for path, written in files:
+        size = size_of(path)
+        if size is None:
+            findings.append(Finding(path, "missing", 0, written))
+        elif size != written:
+            start, stop = sorted((size, written))
+            found = Finding(path, "size", start, stop, num_bytes=size, num_written=written)
+            findings.append(found)
+    return findings
 
 
 def repair_advice(place: str) -> str:

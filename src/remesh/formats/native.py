@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -36,7 +36,8 @@ from remesh.core import values
 from remesh.core.index import Index
 from remesh.core.integrity import (
     NUM_READINGS,
-    Damage,
+    Finding,
+    compare_sizes,
     digest_of_digests,
     hex_digest,
     names_in_stored_range,
@@ -410,24 +411,29 @@ def _read_checked(storage: Storage, file: FileRecord) -> bytes:
     return data
 
 
-def check_files(storage: Storage, record: CommitRecord | None, index: Index) -> list[Damage]:
+def check_files(storage: Storage, record: CommitRecord | None, index: Index) -> list[Finding]:
     """Check, without reading them, that the data files are there and belong to the index.
 
     Other systems have no commit record.
     """
-    damages = []
     if record is not None and records_of_files(index) != record.files:
         raise CorruptCheckpointError(
             f"{storage.url}: the index and {RECORD_NAME} disagree about the data files\nThey "
             f"belong to different saves. {repair_advice(storage.url)}"
         )
-    for number, (file, num_bytes) in enumerate(zip(index.files, index.stored_sizes, strict=True)):
-        try:
-            size = storage.size(file.path)
-        except CheckpointNotFoundError:
-            size = 0
-        if size != num_bytes:
-            start, stop = sorted((size, num_bytes))
-            names = names_in_stored_range(index, number, start, stop)
-            damages.append(Damage(file.path, start, stop, tuple(names)))
-    return damages
+    paths = [file.path for file in index.files]
+    numbers = {path: number for number, path in enumerate(paths)}
+    findings = []
+    sizes = zip(paths, index.stored_sizes, strict=True)
+    for found in compare_sizes(sizes, partial(size_of, storage)):
+        names = names_in_stored_range(index, numbers[found.file], found.start, found.stop)
+        findings.append(replace(found, tensors=tuple(names)))
+    return findings
+
+
+def size_of(storage: Storage, path: str) -> int | None:
+    """Bytes of a file; None if there is none."""
+    try:
+        return storage.size(path)
+    except CheckpointNotFoundError:
+        return None
