@@ -108,7 +108,7 @@ def check(root: Path, announced: set[int]) -> None:
 def tidy(root: Path) -> None:
     """Remove what dead saves left, as `remesh prune --incomplete` does, and nothing else."""
     now = time.time() + A_WEEK
-    for leftover in orphans.find_orphans(orphans.scan(root), now=now, older_than=3600):
+    for leftover in orphans.find_orphans(root, now=now, older_than=3600):
         if not leftover.kept:
             assert orphans.remove_orphan(leftover, root, now=now, older_than=3600)
 

@@ -102,7 +102,7 @@ def test_files_take_less_and_everything_is_there(saved: Path) -> None:
     assert entry.status == "committed"
     files = [file for file in saved.rglob("*") if file.is_file()]
     assert entry.num_bytes == sum(file.stat().st_size for file in files if "data-" in str(file))
-    assert not orphans.find_orphans(orphans.scan(saved.parent), now=1e12, older_than=0)
+    assert not orphans.find_orphans(saved.parent, now=1e12, older_than=0)
 
 
 @pytest.mark.parametrize("share_reads", [True, False])

@@ -16,7 +16,7 @@ from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.maintenance import orphans
-from remesh.maintenance.orphans import Orphan, RecordState, ScannedDirectory, ScannedEntry
+from remesh.maintenance.orphans import Orphan, RecordState
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
 from tests.support import FaultInjector, FaultyStorage, run_ranks
 
@@ -24,40 +24,33 @@ NOW = 1_000_000.0
 HOUR = 3600.0
 DEAD = "data-0123456789ab"
 
-names = st.sampled_from([DEAD, "data-ba9876543210"])
-seen = st.builds(
-    ScannedEntry,
-    path=names.map(lambda name: f"/runs/step/{name}"),
-    kind=st.just("save"),
-    modified=st.floats(NOW - 3 * HOUR, NOW + HOUR),
-    num_bytes=st.integers(0, 100),
-    files=st.sampled_from([(), ("00000.safetensors",), ("00000.safetensors", "index.safetensors")]),
-    strange=st.sampled_from(["", "notes.txt"]),
-)
 records: st.SearchStrategy[RecordState] = st.sampled_from(["readable", "unreadable", "missing"])
+contents = st.sampled_from([(), ("00000.safetensors",), ("00000.safetensors", "index.safetensors")])
 
 
-@given(seen, records, st.booleans(), st.floats(0, 2 * HOUR))
+@given(
+    records,
+    st.none() | st.floats(NOW - 3 * HOUR, NOW + HOUR),
+    st.floats(0, 2 * HOUR),
+    contents,
+    st.sampled_from(["", "notes.txt"]),
+)
 def test_the_decision(
-    one: ScannedEntry, record: RecordState, refers: bool, older_than: float
+    record: RecordState,
+    modified: float | None,
+    older_than: float,
+    files: tuple[str, ...],
+    strange: str,
 ) -> None:
-    referred = frozenset({Path(one.path).name} if refers and record == "readable" else ())
-    found = orphans.find_orphans(
-        [ScannedDirectory("/runs/step", record, referred, (one,))], now=NOW, older_than=older_than
-    )
-    if referred:
-        assert found == []
-        return
-    (leftover,) = found
-    assert (leftover.path, leftover.num_bytes) == (one.path, one.num_bytes)
     may_go = (
         record != "unreadable"
-        and one.modified is not None
-        and NOW - one.modified > older_than
-        and not one.strange
-        and not (record == "missing" and "index.safetensors" in one.files)
+        and modified is not None
+        and NOW - modified > older_than
+        and not strange
+        and not (record == "missing" and "index.safetensors" in files)
     )
-    assert (leftover.kept == "") == may_go
+    age = orphans.Age(NOW, older_than)
+    assert (orphans.reason_to_keep(record, modified, age, files, strange) == "") == may_go
 
 
 class Unsure(FaultyStorage):
@@ -121,7 +114,7 @@ def leave(place: Path, name: str = DEAD, *files: str) -> Path:
 
 
 def find(root: Path, older_than: float = HOUR) -> dict[str, Orphan]:
-    found = orphans.find_orphans(orphans.scan(root), now=NOW, older_than=older_than)
+    found = orphans.find_orphans(root, now=NOW, older_than=older_than)
     return {str(Path(one.path).relative_to(root)): one for one in found}
 
 
@@ -145,7 +138,12 @@ def test_a_dead_save_goes_with_its_directory(tmp_path: Path) -> None:
     before = files_of(tmp_path / "runs" / "step_1")
     found = find(tmp_path)
     assert found[f"runs/step_2/{DEAD}"] == Orphan(
-        str(tmp_path / "runs" / "step_2" / DEAD), "save", 2 * HOUR, 20, ""
+        str(tmp_path / "runs" / "step_2" / DEAD),
+        "save",
+        2 * HOUR,
+        20,
+        "",
+        ("00000.safetensors", "part-00001.msgpack"),
     )
     assert list(found) == [f"runs/step_2/{DEAD}"]
     assert prune(tmp_path) == [f"runs/step_2/{DEAD}"]
@@ -264,7 +262,7 @@ def test_what_was_committed_after_it_was_seen_stays(tmp_path: Path) -> None:
 
 def test_no_such_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such directory"):
-        orphans.scan(tmp_path / "nowhere")
+        orphans.find_orphans(tmp_path / "nowhere", now=NOW, older_than=HOUR)
 
 
 def test_a_storage_that_does_not_say_when_files_were_changed() -> None:
@@ -272,5 +270,5 @@ def test_a_storage_that_does_not_say_when_files_were_changed() -> None:
     storage.put(
         f"step/{native.data_folder('0123456789ab')}/00000.safetensors", b"1", overwrite=True
     )
-    (leftover,) = orphans.find_orphans(orphans.scan(storage), now=NOW, older_than=0)
+    (leftover,) = orphans.find_orphans(storage, now=NOW, older_than=0)
     assert leftover.kept == "the storage does not say when it was changed"

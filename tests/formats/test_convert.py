@@ -27,7 +27,7 @@ from remesh.cli import cli
 from remesh.errors import CheckpointExistsError, CorruptCheckpointError, StateError
 from remesh.events import Event
 from remesh.exchange import Exchange
-from remesh.maintenance.orphans import find_orphans, scan
+from remesh.maintenance.orphans import find_orphans
 from remesh.sharding import ShardedObject
 from tests.support import Died, run_processes_outcomes, run_ranks
 
@@ -303,7 +303,7 @@ def test_one_that_is_killed_leaves_what_a_killed_save_leaves(name: str, tmp_path
     assert left
     assert all(path.exists() for path in left)
     if name == "remesh":
-        (orphan,) = find_orphans(scan(target), now=time.time() + 3600, older_than=60)
+        (orphan,) = find_orphans(target, now=time.time() + 3600, older_than=60)
         assert (orphan.kind, orphan.kept) == ("save", "")
 
 

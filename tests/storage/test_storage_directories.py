@@ -81,12 +81,11 @@ def test_a_directory(place: Storage) -> None:
 
 def test_leftovers_are_found_and_removed_by_age(place: Storage) -> None:
     fill(place)
-    places = orphans.scan(place)
-    young = orphans.find_orphans(places, now=time.time(), older_than=HOUR)
+    young = orphans.find_orphans(place, now=time.time(), older_than=HOUR)
     assert [one.path for one in young] == [f"{place.url}/step_2/{DEAD}"]
     assert young[0].kept == "changed not long ago; a save may be running"
     later = time.time() + 2 * HOUR
-    (dead,) = orphans.find_orphans(places, now=later, older_than=HOUR)
+    (dead,) = orphans.find_orphans(place, now=later, older_than=HOUR)
     assert (dead.num_bytes, dead.kept) == (1510, "")
     assert not orphans.remove_orphan(dead, place, now=time.time(), older_than=HOUR)
     assert orphans.remove_orphan(dead, place, now=later, older_than=HOUR)
@@ -103,7 +102,7 @@ def test_beside_a_checkpoint_only_what_it_does_not_refer_to(place: Storage) -> N
     later = time.time() + 2 * HOUR
     found = {
         one.path.rpartition("/")[2]: one
-        for one in orphans.find_orphans(orphans.scan(place), now=later, older_than=HOUR)
+        for one in orphans.find_orphans(place, now=later, older_than=HOUR)
     }
     assert set(found) == {DEAD, "data-ba9876543210"}
     assert found["data-ba9876543210"].kept == "holds something that no save writes: notes.txt"
@@ -112,10 +111,8 @@ def test_beside_a_checkpoint_only_what_it_does_not_refer_to(place: Storage) -> N
 
 
 def test_what_has_no_date_is_kept() -> None:
-    seen = orphans.ScannedEntry("s3://b/step/data-0123456789ab", "save", None, 1)
-    place = orphans.ScannedDirectory("s3://b/step", "readable", frozenset(), (seen,))
-    (leftover,) = orphans.find_orphans([place], now=1e12, older_than=0)
-    assert leftover.kept == "the storage does not say when it was changed"
+    kept = orphans.reason_to_keep("readable", None, orphans.Age(1e12, 0))
+    assert kept == "the storage does not say when it was changed"
 
 
 def test_the_commands(place: Storage) -> None:

@@ -252,7 +252,7 @@ def prune(
         prune_checkpoints(root, policies, run, removes=removes, as_json=as_json)
         return
     now = time.time()
-    leftovers = orphans.find_orphans(orphans.scan(root), now=now, older_than=older_than)
+    leftovers = orphans.find_orphans(root, now=now, older_than=older_than)
     removed = {
         leftover.path
         for leftover in leftovers
@@ -262,6 +262,8 @@ def prune(
     }
     if as_json:
         items = [{**asdict(one), "removed": one.path in removed} for one in leftovers]
+        for item in items:
+            del item["files"]
         output.print_json({"root": root, "leftovers": items})
         return
     _print_leftovers(leftovers, removed, removes=removes)

@@ -3,8 +3,7 @@
 A save that was killed leaves a folder `data-<save id>` that no commit record refers to, and perhaps
 hidden files of an unfinished put. Nothing on disk says whether the process behind them still lives,
 so age decides: a save that runs changes its files all the time, and what has not changed for long
-is dead. `find_orphans` is a pure function of what `scan` found and of the time; `remove_orphan`
-removes. Local directories and object stores are scanned; of uploads that were never completed a
+is dead. Local directories and object stores are scanned; of uploads that were never completed a
 bucket shows nothing, so a lifecycle rule of the bucket must remove those.
 
 Nothing is removed
@@ -20,10 +19,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any, Literal
 
 from remesh.errors import (
@@ -55,146 +53,132 @@ RecordState = Literal["readable", "unreadable", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
-class ScannedEntry:
-    """A folder of a save, or a hidden file of a put."""
-
-    path: str  # where it is
-    kind: Literal["save", "put"]  # which of the two
-    modified: float | None
-    """When it, or anything in it, was last changed: seconds since the epoch; None if the storage
-    does not say."""
-    num_bytes: int  # its size
-    files: tuple[str, ...] = ()  # names of what is in the folder
-    strange: str = ""  # name of something in it that no save writes; empty if there is nothing
-
-
-@dataclass(frozen=True, slots=True)
-class ScannedDirectory:
-    """A directory that has something of remesh's in it."""
-
-    path: str  # where it is
-    record: RecordState  # whether it has a commit record, and whether that can be read
-    referred: frozenset[str]  # names of the folders that the record refers to
-    seen: tuple[ScannedEntry, ...]  # what lies there
-
-
-@dataclass(frozen=True, slots=True)
 class Orphan:
     """Something that no commit record refers to."""
 
     path: str  # where it is
     kind: Literal["save", "put"]  # a folder of a `save`, or a hidden file of a `put`
-    age: float  # seconds since its last change; 0 if that is not known
+    age: float  # seconds since it, or anything in it, was changed; 0 if that is not known
     num_bytes: int  # its size
     kept: str  # why it must not be removed; empty if it may be
+    files: tuple[str, ...] = ()  # names of what is in the folder
 
 
-def find_orphans(
-    places: Sequence[ScannedDirectory], *, now: float, older_than: float
-) -> list[Orphan]:
-    """Files of no commit record; a save is dead `older_than` seconds after its last change."""
-    return [
-        Orphan(
-            seen.path,
-            seen.kind,
-            0.0 if seen.modified is None else now - seen.modified,
-            seen.num_bytes,
-            _reason_to_keep(place, seen, now, older_than),
-        )
-        for place in places
-        for seen in place.seen
-        if seen.kind == "put" or PurePath(seen.path).name not in place.referred
-    ]
+@dataclass(frozen=True, slots=True)
+class Age:
+    """The time of a look, and how old something has to be then."""
+
+    now: float  # in seconds since the epoch
+    older_than: float  # seconds without a change after which a save is dead
 
 
-def _reason_to_keep(
-    place: ScannedDirectory, seen: ScannedEntry, now: float, older_than: float
+def reason_to_keep(
+    record: RecordState,
+    modified: float | None,
+    age: Age,
+    files: Collection[str] = (),
+    strange: str = "",
 ) -> str:
-    if place.record == "unreadable":
+    """Why an orphan must not be removed; empty if it may be.
+
+    It lies beside a record in some state, was modified at a time, and has files, of which no save
+    writes one that is strange.
+    """
+    if record == "unreadable":
         return f"{native.RECORD_NAME} beside it cannot be read and may refer to it"
-    if seen.modified is None:
+    if modified is None:
         return "the storage does not say when it was changed"
-    if now - seen.modified <= older_than:
+    if age.now - modified <= age.older_than:
         return "changed not long ago; a save may be running"
-    if seen.strange:
-        return f"holds something that no save writes: {seen.strange}"
-    if place.record == "missing" and any(file.startswith("index") for file in seen.files):
+    if strange:
+        return f"holds something that no save writes: {strange}"
+    if record == "missing" and any(file.startswith("index") for file in files):
         return f"complete but for {native.RECORD_NAME}; `remesh repair` can save it"
     return ""
 
 
 # ---------------------------------------------------------------------------------------------
-# Scanning
+# Finding
 # ---------------------------------------------------------------------------------------------
 
 
-def scan(root: Any) -> list[ScannedDirectory]:
-    """Find what remesh left in a directory and below; links are not followed."""
+def find_orphans(root: Any, *, now: float, older_than: float) -> list[Orphan]:
+    """The orphans in a directory and below; links are not followed.
+
+    A save is dead `older_than` seconds after its last change, at the time `now`.
+    """
     storage = open_storage(root)
     if is_local(storage) and not os.path.isdir(storage.url):
         raise CheckpointNotFoundError(f"{storage.url}: no such directory")
-    return _scan_below(storage, "")
+    return list(_orphans_below(storage, "", Age(now, older_than)))
 
 
-def _scan_below(storage: Storage, path: str) -> list[ScannedDirectory]:
-    """`scan` for a directory and those below."""
+def _orphans_below(storage: Storage, path: str, age: Age) -> Iterator[Orphan]:
     here = storage.list_directory(path)
-    place = _scan_directory(storage, path, here)
-    places = [place] if place.seen else []
+    yield from _orphans_in(storage, path, here, age)
     for name in here.directories:
         below = _joined(path, name)
         if not _FOLDER.fullmatch(name) and not _is_link(storage, below):
-            places += _scan_below(storage, below)
-    return places
+            yield from _orphans_below(storage, below, age)
 
 
-def _scan_directory(storage: Storage, path: str, here: Directory) -> ScannedDirectory:
-    """Entries directly in a directory, and in its folders of saves."""
-    url = _joined(storage.url, path)
-    folders = [
-        name
-        for name in here.directories
-        if _FOLDER.fullmatch(name) and not _is_link(storage, _joined(path, name))
-    ]
-    inside = {name: storage.list_directory(_joined(path, name)) for name in folders}
-    saves = [_seen_folder(storage, _joined(path, name), found) for name, found in inside.items()]
-    puts = list(_seen_puts(url, here))
+def _orphans_in(storage: Storage, path: str, here: Directory, age: Age) -> list[Orphan]:
+    """Orphans directly in a directory, and in its folders of saves."""
+    paths = {name: _joined(path, name) for name in here.directories if _FOLDER.fullmatch(name)}
+    inside = {
+        name: storage.list_directory(folder)
+        for name, folder in paths.items()
+        if not _is_link(storage, folder)
+    }
+    is_put = any(map(_HIDDEN.fullmatch, here.files))
     # The record is read after the folders: a save that commits meanwhile is then seen.
-    record, referred = _read_record(storage, path) if saves or puts else ("missing", frozenset())
+    record, referred = _read_record(storage, path) if inside or is_put else ("missing", frozenset())
+    found = [
+        _orphaned_save(storage, paths[name], content, record, age)
+        for name, content in inside.items()
+        if name not in referred
+    ]
+    found += _orphaned_puts(_joined(storage.url, path), here, record, age)
     # Hidden files in a folder count for themselves only if the folder belongs to a checkpoint.
-    for name in folders:
+    for name, content in inside.items():
         if name in referred:
-            puts += _seen_puts(_joined(url, name), inside[name])
-    return ScannedDirectory(url, record, referred, (*saves, *puts))
+            found += _orphaned_puts(_joined(storage.url, paths[name]), content, record, age)
+    return found
 
 
-def _seen_folder(storage: Storage, path: str, found: Directory) -> ScannedEntry:
+def _orphaned_save(
+    storage: Storage, path: str, found: Directory, record: RecordState, age: Age
+) -> Orphan:
     url = _joined(storage.url, path)
     times = [facts.modified for facts in found.files.values()]
     if is_local(storage):
         with suppress(OSError):  # it has just gone
             times.append(os.lstat(url).st_mtime)
     known = [time for time in times if time is not None]
+    modified = max(known) if known and len(known) == len(times) else None
     names = tuple(sorted(found.files))
     strange = [
         name
         for name in names
         if _OURS.fullmatch(name) is None or _is_link(storage, _joined(path, name))
     ]
-    return ScannedEntry(
+    first = next(iter([*strange, *found.directories]), "")
+    return Orphan(
         url,
         "save",
-        max(known) if known and len(known) == len(times) else None,
+        0.0 if modified is None else age.now - modified,
         sum(facts.num_bytes for facts in found.files.values()),
+        reason_to_keep(record, modified, age, names, first),
         names,
-        next(iter([*strange, *found.directories]), ""),
     )
 
 
-def _seen_puts(url: str, found: Directory) -> Iterator[ScannedEntry]:
+def _orphaned_puts(url: str, found: Directory, record: RecordState, age: Age) -> Iterator[Orphan]:
     for name, facts in found.files.items():
         if _HIDDEN.fullmatch(name):
-            yield ScannedEntry(_joined(url, name), "put", facts.modified, facts.num_bytes)
+            seconds = 0.0 if facts.modified is None else age.now - facts.modified
+            kept = reason_to_keep(record, facts.modified, age)
+            yield Orphan(_joined(url, name), "put", seconds, facts.num_bytes, kept)
 
 
 def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[str]]:
@@ -226,26 +210,24 @@ def _joined(path: str, name: str) -> str:
 def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -> bool:
     """Remove an orphan with nothing in `kept`, unless it has changed; true if it was removed.
 
-    A directory that holds nothing afterwards goes as well, unless it is `root`, where `scan`
-    looked.
+    A directory that holds nothing afterwards goes as well, unless it is `root`, where
+    `find_orphans` looked.
     """
     storage = open_storage(root)
     path = orphan.path.removeprefix(storage.url).removeprefix("/")
     directory = path.rpartition("/")[0]
     if orphan.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
         directory = directory.rpartition("/")[0]
-    place = _scan_directory(storage, directory, storage.list_directory(directory))
-    again = find_orphans([place], now=now, older_than=older_than)
-    if not any(one.path == orphan.path and not one.kept for one in again):
-        return False
-    files = [path]
-    if orphan.kind == "save":
-        # By name, and not as a tree: a file that has just come is not taken along.
-        seen = next(seen for seen in place.seen if seen.path == orphan.path)
-        # Deleting a file that is not there takes an empty folder away.
-        files = [_joined(path, file) for file in seen.files or ["00000.safetensors"]]
-    storage.delete_many(files)
-    return True
+    here = storage.list_directory(directory)
+    for again in _orphans_in(storage, directory, here, Age(now, older_than)):
+        if again.path == orphan.path and not again.kept:
+            # By name, and not as a tree: a file that has just come is not taken along. Deleting
+            # a file that is not there takes an empty folder away.
+            names = again.files or ["00000.safetensors"]
+            is_save = orphan.kind == "save"
+            storage.delete_many([_joined(path, name) for name in names] if is_save else [path])
+            return True
+    return False
 
 
 def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None:
@@ -258,8 +240,7 @@ def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None
     record = here.files.get(native.RECORD_NAME)
     now = None if record is None else record.modified
     if now is not None:
-        place = _scan_directory(storage, "", here)
-        for orphan in find_orphans([place], now=now, older_than=older_than):
+        for orphan in _orphans_in(storage, "", here, Age(now, older_than)):
             if not orphan.kept:
                 remove_orphan(orphan, storage, now=now, older_than=older_than)
 

@@ -180,10 +180,10 @@ def _remove_orphans(storage: Storage) -> None:
         return
     age = orphans.DEFAULT_AGE
     try:
-        places = orphans.scan(storage)
+        found = orphans.find_orphans(storage, now=time.time(), older_than=age)
     except CheckpointNotFoundError:
         return  # there is no directory yet
-    for leftover in orphans.find_orphans(places, now=time.time(), older_than=age):
+    for leftover in found:
         if not leftover.kept:
             orphans.remove_orphan(leftover, storage, now=time.time(), older_than=age)
 
