@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,8 +22,8 @@ from remesh.core.geometry import Box
 from remesh.core.memory import CarrierArray, HostMemory
 from remesh.exchange import Alone, Exchange
 from remesh.exchange.torch_group import TorchGroup
-from remesh.pipeline import monitoring
-from remesh.pipeline.monitoring import MonitoredRead
+from remesh.pipeline import Destination, task_pool
+from remesh.pipeline.task_pool import TaskPool, Tasks
 from remesh.storage import Buffer, LocalStorage, MemoryStorage
 from tests.support import Raised, run_processes, run_ranks, run_ranks_outcomes
 from tests.waiting import wait_until
@@ -113,20 +113,31 @@ def listening(complaint: str) -> Iterator[LetGo]:
         logger.removeHandler(handler)
 
 
+def pool_of(
+    exchange: Exchange, *tasks: Callable[[], int], num_bytes: int = 1, on_read: Any = None
+) -> TaskPool:
+    """Some tasks of a rank, performed one after the other; each returns what it has read."""
+    turn = np.zeros(len(tasks), np.int64)
+    found = Tasks(turn, num_bytes, 1, 0, lambda task, *_: tasks[task]())
+    return TaskPool(exchange, found, on_read=on_read or (lambda _size: None))
+
+
+def nowhere(_want: int) -> Destination:
+    raise AssertionError
+
+
 def test_rank_0_says_which_rank_is_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "LOG_INTERVAL", 0.02)
+    monkeypatch.setattr(task_pool, "LOG_INTERVAL", 0.02)
 
     def watch(exchange: Exchange) -> None:
-        def read(count: object) -> None:
-            assert callable(count)
-            count(1_000_000 * (2 + exchange.rank))
-            if exchange.rank != 1:
-                assert complaints.event.wait(240)
+        def wait() -> int:
+            assert exchange.rank == 1 or complaints.event.wait(240)
+            return 0
 
-        reading = MonitoredRead(read, lambda _size: None, num_bytes=9_000_000, timeout=None)
-        reading.start()
-        reading.wait_for_all(exchange)
-        assert reading.error is None
+        pool = pool_of(exchange, lambda: 1_000_000 * (2 + exchange.rank), wait, num_bytes=9_000_000)
+        pool.start(nowhere)
+        pool.wait_for_all()
+        assert pool.error is None
 
     # Before that it may say other things, for a while in which the ranks have not got so far.
     complaint = (
@@ -139,7 +150,7 @@ def test_rank_0_says_which_rank_is_the_slowest(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_rank_for_which_the_others_wait_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = saved()
-    monkeypatch.setattr(monitoring, "LOG_INTERVAL", 0.02)
+    monkeypatch.setattr(task_pool, "LOG_INTERVAL", 0.02)
 
     def load(exchange: Exchange) -> None:
         place = Hanging(storage, complaints.event) if exchange.rank == 0 else storage
@@ -222,14 +233,15 @@ def test_an_error_in_the_thread_is_raised_where_it_happened() -> None:
     error = remesh.StorageError("the disk is gone")
 
     def watch(exchange: Exchange) -> BaseException | None:
-        def read(_count: object) -> None:
+        def read() -> int:
             if exchange.rank == 1:
                 raise error
+            return 1
 
-        reading = MonitoredRead(read, lambda _size: None, num_bytes=1, timeout=None)
-        reading.start()
-        reading.wait_for_all(exchange)
-        return reading.error
+        pool = pool_of(exchange, read)
+        pool.start(nowhere)
+        pool.wait_for_all()
+        return pool.error
 
     assert run_ranks(2, watch) == [None, error]
 
@@ -237,33 +249,40 @@ def test_an_error_in_the_thread_is_raised_where_it_happened() -> None:
 def test_a_storage_that_cancels_a_read_has_failed() -> None:
     """Only what was given up here ends without an error."""
 
-    def read(_count: object) -> None:
+    def read() -> int:
         raise CancelledError
 
-    reading = MonitoredRead(read, lambda _size: None, num_bytes=1, timeout=None)
-    reading.start()
-    reading.wait_for_all(Alone())
-    assert isinstance(reading.error, CancelledError)
+    pool = pool_of(Alone(), read)
+    pool.start(nowhere)
+    pool.wait_for_all()
+    assert isinstance(pool.error, CancelledError)
 
 
 def test_a_rank_without_a_limit_says_how_long_it_waited_for_a_late_one() -> None:
-    reading = MonitoredRead(lambda _count: None, lambda _size: None, num_bytes=1, timeout=None)
-    assert re.match(
-        r"rank 1 did not finish reading within \S+ s; ", str(reading.too_late("rank 1"))
-    )
+    storage, let_go = saved(), threading.Event()
+
+    def load(exchange: Exchange) -> None:
+        place, timeout = (Hanging(storage, let_go), 0.5) if exchange.rank else (storage, None)
+        load_columns(exchange, place, timeout=timeout, share_reads=False)
+
+    try:
+        outcomes = run_ranks_outcomes(2, load)
+    finally:
+        let_go.set()
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised)
+        assert re.match(r"rank 1 did not finish reading within \S+ s; ", str(outcome.error))
 
 
 def test_who_has_given_up_reads_no_more() -> None:
     counted: list[int] = []
 
-    def read(count: object) -> None:
-        assert callable(count)
-        count(1)
-        reading.give_up()
-        count(2)
+    def give_up() -> int:
+        pool.close()
+        return 2
 
-    reading = MonitoredRead(read, counted.append, num_bytes=3, timeout=None)
-    reading.start()
-    reading.wait_for_all(Alone())
+    pool = pool_of(Alone(), lambda: 1, give_up, lambda: 3, on_read=counted.append)
+    pool.start(nowhere)
+    pool.wait_for_all()
     assert counted == [1]
-    assert reading.error is None
+    assert pool.error is None

@@ -282,7 +282,7 @@ def _movable_view(array: CarrierArray) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchBuffer:
-    """A tensor of bytes; a `remesh.core.memory.DeviceBuffer`."""
+    """A tensor of bytes; a `remesh.core.memory.MessageBuffer`."""
 
     tensor: torch.Tensor
 

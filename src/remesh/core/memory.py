@@ -82,13 +82,13 @@ class DirectMemory(Memory, Protocol):
         """Replace the elements of `box` by some of the same shape; may be done later, in order."""
 
 
-class DeviceBuffer(Protocol):
-    """Bytes in memory of a device."""
+class MessageBuffer(Protocol):
+    """Bytes in memory of the host or of a device, for messages between ranks."""
 
     def __len__(self) -> int: ...
 
     def part(self, start: int, stop: int) -> Any:
-        """The bytes [start, stop), as `Exchange.begin_swap` sends and fills them."""
+        """The bytes [start, stop), as `Exchange.swap` or `begin_swap` sends and fills them."""
 
     def memory(self, position: int, shape: tuple[int, ...], carrier: CarrierDType) -> Memory:
         """The bytes from `position` on, as elements of a box."""
@@ -97,7 +97,7 @@ class DeviceBuffer(Protocol):
 class Device(Protocol):
     """A device whose memory ranks send each other as it is."""
 
-    def buffers(self, number: int, num_bytes: int) -> Sequence[DeviceBuffer]:
+    def buffers(self, number: int, num_bytes: int) -> Sequence[MessageBuffer]:
         """Some buffers of one size."""
 
     def finish(self) -> None:
@@ -156,7 +156,8 @@ def copy_box(source: Memory, box: Box, target: Memory, place: Box) -> None:
 
 def copy_directly(source: Memory, box: Box, target: Memory, place: Box) -> None:
     """`copy_box`, which stays on the device if it can; then it may be done later, in order."""
-    if isinstance(source, DirectMemory) and isinstance(target, DirectMemory):
+    on_host = isinstance(source, HostMemory) or isinstance(target, HostMemory)
+    if not on_host and isinstance(source, DirectMemory) and isinstance(target, DirectMemory):
         target.fill(place, source.elements(box))
     else:
         copy_box(source, box, target, place)

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.memory import Device, DeviceBuffer, copy_directly
+from remesh.core.memory import Device
 from remesh.exchange import Exchange, run_on_all
-from remesh.pipeline.read import Destination, Place
-from remesh.pipeline.transfer import Carried, Tasks
-from remesh.planner import Messages, TransferPlan
+from remesh.pipeline.read import Destination
+from remesh.pipeline.task_pool import Tasks
+from remesh.pipeline.transfer import Carried, MessageBuffers
+from remesh.planner import TransferPlan
 
 DEVICE_MESSAGE_BYTES = 32 << 20
 """A message ends with the region that makes it as long or longer: long enough for a link of some
@@ -36,28 +35,17 @@ _NUM_BUFFERS = 2
 """Turns of which messages are in memory: those under way, and those that are packed or unpacked."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceBuffers:
-    """Memory for the messages of a plan, and what lies where in it."""
-
-    device: Device  # where it is
-    leaving: Sequence[DeviceBuffer]  # for the messages to others, turn by turn
-    arriving: Sequence[DeviceBuffer]  # for those that others send
-    outgoing: Carried  # what the messages to others carry
-    incoming: Carried  # what those that others send carry
-
-
 def device_buffers(
     exchange: Exchange, device: Device, index: Index, plan: TransferPlan
-) -> DeviceBuffers:
+) -> MessageBuffers:
     """Memory for the messages of a plan. Collective: if it is refused anywhere, all ranks raise."""
-    made: list[DeviceBuffers] = []
+    made: list[MessageBuffers] = []
 
     def make() -> bytes:
         leaving = device.buffers(_NUM_BUFFERS, plan.outgoing.buffer_bytes)
         arriving = device.buffers(_NUM_BUFFERS, plan.incoming.buffer_bytes)
         carried = Carried.by(index, plan.outgoing), Carried.by(index, plan.incoming)
-        made.append(DeviceBuffers(device, leaving, arriving, *carried))
+        made.append(MessageBuffers(*carried, leaving, arriving, device=device))
         return b""
 
     run_on_all(exchange, make)
@@ -71,7 +59,7 @@ def execute_on_device(
     destinations: Sequence[Destination],
     *,
     on_read: Callable[[int], None],
-    buffers: DeviceBuffers,
+    buffers: MessageBuffers,
 ) -> None:
     """Execute the transfer plans of all ranks. Collective.
 
@@ -88,8 +76,7 @@ def execute_on_device(
             except Exception as error:  # noqa: BLE001 - raised when all turns are through
                 problems.append(error)
 
-    place = _place_in(buffers, destinations)
-    unpack = _unpacker(buffers, plan.incoming, destinations)
+    place = buffers.place_in(destinations)
     begins = np.searchsorted(tasks.turn, np.arange(plan.num_turns + 1))
     bounds = [*begins.tolist(), len(tasks.turn)]
     no_buffer = np.empty(0, np.uint8)
@@ -98,6 +85,11 @@ def execute_on_device(
         """Perform the tasks of a turn; after the last come those for this rank only."""
         for task in range(bounds[turn], bounds[turn + 1]):
             on_read(tasks.perform(task, no_buffer, place, nullcontext()))
+
+    def unpack(turn: int) -> None:
+        """Fill this rank's memory from the messages of a turn."""
+        for number in plan.incoming.in_turn(turn):
+            buffers.unpack(number, buffers.arriving[turn % _NUM_BUFFERS], 0, destinations)
 
     swapped: Callable[[], None] | None = None
     for turn in range(plan.num_turns):
@@ -114,13 +106,14 @@ def execute_on_device(
     else:
         swapped()
         attempt(lambda: unpack(plan.num_turns - 1))
+    assert buffers.device is not None
     attempt(buffers.device.finish)
     if problems:
         raise problems[0]
 
 
 def _tensors(
-    world_size: int, plan: TransferPlan, buffers: DeviceBuffers, turn: int
+    world_size: int, plan: TransferPlan, buffers: MessageBuffers, turn: int
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """The tensors that each rank is sent in a turn, and those that each sends."""
     found: list[list[list[Any]]] = []
@@ -133,37 +126,3 @@ def _tensors(
         found.append(tensors)
     outgoing, incoming = found
     return outgoing, incoming
-
-
-def _place_in(buffers: DeviceBuffers, destinations: Sequence[Destination]) -> Place:
-    """Where what is taken goes: into this rank's memory or into messages."""
-    regions, turns = buffers.outgoing.regions, buffers.outgoing.turn
-
-    def place(want: int) -> Destination:
-        if want < len(destinations):
-            return destinations[want]
-        row = want - len(destinations)
-        box, carrier, position = regions[row]
-        buffer = buffers.leaving[turns[row] % _NUM_BUFFERS]
-        return Destination(box.offset, buffer.memory(position, box.shape, carrier))
-
-    return place
-
-
-def _unpacker(
-    buffers: DeviceBuffers, messages: Messages, destinations: Sequence[Destination]
-) -> Callable[[int], None]:
-    """Fills this rank's memory from the messages of a turn."""
-    carried = buffers.incoming
-    regions, want, first = carried.regions, carried.want, carried.first
-
-    def unpack(turn: int) -> None:
-        buffer = buffers.arriving[turn % _NUM_BUFFERS]
-        for number in messages.in_turn(turn):
-            for row in range(first[number], first[number + 1]):
-                target, (box, carrier, position) = destinations[want[row]], regions[row]
-                values = buffer.memory(position, box.shape, carrier)
-                into = box.shift(target.offset, -1)
-                copy_directly(values, Box.whole(box.shape), target.memory, into)
-
-    return unpack

@@ -18,7 +18,8 @@ from remesh.core.geometry import IntArray
 from remesh.core.index import Index
 from remesh.exchange import Exchange, run_joined
 from remesh.pipeline.read import Destination, Place, Writing, read_run
-from remesh.pipeline.transfer import Tasks, execute, request_regions
+from remesh.pipeline.task_pool import Tasks
+from remesh.pipeline.transfer import execute, message_buffers, request_regions
 from remesh.planner import (
     Assign,
     LoadPlan,
@@ -75,7 +76,15 @@ def read_together(
         most = NUM_FAR_SHARING_THREADS if is_far else NUM_SHARING_THREADS
         num_threads = min(num_threads, most)
     tasks = _tasks(storage, index, plan, turn, num_threads=num_threads, takes_ahead=is_far)
-    execute(exchange, index, transfer, tasks, destinations, on_read=on_read, timeout=timeout)
+    execute(
+        exchange,
+        transfer,
+        tasks,
+        destinations,
+        on_read=on_read,
+        buffers=message_buffers(exchange, index, transfer),
+        timeout=timeout,
+    )
     return found is not None
 
 

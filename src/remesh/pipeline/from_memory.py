@@ -21,15 +21,14 @@ from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_joined
 from remesh.pipeline.device_transfer import (
     DEVICE_MESSAGE_BYTES,
-    DeviceBuffers,
     device_buffers,
     execute_on_device,
 )
 from remesh.pipeline.read import Destination, Place, Writing
+from remesh.pipeline.task_pool import Tasks
 from remesh.pipeline.transfer import (
     MessageBuffers,
     Straight,
-    Tasks,
     execute,
     message_buffers,
     request_regions,
@@ -73,7 +72,7 @@ class MemoryTransfer:
     turn: IntArray
     """For each copy its turn; those of this rank are cut into tasks as if they were sent."""
     group_bytes_sent: int  # bytes of tensor data that all ranks send
-    buffers: MessageBuffers | DeviceBuffers  # for the messages
+    buffers: MessageBuffers  # for the messages
 
     @property
     def bytes_local(self) -> int:
@@ -95,20 +94,15 @@ class MemoryTransfer:
     ) -> None:
         """Move everything. Collective; `on_read` gets the bytes that each task took."""
         buffers, num_wanted = self.buffers, len(destinations)
-        if isinstance(buffers, DeviceBuffers):
+        if buffers.device is not None:
+            tasks = self._tasks(memories, num_wanted, (), copy_directly)
             execute_on_device(
-                exchange,
-                self.plan,
-                self._tasks(memories, num_wanted, (), copy_directly),
-                destinations,
-                on_read=on_read,
-                buffers=buffers,
+                exchange, self.plan, tasks, destinations, on_read=on_read, buffers=buffers
             )
             return
         straight = self._straight(memories, destinations, buffers)
         execute(
             exchange,
-            self.index,
             self.plan,
             self._tasks(memories, num_wanted, straight.sent),
             destinations,

@@ -51,7 +51,7 @@ Place = Callable[[int], Destination]
 """Where regions go, by `Regions.want`."""
 
 Writing = AbstractContextManager[object]
-"""What a thread enters to write into wanted memory, as a `WriteGate`; several may be inside."""
+"""What a thread enters to write into wanted memory (`TaskPool.writing`); several may be inside."""
 
 
 def limits_for(latency: float | None, num_bytes: int) -> ReadLimits:

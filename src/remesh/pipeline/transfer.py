@@ -32,12 +32,9 @@ caller to make the failure known to all (`remesh.exchange.run_on_all` does).
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -46,12 +43,11 @@ import numpy as np
 from remesh.core.dtypes import DTYPES, CarrierDType
 from remesh.core.geometry import Box, IntArray
 from remesh.core.index import Index
-from remesh.core.memory import HostMemory
+from remesh.core.memory import Device, HostMemory, Memory, MessageBuffer, copy_directly
 from remesh.exchange import Exchange, run_on_all
-from remesh.pipeline.monitoring import Meetings, MonitoredRead
-from remesh.pipeline.read import Destination, Place, Writing
+from remesh.pipeline.read import Destination, Place
 from remesh.pipeline.shared_buffers import Offer, SharedBuffers, map_buffers
-from remesh.pipeline.workers import run_threads
+from remesh.pipeline.task_pool import TaskPool, Tasks
 from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
 from remesh.storage import Buffer, aligned_buffer
 
@@ -63,18 +59,17 @@ NUM_PACKED = 2
 sources rest whenever a rank waits for another."""
 
 _NOWHERE = -1
-_LOGGER = logging.getLogger("remesh")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
     """The regions of some messages, taken out of their columns."""
 
-    want: Sequence[int] = ()  # `Regions.want` of each region
-    regions: Sequence[tuple[Box, CarrierDType, int]] = ()  # its box, carrier and position
-    turn: Sequence[int] = ()
-    first: Sequence[int] = ()  # `Messages.first`
-    start: Sequence[int] = ()  # `Messages.start`
+    want: Sequence[int]  # `Regions.want` of each region
+    regions: Sequence[tuple[Box, CarrierDType, int]]  # its box, carrier and position
+    turn: Sequence[int]
+    first: Sequence[int]  # `Messages.first`
+    start: Sequence[int]  # `Messages.start`
 
     @classmethod
     def by(cls, index: Index, messages: Messages) -> Carried:
@@ -92,33 +87,69 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MessageBuffers:
-    """Memory for the messages of a plan, and what lies where in it."""
+class HostBuffer:
+    """Bytes in memory of the host."""
 
-    leaving: Sequence[Buffer]
-    """For the messages to others, turn by turn: `NUM_PACKED` turns more than `num_arriving`."""
-    arriving: Sequence[Buffer]  # for those that others send
-    readers: Container[int]
-    """The ranks that see `leaving`, and are sent nothing but where a message is there."""
-    seen: Mapping[int, Sequence[Buffer]]  # the `leaving` of other ranks that this rank sees
-    outgoing: Carried = field(default_factory=Carried)  # what the messages to others carry
-    incoming: Carried = field(default_factory=Carried)  # what those that others send carry
+    array: Buffer
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def part(self, start: int, stop: int) -> Buffer:
+        return self.array[start:stop]
+
+    def memory(self, position: int, shape: tuple[int, ...], carrier: CarrierDType) -> Memory:
+        return HostMemory(np.ndarray(shape, carrier, self.array.data, position))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tasks:
-    """How one rank takes the regions of a plan from its sources."""
+class MessageBuffers:
+    """Memory for the messages of a plan, and what lies where in it."""
 
-    turn: IntArray
-    """Turn of each task, ascending; from `TransferPlan.num_turns` on for this rank only."""
-    num_bytes: int  # what all of them read
-    num_threads: int  # threads that perform them
-    buffer_bytes: int  # size of the buffer of each thread
-    perform: Callable[[int, Buffer, Place, Writing], int]
-    """Performs a task, given its number, the buffer, where regions go (`TransferPlan.taken`), and
-    what to enter to write there; returns how much it read."""
-    takes_ahead: bool = False
-    """Whether tasks begin before what they write to is free, as many as there are threads."""
+    outgoing: Carried  # what the messages to others carry
+    incoming: Carried  # what those that others send carry
+    leaving: Sequence[MessageBuffer]
+    """For the messages to others, turn by turn; on the host `NUM_PACKED` more than `arriving`."""
+    arriving: Sequence[MessageBuffer]  # for those that others send
+    readers: Container[int] = frozenset()
+    """The ranks that see `leaving`, and are sent nothing but where a message is there."""
+    seen: Mapping[int, Sequence[MessageBuffer]] = field(default_factory=dict)
+    """The `leaving` of other ranks that this rank sees."""
+    device: Device | None = None  # where the memory is; None on the host
+
+    def place_in(self, destinations: Sequence[Destination]) -> Place:
+        """Where what is taken goes: into this rank's memory or into messages."""
+        leaving, regions, turns = self.leaving, self.outgoing.regions, self.outgoing.turn
+
+        def place(want: int) -> Destination:
+            if want < len(destinations):
+                return destinations[want]
+            row = want - len(destinations)
+            box, carrier, position = regions[row]
+            buffer = leaving[turns[row] % len(leaving)]
+            return Destination(box.offset, buffer.memory(position, box.shape, carrier))
+
+        return place
+
+    def unpack(
+        self,
+        number: int,
+        buffer: MessageBuffer,
+        ahead: int,
+        destinations: Sequence[Destination],
+        is_filled: Container[int] = (),
+    ) -> None:
+        """Fill this rank's memory from a message, so many bytes ahead in a buffer."""
+        carried = self.incoming
+        for row in range(carried.first[number], carried.first[number + 1]):
+            if row not in is_filled:
+                target, (box, carrier, position) = (
+                    destinations[carried.want[row]],
+                    carried.regions[row],
+                )
+                values = buffer.memory(ahead + position, box.shape, carrier)
+                into = box.shift(target.offset, -1)
+                copy_directly(values, Box.whole(box.shape), target.memory, into)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,9 +196,12 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
 
     In a turn each rank sends one message at most to each other rank.
     """
+    carried = Carried.by(index, plan.outgoing), Carried.by(index, plan.incoming)
+    if not plan.num_turns:
+        return MessageBuffers(*carried, (), ())
     num_leaving = plan.num_arriving + NUM_PACKED
     shared: list[SharedBuffers] = []
-    seen: dict[int, Sequence[Buffer]] = {}
+    seen: dict[int, Sequence[MessageBuffer]] = {}
     senders = {rank for of_message in plan.incoming.peers for rank in of_message}
 
     def share() -> bytes:
@@ -179,7 +213,7 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
             offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
             found = map_buffers(offer, num_leaving, num_bytes)
             if found is not None:
-                seen[rank] = found
+                seen[rank] = list(map(HostBuffer, found))
         return msgspec.msgpack.encode(list(seen))
 
     try:
@@ -191,25 +225,23 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
     by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in told]
     arriving = plan.incoming.buffer_bytes_but_from(seen)
     return MessageBuffers(
-        shared[0].buffers,
-        [aligned_buffer(arriving) for _ in range(plan.num_arriving)],
+        *carried,
+        list(map(HostBuffer, shared[0].buffers)),
+        [HostBuffer(aligned_buffer(arriving)) for _ in range(plan.num_arriving)],
         frozenset(rank for rank, saw in enumerate(by_rank) if exchange.rank in saw),
         seen,
-        Carried.by(index, plan.outgoing),
-        Carried.by(index, plan.incoming),
     )
 
 
 def execute(
     exchange: Exchange,
-    index: Index,
     plan: TransferPlan,
     tasks: Tasks,
     destinations: Sequence[Destination],
     *,
     on_read: Callable[[int], None],
+    buffers: MessageBuffers,
     timeout: float | None = None,
-    buffers: MessageBuffers | None = None,
     straight: Straight | None = None,
 ) -> None:
     """Execute the transfer plans of all ranks. Collective.
@@ -222,66 +254,38 @@ def execute(
         Exception: What a task of this rank raised.
         ExchangeError: If a rank died, or did not finish in time.
     """
-    if buffers is None:
-        none = MessageBuffers((), (), frozenset(), {})
-        buffers = message_buffers(exchange, index, plan) if plan.num_turns else none
     turns = _Turns(exchange, plan, buffers, straight)
-    steps = _Steps(tasks, plan.num_turns, len(buffers.leaving))
-    place = _place_in(buffers, destinations)
-
-    def read(count: Callable[[int], None]) -> None:
-        def work() -> None:
-            buffer = aligned_buffer(tasks.buffer_bytes)
-            while (task := steps.next()) is not None:
-                with suppress(_GivenUpError):
-                    count(tasks.perform(task, buffer, place, steps.writing(task, reading.gate)))
-                    steps.done(task)
-
-        run_threads(min(tasks.num_threads, len(tasks.turn)), work, steps.fail)
-
-    reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=timeout)
+    num_packed = len(buffers.leaving)
+    pool = TaskPool(exchange, tasks, plan.num_turns, num_packed, on_read=on_read, timeout=timeout)
     is_filled = () if straight is None else straight.filled
-    meetings = Meetings(exchange)
-    unpack = _unpacker(buffers.incoming, destinations, reading.gate, is_filled)
+
+    def unpack(arrived: Iterable[_Arrived]) -> None:
+        for one in arrived:
+            if one.buffer.part(one.start, one.start + 1) == _GOOD:
+                ahead = one.start - buffers.incoming.start[one.number]
+                with pool.writing():
+                    buffers.unpack(one.number, one.buffer, ahead, destinations, is_filled)
+
     problems: list[BaseException | None] = []
-    with ThreadPoolExecutor(1, "remesh-unpack") as pool:
+    with ThreadPoolExecutor(1, "remesh-unpack") as unpacking:
         try:
-            reading.start()
+            pool.start(buffers.place_in(destinations))
             unpacked: deque[Future[None]] = deque()
             for turn in range(plan.num_turns):
-                problems.append(_wait(exchange.rank, steps, turn, plan.num_turns, reading))
+                problems.append(pool.wait(turn))
                 if len(unpacked) == plan.num_arriving:
                     problems.append(unpacked.popleft().exception())
-                turns.swap(turn, are_good=steps.are_good)
-                steps.free(turns.num_free(turn))
-                unpacked.append(pool.submit(unpack, turns.arrived(turn)))
-                meetings.after(turn)
+                turns.swap(turn, are_good=not pool.has_failed)
+                pool.free(turns.num_free(turn))
+                unpacked.append(unpacking.submit(unpack, turns.arrived(turn)))
+                pool.meet_after(turn)
             problems += [future.exception() for future in unpacked]
-            reading.wait_for_all(exchange)
+            pool.wait_for_all()
         finally:
-            steps.fail()
-            reading.give_up()
-    for problem in (reading.error, *problems):
+            pool.close()
+    for problem in (pool.error, *problems):
         if problem is not None:
             raise problem
-
-
-def _wait(
-    rank: int, steps: _Steps, turn: int, num_turns: int, reading: MonitoredRead
-) -> Exception | None:
-    """Wait until this rank's messages of a turn are packed; the error if that is too late."""
-    while not steps.wait(turn, reading.next_wait()):
-        if reading.is_late:
-            steps.fail()
-            return reading.too_late(f"rank {rank}")
-        _LOGGER.warning(
-            "reading for %.0f s; the others wait for rank %d, round %d of %d",
-            reading.seconds,
-            rank,
-            turn + 1,
-            num_turns,
-        )
-    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,7 +293,7 @@ class _Arrived:
     """A message that is there."""
 
     number: int  # its row in `TransferPlan.incoming`
-    buffer: Buffer  # where it lies
+    buffer: MessageBuffer  # where it lies
     start: int  # its first byte there
 
 
@@ -317,14 +321,14 @@ class _Turns:
             outgoing[rank].append(np.zeros(1, np.uint8))
         for rank in self._readers(turn - plan.num_arriving):
             incoming[rank].append(np.zeros(1, np.uint8))
-        leaving = buffers.leaving[turn % len(buffers.leaving)]
+        leaving = _bytes_of(buffers.leaving, turn)
         leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = _GOOD if are_good else _BAD
         for number in plan.outgoing.in_turn(turn):
             start = int(plan.outgoing.start[number]) if are_good else _NOWHERE
             parts = self._parts(plan.outgoing, number, leaving, is_sent=True)
             for rank in plan.outgoing.peers[number]:
                 outgoing[rank] += [_head(start)] if rank in buffers.readers else parts
-        arriving = buffers.arriving[turn % plan.num_arriving]
+        arriving = _bytes_of(buffers.arriving, turn)
         for number in plan.incoming.in_turn(turn):
             [rank] = plan.incoming.peers[number]
             if rank in buffers.seen:
@@ -377,130 +381,13 @@ class _Turns:
         ]
 
 
+def _bytes_of(buffers: Sequence[MessageBuffer], turn: int) -> Buffer:
+    """All bytes of the buffer of a turn."""
+    buffer = buffers[turn % len(buffers)]
+    found: Buffer = buffer.part(0, len(buffer))
+    return found
+
+
 def _head(start: int) -> Buffer:
     """The only part to send of a message that the other rank sees: where it begins."""
     return np.array([start], "<i8").view(np.uint8)
-
-
-def _place_in(buffers: MessageBuffers, destinations: Sequence[Destination]) -> Place:
-    """Where what is taken goes: into this rank's memory or into messages."""
-    leaving, regions, turns = buffers.leaving, buffers.outgoing.regions, buffers.outgoing.turn
-
-    def place(want: int) -> Destination:
-        if want < len(destinations):
-            return destinations[want]
-        row = want - len(destinations)
-        box, carrier, position = regions[row]
-        data = leaving[turns[row] % len(leaving)].data
-        return Destination(box.offset, HostMemory(np.ndarray(box.shape, carrier, data, position)))
-
-    return place
-
-
-def _unpacker(
-    carried: Carried,
-    destinations: Sequence[Destination],
-    writing: Writing,
-    is_filled: Container[int],
-) -> Callable[[Iterable[_Arrived]], None]:
-    """Fills this rank's memory from messages, as far as they are good."""
-    regions, want, first, start = carried.regions, carried.want, carried.first, carried.start
-
-    def unpack(arrived: Iterable[_Arrived]) -> None:
-        for one in arrived:
-            if one.buffer[one.start] != _GOOD:
-                continue
-            ahead = one.start - start[one.number]
-            with writing:
-                for row in range(first[one.number], first[one.number + 1]):
-                    if row in is_filled:
-                        continue
-                    target, (box, carrier, position) = destinations[want[row]], regions[row]
-                    values = np.ndarray(box.shape, carrier, one.buffer.data, ahead + position)
-                    target.memory.copy_in(box.shift(target.offset, -1), values)
-
-    return unpack
-
-
-class _GivenUpError(Exception):
-    """A failure has made a task useless; it is not raised outside."""
-
-
-class _Steps:
-    """Hands out tasks, and keeps them and the turns in step.
-
-    A task for a turn writes when the buffer of the turn `num_packed` before is free, and is handed
-    out no sooner, unless tasks take ahead; a turn is sent when all its tasks are done.
-    """
-
-    def __init__(self, tasks: Tasks, num_turns: int, num_packed: int) -> None:
-        self._num_packed = num_packed
-        self._takes_ahead = tasks.takes_ahead
-        turn = tasks.turn
-        num_shared = int(np.searchsorted(turn, num_turns))
-        self._turn = turn[:num_shared].tolist()
-        self._left = np.bincount(turn[:num_shared], minlength=num_turns).tolist()
-        self._next = 0
-        self._for_this_rank = iter(range(num_shared, len(turn)))
-        self._num_free = 0
-        self._failed = False
-        self._changed = threading.Condition()
-
-    def next(self) -> int | None:
-        """The next task, or None if there is none left or a failure has made them useless."""
-        with self._changed:
-            while not self._failed:
-                is_left = self._next < len(self._turn)
-                if is_left and (self._takes_ahead or self._is_open(self._next)):
-                    self._next += 1
-                    return self._next - 1
-                task = next(self._for_this_rank, None)
-                if task is not None or not is_left:
-                    return task
-                self._changed.wait()
-            return None
-
-    @contextmanager
-    def writing(self, task: int, gate: Writing) -> Iterator[None]:
-        """Enter a gate when what a task writes to is free; raises if that has become useless."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._is_open(task))
-            if self._failed:
-                raise _GivenUpError
-        with gate:
-            yield
-
-    def _is_open(self, task: int) -> bool:
-        """True if the buffer that a task writes to is free."""
-        if task >= len(self._turn):
-            return True
-        return bool(self._turn[task] < self._num_free + self._num_packed)
-
-    def done(self, task: int) -> None:
-        """A task is done."""
-        if task < len(self._turn):
-            with self._changed:
-                self._left[self._turn[task]] -= 1
-                self._changed.notify_all()
-
-    def fail(self) -> None:
-        """Hand out no more tasks, and let no turn wait for those that are not done."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
-
-    def wait(self, turn: int, seconds: float) -> bool:
-        """Wait until the tasks of a turn are done or have failed; False if that takes longer."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._failed or not self._left[turn], seconds)
-
-    @property
-    def are_good(self) -> bool:
-        """True if no task has failed."""
-        return not self._failed
-
-    def free(self, num_turns: int) -> None:
-        """The buffers of the first turns are free."""
-        with self._changed:
-            self._num_free = num_turns
-            self._changed.notify_all()
