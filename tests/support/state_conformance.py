@@ -18,13 +18,13 @@ import pytest
 
 from remesh.checkpoint import Checkpoint, load, save
 from remesh.checkpoint.local import describe_local, memory_of
-from remesh.checkpoint.stored import read_boxes
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box, uncovered
 from remesh.core.index import Index
 from remesh.errors import CorruptCheckpointError, MismatchError
 from remesh.exchange import Exchange
+from remesh.pipeline.source import TensorSource
 from remesh.storage import MemoryStorage, Storage
 from tests.support.ranks import run_ranks
 
@@ -89,7 +89,7 @@ class FormatConformance:
             whole = Box.whole(array.shape)
             inner = Box(tuple(n // 3 for n in array.shape), tuple(n - n // 3 for n in array.shape))
             for box in (whole, inner):
-                found = read_boxes(storage, index, [(name, box)])[0]
+                found = TensorSource(storage, index).read([(name, box)])[0]
                 np.testing.assert_array_equal(found, array[box.slices], name)
 
     def test_a_missing_file_is_named(
@@ -100,7 +100,7 @@ class FormatConformance:
         path = index.pieces(name)[0].path
         (tmp_path / path).unlink()
         with pytest.raises(CorruptCheckpointError, match=Path(path).name):
-            read_boxes(storage, index, [(name, Box.whole(index[name].shape))])[0]
+            TensorSource(storage, index).read([(name, Box.whole(index[name].shape))])[0]
 
     def test_a_file_that_is_cut_short_is_refused(
         self, arrays: Arrays, opened: tuple[Storage, Index], tmp_path: Path
@@ -118,7 +118,7 @@ class FormatConformance:
     def _read_all(self, arrays: Arrays, folder: Path) -> None:
         storage, index = self.open(folder)
         for name, array in arrays.items():
-            read_boxes(storage, index, [(name, Box.whole(array.shape))])[0]
+            TensorSource(storage, index).read([(name, Box.whole(array.shape))])[0]
 
 
 class AdapterConformance:
@@ -225,7 +225,7 @@ def _stored(storage: MemoryStorage) -> dict[str, bytes]:
     index = checkpoint.index
     found = {name: values.encode(value) for name, value in checkpoint.values.items()}
     for name, stored in index.items():
-        array = read_boxes(storage, index, [(name, Box.whole(stored.shape))])[0]
+        array = TensorSource(storage, index).read([(name, Box.whole(stored.shape))])[0]
         found[f"{name} {stored.dtype} {stored.shape}"] = array.tobytes()
     return found
 

@@ -80,7 +80,6 @@ class CastingMemory:
     tensor: torch.Tensor  # the elements in their own type, on any device
     dtype: torch.dtype  # the type of the values that are copied in and out
     carrier: CarrierDType  # the numpy dtype that carries it
-    through: tuple[torch.dtype, ...] = ()  # types that values pass on their way in
 
     @property
     def layout(self) -> Layout | None:
@@ -96,10 +95,7 @@ class CastingMemory:
         return self.tensor[box.slices].to(self.dtype).view(MOVABLE[self.dtype.itemsize])
 
     def fill(self, box: Box, elements: torch.Tensor) -> None:
-        values = elements.view(self.dtype)
-        for dtype in self.through:
-            values = values.to(dtype)
-        self.tensor[box.slices].copy_(values)
+        self.tensor[box.slices].copy_(elements.view(self.dtype))
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
@@ -149,13 +145,8 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
     return HostMemory(_numpy_carrier(array, where, writable))
 
 
-def casting_memory_of(
-    array: ArrayLike, stored_dtype: str, where: str, through: tuple[str, ...] = ()
-) -> Memory:
-    """A memory that takes values of another element type and keeps them in the array's own.
-
-    `through` are names of types that the values pass on their way.
-    """
+def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory:
+    """A memory that takes values of another element type and keeps them in the array's own."""
     wanted_dtype = dtype_name(array, where)
     if BY_NAME[stored_dtype].is_opaque or BY_NAME[wanted_dtype].is_opaque:
         raise UnsupportedValueError(
@@ -167,8 +158,7 @@ def casting_memory_of(
     else:
         carrier = _numpy_carrier(array, where, writable=True)
         tensor = _movable_view(carrier).view(torch_dtype(wanted_dtype))
-    passed = tuple(torch_dtype(name) for name in through)
-    return CastingMemory(tensor, torch_dtype(stored_dtype), BY_NAME[stored_dtype].carrier, passed)
+    return CastingMemory(tensor, torch_dtype(stored_dtype), BY_NAME[stored_dtype].carrier)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,9 +1,9 @@
 """Converting a checkpoint of any readable format to any format that can be written.
 
 A conversion is a save whose tensors lie in another checkpoint: each is a memory that reads boxes of
-it (`stored_memory`), and everything else is what that checkpoint says. So plans, files, commit and
-errors are those of a save, tensors pass through a few buffers of some MiB, and digests of the
-source are checked while it is read. A conversion that is cut short leaves no checkpoint.
+it (`remesh.pipeline.source`), and everything else is what that checkpoint says. So plans, files,
+commit and errors are those of a save, tensors pass through a few buffers of some MiB, and digests
+of the source are checked while it is read. A conversion that is cut short leaves no checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from itertools import islice
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from remesh._repr import short_repr
@@ -32,7 +31,6 @@ from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
 from remesh.checkpoint.renamed import renamed_lists, renamed_path, renamed_sequences
 from remesh.checkpoint.saving import options_of, save_agreed
-from remesh.checkpoint.stored_memory import StoredMemory, StoredSource
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
@@ -48,6 +46,7 @@ from remesh.formats.decoding import decoded
 from remesh.formats.framing import Writer
 from remesh.formats.table import FORMATS, Source, place_of, read_contents, writer_of
 from remesh.pipeline import Compress
+from remesh.pipeline.source import StoredMemory, TensorSource
 from remesh.storage import Storage, open_storage
 from remesh.transform import Program, Resolved, Transform, arranged, as_transform
 
@@ -143,9 +142,8 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         metadata = record.metadata
     resolved = None if program is None else _resolve(contents, program)
     identity = "" if record is None else native.identity_of(record)
-    stored = StoredSource(
-        decoded(place.storage, contents.index), contents.index, identity, resolved
-    )
+    readable = decoded(place.storage, contents.index)
+    stored = TensorSource(readable, contents.index, identity, resolved)
     description = describe_stored(contents, stored, None if program is None else program.owners)
     if format != native.FORMAT_NAME:
         _import_torch_for(description)
@@ -282,7 +280,7 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
 
 
 def describe_stored(
-    contents: Contents, source: StoredSource, owners: Mapping[str, str] | None = None
+    contents: Contents, source: TensorSource, owners: Mapping[str, str] | None = None
 ) -> Description:
     """All that a checkpoint holds, described as a state whose tensors are read from `source`."""
     index, document, resolved = contents.index, contents.document, source.resolved
@@ -311,7 +309,7 @@ def describe_stored(
     for name in sorted(tensors, key=lambda name: name in index.aliases):
         dtype, shape, copied = tensors[name]
         key = None if copied is None else index.aliases.get(copied, copied)
-        memory = cast("ArrayLike", StoredMemory(source, name, dtype, shape))
+        memory = cast("ArrayLike", StoredMemory(source, name, dtype, Box.whole(shape)))
         parts = (Part(Box.whole(shape), memory),)
         description.tensors.append(TensorEntry(name, dtype, shape, parts, Role.MAIN, alias_key=key))
     for name, old in plain.items():
@@ -351,7 +349,7 @@ def _source_of_value(resolved: Resolved, name: str) -> str:
     return sources[0]
 
 
-def _check_equal(source: StoredSource, resolved: Resolved) -> None:
+def _check_equal(source: TensorSource, resolved: Resolved) -> None:
     """Compare what a transformation takes of one source with others that must hold the same."""
     for name, info in resolved.targets.items():
         for check in () if info is None else resolved.checks(name):
@@ -362,13 +360,9 @@ def _check_equal(source: StoredSource, resolved: Resolved) -> None:
                     f"{name}: {check.source!r} would have to hold the same values, which a "
                     "conversion does not compare\nDelete it with '-> _'"
                 )
-            box = check.target_box
-            taken = np.empty(box.shape, BY_NAME[info.dtype].carrier)
-            other = np.empty(check.source_box.shape, BY_NAME[stored.dtype].carrier)
-            source.read([(name, box, taken)])
-            dataclasses.replace(source, resolved=None).read(
-                [(check.source, check.source_box, other)]
-            )
+            as_stored = dataclasses.replace(source, resolved=None)
+            [taken] = source.read([(name, check.target_box)])
+            [other] = as_stored.read([(check.source, check.source_box)])
             if taken.tobytes() != arranged(other, check).tobytes():
                 raise StateError(
                     f"{name}: {check.source!r} does not hold the same values; delete it with '-> _'"

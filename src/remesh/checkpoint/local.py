@@ -85,16 +85,11 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
     return adapters.memory_of(array, where, writable=writable)
 
 
-def casting_memory_of(
-    array: ArrayLike, stored_dtype: str, where: str, through: tuple[str, ...] = ()
-) -> Memory:
-    """The memory of an array that is filled with converted elements of the stored dtype.
-
-    They are converted to each of the dtypes in `through` on their way.
-    """
+def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory:
+    """The memory of an array that is filled with converted elements of the stored dtype."""
     from remesh import adapters
 
-    return adapters.casting_memory_of(array, stored_dtype, where, through)
+    return adapters.casting_memory_of(array, stored_dtype, where)
 
 
 def finish_device_work(memories: Iterable[Memory]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
-from remesh.checkpoint.stored import StoredState, limits_of_ranks, read_boxes
+from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
@@ -26,6 +26,7 @@ from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
 from remesh.formats.decoding import decoded
 from remesh.formats.table import place_of, read_contents
+from remesh.pipeline.source import TensorSource
 from remesh.pipeline.workers import run_workers
 from remesh.planner import ReadLimits
 from remesh.storage import Buffer
@@ -150,14 +151,11 @@ class Checkpoint:
         place = place_of(path)
         with explained_absence(place):
             self._contents = read_contents(place)
-        self._storage = decoded(place.storage, self._contents.index)
-        record = self._contents.record
-        self._stored = StoredState(
-            place.url,
-            self._contents.index,
-            self._contents.document,
-            "" if record is None else native.identity_of(record),
-        )
+        index, record = self._contents.index, self._contents.record
+        identity = "" if record is None else native.identity_of(record)
+        self._storage = decoded(place.storage, index)
+        self._source = TensorSource(self._storage, index, identity)
+        self._stored = StoredState(place.url, index, self._contents.document, identity)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._stored.url!r})"
@@ -292,8 +290,7 @@ class Checkpoint:
             whole = Box.whole(self.tensor(name).shape)
             if box.ndim != whole.ndim or not whole.contains(box):
                 raise StateError(f"{name}: box {box} does not lie in shape {whole.shape}")
-        with native.unless_replaced(self._storage, self._stored.identity):
-            return read_boxes(self._storage, self.index, boxes)
+        return self._source.read(boxes)
 
     def read(self, name: str, box: Box | None = None) -> Any:
         """Read a tensor or a box of it as a torch tensor on the CPU; without torch as an array.

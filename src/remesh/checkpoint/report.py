@@ -33,6 +33,11 @@ class SaveReport:
             seconds,
         )
 
+_KINDS = (
+    *("restored", "renamed", "cast", "resized", "derived"),
+    *("missing", "kept", "unexpected", "dropped", "unchecked"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
@@ -81,18 +86,7 @@ class RestoreReport:
     __repr__ = short_repr
 
     def _kinds(self) -> dict[str, Collection[str]]:
-        return {
-            "restored": self.restored,
-            "renamed": self.renamed,
-            "cast": self.cast,
-            "resized": self.resized,
-            "derived": self.derived,
-            "missing": self.missing,
-            "kept": self.kept,
-            "unexpected": self.unexpected,
-            "dropped": self.dropped,
-            "unchecked": self.unchecked,
-        }
+        return {kind: getattr(self, kind) for kind in _KINDS}
 
     def table(self) -> str:
         """One line for each name, with its result in front.

@@ -30,7 +30,6 @@ from remesh.checkpoint.commit import finish, give_up, remove_own
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.report import SaveReport
 from remesh.checkpoint.save_plan import RankSavePlan, plan_on_all
-from remesh.checkpoint.stored_memory import stored_copies
 from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
@@ -39,6 +38,7 @@ from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.pipeline import Compress, write_collected, write_stream
+from remesh.pipeline.source import stored_copies
 from remesh.storage import Storage, open_storage
 
 

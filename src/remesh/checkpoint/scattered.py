@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -49,14 +49,14 @@ from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
-    StorageError,
 )
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.formats.framing import Part, SmallFile
-from remesh.pipeline import Destination, plan_between_memories, read_together
+from remesh.pipeline import Destination, read_together
 from remesh.planner import (
+    Assign,
     ReadAssignment,
     ReadLimits,
     assign_to_owners,
@@ -186,29 +186,20 @@ def _put_small_files(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FileMemory:
-    """A file as the memory of a vector of bytes."""
+class _WrittenFile:
+    """A file that is written, as the memory of a vector of bytes."""
 
-    file: tuple[Storage, str] | Writer  # what it is read from: storage and path; or written with
-
-    @property
-    def carrier(self) -> CarrierDType:
-        return np.dtype(np.uint8)
-
-    @property
-    def layout(self) -> Layout | None:
-        return None
+    writer: Writer
+    carrier: CarrierDType = field(default=np.dtype(np.uint8), init=False)
+    layout: Layout | None = field(default=None, init=False)
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        assert isinstance(self.file, tuple)
-        (storage, path), [start] = self.file, box.offset
-        if storage.read_into(path, start, into) < len(into):
-            raise StorageError(f"{storage.url}/{path}: shorter than it was written; save again")
+        """Never needed: this memory is only filled."""
+        raise NotImplementedError
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
-        assert not isinstance(self.file, tuple)
         [start] = box.offset
-        self.file.write(start, values)
+        self.writer.write(start, values)
 
 
 def _copy_files(
@@ -218,17 +209,15 @@ def _copy_files(
     peers: Mapping[int, int],
 ) -> None:
     """Give every rank's files to its peer. Collective."""
-    me = exchange.rank
-    owners = [rank for rank, own in enumerate(files) for _ in own]
+    owners = np.array([rank for rank, own in enumerate(files) for _ in own], np.int64)
     stored = [StoredFile(path, size) for own in files for path, size in own]
     tensors = TensorTable.of([(file.path, "uint8", (file.num_bytes,)) for file in stored])
     whole = [(row, Box.whole((file.num_bytes,))) for row, file in enumerate(stored)]
     rows = np.arange(len(stored))
     index = Index.of(BoxTable.of(tensors, whole), rows, np.zeros_like(rows), tuple(stored))
-    held = BoxTable.of(tensors, [whole[row] for row in rows if owners[row] == me])
-    taken = [row for row, rank in enumerate(owners) if peers[rank] == me]
+    taken = [row for row, rank in enumerate(owners.tolist()) if peers[rank] == exchange.rank]
     wanted = BoxTable.of(tensors, [whole[row] for row in taken])
-    regions = plan_load(index, wanted, ReadLimits(PIECE_BYTES)).regions
+    plan = plan_load(index, wanted, ReadLimits(PIECE_BYTES))
     writers: list[Writer] = []
     with ExitStack() as stack:
 
@@ -239,10 +228,16 @@ def _copy_files(
             return b""
 
         def copy() -> bytes:
-            sources = [FileMemory((storage, path)) for path, _ in files[me]]
-            targets = [Destination((0,), FileMemory(writer)) for writer in writers]
-            transfer = plan_between_memories(exchange, index, owners, regions, len(taken), held)
-            transfer.execute(exchange, sources, targets, lambda _size: None)
+            targets = [Destination((0,), _WrittenFile(writer)) for writer in writers]
+            read_together(
+                exchange,
+                storage,
+                index,
+                plan,
+                targets,
+                assign=_assign_to(index, owners),
+                on_read=lambda _size: None,
+            )
             return b""
 
         def finish() -> bytes:
@@ -252,6 +247,17 @@ def _copy_files(
 
         for step in (create, copy, finish):
             run_on_all(exchange, step)
+
+
+def _assign_to(index: Index, owners: IntArray) -> Assign:
+    """Assigns the windows of each file to the rank that reads it."""
+
+    def assign(touched: Sequence[IntArray], limits: ReadLimits) -> list[ReadAssignment]:
+        return assign_to_owners(
+            touched, limits, lambda windows: owners[files_of_windows(index, windows, limits)]
+        )
+
+    return assign
 
 
 # ---------------------------------------------------------------------------------------------
@@ -364,20 +370,13 @@ def load_scattered(
         )
     stored = _open(storage, found, nodes, exchange)
     emit("load.opened")
+    owners = [_owner(number, found, nodes) for number in range(len(found.holders))]
     all_have_all = all(len(holders) == len(nodes.ranks) for holders in found.holders)
-    owners = np.array(
-        [_owner(number, found, nodes) for number in range(len(found.holders))], dtype=np.int64
-    )
-
-    def assign(touched: Sequence[IntArray], limits: ReadLimits) -> list[ReadAssignment]:
-        return assign_to_owners(
-            touched, limits, lambda windows: owners[files_of_windows(stored.index, windows, limits)]
-        )
+    assign = None if all_have_all else _assign_to(stored.index, np.array(owners, np.int64))
 
     def read(reads: RankReads, on_read: OnRead) -> bool:
-        who = None if all_have_all else assign
         todo = reads.index, reads.plan, reads.destinations
-        return read_together(exchange, storage, *todo, assign=who, on_read=on_read)
+        return read_together(exchange, storage, *todo, assign=assign, on_read=on_read)
 
     plan, _ = plan_into(state, stored, exchange, options, read=read)
     return fill_planned(plan, exchange, read, emit)

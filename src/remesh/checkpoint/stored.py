@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from remesh.core import values
-from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.memory import CarrierArray, HostMemory
 from remesh.core.state import Path, assemble, name_of
-from remesh.core.tables import BoxTable
 from remesh.formats import native
-from remesh.pipeline import Destination, limits_for, read_runs
-from remesh.planner import ReadLimits, plan_load
-from remesh.storage import Storage
+from remesh.pipeline import limits_for
+from remesh.planner import ReadLimits
 
 
 @dataclass(slots=True, eq=False)
@@ -180,28 +173,3 @@ def _is_covered(node: object, path: Path, names: Collection[str]) -> bool:
 def limits_of_ranks(index: Index, latency: float | None, num_ranks: int) -> ReadLimits:
     """How each of the ranks that load reads its share; they agree on the latency."""
     return limits_for(latency, sum(file.num_bytes for file in index.files) // num_ranks)
-
-
-def read_boxes(
-    storage: Storage,
-    index: Index,
-    boxes: Sequence[tuple[str, Box]],
-    into: list[CarrierArray] | None = None,
-) -> list[CarrierArray]:
-    """Read boxes of stored tensors into carrier arrays, new ones by default, checking digests.
-
-    Blocks that several of them lie in are read once.
-    """
-    wanted = BoxTable.of(index.tensors, [(index.row(name), box) for name, box in boxes])
-    # First the plan: what is not stored shall not take memory either.
-    limits = limits_for(storage.latency, int(wanted.num_bytes.sum()))
-    plan = plan_load(index, wanted, limits)
-    arrays = into or [
-        np.empty(box.shape, BY_NAME[index[name].dtype].carrier) for name, box in boxes
-    ]
-    destinations = [
-        Destination(box.offset, HostMemory(array))
-        for (_, box), array in zip(boxes, arrays, strict=True)
-    ]
-    read_runs(storage, index, plan, destinations)
-    return arrays

@@ -8,8 +8,8 @@ that work:
   optimizer without state learns which states there will be.
 * The transformation is resolved against the targets of all ranks, for wildcards and fused layouts
   depend on all of them. For each box that this rank holds it names regions of stored tensors. Those
-  are wanted like any other boxes; a `RegionMemory` takes what is read of them, brings it into its
-  new shape and passes it on.
+  are wanted like any other boxes, and go through a memory that brings them into their new shape
+  (`remesh.pipeline.source`).
 
 So only needed bytes are read, in stored dtypes, and no whole tensor is ever made. Names that no
 statement touches are treated as without a transformation.
@@ -17,6 +17,7 @@ statement touches are treated as without a transformation.
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,19 +27,19 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.comparing import Draft, Wanted
-from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of
+from remesh.checkpoint.local import describe_local, memory_of
 from remesh.checkpoint.renamed import renamed_path
 from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
-from remesh.core.dtypes import BY_NAME, CarrierDType
+from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
-from remesh.core.memory import CarrierArray, HostMemory, Memory
+from remesh.core.memory import CarrierArray, HostMemory
 from remesh.core.state import Description, Path, TensorEntry, name_of
-from remesh.core.strided import Layout
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange, run_on_all
 from remesh.pipeline import Destination
+from remesh.pipeline.source import check_conversion, region_destination
 from remesh.planner import merge_tensors
 from remesh.planner.holding import widen
 from remesh.transform import (
@@ -46,7 +47,6 @@ from remesh.transform import (
     Resolved,
     TensorInfo,
     Transform,
-    arranged,
     infos_of,
     infos_of_boxes,
     short_name,
@@ -182,32 +182,6 @@ def _short_names(made: str, source: str, known: Container[str]) -> list[str]:
     return [short_name(owner, short, made)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RegionMemory:
-    """Takes what is read of a region's source box, and passes on what it becomes."""
-
-    region: Region  # which elements become what
-    carrier: CarrierDType  # carrier of the stored dtype
-    offset: tuple[int, ...]  # offset of the target part in its tensor
-    part: Memory  # memory of the target part, which takes elements of the stored dtype
-
-    @property
-    def layout(self) -> Layout | None:
-        return self.part.layout
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """Never needed: this memory is only filled."""
-        raise NotImplementedError
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """See `Memory.copy_in`; boxes are relative to the region's source box."""
-        read = box.shift(self.region.source_box.offset)
-        for piece in self.region.restrict(read):
-            block = values[piece.source_box.relative_to(read).slices]
-            place = piece.target_box.shift(self.offset, -1)
-            self.part.copy_in(place, arranged(block, piece))
-
-
 def describe_transformed(
     exchange: Exchange,
     state: Any,
@@ -295,24 +269,19 @@ def want_made(names: TransformedState, entry: TensorEntry, name: str, draft: Dra
     """Want this rank's part of a tensor that is made of stored ones."""
     for part in entry.parts:
         regions = names.resolved.regions(name, part.box)
-        for region in regions:
-            dtype = draft.filling.index[region.source].dtype
-            memory = (
-                casting_memory_of(part.data, dtype, entry.name, through=region.dtypes[:-1])
-                if region.dtypes
-                else memory_of(part.data, entry.name, writable=True)
-            )
-            _want_region(region, part.box, memory, draft.filling)
         if regions:
+            memory = memory_of(part.data, entry.name, writable=True)
+            _want_regions(regions, Destination(part.box.offset, memory), draft.filling)
             draft.fill(entry.name, part.box, memory, ("made", name))
         _compare_made(names.resolved, name, part.box, draft)
 
 
-def _want_region(region: Region, box: Box, memory: Memory, wanted: Wanted) -> None:
-    """Want a region of a stored tensor in the memory of a box of the target."""
-    carrier = BY_NAME[wanted.index[region.source].dtype].carrier
-    into = RegionMemory(region, carrier, box.offset, memory)
-    wanted.add(region.source, region.source_box, Destination(region.source_box.offset, into))
+def _want_regions(regions: Iterable[Region], target: Destination, wanted: Wanted) -> None:
+    """Want regions of stored tensors in the memory of a box of the target."""
+    for region in regions:
+        check_conversion(wanted.index[region.source].dtype, region.dtypes)
+        to = region_destination(wanted.index, region, target)
+        wanted.add(region.source, region.source_box, to)
 
 
 def _compare_made(resolved: Resolved, name: str, box: Box, draft: Draft) -> None:
@@ -335,8 +304,8 @@ def _compare_made(resolved: Resolved, name: str, box: Box, draft: Draft) -> None
 def _array_of(regions: tuple[Region, ...], box: Box, wanted: Wanted) -> CarrierArray:
     """Want a box of a target in its stored dtype; returns where it is going to be."""
     made = np.zeros(box.shape, BY_NAME[wanted.index[regions[0].source].dtype].carrier)
-    for region in regions:
-        _want_region(region, box, HostMemory(made), wanted)
+    as_stored = (dataclasses.replace(region, dtypes=()) for region in regions)
+    _want_regions(as_stored, Destination(box.offset, HostMemory(made)), wanted)
     return made
 
 

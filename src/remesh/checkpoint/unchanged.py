@@ -38,7 +38,6 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh.checkpoint.local import LocalTensors
-from remesh.checkpoint.stored_memory import stored_copies
 from remesh.checkpoint.stream_layout import lay_out
 from remesh.core.geometry import IntArray
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, raw_digest
@@ -46,6 +45,7 @@ from remesh.errors import CheckpointNotFoundError, StorageError
 from remesh.formats.framing import Frame, Grid, Part, Writer, as_written
 from remesh.formats.native import data_path
 from remesh.pipeline import has_digests
+from remesh.pipeline.source import stored_copies
 from remesh.pipeline.write import FileCopy
 from remesh.storage import Storage
 

@@ -38,7 +38,7 @@ from remesh.core.compression import BlockTable
 from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import MAX_ELEMENTS, Box, uncovered
-from remesh.core.index import Index
+from remesh.core.index import Index, StoredFile
 from remesh.core.integrity import (
     BLOCK_SIZE,
     Digests,
@@ -510,6 +510,19 @@ class ScannedTensors:
     unchecked: tuple[str, ...]
     """Names of whole tensors that no old digest proves, whether they are kept or not."""
     lost: tuple[LostTensor, ...]  # the tensors that are not whole
+
+    def index(self, files: Sequence[ScannedFile]) -> Index:
+        """The whole tensors as an index of the scanned files, with the digests of the scan."""
+        digests = [file.written.digests for file in files]
+        return Index.of(
+            self.boxes,
+            self.file,
+            self.position,
+            tuple(StoredFile(file.path, file.num_bytes) for file in files),
+            block_size=BLOCK_SIZE,
+            digests=np.concatenate([*digests, np.zeros((0, 2), np.uint64)]),
+            first_block=np.cumsum([0, *map(len, digests)]),
+        )
 
 
 _Kind = tuple[str, tuple[int, ...]]

@@ -3,8 +3,9 @@
 `damage_scan` finds out what is whole, without writing; `plan_repair` puts that into a report, and
 `repair` writes it down. The damaged checkpoint is never changed. The new one gets a save id, an
 index and a record of its own. Data files that are sound are taken over as they are, by hard links
-where the file system has them; of a damaged file the pieces of whole tensors are copied into a new
-file, so that every file of the new checkpoint is sound from its first byte to its last.
+where the file system has them. Elsewhere, and of a damaged file, the pieces of whole tensors are
+copied into a new file, so that every file of the new checkpoint is sound from its first byte to its
+last. What is copied is compared with the digests of the scan.
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ import msgspec
 import numpy as np
 
 from remesh._repr import short_repr
-from remesh.core.dtypes import CarrierDType, DType
-from remesh.core.geometry import Box, IntArray, flat_span
-from remesh.core.integrity import WrittenFile, digest_of_digests
-from remesh.core.memory import CarrierArray, SourceMemory
+from remesh.core.geometry import IntArray
 from remesh.core.state import Path as StatePath
 from remesh.core.tables import Cuts
-from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
+from remesh.errors import CheckpointError, CheckpointExistsError
 from remesh.formats import native, native_writer
 from remesh.formats.framing import Part, Saved, SmallFile, part_of
 from remesh.maintenance.damage_scan import (
@@ -42,9 +40,8 @@ from remesh.maintenance.damage_scan import (
 )
 from remesh.maintenance.orphans import remove_files
 from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
-from remesh.pipeline.workers import run_workers
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
-from remesh.storage import Buffer, Storage, is_local, open_storage
+from remesh.pipeline.source import StoredMemory, TensorSource, stored_copies
+from remesh.storage import Storage, is_local, open_storage
 
 __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", "write_repaired"]
 
@@ -134,7 +131,7 @@ class RepairPlan:
     """The input of `write_repaired`."""
 
     storage: Storage  # the damaged checkpoint
-    contents: Storage  # the same, with compressed files as what they hold
+    source: TensorSource  # what is whole of it
     small: SmallFiles  # what there is of its small files
     files: tuple[ScannedFile, ...]  # its data files
     tensors: ScannedTensors  # what is whole
@@ -211,8 +208,9 @@ def plan_repair(
         notes=(),
     )
     report = replace(report, notes=tuple(_notes(report)))
-    contents = contents_of(storage, small)
-    return RepairPlan(storage, contents, small, files, tensors, document, report)
+    index = tensors.index(files)
+    source = TensorSource(contents_of(storage, small), index)
+    return RepairPlan(storage, source, small, files, tensors, document, report)
 
 
 def _notes(report: RepairReport) -> Iterable[str]:
@@ -365,11 +363,12 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         order = (tensors.position[rows], -boxes.tensors.itemsizes[boxes.tensor[rows]])
         rows = rows[np.lexsort(order)]
         assignments.append(rows)
-        if file.state == "sound":
-            written = _take_over(plan, file, storage, path)
-            parts.append([part_of(path, file.num_bytes, tensors.position[rows], written)])
+        stored = file.written.stored_bytes or file.num_bytes
+        if file.state == "sound" and storage.copy_from(plan.storage, file.path, path, stored):
+            positions = tensors.position[rows]
+            parts.append([part_of(path, file.num_bytes, positions, file.written)])
         else:
-            parts.append([_copy_pieces(plan, file, rows, storage, path)])
+            parts.append([_copy_pieces(plan, rows, storage, path)])
     # Values and index come last: that makes the links in their folder durable.
     *others, record = native_writer.small_files(saved)
     for path, data in others:
@@ -378,76 +377,18 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
     return record
 
 
-def _take_over(plan: RepairPlan, file: ScannedFile, target: Storage, path: str) -> WrittenFile:
-    """Let the storage copy a sound file, or move its bytes, not compressed, where it cannot."""
-    stored = file.num_bytes if file.written.stored_bytes is None else file.written.stored_bytes
-    if target.copy_from(plan.storage, file.path, path, stored):
-        return file.written
-    writer = ChunkWriter(target, one_file(path, file.num_bytes), file.num_bytes)
-
-    def copy(number: int, buffer: Buffer) -> None:
-        start = number * CHUNK_SIZE
-        chunk = buffer[: min(CHUNK_SIZE, file.num_bytes - start)]
-        _read_exactly(plan.contents, file.path, start, chunk)
-        writer.write(number, chunk)
-
-    try:
-        num_chunks = -(-file.num_bytes // CHUNK_SIZE)
-        run_workers(2, num_chunks, min(CHUNK_SIZE, file.num_bytes), copy)
-        [written] = writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    if digest_of_digests(written.digests) != digest_of_digests(file.written.digests):
-        raise CorruptCheckpointError(
-            f"{plan.storage.url}/{file.path} changed between two readings\nSee whether the disk "
-            "fails or a process writes there, and try again"
-        )
-    return written
-
-
-def _copy_pieces(
-    plan: RepairPlan, file: ScannedFile, rows: IntArray, target: Storage, path: str
-) -> Part:
-    """Copy some pieces of a damaged file into a new one."""
+def _copy_pieces(plan: RepairPlan, rows: IntArray, target: Storage, path: str) -> Part:
+    """Copy some pieces into a new file, not compressed."""
     boxes = plan.tensors.boxes
     header, positions, num_bytes = native_writer.data_header(boxes, rows)
     pieces = []
     for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
-        shape, dtype = boxes.box(row).shape, boxes.tensors.dtype(int(boxes.tensor[row]))
-        start = int(plan.tensors.position[row])
-        memory = _StoredMemory(plan.contents, file.path, start, shape, dtype)
-        pieces.append(FilePiece(memory, shape, dtype, position))
-    places = positions.tolist()
-    layout = FileLayout(header, pieces, places, num_bytes)
-    [written] = write_stream(target, one_file(path, num_bytes), layout, lambda _size: None)
+        tensor, box = int(boxes.tensor[row]), boxes.box(row)
+        name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor)
+        memory = StoredMemory(plan.source, name, dtype.name, box)
+        pieces.append(FilePiece(memory, box.shape, dtype, position))
+    layout = FileLayout(header, pieces, positions.tolist(), num_bytes)
+    copies = stored_copies(piece.memory for piece in pieces)
+    files = one_file(path, num_bytes)
+    [written] = write_stream(target, files, layout, lambda _size: None, copies)
     return part_of(path, num_bytes, positions, written)
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredMemory(SourceMemory):
-    """A stored piece as something that can be copied from, in contiguous boxes."""
-
-    storage: Storage
-    path: str
-    start: int
-    shape: tuple[int, ...]
-    dtype: DType
-
-    @property
-    def carrier(self) -> CarrierDType:
-        return self.dtype.carrier
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        first, _, is_contiguous = flat_span(self.shape, box)
-        assert is_contiguous
-        data = np.empty(into.nbytes, np.uint8)
-        _read_exactly(self.storage, self.path, self.start + first * self.dtype.itemsize, data)
-        into[...] = data.view(self.dtype.carrier).reshape(box.shape)
-
-
-def _read_exactly(storage: Storage, path: str, start: int, data: Buffer) -> None:
-    if storage.read_into(path, start, data) < len(data):
-        raise CorruptCheckpointError(
-            f"{storage.url}/{path} became shorter while it was being repaired; see who writes there"
-        )

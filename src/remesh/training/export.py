@@ -28,7 +28,6 @@ from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import describe_local, exchange_of, memory_of, split_aliases
 from remesh.checkpoint.saving import save_agreed
-from remesh.checkpoint.stored_memory import StoredMemory, StoredSource, converted
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.memory import CarrierArray, Memory, SourceMemory
@@ -43,6 +42,7 @@ from remesh.formats.decoding import decoded
 from remesh.formats.huggingface import index_name, indexed_files
 from remesh.formats.table import place_of
 from remesh.formats.whole_tensors import FileTensor, file_names, split_into_files
+from remesh.pipeline.source import StoredMemory, TensorSource, converted
 from remesh.storage import Storage, open_storage
 
 WeightFormat = Literal["safetensors", "pth"]
@@ -256,7 +256,7 @@ def _merge(replies: Sequence[bytes]) -> list[_Weight]:
     return list(found.values())
 
 
-def _stored_weights(exchange: Exchange, source: Any) -> tuple[list[_Weight], StoredSource]:
+def _stored_weights(exchange: Exchange, source: Any) -> tuple[list[_Weight], TensorSource]:
     """The weights of a checkpoint, and how they are read."""
     place = place_of(source)
     stored = open_shared(exchange, place)
@@ -275,7 +275,7 @@ def _stored_weights(exchange: Exchange, source: Any) -> tuple[list[_Weight], Sto
         )
         for name in index.tensors.names
     ]
-    return weights, StoredSource(decoded(place.storage, index), index, stored.identity)
+    return weights, TensorSource(decoded(place.storage, index), index, stored.identity)
 
 
 def _choose(
@@ -353,7 +353,7 @@ def _live_boxes(description: Description) -> dict[str, list[TensorEntry]]:
 
 
 def _stored_boxes(
-    exchange: Exchange, stored: StoredSource, tensors: Sequence[_Tensor]
+    exchange: Exchange, stored: TensorSource, tensors: Sequence[_Tensor]
 ) -> dict[str, list[TensorEntry]]:
     """The tensors that this rank reads from a checkpoint: of as many bytes as others."""
     boxes: dict[str, list[TensorEntry]] = {}
@@ -362,8 +362,9 @@ def _stored_boxes(
         rank = loads.index(min(loads))
         loads[rank] += FileTensor(tensor.source, tensor.dtype, tensor.shape).num_bytes
         if rank == exchange.rank:
-            memory = StoredMemory(stored, tensor.source, tensor.source_dtype, tensor.shape)
-            part = Part(Box.whole(tensor.shape), cast("ArrayLike", memory))
+            whole = Box.whole(tensor.shape)
+            memory = StoredMemory(stored, tensor.source, tensor.source_dtype, whole)
+            part = Part(whole, cast("ArrayLike", memory))
             boxes[tensor.source] = [
                 TensorEntry(tensor.source, tensor.source_dtype, tensor.shape, (part,), Role.MAIN)
             ]
