@@ -42,7 +42,7 @@ def test_every_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_attribute_is_documented() -> None:
-    from remesh.transform.operators import ATTRIBUTES
+    from remesh.transform.statements import ATTRIBUTES
 
     text = PAGE.read_text()
     assert [name for name in ATTRIBUTES if f"{name}=" not in text and f"`{name}`" not in text] == []

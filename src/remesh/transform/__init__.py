@@ -5,12 +5,22 @@ for any box of any target the boxes of sources that make it up (`Resolved.region
 only those. Nothing here reads or moves bytes, apart from `Transform.apply`, which does so for
 dictionaries of arrays.
 
-The path of a transformation: `parser` makes `syntax` of text, with one of the
-`operators` for each statement; `expand` writes out wildcards; `execute` binds each name to one of
-the `expressions` over sources; `resolve` matches that with the targets; `resolved` answers.
-`inverse` turns statements around, `optimizer_state` knows which tensors follow a parameter,
-`rearrange` traces boxes through permutations and reshapes. The language is specified in
-docs/transform.md.
+The modules in reading order; each imports only those before it:
+
+1. `syntax`, `messages`: names in a text, and errors that point at them;
+2. `rearrange`, `expressions`: tensors as expressions over sources, and the walk from a box of a
+   target back to boxes of sources;
+3. `operators`, `fused`: what a statement can do, one class each, whose fields are its attributes;
+4. `statements`: text to statements;
+5. `optimizer_state`: which tensors follow a parameter;
+6. `wildcards`: a statement with wildcards to steps with plain names;
+7. `renames`: all that may be given as a program, and the statements that it becomes;
+8. `layout`, `execute`: what ends up where, and each name bound to an expression;
+9. `inverse`: statements turned around;
+10. `resolve`, `resolved`: statements meet tensors, and the answers;
+11. `arrays`, `transform`: arrays in memory, and the public class.
+
+The language is specified in docs/transform.md.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ from __future__ import annotations
 from remesh.transform.arrays import arranged as arranged
 from remesh.transform.optimizer_state import find_states as find_states
 from remesh.transform.optimizer_state import short_name as short_name
-from remesh.transform.parser import Program
+from remesh.transform.renames import Program
 from remesh.transform.resolved import Region, Resolved
 from remesh.transform.tensor_info import TensorInfo
 from remesh.transform.tensor_info import infos_of as infos_of

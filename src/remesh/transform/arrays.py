@@ -199,23 +199,14 @@ def _numpy_converted(block: Array, dtype: str, region: Region) -> Array:
 def _apart_from(tensors: Mapping[str, Array], targets: Iterable[Array]) -> Mapping[str, Array]:
     """The source arrays, copied where a target lies in the same memory."""
     spans = sorted(span for target in targets if (span := _span(target)) is not None)
-    if not spans:
-        return tensors
-    merged: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if merged and start < merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    starts = np.array([start for start, _ in merged])
+    starts = np.array([start for start, _ in spans], dtype=np.int64)
+    # How far the targets reach that begin at or before each start.
+    reach = np.maximum.accumulate(np.array([stop for _, stop in spans], dtype=np.int64))
     result = dict(tensors)
     for name, array in tensors.items():
-        span = _span(array)
-        if span is None:
-            continue
-        # The last target that begins before the source ends is the only one that may reach it.
-        before = int(np.searchsorted(starts, span[1])) - 1
-        if before >= 0 and merged[before][1] > span[0]:
+        start, stop = _span(array) or (0, 0)
+        before = int(np.searchsorted(starts, stop)) - 1
+        if before >= 0 and reach[before] > start:
             result[name] = array.detach().clone() if _is_torch(array) else array.copy()
     return result
 

@@ -7,30 +7,75 @@ made. A name stands for what it was last bound to, else for the source of that n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from remesh.transform.expand import Operand, Step
+from remesh.errors import TransformError
 from remesh.transform.expressions import MAX_DEPTH
-from remesh.transform.layout import Layout
-from remesh.transform.operator_base import Axes, Problem, Value, merge_labels, transposed
+from remesh.transform.layout import Sources
+from remesh.transform.messages import Problem
+from remesh.transform.operators import Axes, Ends, Operand, Value, with_labels
 from remesh.transform.rearrange import Shape
+from remesh.transform.renames import Renaming
+from remesh.transform.tensor_info import TensorInfo
+from remesh.transform.wildcards import Step
 
 
 class Bindings:
-    """Executes steps, and knows what they have made of names so far."""
+    """Executes steps, and knows what they have made of names so far.
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._sources = layout.sources
+    `ends` has the target that each result ends up in, as far as operators ask for it (see
+    `layout.ends_of_results`). `original_shape` gives the shape of a result that goes to no target,
+    if the statement of this number undoes one that knew it.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        ends: Mapping[tuple[int, str], TensorInfo],
+        original_shape: Callable[[int, str], Shape | None],
+    ) -> None:
+        self._sources = sources
+        self._ends = ends
+        self._original_shape = original_shape
         self._source_axes: dict[str, Axes] = {}
+        self._made_by: dict[str, Step | Renaming] = {}
         self.values: dict[str, Value] = {}
-        self.added: dict[str, Step] = {}  # names that keep their initial value
-        self.deleted: dict[str, Step] = {}  # names of sources that are not wanted
-        self.made_by: dict[str, Step] = {}
+        # By name, the number of the statement.
+        self.added: dict[str, int] = {}  # names that keep their initial value
+        self.deleted: dict[str, int] = {}  # names of sources that are not wanted
         self.unread: dict[str, None] = {}  # names bound to something that no statement has read
         self.read: dict[str, None] = {}  # sources that a statement has read
         # By the statement's number and the name.
         self.read_shapes: dict[tuple[int, str], Shape] = {}
+
+    def rename(self, renames: Mapping[str, str | None]) -> None:
+        """Give sources new names, all at once; those that become None are deleted."""
+        for number, (old, new) in enumerate(renames.items(), 1):
+            renaming = Renaming(number, old, new)
+            leaf = self._sources.leaf(old)
+            if leaf is None:
+                hints = self._sources.nearest(old)
+                raise renaming.step().error(f"there is no source {old!r}", None, hints)
+            if new is None:
+                self.deleted[old] = number
+                continue
+            self.values[new] = Value(leaf, (None,) * len(leaf.shape))
+            self._made_by[new] = renaming
+            self.unread[new] = None
+            self.read[old] = None
+        for name in self.deleted.keys() & self.values.keys():
+            del self.deleted[name]
+
+    def step_of(self, name: str) -> Step:
+        """The step that assigned a name."""
+        made = self._made_by[name]
+        return made.step() if isinstance(made, Renaming) else made
+
+    def error(self, name: str, message: str, hints: Sequence[str] = ()) -> TransformError:
+        """An error where a name was assigned."""
+        step = self.step_of(name)
+        span = next((o.origin.span for o in step.right if o.name == name), None)
+        return step.error(message, span, hints)
 
     def execute(self, steps: Sequence[Step]) -> None:
         """Execute the steps of a statement, which all read before any assigns."""
@@ -42,80 +87,92 @@ class Bindings:
                 self._delete(step)
         for step, values in results:
             for operand, value in zip(step.right, values, strict=True):
-                self._assign(step, operand, value)
+                name = operand.name
+                self.values[name] = value
+                self._made_by[name] = step
+                self.unread[name] = None
+                self.added.pop(name, None)
+                self.deleted.pop(name, None)
 
     def _apply(self, step: Step) -> list[Value]:
-        values = [self._read(step, operand) for operand in step.left]
+        """What the names right of the arrow are bound to."""
+        operator = step.statement.operator
         try:
-            return step.statement.operator.apply(step, values, self._layout)
+            values = [self._read(step, operand) for operand in step.left]
+            ends = self._ends_of(step, values) if operator.needs_ends else Ends()
+            results = operator.apply(step, values, ends)
+            return [_made(operand, v) for operand, v in zip(step.right, results, strict=True)]
         except Problem as problem:
             raise step.error(str(problem), problem.span, problem.hints) from None
+
+    def _ends_of(self, step: Step, values: Sequence[Value]) -> Ends:
+        source = self._sources.origin(values[0].node) if len(values) == 1 else None
+        return Ends(source, tuple(self._target_of(step, operand) for operand in step.right))
+
+    def _target_of(self, step: Step, operand: Operand) -> TensorInfo | None:
+        """The target of a result, before `^T` on the right is undone."""
+        info = self._ends.get((step.position, operand.name))
+        if info is None and step.statement.operator.needs_sizes:
+            shape = self._original_shape(step.statement.number, operand.name)
+            info = None if shape is None else TensorInfo("", shape)
+        if info is None or not operand.origin.transposed:
+            return info
+        return info.permuted(range(len(info.shape))[::-1])
 
     def _read(self, step: Step, operand: Operand) -> Value:
         name = operand.name
         value = self.values.get(name)
-        if value is not None:
-            self.unread.pop(name, None)
+        if value is None:
+            value = with_labels(operand, self._read_source(operand))
+            self._source_axes[name] = value.axes
         else:
-            value = self._read_source(step, operand)
+            self.unread.pop(name, None)
+            value = with_labels(operand, value)
         self.read_shapes[step.statement.number, name] = value.node.shape
-        axes = merge_labels(step, operand, value.axes, operand.origin.axes)
-        value = Value(value.node, axes)
-        if name not in self.values:
-            self._source_axes[name] = axes
-        return transposed(value) if operand.origin.transposed else value
+        return value.transposed() if operand.origin.transposed else value
 
-    def _read_source(self, step: Step, operand: Operand) -> Value:
-        name = operand.name
+    def _read_source(self, operand: Operand) -> Value:
+        name, span = operand.name, operand.origin.span
         if name in self.added:
-            number = self.added[name].statement.number
-            raise step.error(
-                f"{name!r} keeps its initial value (statement {number}), so there is nothing to "
-                "make of it",
-                operand,
+            raise Problem(
+                f"{name!r} keeps its initial value (statement {self.added[name]}), so there is "
+                "nothing to make of it",
+                span,
             )
         if name in self.deleted:
-            number = self.deleted[name].statement.number
-            raise step.error(f"{name!r} has been deleted by statement {number}", operand)
+            raise Problem(f"{name!r} has been deleted by statement {self.deleted[name]}", span)
         leaf = self._sources.leaf(name)
         if leaf is None:
-            raise step.error(
-                f"there is no source and no earlier result {name!r}",
-                operand,
-                self._sources.nearest(name),
-            )
+            hints = self._sources.nearest(name)
+            raise Problem(f"there is no source and no earlier result {name!r}", span, hints)
         self.read[name] = None
         return Value(leaf, self._source_axes.get(name, (None,) * len(leaf.shape)))
 
-    def _assign(self, step: Step, operand: Operand, value: Value) -> None:
-        if operand.origin.transposed:
-            value = transposed(value)
-        axes = merge_labels(step, operand, value.axes, operand.origin.axes)
-        if value.node.depth > MAX_DEPTH:
-            raise step.error(
-                f"{operand.name!r} is built of more than {MAX_DEPTH} nested operations"
-            )
-        self.values[operand.name] = Value(value.node, axes)
-        self.made_by[operand.name] = step
-        self.unread[operand.name] = None
-        self.added.pop(operand.name, None)
-        self.deleted.pop(operand.name, None)
-
     def _add(self, step: Step) -> None:
         for operand in step.right:
-            self.added[operand.name] = step
+            self.added[operand.name] = step.statement.number
             self._forget(operand.name)
 
     def _delete(self, step: Step) -> None:
         for operand in step.left:
             name = operand.name
             if name not in self.values and self._sources.leaf(name) is None:
-                hints = self._sources.nearest(name)
-                raise step.error(f"there is no source {name!r} to delete", operand, hints)
-            self.deleted[name] = step
+                raise step.error(
+                    f"there is no source {name!r} to delete",
+                    operand.origin.span,
+                    self._sources.nearest(name),
+                )
+            self.deleted[name] = step.statement.number
             self.added.pop(name, None)
             self._forget(name)
 
     def _forget(self, name: str) -> None:
         self.values.pop(name, None)
         self.unread.pop(name, None)
+
+
+def _made(operand: Operand, value: Value) -> Value:
+    """A result as the name that it is bound to says."""
+    if value.node.depth > MAX_DEPTH:
+        raise Problem(f"{operand.name!r} is built of more than {MAX_DEPTH} nested operations")
+    return with_labels(operand, value.transposed() if operand.origin.transposed else value)

@@ -10,154 +10,164 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import ClassVar
 
 from remesh.transform.expressions import Node, concatenated, sliced
-from remesh.transform.operator_base import (
-    Attributes,
+from remesh.transform.messages import Problem
+from remesh.transform.operators import (
+    Ends,
+    Operands,
     Operator,
-    Problem,
     Value,
+    attribute,
     check_alike,
     common_labels,
     full_axis,
+    integer,
+    positive,
 )
-
-if TYPE_CHECKING:
-    from remesh.transform.expand import Step
-    from remesh.transform.layout import Layout
+from remesh.transform.syntax import Name, are_many
+from remesh.transform.tensor_info import TensorInfo
 
 MAX_BLOCKS = 65536
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Fused(Operator):
     """Base of both kinds; the direction follows from the numbers of names."""
 
+    __slots__ = ()
+    num_components: ClassVar[int]
+    may_reorder: ClassVar[bool] = False  # whether a fused tensor may become another one
     axis: int  # the fused axis
-    source_ranks: int | None = None
-    """The tensor-parallel degree of a fused source, if the statement gives it."""
-    target_ranks: int | None = None  # that of a fused target
 
-    def attributes(self) -> list[tuple[str, object]]:
-        return [
-            ("axis", self.axis),
-            ("src_parts", self.source_ranks),
-            ("dst_parts", self.target_ranks),
-        ]
-
-    def opposite(self) -> Self:
-        return replace(self, source_ranks=self.target_ranks, target_ranks=self.source_ranks)
-
-    @property
-    def num_blocks(self) -> int | None:
-        """The number of blocks; None for one for each tensor-parallel rank."""
-        return None
-
-    @property
-    def needs_targets(self) -> bool:
-        return self.num_blocks is None
+    @classmethod
+    def check_names(cls, left: Sequence[Name], right: Sequence[Name]) -> None:
+        counts = len(left), len(right)
+        allowed = [(cls.num_components, 1), (1, cls.num_components)]
+        allowed += [(1, 1)] if cls.may_reorder else []
+        if counts not in allowed or any(are_many([name]) for name in (*left, *right)):
+            forms = " or ".join(f"{a} -> {b}" for a, b in allowed)
+            raise Problem(
+                f"{cls.leads[0]} takes {forms} names, each written out, not "
+                f"{counts[0]} -> {counts[1]}"
+            )
 
     def heads(self, extents: Sequence[int]) -> tuple[int, ...]:
         """Heads of each component, given the extents of the tensors along the fused axis."""
         raise NotImplementedError
 
-    def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
-        ndim = len(values[0].node.shape)
-        axis = full_axis(step, self.axis, ndim)
+    def blocks(self, step: Operands, axis: int, ends: Ends) -> tuple[int, int]:
+        """The numbers of blocks of a fused source and of a fused target."""
+        raise NotImplementedError
+
+    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
+        axis = full_axis(step, self.axis, len(values[0].node.shape))
         check_alike(step, values, axis)
         nodes = [value.node for value in values]
         heads = self.heads([node.shape[axis] for node in nodes])
-        source_blocks = blocks = self.num_blocks or 1
-        if self.num_blocks is None and len(values) == 1:
-            source_blocks = self.source_ranks or layout.source_ranks(step, values[0], axis)
-        if self.num_blocks is None and len(step.right) == 1:
-            blocks = self.target_ranks or layout.target_ranks(step, axis, ndim)
+        source_blocks, target_blocks = self.blocks(step, axis, ends)
         if len(nodes) == 1:
             nodes = _separated(nodes[0], axis, heads, source_blocks)
         else:
             _check_heads([node.shape[axis] for node in nodes], heads)
         if len(step.right) == 1:
-            nodes = [_interleaved(nodes, axis, heads, blocks)]
+            nodes = [_interleaved(nodes, axis, heads, target_blocks)]
         labels = common_labels(step, values, axis)
         return [Value(node, labels) for node in nodes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedQkv(_Fused):
-    """Attention projections, `num_kv_heads` blocks of query heads, a key head and a value head.
+class _ByRank(_Fused):
+    """One block for each tensor-parallel rank, as stated, else as the tensors are cut."""
 
-    With `by_rank`, one block for each tensor-parallel rank: its query, key and value heads.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    by_rank: bool = False
-
-    @classmethod
-    def parse(cls, given: Attributes) -> FusedQkv:
-        by_rank = "fused_qkv_old" in given.by_name
-        macro = "fused_qkv_old" if by_rank else "fused_qkv"
-        _check_counts(given, macro, 3, may_reorder=by_rank)
-        num_heads = given.positive("num_heads")
-        num_kv_heads = given.positive("num_key_value_groups")
-        if num_heads % num_kv_heads:
-            raise Problem(
-                f"num_heads={num_heads} is no multiple of num_key_value_groups={num_kv_heads}\n"
-                "That is the number of key-value heads",
-                given.span("num_key_value_groups"),
-            )
-        return cls(
-            axis=given.integer("axis", 1),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            by_rank=by_rank,
-            source_ranks=given.optional_positive("src_parts"),
-            target_ranks=given.optional_positive("dst_parts"),
-        )
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [
-            ("fused_qkv_old" if self.by_rank else "fused_qkv", ""),
-            ("num_heads", self.num_heads),
-            ("num_key_value_groups", self.num_kv_heads),
-            *_Fused.attributes(self),
-        ]
+    __slots__ = ()
+    may_reorder: ClassVar[bool] = True
+    src_parts: int | None
+    dst_parts: int | None
 
     @property
-    def num_blocks(self) -> int | None:
-        return None if self.by_rank else self.num_kv_heads
+    def needs_ends(self) -> bool:
+        return True
+
+    def blocks(self, step: Operands, axis: int, ends: Ends) -> tuple[int, int]:
+        is_stated = self.src_parts is not None or len(step.left) > 1
+        if ends.source is None and not is_stated:
+            raise Problem(
+                f"{step.left[0].name!r} is put together from other tensors, so its tensor-parallel "
+                "degree is not known",
+                hints=["state it with src_parts="],
+            )
+        return (
+            self.src_parts or _num_ranges(ends.source, axis),
+            self.dst_parts or _num_ranges(ends.targets[0], axis),
+        )
+
+
+def _num_ranges(info: TensorInfo | None, axis: int) -> int:
+    cuts = None if info is None else info.num_pieces
+    return 1 if cuts is None or axis >= len(cuts) else cuts[axis]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedQkv(_Fused):
+    """Attention projections, a block for each key-value head: its query heads, key and value."""
+
+    leads: ClassVar[tuple[str, ...]] = ("fused_qkv",)
+    num_components: ClassVar[int] = 3
+    num_heads: int = attribute(positive)
+    num_key_value_groups: int = attribute(positive)
+    axis: int = attribute(integer, 1)
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_key_value_groups:
+            raise Problem(
+                f"num_heads={self.num_heads} is no multiple of "
+                f"num_key_value_groups={self.num_key_value_groups}\n"
+                "That is the number of key-value heads"
+            )
 
     def heads(self, _extents: Sequence[int]) -> tuple[int, ...]:
-        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+        return self.num_heads, self.num_key_value_groups, self.num_key_value_groups
 
-    def explain(self) -> tuple[str, str]:
-        if self.by_rank:
-            return "fused_qkv_old", (
-                f"along axis {self.axis}, for each tensor-parallel rank its query, key and value "
-                "heads"
-            )
-        return "fused_qkv", (
-            f"along axis {self.axis}, {self.num_kv_heads} blocks of "
-            f"{self.num_heads // self.num_kv_heads} query heads, 1 key head and 1 value head"
+    def blocks(self, _step: Operands, _axis: int, _ends: Ends) -> tuple[int, int]:
+        return self.num_key_value_groups, self.num_key_value_groups
+
+    def opposite(self) -> Operator:
+        return self
+
+    def explain(self) -> str:
+        return (
+            f"along axis {self.axis}, {self.num_key_value_groups} blocks of "
+            f"{self.num_heads // self.num_key_value_groups} query heads, 1 key head and 1 value "
+            "head"
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedFfn(_Fused):
+@dataclass(frozen=True, slots=True)
+class FusedQkvByRank(_ByRank, FusedQkv):
+    """Attention projections, a block for each rank: its query, key and value heads."""
+
+    leads: ClassVar[tuple[str, ...]] = ("fused_qkv_old",)
+    src_parts: int | None = attribute(positive, None)
+    dst_parts: int | None = attribute(positive, None)
+
+    def opposite(self) -> Operator:
+        return replace(self, src_parts=self.dst_parts, dst_parts=self.src_parts)
+
+    def explain(self) -> str:
+        return (
+            f"along axis {self.axis}, for each tensor-parallel rank its query, key and value heads"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FusedFfn(_ByRank):
     """Gate and up projections, one block of both for each tensor-parallel rank."""
 
-    @classmethod
-    def parse(cls, given: Attributes) -> FusedFfn:
-        _check_counts(given, "fused_ffn", 2, may_reorder=True)
-        return cls(
-            axis=given.integer("axis", 1),
-            source_ranks=given.optional_positive("src_parts"),
-            target_ranks=given.optional_positive("dst_parts"),
-        )
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("fused_ffn", ""), *_Fused.attributes(self)]
+    leads: ClassVar[tuple[str, ...]] = ("fused_ffn",)
+    num_components: ClassVar[int] = 2
+    axis: int = attribute(integer, 1)
+    src_parts: int | None = attribute(positive, None)
+    dst_parts: int | None = attribute(positive, None)
 
     def heads(self, extents: Sequence[int]) -> tuple[int, ...]:
         """See `_Fused.heads`: every row counts as a head."""
@@ -167,21 +177,11 @@ class FusedFfn(_Fused):
         rows = max(extent // 2 if len(extents) == 1 else extent, 1)
         return rows, rows
 
-    def explain(self) -> tuple[str, str]:
-        return "fused_ffn", (
-            f"along axis {self.axis}, for each tensor-parallel rank its rows of gate and of up"
-        )
+    def opposite(self) -> Operator:
+        return replace(self, src_parts=self.dst_parts, dst_parts=self.src_parts)
 
-
-def _check_counts(given: Attributes, macro: str, num_components: int, *, may_reorder: bool) -> None:
-    counts = len(given.left), len(given.right)
-    allowed = [(num_components, 1), (1, num_components)] + ([(1, 1)] if may_reorder else [])
-    if counts not in allowed or any(name.is_many for name in (*given.left, *given.right)):
-        forms = " or ".join(f"{a} -> {b}" for a, b in allowed)
-        raise Problem(
-            f"{macro} takes {forms} names, each written out, not {counts[0]} -> {counts[1]}",
-            given.span(macro),
-        )
+    def explain(self) -> str:
+        return f"along axis {self.axis}, for each tensor-parallel rank its rows of gate and of up"
 
 
 def _check_blocks(heads: Sequence[int], blocks: int) -> None:

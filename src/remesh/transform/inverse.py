@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from remesh.errors import TransformError
-from remesh.transform import messages
-from remesh.transform.operator_base import Operator, Problem
-from remesh.transform.operators import Tie
-from remesh.transform.patterns import Pattern
-from remesh.transform.syntax import STAR, Name, Statement, Wildcard
+from remesh.transform.messages import Problem
+from remesh.transform.operators import Operator, Tie
+from remesh.transform.statements import Statement
+from remesh.transform.syntax import STAR, Name, Pieces, Wildcard, are_many
+from remesh.transform.wildcards import Pattern
 
-Key = tuple[tuple[str | Wildcard, ...], tuple[int, int] | None]
+Key = tuple[Pieces, tuple[int, int] | None]
 
 
 def reverse(statements: Sequence[Statement]) -> tuple[Statement, ...]:
@@ -74,9 +74,7 @@ def _turned(statement: Statement, turn: Callable[[Operator], Operator]) -> State
     try:
         operator = turn(statement.operator)
     except Problem as problem:
-        raise messages.statement_error(
-            str(problem), statement, statement.operator_span, hints=problem.hints
-        ) from None
+        raise statement.error(str(problem), statement.operator_span, problem.hints) from None
     return replace(
         statement,
         left=statement.right,
@@ -101,11 +99,10 @@ COPY = re.compile(r"_copy[0-9]+\.")
 
 def _copy_of(name: Name, number: int, statement: Statement) -> Name:
     """A name for one of several copies that are compared before they become `name`."""
-    if name.is_many:
-        raise messages.statement_error(
+    if are_many([name]):
+        raise statement.error(
             f"{name} is read more than once\nIts copies would have to be compared, which is "
             "only possible for names without * and [:]",
-            statement,
             name.span,
         )
     return replace(name, pieces=(f"_copy{number}.", *name.pieces))
@@ -141,9 +138,7 @@ class _History:
         _check_no_overlap(statements)
         for number, statement in enumerate(statements):
             if statement.deletes:
-                raise messages.statement_error(
-                    "what is deleted cannot be restored, so there is no inverse", statement
-                )
+                raise statement.error("what is deleted cannot be restored, so there is no inverse")
             readings = []
             for name in () if statement.adds else statement.left:
                 version = current.get(_key(name))
@@ -186,10 +181,9 @@ class _History:
         assert version.maker is not None
         assert version.overwriter is not None
         number = self.statements[version.overwriter].number
-        return messages.statement_error(
+        return self.statements[version.maker].error(
             f"{version.name} is overwritten by statement {number} before anything reads it, so "
             "there is no inverse",
-            self.statements[version.maker],
             version.name.span,
         )
 
@@ -223,10 +217,9 @@ def _check_no_overlap(statements: Sequence[Statement]) -> None:
             pattern = _pattern(name)
             for key, (other, other_name) in wildcards.get(pattern.form, {}).items():
                 if key != _key(name) and _overlap(pattern, other):
-                    raise messages.statement_error(
+                    raise statement.error(
                         f"{name} and {other_name} may be the same tensor\nIt cannot be told "
                         "whether there is an inverse",
-                        statement,
                         name.span,
                     )
 

@@ -1,4 +1,4 @@
-"""Messages about statements: the text, a caret, what each macro became, the nearest names."""
+"""Errors in statements: the text, a caret, what each macro became, the nearest names."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ import re
 from collections.abc import Iterable, Sequence
 
 from remesh.errors import TransformError
-from remesh.transform.syntax import Span, Statement
+from remesh.transform.syntax import Span
 
 _WIDTH = 100
 _DIGITS = re.compile("[0-9]+")
 _MAX_CANDIDATES = 500
 
 
-def text_error(message: str, number: int, text: str, span: Span) -> TransformError:
-    """An error at a place of a text that is not a statement yet."""
-    return TransformError("\n".join([message, *_excerpt(f"statement {number}", text, span)]))
+class Problem(Exception):  # noqa: N818 - it is turned into an error that shows the text
+    """An error in a statement, raised where its text is not known, and its place there.
+
+    `span` is None for the place that says what the statement does.
+    """
+
+    def __init__(self, message: str, span: Span | None = None, hints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.span = span
+        self.hints = hints
 
 
-def statement_error(
-    message: str,
-    statement: Statement,
-    span: Span | None = None,
-    expansions: Sequence[tuple[str, str]] = (),
-    hints: Sequence[str] = (),
+def text_error(
+    message: str, number: int, text: str, span: Span, notes: Iterable[str] = ()
 ) -> TransformError:
-    """An error in a statement, or in some characters of it, after its expansions by macros."""
-    lines = [message]
-    lines += _excerpt(f"statement {statement.number}", statement.text, span or statement.span)
-    if statement.is_reversed:
-        lines.append(f"  reversed: {shorten(str(statement))}")
-    lines += [f"  {macro}: {shorten(text)}" for macro, text in expansions]
-    lines += [f"  {hint}" for hint in hints]
-    return TransformError("\n".join(lines))
+    """An error at a place of the text of a statement, with notes about it."""
+    lines = [message, *_excerpt(f"statement {number}", text, span)]
+    return TransformError("\n".join([*lines, *(f"  {note}" for note in notes)]))
 
 
 def _excerpt(label: str, text: str, span: Span) -> list[str]:

@@ -1,50 +1,314 @@
-"""The operators, one class each, and the table that the parser looks them up in.
+"""Operators: what statements do to tensors.
 
-A new operator is a class here (or in a module of its own, as the fused projections have) and a row
-in `OPERATORS`. docs/transform.md specifies what each one means.
+An operator is one class, a subclass of `Operator`. Its fields are the attributes that a statement
+gives, each declared with the function that reads and checks one; how a statement is parsed and
+printed follows from them. The class adds what it makes of tensors, and what turns it around.
+
+Axes of values may carry labels (`w[out, in]`). A label follows its axis through transpositions; an
+axis that is cut, joined or reshaped loses it. Two labels that meet on one axis must be equal. This
+finds the transposition that was forgotten where both axes happen to have the same size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from remesh.transform.expressions import (
     EXACT_CASTS,
+    Node,
     concatenated,
     convert,
     permute,
     reshape,
+    reverse_axes,
     sliced,
     tied,
 )
-from remesh.transform.fused import FusedFfn, FusedQkv
-from remesh.transform.messages import nearest
-from remesh.transform.operator_base import (
-    Attribute,
-    Attributes,
-    Operator,
-    Problem,
-    Value,
-    check_alike,
-    common_labels,
-    full_axis,
-)
+from remesh.transform.messages import Problem
 from remesh.transform.rearrange import Shape, inverse_order
-from remesh.transform.syntax import FLAGS, Name, Span
+from remesh.transform.syntax import Name, Span, are_many
+from remesh.transform.tensor_info import TensorInfo
 
-if TYPE_CHECKING:
-    from remesh.transform.expand import Step
-    from remesh.transform.layout import Layout
+CAST_DTYPES = ("float16", "bfloat16", "float32")
+_INTEGER_LIST = re.compile(r"\s*[\[(]\s*((?:-?[0-9]{1,18}\s*,\s*)*(?:-?[0-9]{1,18})?)\s*[\])]\s*")
+
+# ---------------------------------------------------------------------------------------------
+# Attributes
+# ---------------------------------------------------------------------------------------------
+
+AttributeValue = int | str | tuple[int, ...] | bool
+Extents = tuple[int, ...] | Literal["targets"]
+"""Whole numbers, or the word that stands for those of the targets that results go to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """`name=value`, or a flag, whose value is True."""
+
+    name: str
+    value: AttributeValue
+    span: Span
+
+
+def attribute(read: Callable[[Attribute], object], default: object = MISSING) -> Any:
+    """The field of an operator that an attribute of the same name gives."""
+    return field(default=default, metadata={"read": read})
+
+
+def integer(given: Attribute) -> int:
+    """A whole number."""
+    if type(given.value) is not int:
+        raise Problem(f"{given.name} must be a whole number", given.span)
+    return given.value
+
+
+def positive(given: Attribute) -> int:
+    """A whole number from 1."""
+    value = integer(given)
+    if value < 1:
+        raise Problem(f"{given.name} must be at least 1", given.span)
+    return value
+
+
+def integers(given: Attribute) -> tuple[int, ...]:
+    """A list of whole numbers, which may be quoted."""
+    if isinstance(given.value, tuple):
+        return given.value
+    match = _INTEGER_LIST.fullmatch(given.value) if isinstance(given.value, str) else None
+    if match is None:
+        raise Problem(f"{given.name} must be a list such as [1, 0]", given.span)
+    return tuple(int(item) for item in match.group(1).split(",") if item.strip())
+
+
+def extents(given: Attribute) -> Extents:
+    """A list of extents of axes, or the word `targets`."""
+    if given.value == "targets":
+        return "targets"
+    found = integers(given)
+    if min(found, default=0) < 0:
+        raise Problem(f"{given.name} must be extents; extents are not negative", given.span)
+    return found
+
+
+def cast_dtype(given: Attribute) -> str:
+    """The name of an element type that tensors may be converted to."""
+    if given.value not in CAST_DTYPES:
+        raise Problem(f"{given.name} must be one of {', '.join(CAST_DTYPES)}", given.span)
+    return str(given.value)
+
+
+# ---------------------------------------------------------------------------------------------
+# Values
+# ---------------------------------------------------------------------------------------------
+
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """The value of a name: a tensor, and the labels of its axes as far as they are known."""
+
+    node: Node
+    axes: Axes
+
+    def transposed(self) -> Value:
+        """The value with all axes reversed."""
+        return Value(reverse_axes(self.node), self.axes[::-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A plain name, and the name in a statement that it came from."""
+
+    name: str
+    origin: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The plain names of one execution of a statement."""
+
+    left: tuple[Operand, ...]  # what it reads; none if it adds
+    right: tuple[Operand, ...]  # what it assigns; none if it deletes
+
+
+class Ends(NamedTuple):
+    """Where tensors come from and go to, as far as that is known; axes as the operator sees them.
+
+    Only operators that depend on it (`Operator.needs_ends`) are told.
+    """
+
+    source: TensorInfo | None = None  # the source that the only tensor is, if it is one
+    targets: tuple[TensorInfo | None, ...] = ()  # the target that each result ends up in
+
+
+def with_labels(operand: Operand, value: Value) -> Value:
+    """A value after the statement has named its axes."""
+    stated, axes = operand.origin.axes, value.axes
+    if stated is None:
+        return value
+    if len(stated) != len(axes):
+        raise Problem(
+            f"{operand.name!r} has {len(axes)} axes, but {len(stated)} are named here",
+            operand.origin.span,
+        )
+    for axis, (known, label) in enumerate(zip(axes, stated, strict=True)):
+        if known is not None and known != label:
+            raise Problem(
+                f"axis {axis} of {operand.name!r} is {known!r}, but is called {label!r} here\nIs a "
+                "transposition missing or too many?",
+                operand.origin.span,
+            )
+    return Value(value.node, stated)
+
+
+def common_labels(step: Operands, values: Sequence[Value], free: int | None) -> Axes:
+    """The labels of tensors that are joined; those of the axis `free` may differ, and are lost."""
+    axes = list(values[0].axes)
+    for operand, value in zip(step.left, values, strict=True):
+        for axis, label in enumerate(value.axes):
+            if axis == free:
+                continue
+            if axes[axis] is None:
+                axes[axis] = label
+            elif label is not None and label != axes[axis]:
+                raise Problem(
+                    f"axis {axis} of {operand.name!r} is {label!r}, but that of "
+                    f"{step.left[0].name!r} is {axes[axis]!r}",
+                    operand.origin.span,
+                )
+    if free is not None:
+        axes[free] = None
+    return tuple(axes)
+
+
+def full_axis(step: Operands, axis: int, ndim: int) -> int:
+    """An axis, not counted from the end."""
+    if not -ndim <= axis < ndim:
+        raise Problem(f"there is no axis {axis}: {step.left[0].name!r} has {ndim}")
+    return axis % ndim
+
+
+def check_alike(step: Operands, values: Sequence[Value], axis: int | None) -> None:
+    """Refuse tensors that are joined and differ in dtype, or in shape, except along `axis`."""
+    first = values[0].node
+    for operand, value in zip(step.left, values, strict=True):
+        node = value.node
+        same_shape = len(node.shape) == len(first.shape) and all(
+            a == b
+            for i, (a, b) in enumerate(zip(node.shape, first.shape, strict=True))
+            if i != axis
+        )
+        if not same_shape:
+            raise Problem(
+                f"{operand.name!r} has shape {node.shape}, which does not fit "
+                f"{step.left[0].name!r} with {first.shape}",
+                operand.origin.span,
+            )
+        if node.dtype is not None and first.dtype is not None and node.dtype != first.dtype:
+            raise Problem(
+                f"{operand.name!r} is {node.dtype}, {step.left[0].name!r} is {first.dtype}",
+                operand.origin.span,
+                ["cast one of them in a statement of its own before this"],
+            )
+
+
+# ---------------------------------------------------------------------------------------------
+# Operators
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The effect of a statement."""
+
+    leads: ClassVar[tuple[str, ...]] = ()
+    """The attributes that give a statement this operator; those that are no fields are flags."""
+    title: ClassVar[str] = ""  # how messages call it; empty for the attribute that leads
+    reads_many: ClassVar[bool] = False  # whether several names may stand left of the arrow
+    makes_many: ClassVar[bool] = False  # whether several names may stand right of it
+    keeps_shape: ClassVar[bool] = True
+    """Whether a result that is made of one tensor has its axes, in some order."""
+    copies: ClassVar[bool] = False  # whether each result holds what each source does
+
+    @classmethod
+    def parse(
+        cls, left: Sequence[Name], right: Sequence[Name], given: Mapping[str, Attribute]
+    ) -> Self:
+        """The operator with its attributes, checked."""
+        cls.check_names(left, right)
+        values = {}
+        for own in fields(cls):
+            if own.name in given:
+                values[own.name] = own.metadata["read"](given[own.name])
+            elif own.default is MISSING:
+                raise Problem(f"{own.name}= is missing")
+        return cls(**values)
+
+    @classmethod
+    def check_names(cls, left: Sequence[Name], right: Sequence[Name]) -> None:
+        """Refuse more names on a side than the operator takes."""
+        if (cls.reads_many or not are_many(left)) and (cls.makes_many or not are_many(right)):
+            return
+        side = "the right" if cls.reads_many else "the left" if cls.makes_many else "either side"
+        raise Problem(f"{cls.title or cls.leads[0]} takes one name on {side}")
+
+    @property
+    def needs_sizes(self) -> bool:
+        """True if the shapes of the targets decide about the results."""
+        return False
+
+    @property
+    def needs_ends(self) -> bool:
+        """True if the results depend on what `Ends` tells."""
+        return self.needs_sizes
+
+    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
+        """The tensors right of the arrow, made of those on the left."""
+        raise NotImplementedError
+
+    def opposite(self) -> Operator:
+        """The operator of the statement with its sides exchanged."""
+        raise NotImplementedError
+
+    def undo(self) -> Operator:
+        """Like `opposite`, but it restores the sources exactly; sizes may come from the targets."""
+        return self.opposite()
+
+    @property
+    def num_parts(self) -> int:
+        """How many results a `*` on the right stands for; 0 if the statement does not say."""
+        return 0
+
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """The axes of the tensor that is read, in the order of the result's."""
+        return tuple(range(ndim))
+
+    def explain(self) -> str:
+        """What a macro does, for errors; empty for an operator that says so itself."""
+        return ""
+
+    def __str__(self) -> str:
+        """The attributes as text, with a comma before each."""
+        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        flags = [f", {name}" for name in self.leads if name not in values]
+        given = [f", {name}={_text(v)}" for name, v in values.items() if v is not None]
+        return "".join([*flags, *given])
+
+
+def _text(value: object) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Rename(Operator):
     """`a -> b`: the same tensor under another name. `_ -> z` and `a -> _` have it too."""
 
-    def apply(self, _step: Step, values: list[Value], _layout: Layout) -> list[Value]:
+    def apply(self, _step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         return values
 
     def opposite(self) -> Rename:
@@ -55,27 +319,11 @@ class Rename(Operator):
 class Concat(Operator):
     """`a, b -> c, axis=1`."""
 
-    axis: int
+    leads: ClassVar[tuple[str, ...]] = ("axis",)
+    reads_many: ClassVar[bool] = True
+    axis: int = attribute(integer)
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Operator:
-        """Concatenation, split, or, with one name on either side, a rename."""
-        axis = given.integer("axis")
-        given.check_one_side_is_single()
-        if given.right_is_many:
-            return Split.parse(given)
-        for name in ("sizes", "parts"):
-            if name in given.by_name:
-                raise Problem(
-                    f"{name} belongs to a split: one name on the left, several on the right",
-                    given.span(name),
-                )
-        return cls(axis) if given.left_is_many else Rename()
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("axis", self.axis)]
-
-    def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
+    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         axis = full_axis(step, self.axis, len(values[0].node.shape))
         check_alike(step, values, axis)
         if len(values) == 1:
@@ -87,37 +335,24 @@ class Concat(Operator):
         return Split(self.axis)
 
     def undo(self) -> Split:
-        return Split(self.axis, from_targets=True)
+        return Split(self.axis, "targets")
 
 
 @dataclass(frozen=True, slots=True)
 class Split(Operator):
     """`a -> b, c, axis=0`: into equal parts, or into the given sizes."""
 
-    axis: int  # the axis that is cut
-    sizes: tuple[int, ...] | None = None  # extents of the parts; None if they are equal
-    from_targets: bool = False  # whether the extents are those of the targets that the parts go to
-    parts: int | None = None  # how many parts a `*` on the right stands for
+    leads: ClassVar[tuple[str, ...]] = ("axis",)
+    title: ClassVar[str] = "a split"
+    makes_many: ClassVar[bool] = True
+    axis: int = attribute(integer)  # the axis that is cut
+    sizes: Extents | None = attribute(extents, None)  # None for equal parts
+    parts: int | None = attribute(positive, None)  # how many parts a `*` on the right stands for
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Split:
-        """See `Operator.parse`; `Concat` shares the attribute and comes here."""
-        axis, parts = given.integer("axis"), given.optional_positive("parts")
-        if "sizes" not in given.by_name:
-            return cls(axis, parts=parts)
-        sizes = given.integers_or_targets("sizes")
-        if sizes is not None and (not sizes or min(sizes) < 0):
-            raise Problem("sizes must be one extent for each name", given.span("sizes"))
-        return cls(axis, sizes, sizes is None, parts)
-
-    def attributes(self) -> list[tuple[str, object]]:
-        sizes = "targets" if self.from_targets else self.sizes
-        return [("axis", self.axis), ("sizes", sizes), ("parts", self.parts)]
-
-    def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
+    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
         node = values[0].node
         axis = full_axis(step, self.axis, len(node.shape))
-        sizes = self._sizes(step, node.shape, axis, layout)
+        sizes = self._sizes(step, node.shape, axis, ends)
         if len(sizes) == 1:
             return values
         labels = common_labels(step, values, axis)
@@ -127,12 +362,13 @@ class Split(Operator):
             start += size
         return parts
 
-    def _sizes(self, step: Step, shape: Shape, axis: int, layout: Layout) -> Sequence[int]:
+    def _sizes(self, step: Operands, shape: Shape, axis: int, ends: Ends) -> Sequence[int]:
         extent, num_parts = shape[axis], len(step.right)
         name = step.left[0].name
         _check_num_parts(step, self.parts)
-        if self.from_targets:
-            sizes: Sequence[int] = [layout.result_shape(step, o)[axis] for o in step.right]
+        if self.sizes == "targets":
+            pairs = zip(step.right, ends.targets, strict=True)
+            sizes: Sequence[int] = [_target_shape(*pair)[axis] for pair in pairs]
         elif self.sizes is not None:
             sizes = self.sizes
         elif extent % num_parts:
@@ -156,68 +392,64 @@ class Split(Operator):
         return Concat(self.axis)
 
     @property
-    def needs_targets(self) -> bool:
-        return self.from_targets
+    def needs_sizes(self) -> bool:
+        return self.sizes == "targets"
 
     @property
     def num_parts(self) -> int:
-        return self.parts or len(self.sizes or ())
+        return self.parts or (0 if self.sizes in (None, "targets") else len(self.sizes))
 
 
-def _check_num_parts(step: Step, num_parts: int | None) -> None:
+def _check_num_parts(step: Operands, num_parts: int | None) -> None:
     if num_parts is not None and num_parts != len(step.right):
         raise Problem(f"parts={num_parts}, but there are {len(step.right)} names")
+
+
+def _target_shape(operand: Operand, target: TensorInfo | None) -> Shape:
+    if target is None:
+        raise Problem(
+            f"{operand.name!r} goes to no target that would tell its size",
+            operand.origin.span,
+            ["write the numbers instead of targets, or give the targets"],
+        )
+    return target.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Stack(Operator):
     """`a, b -> c, stack=0`: along a new axis at this place."""
 
+    leads: ClassVar[tuple[str, ...]] = ("stack",)
+    reads_many: ClassVar[bool] = True
     keeps_shape: ClassVar[bool] = False
-    axis: int
+    stack: int = attribute(integer)
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Stack:
-        if given.right_is_many:
-            raise Problem("stack takes one name on the right")
-        return cls(given.integer("stack"))
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("stack", self.axis)]
-
-    def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
+    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         check_alike(step, values, None)
         shape = values[0].node.shape
-        axis = full_axis(step, self.axis, len(shape) + 1)
+        axis = full_axis(step, self.stack, len(shape) + 1)
         slab = (*shape[:axis], 1, *shape[axis:])
         node = concatenated([reshape(value.node, slab) for value in values], axis)
         labels = common_labels(step, values, None)
         return [Value(node, (*labels[:axis], None, *labels[axis:]))]
 
     def opposite(self) -> Unstack:
-        return Unstack(self.axis)
+        return Unstack(self.stack)
 
 
 @dataclass(frozen=True, slots=True)
 class Unstack(Operator):
     """`c -> a, b, unstack=0`: the axis at this place disappears."""
 
+    leads: ClassVar[tuple[str, ...]] = ("unstack",)
+    makes_many: ClassVar[bool] = True
     keeps_shape: ClassVar[bool] = False
-    axis: int
-    parts: int | None = None  # how many parts a `*` on the right stands for
+    unstack: int = attribute(integer)
+    parts: int | None = attribute(positive, None)  # see `Split`
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Unstack:
-        if given.left_is_many:
-            raise Problem("unstack takes one name on the left")
-        return cls(given.integer("unstack"), given.optional_positive("parts"))
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("unstack", self.axis), ("parts", self.parts)]
-
-    def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
+    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         node, labels = values[0].node, values[0].axes
-        axis = full_axis(step, self.axis, len(node.shape))
+        axis = full_axis(step, self.unstack, len(node.shape))
         _check_num_parts(step, self.parts)
         num_parts = len(step.right)
         if node.shape[axis] != num_parts:
@@ -232,7 +464,7 @@ class Unstack(Operator):
         ]
 
     def opposite(self) -> Stack:
-        return Stack(self.axis)
+        return Stack(self.unstack)
 
     @property
     def num_parts(self) -> int:
@@ -241,64 +473,46 @@ class Unstack(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Permute(Operator):
-    """`a -> b, permute=[2, 0, 1]`: axis i of b is axis axes[i] of a; empty reverses all axes."""
+    """`a -> b, permute=[2, 0, 1]`: axis i of b is axis permute[i] of a; empty reverses all axes."""
 
-    axes: tuple[int, ...]
+    leads: ClassVar[tuple[str, ...]] = ("permute",)
+    permute: tuple[int, ...] = attribute(integers)
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Permute:
-        given.check_one_to_one("permute")
-        return cls(given.integers("permute"))
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("permute", self.axes)]
-
-    def apply(self, _step: Step, values: list[Value], _layout: Layout) -> list[Value]:
+    def apply(self, _step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         node, labels = values[0].node, values[0].axes
         order = self.order(len(node.shape))
         return [Value(permute(node, order), tuple(labels[axis] for axis in order))]
 
     def opposite(self) -> Permute:
-        ndim = len(self.axes)
-        return Permute(inverse_order([axis % ndim for axis in self.axes]))
+        ndim = len(self.permute)
+        return Permute(inverse_order([axis % ndim for axis in self.permute]))
 
     def order(self, ndim: int) -> tuple[int, ...]:
         """See `Operator.order`; none of the axes is counted from the end."""
-        if not self.axes:
+        if not self.permute:
             return tuple(reversed(range(ndim)))
-        order = tuple(axis + ndim if axis < 0 else axis for axis in self.axes)
+        order = tuple(axis + ndim if axis < 0 else axis for axis in self.permute)
         if sorted(order) != list(range(ndim)):
-            raise Problem(f"{list(self.axes)} is no order of the {ndim} axes of the tensor")
+            raise Problem(f"{list(self.permute)} is no order of the {ndim} axes of the tensor")
         return order
 
 
 @dataclass(frozen=True, slots=True)
 class Reshape(Operator):
-    """`a -> b, reshape=[8, 128, 4096]`, or back to two axes if `a` has that shape.
+    """`a -> b, reshape=[8, 128, 4096]`, or back to two axes if `a` has that shape."""
 
-    The shape is None for `reshape=targets`: that of the target which the result goes to.
-    """
-
+    leads: ClassVar[tuple[str, ...]] = ("reshape",)
     keeps_shape: ClassVar[bool] = False
-    shape: tuple[int, ...] | None
+    reshape: Extents = attribute(extents)
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Reshape:
-        given.check_one_to_one("reshape")
-        shape = given.integers_or_targets("reshape")
-        if min(shape or (), default=0) < 0:
-            raise Problem("extents are not negative", given.span("reshape"))
-        return cls(shape)
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("reshape", "targets" if self.shape is None else self.shape)]
-
-    def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
-        node, shape = values[0].node, self.shape
-        if shape is None:
-            shape = layout.result_shape(step, step.right[0])
-        elif node.shape == shape and len(shape) >= 3:
-            shape = (shape[0] * shape[1], math.prod(shape[2:]))
+    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
+        node = values[0].node
+        if self.reshape == "targets":
+            shape = _target_shape(step.right[0], ends.targets[0])
+        elif node.shape == self.reshape and len(node.shape) >= 3:
+            shape = (node.shape[0] * node.shape[1], math.prod(node.shape[2:]))
+        else:
+            shape = self.reshape
         if math.prod(shape) != math.prod(node.shape):
             raise Problem(
                 f"{step.left[0].name!r} has shape {node.shape}, which has not as many elements as "
@@ -308,80 +522,79 @@ class Reshape(Operator):
 
     def opposite(self) -> Reshape:
         """See `Operator.opposite`: with three axes or more, it means both directions."""
-        if self.shape is None or len(self.shape) < 3:
-            raise Problem(
-                "a reshape to fewer than three axes does not say what to go back to",
-            )
+        if self.reshape == "targets" or len(self.reshape) < 3:
+            raise Problem("a reshape to fewer than three axes does not say what to go back to")
         return self
 
     def undo(self) -> Reshape:
-        return Reshape(None)
+        return Reshape("targets")
 
     @property
-    def needs_targets(self) -> bool:
-        return self.shape is None
+    def needs_sizes(self) -> bool:
+        return self.reshape == "targets"
 
 
 @dataclass(frozen=True, slots=True)
 class Cast(Operator):
-    """`a -> b, dtype=float32`, or with the source's dtype stated so that it can be undone."""
+    """`a -> b, dtype=float32`."""
 
-    dtype: str
-    source_dtype: str | None = None
+    leads: ClassVar[tuple[str, ...]] = ("dtype",)
+    title: ClassVar[str] = "a cast"
+    dtype: str = attribute(cast_dtype)
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Cast:
-        given.check_one_to_one("a cast")
-        if "dtype" in given.by_name:
-            return cls(given.dtype("dtype"))
-        return cls(given.dtype("dst_dtype"), given.dtype("src_dtype"))
-
-    def attributes(self) -> list[tuple[str, object]]:
-        name = "dtype" if self.source_dtype is None else "dst_dtype"
-        return [("src_dtype", self.source_dtype), (name, self.dtype)]
-
-    def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
-        node, name = values[0].node, step.left[0].name
-        if node.dtype is not None:
-            if self.source_dtype is not None and node.dtype != self.source_dtype:
-                raise Problem(f"{name!r} is {node.dtype}, not {self.source_dtype}")
-            if "float" not in node.dtype:
-                raise Problem(f"{name!r} is {node.dtype}; only floats can be cast")
-        return [Value(convert(node, self.dtype), values[0].axes)]
+    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
+        return [_cast(step, values[0], self.dtype)]
 
     def opposite(self) -> Cast:
-        if self.source_dtype is None:
-            raise Problem(
-                "a cast with dtype= does not say what to go back to",
-                hints=["write src_dtype= and dst_dtype= instead"],
-            )
-        return Cast(self.source_dtype, self.dtype)
+        raise Problem(
+            "a cast with dtype= does not say what to go back to",
+            hints=["write src_dtype= and dst_dtype= instead"],
+        )
 
-    def undo(self) -> Cast:
-        casts = (self.source_dtype, self.dtype)
-        if None not in casts and casts[0] != casts[1] and casts not in EXACT_CASTS:
+
+@dataclass(frozen=True, slots=True)
+class StatedCast(Operator):
+    """`a -> b, src_dtype=float16, dst_dtype=float32`, which can be undone."""
+
+    leads: ClassVar[tuple[str, ...]] = ("src_dtype", "dst_dtype")
+    title: ClassVar[str] = "a cast"
+    src_dtype: str = attribute(cast_dtype)
+    dst_dtype: str = attribute(cast_dtype)
+
+    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
+        found = values[0].node.dtype
+        if found is not None and found != self.src_dtype:
+            raise Problem(f"{step.left[0].name!r} is {found}, not {self.src_dtype}")
+        return [_cast(step, values[0], self.dst_dtype)]
+
+    def opposite(self) -> StatedCast:
+        return StatedCast(self.dst_dtype, self.src_dtype)
+
+    def undo(self) -> StatedCast:
+        casts = (self.src_dtype, self.dst_dtype)
+        if casts[0] != casts[1] and casts not in EXACT_CASTS:
             raise Problem(
                 f"a cast from {casts[0]} to {casts[1]} loses digits, so it has no inverse"
             )
         return self.opposite()
 
 
+def _cast(step: Operands, value: Value, dtype: str) -> Value:
+    found = value.node.dtype
+    if found is not None and "float" not in found:
+        raise Problem(f"{step.left[0].name!r} is {found}; only floats can be cast")
+    return Value(convert(value.node, dtype), value.axes)
+
+
 @dataclass(frozen=True, slots=True)
 class Tie(Operator):
     """`a, b -> c, tie`: a and b hold the same values, which is checked, and c is either."""
 
+    leads: ClassVar[tuple[str, ...]] = ("tie",)
+    reads_many: ClassVar[bool] = True
     copies: ClassVar[bool] = True
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Tie:
-        if given.right_is_many:
-            raise Problem("tie takes one name on the right")
-        return cls()
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("tie", "")]
-
-    def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
+    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         check_alike(step, values, None)
         node = tied([value.node for value in values])
         return [Value(node, common_labels(step, values, None))]
@@ -394,107 +607,12 @@ class Tie(Operator):
 class Untie(Operator):
     """`a -> b, c, untie`: b and c are copies."""
 
+    leads: ClassVar[tuple[str, ...]] = ("untie",)
+    makes_many: ClassVar[bool] = True
     copies: ClassVar[bool] = True
 
-    @classmethod
-    def parse(cls, given: Attributes) -> Untie:
-        if given.left_is_many:
-            raise Problem("untie takes one name on the left")
-        return cls()
-
-    def attributes(self) -> list[tuple[str, object]]:
-        return [("untie", "")]
-
-    def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
+    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         return values * len(step.right)
 
     def opposite(self) -> Tie:
         return Tie()
-
-
-# ---------------------------------------------------------------------------------------------
-# From attributes to operators
-# ---------------------------------------------------------------------------------------------
-
-OPERATORS: dict[str, tuple[type[Operator], tuple[str, ...]]] = {
-    "axis": (Concat, ("sizes", "parts")),
-    "stack": (Stack, ()),
-    "unstack": (Unstack, ("parts",)),
-    "permute": (Permute, ()),
-    "reshape": (Reshape, ()),
-    "dtype": (Cast, ()),
-    "src_dtype": (Cast, ("dst_dtype",)),
-    "dst_dtype": (Cast, ("src_dtype",)),
-    "tie": (Tie, ()),
-    "untie": (Untie, ()),
-    "fused_qkv": (FusedQkv, ("num_heads", "num_key_value_groups", "axis")),
-    "fused_qkv_old": (
-        FusedQkv,
-        ("num_heads", "num_key_value_groups", "axis", "src_parts", "dst_parts"),
-    ),
-    "fused_ffn": (FusedFfn, ("axis", "src_parts", "dst_parts")),
-}
-"""By the attribute that names it: each operator, and the attributes that may stand beside that."""
-
-ATTRIBUTES = sorted({*OPERATORS, *(name for _, beside in OPERATORS.values() for name in beside)})
-"""The names of all attributes."""
-
-
-def operator_of(
-    left: Sequence[Name], right: Sequence[Name], attributes: Mapping[str, Attribute]
-) -> tuple[Operator, Span | None]:
-    """The operator of a statement, and the span of the attribute that names it."""
-    given = Attributes(left, right, attributes)
-    for attribute in attributes.values():
-        _check_known(attribute)
-    if left[0].is_nothing or right[0].is_nothing:
-        for attribute in attributes.values():
-            raise Problem("a statement with _ takes no attributes", attribute.span)
-        return Rename(), None
-    leader = _leader(list(attributes.values()))
-    if leader is not None:
-        return OPERATORS[leader.name][0].parse(given), leader.span
-    given.check_one_side_is_single()
-    if given.left_is_many or given.right_is_many:
-        raise Problem(
-            "several names on one side need axis= (or stack=, unstack=, tie, untie, or one of the "
-            "fused_ macros)"
-        )
-    return Rename(), None
-
-
-def _check_known(attribute: Attribute) -> None:
-    if attribute.name not in ATTRIBUTES:
-        hints = "".join(f"; {hint}" for hint in nearest(attribute.name, ATTRIBUTES))
-        raise Problem(f"unknown attribute {attribute.name!r}{hints}", attribute.span)
-    is_flag = attribute.name in FLAGS
-    if is_flag != (attribute.value is True):
-        form = "stands alone, without a value" if is_flag else "needs a value"
-        raise Problem(f"{attribute.name} {form}", attribute.span)
-
-
-def _leader(attributes: Sequence[Attribute]) -> Attribute | None:
-    """The attribute that names the operator; None if no attribute does, and there is none."""
-    leaders = [attribute for attribute in attributes if attribute.name in OPERATORS]
-    # `axis` names an operator of its own unless it stands beside another.
-    outer = [one for one in leaders if not any(_gives_way(one, other) for other in leaders)]
-    leader = outer[0] if outer else None
-    beside = OPERATORS[leader.name][1] if leader is not None else ()
-    for other in leaders:
-        if leader is not None and other is not leader and other.name not in beside:
-            raise Problem(
-                f"{leader.name} and {other.name} are two operators; write two statements",
-                other.span,
-            )
-    for attribute in attributes:
-        if attribute is not leader and attribute.name not in beside:
-            owners = [name for name, (_, names) in OPERATORS.items() if attribute.name in names]
-            raise Problem(
-                f"{attribute.name} belongs to {' or '.join(owners)}, not to this statement",
-                attribute.span,
-            )
-    return leader
-
-
-def _gives_way(one: Attribute, other: Attribute) -> bool:
-    return one.name in OPERATORS[other.name][1] and other.name not in OPERATORS[one.name][1]

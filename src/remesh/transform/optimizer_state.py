@@ -60,6 +60,11 @@ class State(NamedTuple):
     after: str  # part of its name after the parameter
     owner: str  # part of the parameter's name before the part that the state's name repeats
 
+    def owned_by(self, owner: str) -> State:
+        """The same state, of a parameter whose name begins with `owner`."""
+        _, slot, before, after, _ = self
+        return State(owner + self.parameter, slot, before, after, owner) if owner else self
+
     def name_for(self, parameter: str) -> str:
         """The name of the same state of another parameter."""
         short = short_name(self.owner, self.parameter.removeprefix(self.owner), parameter)
@@ -75,17 +80,6 @@ def short_name(owner: str, short: str, new: str) -> str:
     if short.endswith(f".{new}"):
         return new
     return ".".join(new.split(".")[owner.count(".") :])
-
-
-class _Nested(NamedTuple):
-    """A name in the styles with `state.`, before the owner is known."""
-
-    name: str
-    root: str
-    slot: str
-    short_parameter: str
-    before: str
-    after: str
 
 
 @dataclass(slots=True)
@@ -125,11 +119,6 @@ class States:
         return same[0] if len(same) == 1 else None
 
 
-def is_state_like(name: str) -> bool:
-    """True if a name has the form of an optimizer state's, whatever else there is."""
-    return name.rpartition(".")[2] in SLOTS or _STATE.search(name) is not None
-
-
 def find_states(
     names: Iterable[str], further_parameters: Iterable[str], owners: Mapping[str, str]
 ) -> States:
@@ -142,27 +131,31 @@ def find_states(
     made = {name.rpartition(".")[0] for name in names if name.endswith(f".{TENSOR_RECORD}")}
     states = States()
     parameters: dict[str, None] = dict.fromkeys(further_parameters)
-    nested: list[_Nested] = []
-    suffixed: list[tuple[str, str, str]] = []
+    by_root: dict[str, _Group] = {}
+    suffixed: list[tuple[str, State]] = []
     for name in names:
         match = _STATE.search(name) if "state." in name else None
-        parsed = None if match is None else _parse(name, match.end(), made)
-        if parsed is not None:
-            nested.append(parsed)
+        nested = None if match is None else _parse(name, match.end(), made)
+        if match is not None and nested is not None:
+            by_root.setdefault(name[: match.end()], []).append((name, nested))
             continue
-        head, dot, tail = name.rpartition(".")
-        if dot and head and tail in SLOTS:
-            suffixed.append((name, head, tail))
+        head, _, tail = name.rpartition(".")
+        if head and tail in SLOTS:
+            suffixed.append((name, State(head, SLOTS[tail], "", f".{tail}", "")))
         else:
             parameters[name] = None
-    for name, head, tail in suffixed:
-        states.add(name, State(head, SLOTS[tail], "", f".{tail}", ""))
-    if nested:
-        _add_nested(states, nested, parameters, owners)
+    for name, state in suffixed:
+        states.add(name, state)
+    for root, group in by_root.items():
+        _add_nested(states, group, parameters, owners.get(root))
     return states
 
 
-def _parse(name: str, root_end: int, made: Collection[str]) -> _Nested | None:
+_Group = list[tuple[str, State]]
+"""Names in a style with `state.` under one root, and their states before the owner is known."""
+
+
+def _parse(name: str, root_end: int, made: Collection[str]) -> State | None:
     """A name in a style with `state.`, which ends at `root_end`.
 
     Names in `made` are those of states that are made of several tensors. Each of these is a slot
@@ -171,55 +164,50 @@ def _parse(name: str, root_end: int, made: Collection[str]) -> _Nested | None:
     root, rest = name[:root_end], name[root_end:]
     first, _, behind = rest.partition(".")
     if behind and first in SLOTS:
-        return _Nested(name, root, SLOTS[first], behind, f"{root}{first}.", "")
-    inner = rest.rpartition(".")[2]
-    is_inner = name.rpartition(".")[0] in made
-    state = rest.removesuffix(f".{inner}") if is_inner else rest
-    parameter, _, slot = state.rpartition(".")
+        return State(behind, SLOTS[first], f"{root}{first}.", "", "")
+    head, _, inner = rest.rpartition(".")
+    is_inner = root + head in made
+    parameter, _, slot = (head if is_inner else rest).rpartition(".")
     if not parameter:
         return None
-    after = f".{slot}.{inner}" if is_inner else f".{slot}"
-    slot = SLOTS.get(slot, slot)
-    return _Nested(name, root, f"{slot}.{inner}" if is_inner else slot, parameter, root, after)
+    known = SLOTS.get(slot, slot)
+    if is_inner:
+        return State(parameter, f"{known}.{inner}", root, f".{slot}.{inner}", "")
+    return State(parameter, known, root, f".{slot}", "")
 
 
 def _add_nested(
-    states: States,
-    nested: list[_Nested],
-    parameters: Mapping[str, None],
-    owners: Mapping[str, str],
+    states: States, group: _Group, parameters: Mapping[str, None], stated_owner: str | None
 ) -> None:
-    by_root: dict[str, list[_Nested]] = {}
-    for parsed in nested:
-        head, _, tail = parsed.name.rpartition(".")
+    own: _Group = []
+    for name, state in group:
+        head, _, tail = name.rpartition(".")
         if tail in SLOTS and head in parameters:
             # A parameter that has `state.` in its own name.
-            states.add(parsed.name, State(head, SLOTS[tail], "", f".{tail}", ""))
+            states.add(name, State(head, SLOTS[tail], "", f".{tail}", ""))
         else:
-            by_root.setdefault(parsed.root, []).append(parsed)
+            own.append((name, state))
     known_slots = frozenset(SLOTS.values())
-    for root, group in by_root.items():
-        if root not in owners and not any(parsed.slot in known_slots for parsed in group):
-            continue  # a module called `state`
-        found = [owners[root]] if root in owners else _owners(group, parameters)
-        for name, _, slot, short, before, after in group:
-            if len(found) > 1:
-                states.undecided[name] = tuple(
-                    State(owner + short, slot, before, after, owner) for owner in found
-                )
-            elif found or slot in known_slots:
-                # If nothing is known of the parameters, only names that can be nothing else count.
-                owner = found[0] if found else ""
-                states.add(name, State(owner + short, slot, before, after, owner))
+    if stated_owner is None and not any(state.slot in known_slots for _, state in own):
+        return  # a module called `state`
+    found = [stated_owner] if stated_owner is not None else _owners(own, parameters)
+    for name, state in own:
+        # If nothing is known of the parameters, only names that can be nothing else count.
+        owners = found or ([""] if state.slot in known_slots else [])
+        owned = [state.owned_by(owner) for owner in owners]
+        if len(owned) > 1:
+            states.undecided[name] = tuple(owned)
+        elif owned:
+            states.add(name, owned[0])
 
 
-def _owners(group: list[_Nested], parameters: Mapping[str, None]) -> list[str]:
+def _owners(group: _Group, parameters: Mapping[str, None]) -> list[str]:
     """The best prefixes for the parameters of an optimizer; none if nothing fits.
 
     The longest short name says most. Every parameter that ends in it is a proposal, and the
     proposals that are right for most of the names are kept.
     """
-    shorts = list(dict.fromkeys(parsed.short_parameter for parsed in group))
+    shorts = list(dict.fromkeys(state.parameter for _, state in group))
     shorts.sort(key=lambda short: (-short.count("."), -len(short)))
     proposals: list[str] = []
     for short in shorts[:_MAX_TRIED]:

@@ -1,9 +1,11 @@
-"""Renames that name no single tensor: prefixes, regular expressions and functions.
+"""Programs: what may be given as a transformation, and the statements that it becomes.
 
-They say nothing until names are known. Then they become what a dict of renames is, old name to new
-name, and so statements (`parser.rename_statements`).
+A dict of renames happens all at once, and statements run in order; so a name that is both old and
+new is first read into a temporary name.
 
-A rule is asked about every name. Optimizer state follows its parameter as it does anywhere, so a
+Prefixes, regular expressions and functions name no single tensor: they are a *rule*, which says
+nothing until names are known. Then it becomes what a dict of renames is, old name to new name. A
+rule is asked about every name. Optimizer state follows its parameter as it does anywhere, so a
 state becomes part of the renames only if the rule changes the name of the state itself (another
 name for the optimizer), or if its parameter may be either of two that the rule treats alike (a
 model and its moving average).
@@ -11,24 +13,73 @@ model and its moving average).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from remesh.errors import TransformError
+from remesh.transform.messages import Problem, shorten, text_error
+from remesh.transform.operators import Operand
 from remesh.transform.optimizer_state import State, find_states, short_name
+from remesh.transform.statements import (
+    WILDCARD,
+    Statement,
+    Statements,
+    parse,
+    pieces_of,
+    statement_of,
+)
+from remesh.transform.syntax import NOTHING, Name, Span
+from remesh.transform.wildcards import Step, form_of
 
-Rename = Callable[[str], str | None]
+Rule = Callable[[str], str | None]
 """From an old name to a new one; None if what has the old name is not wanted."""
 
+Program = (
+    str
+    | Iterable[str]
+    | Mapping[str, str]
+    | Mapping[str, str | None]
+    | Mapping[re.Pattern[str], str]
+    | Mapping[str | re.Pattern[str], str | None]
+    | Rule
+)
+"""A text of statements, several texts, a dict of renames, or a function from name to name."""
 
-def rename_of(program: object) -> Rename | None:
-    """The rule that a program is; None if it is statements or a dict of single names."""
-    if isinstance(program, Mapping):
-        return _rename_of_dict(program)
-    return program if callable(program) else None
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\$[A-Z][A-Z0-9_]*(?:[+-][0-9]+)?)+")
 
 
-def _rename_of_dict(renames: Mapping[object, object]) -> Rename | None:
+Renames = Mapping[str, str | None]
+"""Old name to new name; None for what is not wanted."""
+
+
+def read_program(program: Program) -> Statements | Renames | Rule:
+    """A program as statements, as renames of plain names, or as a rule."""
+    given: Any = program
+    if isinstance(given, Mapping):
+        return _read_dict(given)
+    if callable(given):
+        return given  # type: ignore[no-any-return]
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
+        raise TransformError(
+            "a transformation is a Transform, statements as text, or a dict of renames\nThis is "
+            f"of type {type(given).__name__}"
+        )
+    parsed: list[Statement] = []
+    for text in given:
+        if not isinstance(text, str):
+            raise TransformError(
+                f"a list of statements holds texts; {shorten(repr(text))} is of type "
+                f"{type(text).__name__}"
+            )
+        parsed += parse(text, len(parsed) + 1)
+    return tuple(parsed)
+
+
+def _read_dict(renames: Mapping[object, object]) -> Statements | Renames | Rule:
     exact: dict[str, str | None] = {}
     prefixes: dict[str, str | None] = {}
     patterns: list[tuple[re.Pattern[str], str]] = []
@@ -49,22 +100,133 @@ def _rename_of_dict(renames: Mapping[object, object]) -> Rename | None:
             )
         else:
             prefixes[old] = new
-    if not prefixes and not patterns and None not in exact.values():
-        return None
-    for old in exact:
-        if "$" in old:
-            raise TransformError(
-                f"{old!r} has a placeholder, which stands in no dict with prefixes, regular "
-                "expressions or None\nWrite a regular expression instead"
-            )
-    return _rule(exact, prefixes, patterns)
+    if prefixes or patterns or None in exact.values():
+        for old in exact:
+            if "$" in old:
+                raise TransformError(
+                    f"{old!r} has a placeholder, which stands in no dict with prefixes, regular "
+                    "expressions or None\nWrite a regular expression instead"
+                )
+        return _rule(exact, prefixes, patterns)
+    check_renames(exact)
+    has_wildcards = any(
+        "$" in str(name) or "*" in str(name) for pair in exact.items() for name in pair
+    )
+    return rename_statements(exact, literal=False) if has_wildcards else exact
+
+
+# ---------------------------------------------------------------------------------------------
+# Renames as statements
+# ---------------------------------------------------------------------------------------------
+
+
+class Renaming(NamedTuple):
+    """One of the renames that happen all at once, or a deletion."""
+
+    number: int  # its place among them, from 1
+    old: str
+    new: str | None
+
+    def statement(self, *, literal: bool = True) -> Statement:
+        """What a text would say for it; if `literal`, names hold no placeholders."""
+        left = _written(self.old, literal)
+        right = NOTHING if self.new is None else _written(self.new, literal)
+        text = f"{left} -> {right}"
+        whole = Span(0, len(text))
+        new = NOTHING if self.new is None else self.new
+        try:
+            source = _name(self.old, left, 0, is_left=True)
+            target = _name(new, right, len(left) + 4, is_left=False)
+            return statement_of(self.number, text, whole, ([source], [target]), {})
+        except Problem as problem:
+            raise text_error(str(problem), self.number, text, problem.span or whole) from None
+
+    def step(self) -> Step:
+        """The same as a step, for errors."""
+        statement = self.statement()
+        left = Operand(self.old, statement.left[0])
+        right = () if self.new is None else (Operand(self.new, statement.right[0]),)
+        return Step((left,), right, statement, 0, ())
+
+
+def check_renames(renames: Renames) -> None:
+    """Refuse names that no statement could write, and two names that become one."""
+    old_of: dict[str, str] = {}
+    for old, new in renames.items():
+        _written(old, literal=True)
+        if new is None:
+            continue
+        if not new:
+            raise TransformError(f"{old!r} is renamed to '': a name cannot be empty")
+        _written(new, literal=True)
+        if new in old_of:
+            raise TransformError(f"{old_of[new]!r} and {old!r} are both renamed to {new!r}")
+        old_of[new] = old
+
+
+def rename_statements(renames: Renames, *, literal: bool) -> Statements:
+    """Renames, which happen all at once, as statements, which run in order.
+
+    A name that is both old and new is first read into a temporary name.
+    """
+    old_of = {new: old for old, new in renames.items() if new is not None}
+    reassigned = {old for old in old_of.values() if old_of.get(old, old) != old}
+    if not literal:
+        reassigned |= _reassigned_by_placeholders(old_of)
+    sources = {old: f"_renamed.{old}" for old in renames if old in reassigned}
+    pairs: list[tuple[str, str | None]] = [
+        *sources.items(),
+        *((old, new) for old, new in renames.items() if new is None),
+        *((sources.get(old, old), new) for old, new in renames.items() if new is not None),
+    ]
+    return tuple(
+        Renaming(number, *pair).statement(literal=literal) for number, pair in enumerate(pairs, 1)
+    )
+
+
+def _reassigned_by_placeholders(old_of: Mapping[str, str]) -> set[str]:
+    """Old names that a new name may stand for, if one of both holds a placeholder."""
+    forms = {_form(new) for new in old_of}
+    wildcard_forms = {_form(new) for new in old_of if "$" in new}
+    return {
+        old for old in old_of.values() if _form(old) in (forms if "$" in old else wildcard_forms)
+    }
+
+
+def _form(name: str) -> str:
+    return form_of(WILDCARD.sub("0", name))[0]
+
+
+def _name(plain: str, written: str, start: int, *, is_left: bool) -> Name:
+    span = Span(start, start + len(written))
+    if written != plain:
+        return Name((plain,), span, quoted=True)
+    return Name(pieces_of(plain, start, is_left=is_left), span)
+
+
+def _written(name: str, literal: bool) -> str:
+    """A name as statements spell it: quoted if it must be."""
+    has_wildcard = literal and ("*" in name or "$" in name)
+    if not has_wildcard and _PLAIN.fullmatch(name) and not name.isdigit() and name != NOTHING:
+        return name
+    quote = '"' if "'" in name else "'"
+    if quote in name or "\n" in name:
+        raise TransformError(
+            f"{name!r} cannot be renamed: it holds both kinds of quotes, or a line break"
+        )
+    return f"{quote}{name}{quote}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------------------------
 
 
 def _rule(
     exact: Mapping[str, str | None],
     prefixes: Mapping[str, str | None],
     patterns: Sequence[tuple[re.Pattern[str], str]],
-) -> Rename:
+) -> Rule:
     lengths = sorted({len(prefix) for prefix in prefixes}, reverse=True)
 
     def rename(name: str) -> str | None:
@@ -84,40 +246,39 @@ def _rule(
 
 
 def renames_among(
-    rename: Rename, names: Iterable[str], owners: Mapping[str, str]
+    rule: Rule, names: Iterable[str], owners: Mapping[str, str]
 ) -> dict[str, str | None]:
     """The names that a rule changes, and what they become."""
+
+    @functools.cache
+    def renamed(name: str) -> str | None:
+        new: object = rule(name)
+        if new is None or (isinstance(new, str) and new):
+            return new
+        raise TransformError(f"{name!r} is renamed to {new!r}, which is no name; None drops it")
+
     names = list(names)
     states = find_states(names, (), owners)
     found: dict[str, str | None] = {}
     for name in dict.fromkeys([*names, *states.by_parameter]):
-        new = _renamed(rename, name)
+        new = renamed(name)
         known = states.by_name.get(name)
         maybe = states.undecided.get(name, ()) if known is None else (known,)
-        if not maybe:
-            if new != name:
-                found[name] = new
+        if new == name and (
+            known is not None or all(renamed(one.parameter) == one.parameter for one in maybe)
+        ):
             continue
-        is_touched = any(_renamed(rename, state.parameter) != state.parameter for state in maybe)
-        if new != name or (known is None and is_touched):
-            own = {_state_name(rename, new, state) for state in maybe}
-            # If one owner is renamed and the other is not, the old name stays a source as well.
-            changed = own - {name} if None not in own else own
-            if len(changed or own) == 1:
-                found[name] = (changed or own).pop()
+        own = {_state_name(new, renamed(one.parameter), one) for one in maybe} or {new}
+        # If one owner is renamed and the other is not, the old name stays a source as well.
+        changed = own - {name} if None not in own else own
+        if len(changed or own) == 1:
+            found[name] = (changed or own).pop()
+    check_renames(found)
     return found
 
 
-def _renamed(rename: Rename, name: str) -> str | None:
-    new: object = rename(name)
-    if new is None or (isinstance(new, str) and new):
-        return new
-    raise TransformError(f"{name!r} is renamed to {new!r}, which is no name; None drops it")
-
-
-def _state_name(rename: Rename, name: str | None, state: State) -> str | None:
+def _state_name(name: str | None, parameter: str | None, state: State) -> str | None:
     """The new name of an optimizer state, which also repeats the new name of its parameter."""
-    parameter = _renamed(rename, state.parameter)
     if name is None or parameter is None:
         return None
     short = state.parameter.removeprefix(state.owner)

@@ -21,14 +21,14 @@ tensors that must agree are left for later.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from remesh.errors import TransformError
-from remesh.transform import messages, syntax
+from remesh.transform import messages
 from remesh.transform.execute import Bindings
-from remesh.transform.expand import Expander, Operand, Step
 from remesh.transform.expressions import (
     Leaf,
     Node,
@@ -39,112 +39,40 @@ from remesh.transform.expressions import (
     without_conversions,
 )
 from remesh.transform.inverse import COPY
-from remesh.transform.layout import Layout, Sources, info_from_states
+from remesh.transform.layout import Sources, ends_of_results, info_from_states
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
-from remesh.transform.patterns import Binding
 from remesh.transform.rearrange import Shape
+from remesh.transform.renames import Renames
 from remesh.transform.resolved import Plan, Resolved
-from remesh.transform.syntax import Name, Statement
+from remesh.transform.statements import Statements
+from remesh.transform.syntax import Name
 from remesh.transform.tensor_info import Infos, TensorInfo
+from remesh.transform.wildcards import Binding, Expander, Step
 
 _MAX_HINTS = 10
 
 
-def resolve(
-    statements: Sequence[Statement],
-    sources: Infos,
-    targets: Infos | None,
-    *,
-    owners: Mapping[str, str],
-    aliases: Mapping[str, str],
-    original: Sequence[Statement] | None = None,
-    cast: bool = False,
-    with_outputs: bool = False,
-    resizes: bool = False,
-) -> Resolved:
-    """See `Transform.resolve`.
+@dataclass
+class Resolver:
+    """One call of `Transform.resolve`, whose arguments it has."""
 
-    `original` are the statements that `statements` undo, if they do.
-    """
-    undone = _Undone(
-        None
-        if original is None or targets is None
-        else lambda: _Resolver(
-            original, targets, sources, owners, {}, _Undone(None), options=_Options()
-        ).execute()
-    )
-    options = _Options(cast, with_outputs, resizes)
-    return _Resolver(statements, sources, targets, owners, aliases, undone, options=options).run()
-
-
-_Groups = list[tuple[Step, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Arguments of `Transform.resolve`."""
-
+    program: Statements | Renames
+    infos: Infos  # of the sources
+    given_targets: Infos | None
+    owners: Mapping[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    original: Statements | None = None  # the statements that the program undoes
     cast: bool = False
     with_outputs: bool = False
     resizes: bool = False
 
-
-class _Undone:
-    """A program that is undone, executed on what it shall restore.
-
-    Statements that undo others leave out what these knew: the sizes of tensors that were joined,
-    and which names a star had stood for. Mostly the targets tell. For what never is a target, the
-    original program is executed in its usual direction, which for names and shapes costs little,
-    and only when the first such question comes.
-    """
-
-    def __init__(self, execute: Callable[[], tuple[Bindings, _Groups]] | None) -> None:
-        self._execute = execute
-        self._executed: tuple[Bindings, dict[tuple[int, Binding], Step]] | None = None
-
-    def _result(self) -> tuple[Bindings, dict[tuple[int, Binding], Step]] | None:
-        if self._executed is None and self._execute is not None:
-            bindings, groups = self._execute()
-            steps = {(s.statement.number, s.binding): s for steps in groups for s in steps}
-            self._executed = bindings, steps
-        return self._executed
-
-    def shape(self, step: Step, operand: Operand) -> Shape | None:
-        """The shape of a result, as the statement that is undone had read it."""
-        result = self._result()
-        if result is None:
-            return None
-        name = COPY.sub("", operand.name, count=1)
-        return result[0].read_shapes.get((step.statement.number, name))
-
-    def names(self, draft: Step, name: Name) -> list[str]:
-        """The names that a name with a star matched in the statement that is undone."""
-        result = self._result()
-        step = result[1].get((draft.statement.number, draft.binding)) if result else None
-        return [operand.name for operand in step.left if operand.origin == name] if step else []
-
-
-class _Resolver:
-    def __init__(
-        self,
-        statements: Sequence[Statement],
-        sources: Infos,
-        targets: Infos | None,
-        owners: Mapping[str, str],
-        aliases: Mapping[str, str],
-        undone: _Undone,
-        *,
-        options: _Options,
-    ) -> None:
-        self.statements = statements
-        self.undone = undone
-        self.options = options
-        self.resized: dict[str, str] = {}
-        self.owners = owners
-        self.given_targets = targets
-        literal = _literal_names(name for s in statements for name in s.left)
-        states = find_states(sources, literal, owners)
-        self.sources = Sources(sources, states, aliases)
+    def __post_init__(self) -> None:
+        program = self.program
+        self.statements = program if isinstance(program, tuple) else ()
+        read = _literal_names(statement.left for statement in self.statements)
+        read += () if isinstance(program, tuple) else program
+        states = find_states(self.infos, read, self.owners)
+        self.sources = Sources(self.infos, states, self.aliases)
         self.bindings: Bindings
         self.targets: Infos = {}
         self.target_states = States()
@@ -153,6 +81,7 @@ class _Resolver:
         self.untouched: dict[str, None] = {}
         self.missing: dict[str, str] = {}
         self.conflicts: dict[str, str] = {}
+        self.resized: dict[str, str] = {}
         self.leaves: dict[str, tuple[Leaf, ...]] = {}
         self.maybe_owned = {
             state.parameter: name for name, maybe in states.undecided.items() for state in maybe
@@ -161,57 +90,87 @@ class _Resolver:
     def run(self) -> Resolved:
         self.bindings, _ = self.execute()
         given = self.given_targets
-        outputs = self.outputs() if self.options.with_outputs or given is None else {}
+        outputs = self.outputs() if self.with_outputs or given is None else {}
         self.targets = {**outputs, **(given or {})}
         self.target_states = find_states(self.targets, self.bindings.values, self.owners)
         for name, info in self.targets.items():
             self.plan(name, info)
-        deleted = tuple(name for name in self.sources.infos if self.is_deleted(name))
+        parameter_of, gone = self.sources.states.parameter_of, self.bindings.deleted
+        deleted = tuple(n for n in self.infos if n in gone or parameter_of(n) in gone)
         used = {name for plan in self.plans.values() for name in plan.sources}
         used.update(deleted, self.untouched)
+        wanted = self.targets.keys() | self.target_states.by_parameter.keys()
+        for name in list(self.missing)[:_MAX_HINTS]:
+            # Similar names take time to find.
+            self.missing[name] = "; ".join([self.missing[name], *self.sources.nearest(name)])
         return Resolved(
-            self.sources.infos,
+            self.infos,
             self.targets,
             plans=self.plans,
             resized=self.resized,
             kept=self.kept,
             untouched=frozenset(self.untouched),
-            missing=self.missing_with_hints(),
+            missing=self.missing,
             conflicts=self.conflicts,
             deleted=deleted,
-            unused_results=tuple(n for n in self.bindings.unread if not self.is_wanted(n)),
-            unused=tuple(name for name in self.sources.infos if name not in used),
+            unused_results=tuple(name for name in self.bindings.unread if name not in wanted),
+            unused=tuple(name for name in self.infos if name not in used),
         )
 
     # -----------------------------------------------------------------------------------------
     # Statements
     # -----------------------------------------------------------------------------------------
 
-    def execute(self) -> tuple[Bindings, _Groups]:
+    def execute(self) -> tuple[Bindings, list[tuple[Step, ...]]]:
         """Expand and execute all statements; the steps of each, too."""
         states = self.sources.states
-        plain = (name for name in self.sources.infos if name not in states.by_name)
+        if not isinstance(self.program, tuple):
+            bindings = Bindings(self.sources, {}, self.original_shape)
+            bindings.rename(self.program)
+            return bindings, []
         expander = Expander(
-            dict.fromkeys([*plain, *states.by_parameter]),
-            states.by_name,
+            dict.fromkeys([*self.infos, *states.by_parameter]),
             None if self.given_targets is None else self.parameter_targets,
-            self.undone.names,
+            self.original_names,
         )
-        groups = [expander.expand(statement) for statement in self.statements]
-        targets: dict[str, TensorInfo] | None = None
-        if self.given_targets is not None and any(
-            s.operator.needs_targets for s in self.statements
-        ):
-            targets = self.parameter_targets()
-        bindings = Bindings(Layout(self.sources, targets, groups, self.undone.shape))
+        groups = [expander.expand(statement) for statement in self.program]
+        ends: Mapping[tuple[int, str], TensorInfo] = {}
+        if self.given_targets is not None and any(s.operator.needs_ends for s in self.program):
+            ends = ends_of_results(groups, self.parameter_targets())
+        bindings = Bindings(self.sources, ends, self.original_shape)
         for steps in groups:
             bindings.execute(steps)
         return bindings, groups
 
+    @functools.cached_property
+    def undone(self) -> tuple[Bindings, dict[tuple[int, Binding], Step]] | None:
+        """The program that this one undoes, executed on what it shall restore.
+
+        Statements that undo others leave out what these knew: the sizes of tensors that were
+        joined, and which names a star had stood for. Mostly the targets tell. What never is a
+        target, the original program tells, which for names and shapes costs little.
+        """
+        if self.original is None or self.given_targets is None:
+            return None
+        resolver = Resolver(self.original, self.given_targets, self.infos, self.owners)
+        bindings, groups = resolver.execute()
+        return bindings, {(s.statement.number, s.binding): s for steps in groups for s in steps}
+
+    def original_shape(self, number: int, name: str) -> Shape | None:
+        """The shape of a result, as the statement that is undone had read it."""
+        if self.undone is None:
+            return None
+        return self.undone[0].read_shapes.get((number, COPY.sub("", name, count=1)))
+
+    def original_names(self, number: int, binding: Binding, name: Name) -> list[str]:
+        """The names that a name with a star matched in the statement that is undone."""
+        step = self.undone[1].get((number, binding)) if self.undone else None
+        return [operand.name for operand in step.left if operand.origin == name] if step else []
+
     def parameter_targets(self) -> dict[str, TensorInfo]:
         """The targets, and the parameters of which only optimizer states are targets."""
         assert self.given_targets is not None
-        literal = _literal_names(name for s in self.statements for name in s.right)
+        literal = _literal_names(statement.right for statement in self.statements)
         states = find_states(self.given_targets, literal, self.owners)
         found = {name: info for name, info in self.given_targets.items() if info is not None}
         for parameter in states.by_parameter:
@@ -239,44 +198,41 @@ class _Resolver:
                 return
             if self.keep(name, state.parameter):
                 return
-        self.untouched[name] = None
-        source = name if name in self.sources.infos else None
-        if source is None and state is not None:
-            source = self.state_source(state.parameter, state)
+        source: str | None = name
+        if name not in self.infos:
+            source = None if state is None else self.state_source(state.parameter, state)
+        if source is None or source == name:
+            self.untouched[name] = None
         if source is None:
             self.missing[name] = "there is no source of that name"
-            return
-        if source != name:
-            del self.untouched[name]
-        self.plan_whole(name, info, (source,))
+        else:
+            self.plan_whole(name, info, (source,))
 
     def keep(self, name: str, touched: str) -> bool:
         """True if a target keeps its value because a statement added or deleted something."""
-        for steps, verb in ((self.bindings.added, "added"), (self.bindings.deleted, "deleted")):
-            step = steps.get(touched)
-            if step is not None:
-                self.kept[name] = f"{touched!r} is {verb} by statement {step.statement.number}"
+        for numbers, verb in ((self.bindings.added, "added"), (self.bindings.deleted, "deleted")):
+            if touched in numbers:
+                self.kept[name] = f"{touched!r} is {verb} by statement {numbers[touched]}"
                 return True
         return False
 
     def plan_made(self, name: str, info: TensorInfo | None) -> None:
-        step = self.bindings.made_by[name]
         node = self.bindings.values[name].node
-        sources = self.sources.infos
+        sources = self.infos
         lacking = next((leaf for leaf in self.leaves_of(name) if leaf.name not in sources), None)
         if lacking is not None:
             self.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
             return
-        if self.options.resizes and isinstance(node, Leaf) and info and node.shape != info.shape:
+        if self.resizes and isinstance(node, Leaf) and info and node.shape != info.shape:
             self.resized[name] = node.name
         elif info is not None:
-            self.check_shape(step, name, node, info)
-            if node.dtype != info.dtype and self.options.cast and node.dtype is not None:
+            self.check_shape(name, name, node, info)
+            if node.dtype != info.dtype and self.cast and node.dtype is not None:
                 node = convert(node, info.dtype)
             elif node.dtype != info.dtype:
-                raise step.error(
+                raise self.bindings.error(
+                    name,
                     f"target {name!r} is {info.dtype}, but this makes it {node.dtype}",
-                    self.right_span(step, name),
                     [f"to convert it, add a statement {name} -> {name}, dtype={info.dtype}"],
                 )
         self.plans[name] = Plan(tuple(leaf.name for leaf in self.leaves_of(name)), node)
@@ -286,26 +242,23 @@ class _Resolver:
             self.leaves[name] = leaves(self.bindings.values[name].node)
         return self.leaves[name]
 
-    def right_span(self, step: Step, name: str) -> syntax.Span | None:
-        return next((o.origin.span for o in step.right if o.name == name), None)
-
-    def check_shape(self, step: Step, name: str, node: Node, info: TensorInfo) -> None:
+    def check_shape(self, name: str, made: str, node: Node, info: TensorInfo) -> None:
+        """Refuse a target of another shape than what was made, of itself or of its parameter."""
         if node.shape != info.shape:
-            raise step.error(
-                f"target {name!r} has shape {info.shape}, but this makes it {node.shape}",
-                self.right_span(step, name),
+            raise self.bindings.error(
+                made, f"target {name!r} has shape {info.shape}, but this makes it {node.shape}"
             )
 
     def plan_whole(self, name: str, info: TensorInfo | None, sources: tuple[str, ...]) -> None:
         """A target that is what all of these sources hold, if dtype and shape agree."""
         for source in sources:
-            found = self.sources.infos[source]
+            found = self.infos[source]
             if info is None or found is None:
                 agree = info is found
             else:
-                same_dtype = self.options.cast or info.dtype == found.dtype
+                same_dtype = self.cast or info.dtype == found.dtype
                 agree = same_dtype and info.shape == found.shape
-                if self.options.resizes and len(sources) == 1 and info.shape != found.shape:
+                if self.resizes and len(sources) == 1 and info.shape != found.shape:
                     self.resized[name], agree = source, True
             if not agree:
                 self.conflicts[name] = (
@@ -349,13 +302,12 @@ class _Resolver:
 
     def plan_following(self, name: str, info: TensorInfo | None, state: State) -> None:
         parameter = state.parameter
-        step = self.bindings.made_by[parameter]
         whole = without_conversions(self.bindings.values[parameter].node)
         found: dict[str, str] = {}
         for leaf in self.leaves_of(parameter):
             source = self.state_source(leaf.name, state)
             if source is not None:
-                self.check_not_assigned(step, name, source)
+                self.check_not_assigned(parameter, name, source)
                 found[leaf.name] = source
         is_complete = len(found) == len(self.leaves_of(parameter))
         node = whole if is_complete else made_of(whole, found)
@@ -373,28 +325,30 @@ class _Resolver:
             self.plan_whole(name, info, tuple(dict.fromkeys(found.values())))
             return
         for leaf_name, source in found.items():
-            self.check_elementwise(step, name, info, leaf_name, source)
+            self.check_elementwise(parameter, name, info, leaf_name, source)
         if info is not None:
-            self.check_shape(step, name, node, info)
+            self.check_shape(name, parameter, node, info)
         dtype = None if info is None else info.dtype
         self.plans[name] = Plan(tuple(found.values()), node, found, dtype)
 
-    def check_not_assigned(self, step: Step, name: str, source: str) -> None:
+    def check_not_assigned(self, parameter: str, name: str, source: str) -> None:
         """A state that has statements of its own is not silently taken from the source."""
         bindings = self.bindings
-        other = bindings.made_by.get(source) if source in bindings.values else None
-        other = other or bindings.deleted.get(source) or bindings.added.get(source)
-        if other is not None:
-            raise step.error(
+        number = bindings.added.get(source) or bindings.deleted.get(source)
+        if source in bindings.values:
+            number = bindings.step_of(source).statement.number
+        if number is not None:
+            raise bindings.error(
+                parameter,
                 f"target {name!r} would follow its parameter and read {source!r}\n"
-                f"Statement {other.statement.number} says otherwise of that",
-                hints=[f"say in a statement what {name} is made of"],
+                f"Statement {number} says otherwise of that",
+                [f"say in a statement what {name} is made of"],
             )
 
     def is_count(self, state: State, found: Mapping[str, str]) -> bool:
         """True if a state is one value for a whole parameter, and not one for each element."""
         for leaf_name, source in found.items():
-            info = self.sources.infos[source]
+            info = self.infos[source]
             if info is None:
                 return True
             is_other_shape = info.shape != self.sources.info(leaf_name).shape
@@ -403,20 +357,23 @@ class _Resolver:
         return False
 
     def check_elementwise(
-        self, step: Step, name: str, info: TensorInfo | None, leaf_name: str, source: str
+        self, made: str, name: str, info: TensorInfo | None, leaf_name: str, source: str
     ) -> None:
-        found = self.sources.infos[source]
+        """Refuse a state that cannot go the way of its parameter `made`."""
+        found = self.infos[source]
         parameter = self.sources.info(leaf_name)
         assert found is not None
         if found.shape != parameter.shape:
-            raise step.error(
+            raise self.bindings.error(
+                made,
                 f"target {name!r} cannot follow its parameter\n"
                 f"Its source {source!r} has shape {found.shape}, the parameter {leaf_name!r} has "
                 f"{parameter.shape}",
-                hints=[f"say in a statement what {name} is made of, or write _ -> {name}"],
+                [f"say in a statement what {name} is made of, or write _ -> {name}"],
             )
-        if info is not None and info.dtype != found.dtype and not self.options.cast:
-            raise step.error(
+        if info is not None and info.dtype != found.dtype and not self.cast:
+            raise self.bindings.error(
+                made,
                 f"target {name!r} is {info.dtype}, but follows {source!r}, which is {found.dtype}\n"
                 "Optimizer state is not converted on the way",
             )
@@ -434,7 +391,7 @@ class _Resolver:
         bindings, targets = self.bindings, self.given_targets or {}
         bound = (bindings.values, bindings.deleted, bindings.added)
         found: dict[str, TensorInfo | None] = {}
-        for name, info in self.sources.infos.items():
+        for name, info in self.infos.items():
             names = {name, self.sources.states.parameter_of(name)}
             if any(touched in group for touched in names for group in bound):
                 continue
@@ -444,8 +401,8 @@ class _Resolver:
         results = [name for name in targets if name in bindings.values]
         for name in dict.fromkeys([*bindings.unread, *results]):
             node = bindings.values[name].node
-            if all(leaf.name in self.sources.infos for leaf in self.leaves_of(name)):
-                info = self.sources.infos.get(node.name) if isinstance(node, Leaf) else None
+            if all(leaf.name in self.infos for leaf in self.leaves_of(name)):
+                info = self.infos.get(node.name) if isinstance(node, Leaf) else None
                 found[name] = TensorInfo(node.dtype, node.shape) if node.dtype else info
             found.update(
                 (state_name, info)
@@ -475,33 +432,16 @@ class _Resolver:
             }
             if all(source in self.bindings.read for source in found.values()):
                 continue  # statements say what becomes of it
-            info = self.sources.infos[next(iter(found.values()))]
+            info = self.infos[next(iter(found.values()))]
             is_single = isinstance(without_conversions(node), Leaf) or self.is_count(state, found)
             if info is not None and not is_single:
                 info = TensorInfo(info.dtype, node.shape)
             yield state_name, info
 
-    # -----------------------------------------------------------------------------------------
-    # For the result
-    # -----------------------------------------------------------------------------------------
 
-    def is_deleted(self, name: str) -> bool:
-        deleted = self.bindings.deleted
-        return name in deleted or self.sources.states.parameter_of(name) in deleted
-
-    def is_wanted(self, name: str) -> bool:
-        return name in self.targets or name in self.target_states.by_parameter
-
-    def missing_with_hints(self) -> dict[str, str]:
-        """Why targets are missing, with similar names for the first: finding these takes time."""
-        return {
-            name: "; ".join([reason, *(self.sources.nearest(name) if n < _MAX_HINTS else ())])
-            for n, (name, reason) in enumerate(self.missing.items())
-        }
-
-
-def _literal_names(names: Iterable[syntax.Name]) -> list[str]:
-    return [name.literal for name in names if name.literal is not None and not name.is_nothing]
+def _literal_names(sides: Iterable[Sequence[Name]]) -> list[str]:
+    names = (name for side in sides for name in side if not name.is_nothing)
+    return [literal for name in names if (literal := name.literal) is not None]
 
 
 def _described(info: TensorInfo | None) -> str:

@@ -1,26 +1,20 @@
-"""The syntax tree: statements before they meet any tensor.
+"""Names as statements write them, before they meet any tensor.
 
-A statement has names left and right of its arrow and exactly one *operator*, which the parser
-derives from the attributes and from how many names there are. Names may hold wildcards: `*` and
-placeholders such as `$LAYER_ID`, both of which stand for a run of digits. Everything here knows
-where it came from in the text, so that errors can point at it.
+A name may hold wildcards: `*` and placeholders such as `$LAYER_ID`, both of which stand for a run
+of digits. It knows where it stands in the text, so that errors can point at it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from remesh.transform.operator_base import Operator
+from typing import NamedTuple
 
 NOTHING = "_"
 STAR = "*"
-FLAGS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "tie", "untie")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Characters [start, stop) of a text."""
 
     start: int
@@ -40,11 +34,15 @@ class Wildcard:
         return f"${self.name}{self.offset:+d}" if self.offset else f"${self.name}"
 
 
+Pieces = tuple[str | Wildcard, ...]
+"""The text of a name, cut at wildcards."""
+
+
 @dataclass(frozen=True, slots=True)
 class Name:
     """A name in a statement."""
 
-    pieces: tuple[str | Wildcard, ...]  # its text, cut at wildcards
+    pieces: Pieces
     span: Span  # where it stands, brackets and `^T` included
     array: tuple[int, int] | None = None
     """The bounds of `name[start:stop]`, which stands for name_start ... name_(stop - 1)."""
@@ -67,11 +65,9 @@ class Name:
         return not self.quoted and self.literal == NOTHING
 
     @property
-    def is_many(self) -> bool:
-        """True if it may stand for several names within one statement."""
-        return self.array is not None or any(
-            isinstance(piece, Wildcard) and piece.name == STAR for piece in self.pieces
-        )
+    def has_star(self) -> bool:
+        """True if the names that exist decide which it stands for."""
+        return any(isinstance(piece, Wildcard) and piece.name == STAR for piece in self.pieces)
 
     @property
     def placeholders(self) -> frozenset[str]:
@@ -93,29 +89,6 @@ class Name:
         return f"{text}^T" if self.transposed else text
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """One statement."""
-
-    number: int  # its place among the statements as they were written, from 1
-    text: str  # the text that it is part of
-    span: Span  # where it stands there
-    left: tuple[Name, ...]  # names left of the arrow
-    right: tuple[Name, ...]  # names right of the arrow
-    operator: Operator
-    operator_span: Span  # where the attribute that says so stands, for errors
-    is_reversed: bool = False  # whether left and right have been exchanged since it was written
-
-    @property
-    def adds(self) -> bool:
-        """True if it says that targets keep their initial values: `_ -> ...`."""
-        return self.left[0].is_nothing
-
-    @property
-    def deletes(self) -> bool:
-        """True if it says that sources are not wanted: `... -> _`."""
-        return self.right[0].is_nothing
-
-    def __str__(self) -> str:
-        left, right = (", ".join(map(str, names)) for names in (self.left, self.right))
-        return f"{left} -> {right}{self.operator}"
+def are_many(names: Sequence[Name]) -> bool:
+    """True if names on a side of an arrow may stand for several within one statement."""
+    return len(names) > 1 or names[0].array is not None or names[0].has_star

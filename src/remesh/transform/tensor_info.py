@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Protocol, cast
@@ -37,6 +37,12 @@ class TensorInfo:
     """Into how many ranges each axis is cut on the ranks or in storage. Only the `fused_ffn` and
     `fused_qkv_old` macros look at it, for the tensor-parallel degree; None stands for a tensor
     that is not cut."""
+
+    def permuted(self, order: Sequence[int]) -> TensorInfo:
+        """Itself with its axes in another order."""
+        cuts = self.num_pieces
+        cuts = None if cuts is None else tuple(cuts[axis] for axis in order)
+        return TensorInfo(self.dtype, tuple(self.shape[axis] for axis in order), cuts)
 
 
 Infos = Mapping[str, TensorInfo | None]

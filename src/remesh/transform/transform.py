@@ -10,11 +10,17 @@ from remesh._repr import short_repr
 from remesh.core.collector import collector_rests
 from remesh.errors import TransformError
 from remesh.transform import arrays, inverse
-from remesh.transform.parser import Program, parse, rename_statements
-from remesh.transform.renames import Rename, rename_of, renames_among
-from remesh.transform.resolve import resolve
+from remesh.transform.renames import (
+    Program,
+    Renames,
+    Rule,
+    read_program,
+    rename_statements,
+    renames_among,
+)
+from remesh.transform.resolve import Resolver
 from remesh.transform.resolved import Resolved
-from remesh.transform.syntax import Statement
+from remesh.transform.statements import Statements
 from remesh.transform.tensor_info import Described, TensorInfo, infos_of
 
 
@@ -44,33 +50,38 @@ class Transform:
         [0, 0, 3, 3, 0, 0]
     """
 
-    statements: tuple[Statement, ...]
-    """The statements, in order."""
     owners: Mapping[str, str]
     """See above."""
-    undone: tuple[Statement, ...] | None
+    rename: Rule | None
+    """A rule that says what to rename once the names of the sources are known (`bind`)."""
+    program: Statements | Renames | None
+    """Statements, or what is renamed, all at once; None for a rule that is not bound yet."""
+    undone: Statements | None
     """The statements that these undo, if they were made by `inverse`."""
-    rename: Rename | None
-    """A rule that becomes statements once the names of the sources are known (`bind`)."""
 
     __repr__ = short_repr
 
     def __init__(self, program: Program, *, owners: Mapping[str, str] | None = None) -> None:
-        rename = rename_of(program)
-        statements = () if rename is not None else parse(program)
-        self._set(statements, dict(owners or {}), None, rename)
+        given = read_program(program)
+        if callable(given):
+            _fill(self, dict(owners or {}), given, None)
+        else:
+            _fill(self, dict(owners or {}), None, given)
 
-    def _set(
-        self,
-        statements: tuple[Statement, ...],
-        owners: Mapping[str, str],
-        undone: tuple[Statement, ...] | None,
-        rename: Rename | None = None,
-    ) -> None:
-        object.__setattr__(self, "statements", statements)
-        object.__setattr__(self, "owners", owners)
-        object.__setattr__(self, "undone", undone)
-        object.__setattr__(self, "rename", rename)
+    @property
+    def statements(self) -> Statements:
+        """The statements, in order; none of a rule that is not bound yet."""
+        if self.program is None or isinstance(self.program, tuple):
+            return self.program or ()
+        return rename_statements(self.program, literal=True)
+
+    def _refuse_rule(self) -> None:
+        if self.program is None:
+            raise TransformError(
+                "the names of the sources are not known yet\n"
+                "They say what a prefix, a regular expression or a function renames; call "
+                "bind(names) first"
+            )
 
     def bind(self, names: Iterable[str]) -> Transform:
         """The transformation as statements, once the names of its sources are known.
@@ -84,21 +95,10 @@ class Transform:
         Raises:
             TransformError: If two names become one.
         """
-        if self.rename is None or self.statements:
+        if self.rename is None or self.program is not None:
             return self
         renames = renames_among(self.rename, names, self.owners)
-        result = object.__new__(Transform)
-        statements = parse(rename_statements(renames, literal=True))
-        result._set(statements, self.owners, None, self.rename)
-        return result
-
-    def _refuse_rule(self) -> None:
-        if self.rename is not None and not self.statements:
-            raise TransformError(
-                "the names of the sources are not known yet\n"
-                "They say what a prefix, a regular expression or a function renames; call "
-                "bind(names) first"
-            )
+        return _fill(object.__new__(Transform), self.owners, self.rename, renames)
 
     def reversed(self) -> Transform:
         """The statements turned around: last first, arrows from right to left.
@@ -109,9 +109,8 @@ class Transform:
             TransformError: If a statement has no opposite (`dtype=`).
         """
         self._refuse_rule()
-        result = object.__new__(Transform)
-        result._set(inverse.reverse(self.statements), self.owners, None)
-        return result
+        turned = inverse.reverse(self.statements)
+        return _fill(object.__new__(Transform), self.owners, None, turned)
 
     def inverse(self) -> Transform:
         """The transformation that undoes this one.
@@ -123,9 +122,8 @@ class Transform:
                 digits of a cast.
         """
         self._refuse_rule()
-        result = object.__new__(Transform)
-        result._set(inverse.invert(self.statements), self.owners, self.statements)
-        return result
+        turned = inverse.invert(self.statements)
+        return _fill(object.__new__(Transform), self.owners, None, turned, self.statements)
 
     def resolve(
         self,
@@ -166,17 +164,19 @@ class Transform:
             aliases = getattr(sources, "aliases", {})
         with collector_rests():
             infos = infos_of(sources)
-            return resolve(
-                self.bind(infos).statements,
+            program = self.bind(infos).program
+            assert program is not None
+            return Resolver(
+                program,
                 infos,
                 None if targets is None else infos_of(targets),
-                owners=self.owners,
-                aliases=aliases,
-                original=self.undone,
+                self.owners,
+                aliases,
+                self.undone,
                 cast=cast,
                 with_outputs=with_outputs,
                 resizes=resizes,
-            )
+            ).run()
 
     def shapes(
         self,
@@ -216,20 +216,27 @@ class Transform:
             MismatchError: If targets have no source, or one of another shape or dtype. Nothing has
                 been written then.
         """
-        infos = arrays.describe(tensors)
-        resolved = resolve(
-            self.bind(infos).statements,
-            infos,
-            None if targets is None else arrays.describe(targets),
-            owners=self.owners,
-            aliases={},
-            original=self.undone,
-        )
+        described = None if targets is None else arrays.describe(targets)
+        resolved = self.resolve(arrays.describe(tensors), described, aliases={})
         resolved.check()
         return arrays.apply(resolved, tensors, targets)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.statements))
+
+
+def _fill(
+    transform: Transform,
+    owners: Mapping[str, str],
+    rename: Rule | None,
+    program: Statements | Renames | None,
+    undone: Statements | None = None,
+) -> Transform:
+    object.__setattr__(transform, "owners", owners)
+    object.__setattr__(transform, "rename", rename)
+    object.__setattr__(transform, "program", program)
+    object.__setattr__(transform, "undone", undone)
+    return transform
 
 
 def as_transform(value: Transform | Program | None) -> Transform | None:
