@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from remesh.adapters.memory import torch_dtype
-from remesh.adapters.tensor import describe_tensor, is_in_parts
+from remesh.adapters.tensor import is_in_parts
 from remesh.adapters.tensor_subclass import new_like
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
@@ -47,7 +47,7 @@ def describe_copy(walk: Walk, path: Path, live: object) -> Rebuild:
     if walk.stored is None:
         return walk.visit(path, live)
     return describe_stored(
-        walk, walk.stored, path, live, allocate=_like_live, renew=new_like, role=Role.ASSUMED
+        walk, walk.stored, path, live, allocate=_like_live, renew=new_like, visit=walk.visit
     )
 
 
@@ -59,12 +59,12 @@ def describe_stored(
     *,
     allocate: Allocate,
     renew: Callable[[torch.Tensor], torch.Tensor],
-    role: Role,
+    visit: Callable[[Path, Any], Rebuild],
 ) -> Rebuild:
     """Describe the state that is stored under a path, for loading.
 
-    `renew` makes the tensor that is read into where the live one is made of others. `role` says
-    what is known of copies of plain tensors on other ranks.
+    `renew` makes the tensor that is read into where the live one is made of others. `visit`
+    describes the arrays that are read into, and live state of which nothing is stored.
     """
     leaves = dict(leaves_of(live, path))
     rebuilds: dict[Path, Rebuild] = {}
@@ -74,18 +74,19 @@ def describe_stored(
         whole = _beginning_in(leaf_path, in_parts)
         if whole is not None:
             if whole not in rebuilds:
-                rebuilds[whole] = describe_tensor(walk, whole, renew(in_parts[whole]), role)
+                rebuilds[whole] = visit(whole, renew(in_parts[whole]))
             continue
         found = stored.tensor(name)
         if found is not None:
-            target = allocate(leaf_path, *found, leaves.get(leaf_path))
-            rebuilds[leaf_path] = _describe_target(walk, leaf_path, target, role)
+            rebuilds[leaf_path] = visit(
+                leaf_path, allocate(leaf_path, *found, leaves.get(leaf_path))
+            )
         elif stored.has_value(name) and name not in walk.description.merged_lists:
             rebuilds[leaf_path] = walk.add_value(leaf_path, None)
     containers = {leaf[:end] for leaf in rebuilds for end in range(len(path), len(leaf))}
     decided = {*rebuilds, *stored.sequences}
     for node_path, node in _undecided(live, path, containers=containers, decided=decided):
-        rebuilds[node_path] = visit_with_role(walk, node_path, node, role)
+        rebuilds[node_path] = visit(node_path, node)
 
     def rebuild(loaded: Loaded) -> object:
         filled = {leaf_path: make(loaded) for leaf_path, make in rebuilds.items()}
@@ -171,14 +172,6 @@ def _undecided(
             if isinstance(key, int):
                 continue
             yield from _undecided(child, (*path, key), containers=containers, decided=decided)
-
-
-def _describe_target(
-    walk: Walk, path: Path, target: torch.Tensor | npt.NDArray[Any], role: Role
-) -> Rebuild:
-    if isinstance(target, torch.Tensor):
-        return describe_tensor(walk, path, target, role)
-    return walk.visit(path, target)
 
 
 def _in_containers_of(live: object, built: Any) -> Any:

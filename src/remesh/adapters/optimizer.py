@@ -191,7 +191,7 @@ def _tell_of_missing_state(parameters: list[OptimizedTensor], where: str) -> Non
     That may be right, for those that had no gradient yet. It is also how state is lost that an
     offloading optimizer keeps elsewhere.
     """
-    trained = [p for p in parameters if p.tensor.requires_grad and p.holds_elements]
+    trained = [p for p in parameters if p.tensor.requires_grad and p.held]
     without = [place.name for p in trained if not p.packed_state for place in p.places]
     if without and any(p.packed_state for p in trained):
         _log.warning(

@@ -5,7 +5,7 @@ parameter. That is known for whole tensors and DTensors, whose state says itself
 all others it follows from the parameter's description: the state is viewed as the parameter is
 (`parts_like`). A tensor may stand for parts of several parameters, as the flat buffers of ZeRO and
 FSDP1 do; then so does each of its moments, and what has no such shape (the step) belongs to each
-of these parameters.
+of these parameters. So state is described once for each parameter of which a tensor has something.
 
 State that a fresh optimizer does not have yet is allocated as the optimizer would allocate it. If
 a parameter is stored in another size than it has, its state is allocated in the size that it has.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from remesh.adapters.declared import Placed, add_shards, has_form_of, local_of, parts_like
 from remesh.adapters.dtensor import local_tensor
-from remesh.adapters.memory import alias_key, torch_dtype
+from remesh.adapters.memory import torch_dtype
 from remesh.adapters.nested import (
     describe_stored,
     leaves_of,
@@ -36,14 +37,15 @@ from remesh.adapters.nested import (
 )
 from remesh.adapters.tensor import amend
 from remesh.core.geometry import Box
+from remesh.core.sharded import ShardedTensor
 from remesh.core.state import (
     TENSOR_RECORD,
+    Loaded,
     Path,
     Rebuild,
     Role,
     Stored,
     Walk,
-    assemble,
     name_of,
 )
 from remesh.errors import StateError
@@ -72,8 +74,9 @@ class OptimizedTensor:
         return {**self.packed_state, self.own_key: self.tensor.detach()}
 
     @property
-    def holds_elements(self) -> bool:
-        return not self.has_shards or any(p.shards and p.shards.parts for p in self.places)
+    def held(self) -> list[Placed]:
+        """The places of which this rank has something."""
+        return [one for one in self.places if one.shards is None or one.shards.parts]
 
     @property
     def has_shards(self) -> bool:
@@ -85,71 +88,202 @@ def describe_states(
     walk: Walk, base: Path, tensors: Iterable[OptimizedTensor]
 ) -> list[tuple[OptimizedTensor, Rebuild]]:
     """Describe the state of each tensor that has any, live or stored."""
-    rebuilds = []
+    rebuilds: list[tuple[OptimizedTensor, Rebuild]] = []
     known: dict[str, object] = {}
     for tensor in tensors:
-        if tensor.has_shards:
-            if walk.stored is None:
-                _visit_shards(walk, base, tensor, known)
-            elif (make := _describe_shards(walk, walk.stored, base, tensor)) is not None:
-                rebuilds.append((tensor, make))
-            continue
-        place = (*base, tensor.places[0].name)
-        if walk.stored is None:
-            if tensor.state:
-                visit_with_role(walk, place, tensor.state, tensor.places[0].role)
-        elif tensor.state or walk.stored.under(place):
-            rebuilds.append((tensor, _describe_state(walk, walk.stored, place, tensor)))
+        if walk.stored is not None:
+            makes = _describe_stored(walk, walk.stored, base, tensor)
+            if makes:
+                path = (*base, tensor.held[0].name)
+                rebuilds.append((tensor, makes[0] if len(makes) == 1 else _in_common(makes, path)))
+        elif tensor.state:
+            for place in tensor.held:
+                _visit(walk, tensor, place, known, (*base, place.name), tensor.state)
     return rebuilds
 
 
-# ---------------------------------------------------------------------------------------------
-# Whole tensors and DTensors
-# ---------------------------------------------------------------------------------------------
-
-
-def _describe_state(walk: Walk, stored: Stored, path: Path, tensor: OptimizedTensor) -> Rebuild:
-    """Describe the state of one parameter for loading."""
-
-    def allocate(leaf_path: Path, dtype: str, shape: tuple[int, ...], live: object) -> torch.Tensor:
-        shape = _resized(stored, tensor.places[0], tuple(tensor.tensor.shape), shape)
-        wanted = (shape, torch_dtype(dtype))
-        if isinstance(live, torch.Tensor) and (
-            leaf_path[-1] == tensor.own_key or (tuple(live.shape), live.dtype) == wanted
-        ):
-            return live
-        return _new_state(tensor, leaf_path[-1], torch_dtype(dtype), shape)
-
-    live = {path for path, leaf in leaves_of(tensor.state, path) if isinstance(leaf, torch.Tensor)}
-    for leaf_path, _ in stored.under(path):
-        if leaf_path[-1] == TENSOR_RECORD and leaf_path[:-1] not in live:
-            raise StateError(
-                f"{name_of(leaf_path[:-1])}: a tensor that is made of others is stored, and the "
-                "optimizer keeps none\n"
-                "Construct it as the one that was saved"
+def _describe_stored(
+    walk: Walk, stored: Stored, base: Path, tensor: OptimizedTensor
+) -> list[Rebuild]:
+    """Describe the state of a tensor for loading, for each of its parameters."""
+    live = dict(leaves_of(tensor.state, ())) if tensor.state else {}
+    targets = _targets(stored, base, tensor, live)
+    makes = []
+    for place in tensor.held:
+        path = (*base, place.name)
+        visit = functools.partial(_visit, walk, tensor, place, {})
+        first = len(walk.description.tensors)
+        if tensor.state or stored.under(path):
+            makes.append(
+                describe_stored(
+                    walk,
+                    stored,
+                    path,
+                    tensor.state,
+                    allocate=lambda leaf, *_: targets[leaf[len(base) + 1 :]],
+                    renew=lambda live_leaf: live_leaf,
+                    visit=visit,
+                )
             )
-    first = len(walk.description.tensors)
-    rebuild = describe_stored(
-        walk,
-        stored,
-        path,
-        tensor.state,
-        allocate=allocate,
-        renew=lambda live_leaf: live_leaf,
-        role=tensor.places[0].role,
+        for suffix in targets.keys() - live.keys():
+            # State that is stored for other parameters of the tensor is found missing for this one.
+            name = name_of((*path, *suffix))
+            if stored.tensor(name) is None and not stored.has_value(name):
+                visit((*path, *suffix), targets[suffix])
+        amend(walk, first, follows=place.full_name)
+    return makes
+
+
+def _targets(
+    stored: Stored, base: Path, tensor: OptimizedTensor, live: Mapping[Path, object]
+) -> dict[Path, Any]:
+    """What stored state is read into, by its path within the state of a parameter; None for values.
+
+    A tensor that stands for several parameters has one tensor for all of them.
+    """
+    found: dict[Path, list[tuple[Placed, str, tuple[int, ...]]]] = {}
+    for place in tensor.held:
+        path = (*base, place.name)
+        leaves = [(leaf_path[len(path) :], name) for leaf_path, name in stored.under(path)]
+        recorded = [suffix[:-1] for suffix, _ in leaves if suffix[-1] == TENSOR_RECORD]
+        for suffix in recorded:
+            if not isinstance(live.get(suffix), torch.Tensor):
+                raise StateError(
+                    f"{name_of((*path, *suffix))}: a tensor that is made of others is stored, and "
+                    "the optimizer keeps none\n"
+                    "Construct it as the one that was saved"
+                )
+        for suffix, name in leaves:
+            if suffix[:-1] in recorded:
+                continue
+            known = stored.tensor(name)
+            ones = found.setdefault(suffix, [])
+            if known is not None:
+                ones.append((place, known[0], _resized(stored, place, tensor, known[1])))
+    return {
+        suffix: _target(tensor, suffix, ones, live.get(suffix)) if ones else None
+        for suffix, ones in found.items()
+    }
+
+
+def _target(
+    tensor: OptimizedTensor,
+    suffix: Path,
+    found: list[tuple[Placed, str, tuple[int, ...]]],
+    live: object,
+) -> torch.Tensor:
+    """What tensors that are stored for the parameters of a tensor are read into."""
+    dtype, shape = torch_dtype(found[0][1]), found[0][2]
+    is_shard = suffix[-1] != "step" and all(
+        place.shards is not None and place.shards.global_shape == of_place
+        for place, _, of_place in found
     )
-    amend(walk, first, follows=tensor.places[0].full_name)
+    if isinstance(live, torch.Tensor):
+        fits = has_form_of(live, tensor.tensor) if is_shard else tuple(live.shape) == shape
+        if suffix[-1] == tensor.own_key or (fits and live.dtype == dtype):
+            return live
+    if is_shard:
+        return torch.zeros_like(tensor.tensor.detach(), dtype=dtype)
+    return _new_state(tensor, suffix[-1], dtype, shape)
+
+
+def _in_common(makes: list[Rebuild], path: Path) -> Rebuild:
+    """The state of a tensor that stands for several parameters, from that of each of them."""
+
+    def rebuild(loaded: Loaded) -> object:
+        state: dict[str, object] = {}
+        known: dict[Path, object] = {}
+        for entries in [make(loaded) for make in makes]:
+            state |= entries
+            for suffix, value in leaves_of(entries, ()):
+                other = known.setdefault(suffix, value)
+                if other is not value and other != value:
+                    where = name_of((*path, *suffix))
+                    raise StateError(
+                        f"{where}: one tensor of the optimizer stands for {len(makes)} parameters\n"
+                        f"Different values are stored for them, such as {other!r}; it can keep "
+                        "only one"
+                    )
+        return state
+
     return rebuild
 
 
+def _visit(
+    walk: Walk,
+    tensor: OptimizedTensor,
+    place: Placed,
+    known: dict[str, object],
+    path: Path,
+    node: Any,
+) -> Rebuild:
+    """Describe state of a tensor, or some of it, as that of one parameter.
+
+    `known` has what is no shard, by its name: several shards of a parameter must agree about it.
+    """
+    if place.shards is None:
+        return visit_with_role(walk, path, node, place.role)
+    walk.description.sequences.update(sequences_of(node, path))
+    for leaf_path, leaf in leaves_of(node, path):
+        where = name_of(leaf_path)
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf_path[-1] != "step"
+            and has_form_of(leaf, tensor.tensor)
+        ):
+            parts = parts_like(place.shards, tensor.tensor, leaf, where)
+            add_shards(walk, leaf_path, leaf, place, parts)
+        elif walk.stored is not None:
+            walk.visit(leaf_path, leaf)
+        elif where in known:
+            _check_same(leaf, known[where], where)
+        else:
+            known[where] = leaf
+            _visit_whole(walk, leaf_path, leaf, place, place.shards)
+    return lambda _loaded: node
+
+
+def _visit_whole(
+    walk: Walk, path: Path, leaf: object, place: Placed, shards: ShardedTensor
+) -> None:
+    """Describe state that is not laid out like its tensor, for saving."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+        walk.visit(path, leaf)
+        return
+    is_whole = [part.box for part in shards.parts] == [Box.whole(shards.global_shape)]
+    if leaf.numel() > 1 and not is_whole:
+        raise StateError(
+            f"{name_of(path)}: has shape {tuple(leaf.shape)}, its parameter another\n"
+            f"That is a shard of shape {tuple(local_of(leaf).shape)} of a tensor of shape "
+            f"{shards.global_shape}, so it is not known what part of which state this "
+            "is. State of a shard must have its shape or be a single number."
+        )
+    # Without an alias key: which parameters share a tensor depends on the layout.
+    role = place.role if place.role is Role.EQUAL else Role.ASSUMED
+    walk.add_array(path, leaf.detach(), role)
+
+
+def _check_same(leaf: object, other: object, where: str) -> None:
+    """Refuse shards of one parameter that disagree about state that is no shard."""
+    both_tensors = isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor)
+    same = torch.equal(leaf, other) if both_tensors else leaf == other  # type: ignore[arg-type]
+    if not same:
+        raise StateError(
+            f"{where}: two shards of this parameter on this rank have different values for "
+            "it\n"
+            f"They are {other!r} and {leaf!r} but it must be one value"
+        )
+
+
 def _resized(
-    stored: Stored, place: Placed, wanted: tuple[int, ...], shape: tuple[int, ...]
+    stored: Stored, place: Placed, tensor: OptimizedTensor, shape: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The shape that stored state takes on if its parameter is stored in another size.
 
     State follows in those dims in which it is as long as the parameter was; in the others it has
     one element, as a factor of a moment does. State of any other form does not follow.
     """
+    wanted = tuple(tensor.tensor.shape) if place.shards is None else place.shards.global_shape
     found = None if place.full_name is None else stored.tensor(place.full_name)
     if found is None or not len(found[1]) == len(wanted) == len(shape):
         return shape
@@ -261,168 +395,3 @@ def check_not_a_bare_shard(parameter: OptimizedTensor, base: Path) -> None:
                 f"local shard, {tuple(local_shape)}. Let the optimizer keep a DTensor "
                 "(torch.zeros_like(parameter)), so that its place is known."
             )
-
-
-# ---------------------------------------------------------------------------------------------
-# Tensors that are described by views
-# ---------------------------------------------------------------------------------------------
-
-
-def _visit_shards(
-    walk: Walk, base: Path, tensor: OptimizedTensor, known: dict[str, object]
-) -> None:
-    """Describe the state of a tensor for saving."""
-    leaves = leaves_of(tensor.state, ()) if tensor.state else []
-    for place in _held(tensor):
-        walk.description.sequences.update(sequences_of(tensor.state, (*base, place.name)))
-        for suffix, leaf in leaves:
-            path = (*base, place.name, *suffix)
-            if _is_shard(leaf, suffix, tensor):
-                _add_like(walk, path, leaf, tensor, place)
-            elif name_of(path) in known:
-                _check_same(leaf, known[name_of(path)], name_of(path))
-            else:
-                known[name_of(path)] = leaf
-                _visit_whole(walk, path, leaf, place)
-
-
-def _describe_shards(
-    walk: Walk, stored: Stored, base: Path, tensor: OptimizedTensor
-) -> Rebuild | None:
-    """Describe the state of a tensor for loading; None if there is none, live or stored."""
-    held = _held(tensor)
-    live = dict(leaves_of(tensor.state, ())) if tensor.state else {}
-    suffixes = dict.fromkeys(live)
-    sequences: dict[Path, str] = {}
-    for place in held:
-        under = (*base, place.name)
-        suffixes.update(dict.fromkeys(path[len(under) :] for path, _ in stored.under(under)))
-        for path, kind in stored.sequences.items():
-            if path[: len(under)] == under:
-                sequences[path[len(under) :]] = kind
-    if not held or not suffixes:
-        return None
-    rebuilds = {
-        suffix: _describe_leaf(walk, stored, base, tensor, suffix=suffix, live=live.get(suffix))
-        for suffix in suffixes
-    }
-    return lambda loaded: assemble(
-        {suffix: make(loaded) for suffix, make in rebuilds.items()}, sequences
-    )
-
-
-def _describe_leaf(
-    walk: Walk, stored: Stored, base: Path, tensor: OptimizedTensor, *, suffix: Path, live: object
-) -> Rebuild:
-    """Describe a leaf of the state of a tensor for loading."""
-    held = [(place, (*base, place.name, *suffix)) for place in _held(tensor)]
-    if any(stored.has_value(name_of(path)) for _, path in held):
-        makes = [walk.add_value(path, None) for _, path in held]
-        return lambda loaded: _one_of([make(loaded) for make in makes], name_of(held[0][1]))
-    known = [(place, stored.tensor(name_of(path))) for place, path in held]
-    found = [
-        (place, tensors[0], _resized(stored, place, place.shards.global_shape, tensors[1]))
-        for place, tensors in known
-        if tensors is not None and place.shards is not None
-    ]
-    target = _target(tensor, suffix, found, live) if found else live
-    for place, path in held:
-        first = len(walk.description.tensors)
-        if _is_shard(target, suffix, tensor):
-            _add_like(walk, path, target, tensor, place)
-        elif isinstance(target, torch.Tensor):
-            # One tensor for all parameters: the alias key has them compared.
-            walk.add_array(path, target, Role.ASSUMED, alias_key=alias_key(target))
-        else:
-            walk.add_value(path, target)
-        amend(walk, first, follows=place.full_name)
-    return lambda _loaded: target
-
-
-def _one_of(values: list[object], where: str) -> object:
-    """The value that all parameters of a tensor have in common."""
-    if any(value != values[0] for value in values):
-        raise StateError(
-            f"{where}: one tensor of the optimizer stands for {len(values)} parameters\n"
-            f"Different values are stored for them, such as {values[0]!r}; it can keep only "
-            "one"
-        )
-    return values[0]
-
-
-def _target(
-    tensor: OptimizedTensor,
-    suffix: Path,
-    found: list[tuple[Placed, str, tuple[int, ...]]],
-    live: object,
-) -> torch.Tensor:
-    """Where stored tensors of the state are read to."""
-    if suffix == (tensor.own_key,):
-        return tensor.tensor.detach()
-    dtype, shape = torch_dtype(found[0][1]), found[0][2]
-    is_shard = suffix[-1:] != ("step",) and all(
-        place.shards is not None and place.shards.global_shape == stored_shape
-        for place, _, stored_shape in found
-    )
-    if isinstance(live, torch.Tensor) and live.dtype == dtype:
-        if _is_shard(live, suffix, tensor) and is_shard:
-            return live
-        if not is_shard and tuple(live.shape) == shape:
-            return live
-    if is_shard:
-        return torch.zeros_like(tensor.tensor.detach(), dtype=dtype)
-    return _new_state(tensor, suffix[-1], dtype, shape)
-
-
-def _held(tensor: OptimizedTensor) -> list[Placed]:
-    """The places of which this rank has something."""
-    return [place for place in tensor.places if place.shards is not None and place.shards.parts]
-
-
-def _is_shard(leaf: object, suffix: Path, tensor: OptimizedTensor) -> bool:
-    """True if state is laid out like its tensor."""
-    return (
-        isinstance(leaf, torch.Tensor)
-        and suffix[-1:] != ("step",)
-        and has_form_of(leaf, tensor.tensor)
-    )
-
-
-def _add_like(walk: Walk, path: Path, leaf: Any, tensor: OptimizedTensor, place: Placed) -> None:
-    assert place.shards is not None
-    parts = parts_like(place.shards, tensor.tensor, leaf, name_of(path))
-    add_shards(walk, path, leaf, place, parts)
-
-
-def _visit_whole(walk: Walk, path: Path, leaf: object, place: Placed) -> None:
-    """Describe state that is not laid out like its tensor, for saving."""
-    assert place.shards is not None
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
-        walk.visit(path, leaf)
-        return
-    is_whole = [part.box for part in place.shards.parts] == [Box.whole(place.shards.global_shape)]
-    if leaf.numel() > 1 and not is_whole:
-        raise StateError(
-            f"{name_of(path)}: has shape {tuple(leaf.shape)}, its parameter another\n"
-            f"That is a shard of shape {tuple(local_of(leaf).shape)} of a tensor of shape "
-            f"{place.shards.global_shape}, so it is not known what part of which state this "
-            "is. State of a shard must have its shape or be a single number."
-        )
-    # Without an alias key: which parameters share a tensor depends on the layout.
-    role = place.role if place.role is Role.EQUAL else Role.ASSUMED
-    walk.add_array(path, leaf.detach(), role)
-
-
-def _check_same(leaf: object, other: object, where: str) -> None:
-    """Refuse shards of one parameter that disagree about state that is no shard."""
-    same = torch.equal(leaf, other) if _both_tensors(leaf, other) else leaf == other  # type: ignore[arg-type]
-    if not same:
-        raise StateError(
-            f"{where}: two shards of this parameter on this rank have different values for "
-            "it\n"
-            f"They are {other!r} and {leaf!r} but it must be one value"
-        )
-
-
-def _both_tensors(leaf: object, other: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor)
