@@ -18,28 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from remesh.adapters.memory import alias_key
 
 
-@dataclass(frozen=True, slots=True)
-class EntryName:
-    """The name of an entry of a module."""
-
-    name: str  # its name without wrappers
-    in_ddp: bool  # whether it lies inside a DistributedDataParallel
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """Where the beginning of an entry's name leads; module is None past the last module."""
+class EntryName:
+    """The name of an entry of a module, or the beginning of one."""
 
-    name: str
-    module: nn.Module | None
-    in_ddp: bool
+    name: str  # without wrappers
+    in_ddp: bool  # whether it lies inside a DistributedDataParallel
+    module: nn.Module | None  # where it leads; None past the last module
 
 
 def entry_names(root: nn.Module, raw_names: Iterable[str]) -> dict[str, EntryName]:
     """The names, without wrappers, of parameters or state-dict entries of a module."""
-    known = {"": _Place("", root, in_ddp=False)}
-    places = {raw: _place_of(raw, known) for raw in raw_names}
-    return {raw: EntryName(place.name, place.in_ddp) for raw, place in places.items()}
+    known = {"": EntryName("", False, root)}
+    return {raw: _name_of(raw, known) for raw in raw_names}
 
 
 def ignored_by_ddp(module: nn.Module) -> set[object]:
@@ -53,25 +44,25 @@ def ignored_by_ddp(module: nn.Module) -> set[object]:
     return keys
 
 
-def _place_of(prefix: str, known: dict[str, _Place]) -> _Place:
-    """The place of the beginning of a name; `known` holds those found so far."""
-    if prefix not in known:
-        parent, _, part = prefix.rpartition(".")
-        known[prefix] = _step(_place_of(parent, known), part)
-    return known[prefix]
+def _name_of(raw: str, known: dict[str, EntryName]) -> EntryName:
+    """The name of an entry, or of the beginning of one; `known` holds those found so far."""
+    if raw not in known:
+        parent, _, part = raw.rpartition(".")
+        known[raw] = _step(_name_of(parent, known), part)
+    return known[raw]
 
 
-def _step(place: _Place, part: str) -> _Place:
+def _step(place: EntryName, part: str) -> EntryName:
     """One part of a name further on, passing through wrappers."""
     module, in_ddp = place.module, place.in_ddp
     while module is not None and (attribute := inner_attribute(module)) is not None:
         in_ddp = in_ddp or isinstance(module, DistributedDataParallel)
         module = getattr(module, attribute)
         if part == attribute:
-            return _Place(place.name, module, in_ddp)
+            return EntryName(place.name, in_ddp, module)
     child = getattr(module, part, None)
     name = f"{place.name}.{part}" if place.name else part
-    return _Place(name, child if isinstance(child, nn.Module) else None, in_ddp)
+    return EntryName(name, in_ddp, child if isinstance(child, nn.Module) else None)
 
 
 def inner_attribute(module: nn.Module) -> str | None:

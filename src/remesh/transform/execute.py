@@ -7,7 +7,7 @@ made. A name stands for what it was last bound to, else for the source of that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from remesh.errors import TransformError
 from remesh.transform.expressions import MAX_DEPTH
@@ -16,6 +16,7 @@ from remesh.transform.messages import Problem
 from remesh.transform.operators import Axes, Ends, Operand, Value, with_labels
 from remesh.transform.rearrange import Shape
 from remesh.transform.renames import Renaming
+from remesh.transform.syntax import Span
 from remesh.transform.tensor_info import TensorInfo
 from remesh.transform.wildcards import Step
 
@@ -23,20 +24,13 @@ from remesh.transform.wildcards import Step
 class Bindings:
     """Executes steps, and knows what they have made of names so far.
 
-    `ends` has the target that each result ends up in, as far as operators ask for it (see
-    `layout.ends_of_results`). `original_shape` gives the shape of a result that goes to no target,
-    if the statement of this number undoes one that knew it.
+    `ends` has the target that each result ends up in, by the place of its statement and its name,
+    as far as operators ask for it.
     """
 
-    def __init__(
-        self,
-        sources: Sources,
-        ends: Mapping[tuple[int, str], TensorInfo],
-        original_shape: Callable[[int, str], Shape | None],
-    ) -> None:
+    def __init__(self, sources: Sources, ends: Mapping[tuple[int, str], TensorInfo]) -> None:
         self._sources = sources
         self._ends = ends
-        self._original_shape = original_shape
         self._source_axes: dict[str, Axes] = {}
         self._made_by: dict[str, Step | Renaming] = {}
         self.values: dict[str, Value] = {}
@@ -54,8 +48,8 @@ class Bindings:
             renaming = Renaming(number, old, new)
             leaf = self._sources.leaf(old)
             if leaf is None:
-                hints = self._sources.nearest(old)
-                raise renaming.step().error(f"there is no source {old!r}", None, hints)
+                problem = self._no_source(old)
+                raise renaming.step().error(str(problem), problem.span, problem.hints)
             if new is None:
                 self.deleted[old] = number
                 continue
@@ -112,9 +106,6 @@ class Bindings:
     def _target_of(self, step: Step, operand: Operand) -> TensorInfo | None:
         """The target of a result, before `^T` on the right is undone."""
         info = self._ends.get((step.position, operand.name))
-        if info is None and step.statement.operator.needs_sizes:
-            shape = self._original_shape(step.statement.number, operand.name)
-            info = None if shape is None else TensorInfo("", shape)
         if info is None or not operand.origin.transposed:
             return info
         return info.permuted(range(len(info.shape))[::-1])
@@ -143,10 +134,13 @@ class Bindings:
             raise Problem(f"{name!r} has been deleted by statement {self.deleted[name]}", span)
         leaf = self._sources.leaf(name)
         if leaf is None:
-            hints = self._sources.nearest(name)
-            raise Problem(f"there is no source and no earlier result {name!r}", span, hints)
+            raise self._no_source(name, span)
         self.read[name] = None
         return Value(leaf, self._source_axes.get(name, (None,) * len(leaf.shape)))
+
+    def _no_source(self, name: str, span: Span | None = None) -> Problem:
+        hints = self._sources.nearest(name)
+        return Problem(f"there is no source and no earlier result {name!r}", span, hints)
 
     def _add(self, step: Step) -> None:
         for operand in step.right:

@@ -105,11 +105,8 @@ def ends_of_results(
 
 
 def _passes_on(step: Step) -> bool:
-    """True if a result is the tensor that was read, at most with its axes permuted and cast."""
-    operator = step.statement.operator
-    if operator.copies:
-        return len({operand.origin.transposed for operand in step.left}) == 1
-    return operator.keeps_shape and len(step.left) == len(step.right) == 1
+    is_turned = {operand.origin.transposed for operand in step.left}
+    return step.statement.operator.passes_on and len(is_turned) == 1
 
 
 def _read_as(step: Step, target: TensorInfo) -> TensorInfo | None:

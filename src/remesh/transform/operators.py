@@ -231,9 +231,8 @@ class Operator:
     title: ClassVar[str] = ""  # how messages call it; empty for the attribute that leads
     reads_many: ClassVar[bool] = False  # whether several names may stand left of the arrow
     makes_many: ClassVar[bool] = False  # whether several names may stand right of it
-    keeps_shape: ClassVar[bool] = True
-    """Whether a result that is made of one tensor has its axes, in some order."""
-    copies: ClassVar[bool] = False  # whether each result holds what each source does
+    passes_on: ClassVar[bool] = False
+    """Whether each result holds what each source does, at most with its axes permuted and cast."""
 
     @classmethod
     def parse(
@@ -307,6 +306,8 @@ def _text(value: object) -> str:
 @dataclass(frozen=True, slots=True)
 class Rename(Operator):
     """`a -> b`: the same tensor under another name. `_ -> z` and `a -> _` have it too."""
+
+    passes_on: ClassVar[bool] = True
 
     def apply(self, _step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         return values
@@ -421,7 +422,6 @@ class Stack(Operator):
 
     leads: ClassVar[tuple[str, ...]] = ("stack",)
     reads_many: ClassVar[bool] = True
-    keeps_shape: ClassVar[bool] = False
     stack: int = attribute(integer)
 
     def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
@@ -443,7 +443,6 @@ class Unstack(Operator):
 
     leads: ClassVar[tuple[str, ...]] = ("unstack",)
     makes_many: ClassVar[bool] = True
-    keeps_shape: ClassVar[bool] = False
     unstack: int = attribute(integer)
     parts: int | None = attribute(positive, None)  # see `Split`
 
@@ -476,6 +475,7 @@ class Permute(Operator):
     """`a -> b, permute=[2, 0, 1]`: axis i of b is axis permute[i] of a; empty reverses all axes."""
 
     leads: ClassVar[tuple[str, ...]] = ("permute",)
+    passes_on: ClassVar[bool] = True
     permute: tuple[int, ...] = attribute(integers)
 
     def apply(self, _step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
@@ -502,7 +502,6 @@ class Reshape(Operator):
     """`a -> b, reshape=[8, 128, 4096]`, or back to two axes if `a` has that shape."""
 
     leads: ClassVar[tuple[str, ...]] = ("reshape",)
-    keeps_shape: ClassVar[bool] = False
     reshape: Extents = attribute(extents)
 
     def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
@@ -540,6 +539,7 @@ class Cast(Operator):
 
     leads: ClassVar[tuple[str, ...]] = ("dtype",)
     title: ClassVar[str] = "a cast"
+    passes_on: ClassVar[bool] = True
     dtype: str = attribute(cast_dtype)
 
     def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
@@ -558,6 +558,7 @@ class StatedCast(Operator):
 
     leads: ClassVar[tuple[str, ...]] = ("src_dtype", "dst_dtype")
     title: ClassVar[str] = "a cast"
+    passes_on: ClassVar[bool] = True
     src_dtype: str = attribute(cast_dtype)
     dst_dtype: str = attribute(cast_dtype)
 
@@ -592,7 +593,7 @@ class Tie(Operator):
 
     leads: ClassVar[tuple[str, ...]] = ("tie",)
     reads_many: ClassVar[bool] = True
-    copies: ClassVar[bool] = True
+    passes_on: ClassVar[bool] = True
 
     def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         check_alike(step, values, None)
@@ -609,7 +610,7 @@ class Untie(Operator):
 
     leads: ClassVar[tuple[str, ...]] = ("untie",)
     makes_many: ClassVar[bool] = True
-    copies: ClassVar[bool] = True
+    passes_on: ClassVar[bool] = True
 
     def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
         return values * len(step.right)

@@ -20,7 +20,6 @@ stated if a statement touches such a parameter.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -44,9 +43,9 @@ SLOTS: dict[str, str] = {
     "beta2_pow_acc_0": "beta2_pow_acc_0",
     "step": "step",
 }
+_KNOWN_SLOTS = frozenset(SLOTS.values())
 SCALAR_SLOTS = frozenset({"step", "beta1_pow_acc_0", "beta2_pow_acc_0", "mu_product", "eta", "mu"})
 
-_STATE = re.compile(r"(?:^|(?<=\.))state\.")
 _MAX_TRIED = 16
 _MAX_OWNERS = 1000
 
@@ -59,11 +58,6 @@ class State(NamedTuple):
     before: str  # part of its name before the parameter
     after: str  # part of its name after the parameter
     owner: str  # part of the parameter's name before the part that the state's name repeats
-
-    def owned_by(self, owner: str) -> State:
-        """The same state, of a parameter whose name begins with `owner`."""
-        _, slot, before, after, _ = self
-        return State(owner + self.parameter, slot, before, after, owner) if owner else self
 
     def name_for(self, parameter: str) -> str:
         """The name of the same state of another parameter."""
@@ -131,13 +125,14 @@ def find_states(
     made = {name.rpartition(".")[0] for name in names if name.endswith(f".{TENSOR_RECORD}")}
     states = States()
     parameters: dict[str, None] = dict.fromkeys(further_parameters)
-    by_root: dict[str, _Group] = {}
+    by_root: dict[str, list[_Nested]] = {}
     suffixed: list[tuple[str, State]] = []
     for name in names:
-        match = _STATE.search(name) if "state." in name else None
-        nested = None if match is None else _parse(name, match.end(), made)
-        if match is not None and nested is not None:
-            by_root.setdefault(name[: match.end()], []).append((name, nested))
+        at = f".{name}".find(".state.")
+        root = name[: at + len("state.")]
+        nested = None if at < 0 else _parse(name, root, made)
+        if nested is not None:
+            by_root.setdefault(root, []).append(nested)
             continue
         head, _, tail = name.rpartition(".")
         if head and tail in SLOTS:
@@ -151,20 +146,20 @@ def find_states(
     return states
 
 
-_Group = list[tuple[str, State]]
-"""Names in a style with `state.` under one root, and their states before the owner is known."""
+_Nested = tuple[str, str, str, str, str]
+"""A name in a style with `state.`, and its parameter without the owner, slot, before, after."""
 
 
-def _parse(name: str, root_end: int, made: Collection[str]) -> State | None:
-    """A name in a style with `state.`, which ends at `root_end`.
+def _parse(name: str, root: str, made: Collection[str]) -> _Nested | None:
+    """A name that begins with `...state.`, the root.
 
     Names in `made` are those of states that are made of several tensors. Each of these is a slot
     of its own.
     """
-    root, rest = name[:root_end], name[root_end:]
+    rest = name[len(root) :]
     first, _, behind = rest.partition(".")
     if behind and first in SLOTS:
-        return State(behind, SLOTS[first], f"{root}{first}.", "", "")
+        return name, behind, SLOTS[first], f"{root}{first}.", ""
     head, _, inner = rest.rpartition(".")
     is_inner = root + head in made
     parameter, _, slot = (head if is_inner else rest).rpartition(".")
@@ -172,42 +167,45 @@ def _parse(name: str, root_end: int, made: Collection[str]) -> State | None:
         return None
     known = SLOTS.get(slot, slot)
     if is_inner:
-        return State(parameter, f"{known}.{inner}", root, f".{slot}.{inner}", "")
-    return State(parameter, known, root, f".{slot}", "")
+        return name, parameter, f"{known}.{inner}", root, f".{slot}.{inner}"
+    return name, parameter, known, root, f".{slot}"
 
 
 def _add_nested(
-    states: States, group: _Group, parameters: Mapping[str, None], stated_owner: str | None
+    states: States,
+    group: Iterable[_Nested],
+    parameters: Mapping[str, None],
+    stated_owner: str | None,
 ) -> None:
-    own: _Group = []
-    for name, state in group:
-        head, _, tail = name.rpartition(".")
+    own = []
+    for nested in group:
+        head, _, tail = nested[0].rpartition(".")
         if tail in SLOTS and head in parameters:
             # A parameter that has `state.` in its own name.
-            states.add(name, State(head, SLOTS[tail], "", f".{tail}", ""))
+            states.add(nested[0], State(head, SLOTS[tail], "", f".{tail}", ""))
         else:
-            own.append((name, state))
-    known_slots = frozenset(SLOTS.values())
-    if stated_owner is None and not any(state.slot in known_slots for _, state in own):
+            own.append(nested)
+    if stated_owner is None and not any(slot in _KNOWN_SLOTS for _, _, slot, _, _ in own):
         return  # a module called `state`
     found = [stated_owner] if stated_owner is not None else _owners(own, parameters)
-    for name, state in own:
-        # If nothing is known of the parameters, only names that can be nothing else count.
-        owners = found or ([""] if state.slot in known_slots else [])
-        owned = [state.owned_by(owner) for owner in owners]
-        if len(owned) > 1:
-            states.undecided[name] = tuple(owned)
-        elif owned:
-            states.add(name, owned[0])
+    for name, short, slot, before, after in own:
+        if len(found) > 1:
+            states.undecided[name] = tuple(
+                State(owner + short, slot, before, after, owner) for owner in found
+            )
+        elif found or slot in _KNOWN_SLOTS:
+            # If nothing is known of the parameters, only names that can be nothing else count.
+            owner = found[0] if found else ""
+            states.add(name, State(owner + short, slot, before, after, owner))
 
 
-def _owners(group: _Group, parameters: Mapping[str, None]) -> list[str]:
+def _owners(group: Iterable[_Nested], parameters: Mapping[str, None]) -> list[str]:
     """The best prefixes for the parameters of an optimizer; none if nothing fits.
 
     The longest short name says most. Every parameter that ends in it is a proposal, and the
     proposals that are right for most of the names are kept.
     """
-    shorts = list(dict.fromkeys(state.parameter for _, state in group))
+    shorts = list(dict.fromkeys(short for _, short, _, _, _ in group))
     shorts.sort(key=lambda short: (-short.count("."), -len(short)))
     proposals: list[str] = []
     for short in shorts[:_MAX_TRIED]:

@@ -125,7 +125,7 @@ class Resolver:
         """Expand and execute all statements; the steps of each, too."""
         states = self.sources.states
         if not isinstance(self.program, tuple):
-            bindings = Bindings(self.sources, {}, self.original_shape)
+            bindings = Bindings(self.sources, {})
             bindings.rename(self.program)
             return bindings, []
         expander = Expander(
@@ -134,13 +134,24 @@ class Resolver:
             self.original_names,
         )
         groups = [expander.expand(statement) for statement in self.program]
-        ends: Mapping[tuple[int, str], TensorInfo] = {}
-        if self.given_targets is not None and any(s.operator.needs_ends for s in self.program):
-            ends = ends_of_results(groups, self.parameter_targets())
-        bindings = Bindings(self.sources, ends, self.original_shape)
+        bindings = Bindings(self.sources, self.ends_of(groups))
         for steps in groups:
             bindings.execute(steps)
         return bindings, groups
+
+    def ends_of(self, groups: Sequence[Sequence[Step]]) -> dict[tuple[int, str], TensorInfo]:
+        """Where results end up, as far as operators ask for it: see `ends_of_results`."""
+        ends: dict[tuple[int, str], TensorInfo] = {}
+        steps = [step for steps in groups for step in steps if step.statement.operator.needs_ends]
+        if steps and self.given_targets is not None:
+            ends = ends_of_results(groups, self.parameter_targets())
+        for step in steps if self.original is not None else ():
+            for name in (operand.name for operand in step.right):
+                is_open = step.statement.operator.needs_sizes and (step.position, name) not in ends
+                shape = self.original_shape(step.statement.number, name) if is_open else None
+                if shape is not None:
+                    ends[step.position, name] = TensorInfo("", shape)
+        return ends
 
     @functools.cached_property
     def undone(self) -> tuple[Bindings, dict[tuple[int, Binding], Step]] | None:

@@ -39,7 +39,7 @@ Binding = tuple[tuple[str, str], ...]
 """The digits that each placeholder stands for."""
 Numbers = tuple[str, ...]
 
-_DIGITS = re.compile("[0-9]+")
+_DIGITS = re.compile("([0-9]+)")
 _BLANK = "\0"
 _MAX_DIGITS = 18
 _MAX_NAMES = 1_000_000
@@ -51,7 +51,8 @@ _MAX_NAMES = 1_000_000
 
 def form_of(name: str) -> tuple[str, Numbers]:
     """The form and the numbers of a name."""
-    return _DIGITS.sub(_BLANK, name), tuple(_DIGITS.findall(name))
+    parts = _DIGITS.split(name)
+    return _BLANK.join(parts[::2]), tuple(parts[1::2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,9 @@ class NameIndex:
         if _BLANK in name:
             return  # no pattern can match it
         form, numbers = form_of(name)
-        filed = self._forms.setdefault(form, _Forms())
+        filed = self._forms.get(form)
+        if filed is None:
+            filed = self._forms[form] = _Forms()
         if numbers in filed.numbers:
             return
         filed.numbers[numbers] = None
