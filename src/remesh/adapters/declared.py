@@ -165,10 +165,7 @@ def has_sharded_state_dict(module: nn.Module) -> bool:
 def declared_shards(
     module: nn.Module, entries: Mapping[str, object], where: str
 ) -> dict[str, ShardedTensor]:
-    """The shards that modules describe by a method of their own, by key of the state dict.
-
-    `entries`, that state dict, is not looked at if no module `has_sharded_state_dict`.
-    """
+    """The shards that modules describe by a method of their own, by key of the state dict."""
     described_by_key = _declared_under(module, "", "", _Tensors.of(entries))
     refuse_marked(module, described_by_key, f"{where}." if where else "")
     return described_by_key

@@ -199,10 +199,7 @@ def parts_of_dtensor(tensor: DTensor, local: torch.Tensor, where: str) -> tuple[
 def boxes_of_dtensor(
     tensor: DTensor, local_shape: tuple[int, ...], where: str
 ) -> list[tuple[Box, tuple[int, ...]]]:
-    """This rank's boxes of a DTensor, each with its offset in the local tensor.
-
-    Args and errors are those of `parts_of_dtensor`.
-    """
+    """This rank's boxes of a DTensor, each with its offset in the local tensor."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:

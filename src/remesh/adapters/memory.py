@@ -57,7 +57,7 @@ class DeviceMemory:
         _movable_view(into).copy_(self.tensor[box.slices])
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
-        """See `QueuedMemory.queue_copy_out`; truly queued only if `into` is pinned."""
+        # Truly queued only if `into` is pinned.
         _movable_view(into).copy_(self.tensor[box.slices], non_blocking=True)
 
     def digest(self) -> bytes:
@@ -129,13 +129,7 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
-    """The memory of a tensor or a numpy array, which is not copied.
-
-    Raises:
-        UnsupportedValueError: If the array has no memory that can be copied as it is: a meta
-            tensor, a layout other than strided, foreign byte order, or, where it is to be
-            written, memory that is read-only or shared by several of its elements.
-    """
+    """The memory of a tensor or a numpy array, which is not copied."""
     if isinstance(array, torch.Tensor):
         tensor = _with_memory(array, where, writable)
         if tensor.device.type == "cpu":

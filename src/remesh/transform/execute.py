@@ -22,13 +22,10 @@ from remesh.transform.wildcards import Step
 
 
 class Bindings:
-    """Executes steps, and knows what they have made of names so far.
-
-    `ends` has the target that each result ends up in, by the place of its statement and its name,
-    as far as operators ask for it.
-    """
+    """Executes steps, and knows what they have made of names so far."""
 
     def __init__(self, sources: Sources, ends: Mapping[tuple[int, str], TensorInfo]) -> None:
+        # `ends` has the targets of results, by the place of the statement and the name.
         self._sources = sources
         self._ends = ends
         self._source_axes: dict[str, Axes] = {}

@@ -170,7 +170,7 @@ class FusedFfn(_ByRank):
     dst_parts: int | None = attribute(positive, None)
 
     def heads(self, extents: Sequence[int]) -> tuple[int, ...]:
-        """See `_Fused.heads`: every row counts as a head."""
+        # Every row counts as a head.
         extent = extents[0]
         if len(extents) == 1 and extent % 2:
             raise Problem(f"extent {extent} is not even, so it does not hold gate and up")

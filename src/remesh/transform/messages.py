@@ -15,10 +15,7 @@ _MAX_CANDIDATES = 500
 
 
 class Problem(Exception):  # noqa: N818 - it is turned into an error that shows the text
-    """An error in a statement, raised where its text is not known, and its place there.
-
-    `span` is None for the place that says what the statement does.
-    """
+    """An error at a place of a statement, whose text the raiser does not know."""
 
     def __init__(self, message: str, span: Span | None = None, hints: Sequence[str] = ()) -> None:
         super().__init__(message)

@@ -137,10 +137,7 @@ class Operands:
 
 
 class Ends(NamedTuple):
-    """Where tensors come from and go to, as far as that is known; axes as the operator sees them.
-
-    Only operators that depend on it (`Operator.needs_ends`) are told.
-    """
+    """Where tensors come from and go to, with axes as the operator sees them."""
 
     source: TensorInfo | None = None  # the source that the only tensor is, if it is one
     targets: tuple[TensorInfo | None, ...] = ()  # the target that each result ends up in
@@ -488,7 +485,7 @@ class Permute(Operator):
         return Permute(inverse_order([axis % ndim for axis in self.permute]))
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """See `Operator.order`; none of the axes is counted from the end."""
+        # None of the axes is counted from the end.
         if not self.permute:
             return tuple(reversed(range(ndim)))
         order = tuple(axis + ndim if axis < 0 else axis for axis in self.permute)
@@ -520,7 +517,7 @@ class Reshape(Operator):
         return [Value(reshape(node, shape), (None,) * len(shape))]
 
     def opposite(self) -> Reshape:
-        """See `Operator.opposite`: with three axes or more, it means both directions."""
+        # With three axes or more, it means both directions.
         if self.reshape == "targets" or len(self.reshape) < 3:
             raise Problem("a reshape to fewer than three axes does not say what to go back to")
         return self

@@ -97,11 +97,7 @@ class States:
         return name if state is None else state.parameter
 
     def find(self, parameter: str, like: State) -> str | None:
-        """The name of a parameter's state of the same slot as `like`.
-
-        If there are several (two optimizers of one parameter), the one that is named in the same
-        way; None if there is none, or none of several is.
-        """
+        """A parameter's state of the slot of `like`; of several, that named in the same way."""
         names = self.by_parameter.get(parameter, {}).get(like.slot, [])
         if len(names) == 1:
             return names[0]
@@ -116,11 +112,7 @@ class States:
 def find_states(
     names: Iterable[str], further_parameters: Iterable[str], owners: Mapping[str, str]
 ) -> States:
-    """Find the optimizer states among names.
-
-    `owners` has the prefix of the parameters of an optimizer, by the prefix of theirs in the names
-    of its states: `{"optimizer.state.": "model."}`.
-    """
+    """Find the optimizer states among names; `owners` as in `Transform`."""
     names = list(names)
     made = {name.rpartition(".")[0] for name in names if name.endswith(f".{TENSOR_RECORD}")}
     states = States()
@@ -151,16 +143,13 @@ _Nested = tuple[str, str, str, str, str]
 
 
 def _parse(name: str, root: str, made: Collection[str]) -> _Nested | None:
-    """A name that begins with `...state.`, the root.
-
-    Names in `made` are those of states that are made of several tensors. Each of these is a slot
-    of its own.
-    """
+    """A name that begins with `...state.`, the root; None if it is no state."""
     rest = name[len(root) :]
     first, _, behind = rest.partition(".")
     if behind and first in SLOTS:
         return name, behind, SLOTS[first], f"{root}{first}.", ""
     head, _, inner = rest.rpartition(".")
+    # Of a state that is made of several tensors, each is a slot of its own.
     is_inner = root + head in made
     parameter, _, slot = (head if is_inner else rest).rpartition(".")
     if not parameter:

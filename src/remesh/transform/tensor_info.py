@@ -50,10 +50,7 @@ Infos = Mapping[str, TensorInfo | None]
 
 
 def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
-    """Descriptions as `TensorInfo`; an index says how its tensors are cut.
-
-    None, which stands for a plain value, stays None.
-    """
+    """Descriptions as `TensorInfo`; an index says how its tensors are cut."""
     if isinstance(tensors, Index):
         return _infos_of_index(tensors)
     if {type(info) for info in tensors.values()} <= {TensorInfo, NoneType}:

@@ -242,16 +242,14 @@ def _operands_text(operands: Sequence[Operand]) -> str:
 class Expander:
     """Expands statements one after the other, keeping track of which names exist.
 
-    `sources` are the names of sources, and of parameters whose optimizer state is a source;
-    `targets` gives the names of targets likewise, or is None if they are not known.
-    `original_names` returns the names that a name with a star matched in the statement that a step
-    undoes; empty if it undoes none.
+    Names of sources and targets include parameters of which there is only optimizer state.
     """
 
     def __init__(
         self,
         sources: Iterable[str],
         targets: Callable[[], Iterable[str]] | None,
+        # The names that a star matched in the statement that one undoes; none if it undoes none.
         original_names: Callable[[int, Binding, Name], list[str]],
     ) -> None:
         self._source_names = sources
