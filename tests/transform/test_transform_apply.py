@@ -112,9 +112,9 @@ def test_regions_know_parts_outside_of_theirs() -> None:
 
 def test_shapes() -> None:
     sources = {"a": TensorInfo("int8", (2, 3)), "b": TensorInfo("int8", (2, 2))}
-    assert FUSE.shapes(sources) == {"c": TensorInfo("int8", (5, 2))}
+    assert FUSE.resolve(sources).targets == {"c": TensorInfo("int8", (5, 2))}
     with pytest.raises(TransformError, match=r"target 'c' has shape \(4, 2\)"):
-        FUSE.shapes(sources, {"c": TensorInfo("int8", (4, 2))})
+        FUSE.resolve(sources, {"c": TensorInfo("int8", (4, 2))})
 
 
 def test_pieces_are_counted_axis_by_axis() -> None:

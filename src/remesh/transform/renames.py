@@ -153,12 +153,15 @@ def check_renames(renames: Renames) -> None:
     """Refuse names that no statement could write, and two names that become one."""
     old_of: dict[str, str] = {}
     for old, new in renames.items():
-        _written(old, literal=True)
+        for name in (old, new or ""):
+            if ("'" in name and '"' in name) or "\n" in name:
+                raise TransformError(
+                    f"{name!r} cannot be renamed: it holds both kinds of quotes, or a line break"
+                )
         if new is None:
             continue
         if not new:
             raise TransformError(f"{old!r} is renamed to '': a name cannot be empty")
-        _written(new, literal=True)
         if new in old_of:
             raise TransformError(f"{old_of[new]!r} and {old!r} are both renamed to {new!r}")
         old_of[new] = old
@@ -210,10 +213,6 @@ def _written(name: str, literal: bool) -> str:
     if not has_wildcard and _PLAIN.fullmatch(name) and not name.isdigit() and name != NOTHING:
         return name
     quote = '"' if "'" in name else "'"
-    if quote in name or "\n" in name:
-        raise TransformError(
-            f"{name!r} cannot be renamed: it holds both kinds of quotes, or a line break"
-        )
     return f"{quote}{name}{quote}"
 
 

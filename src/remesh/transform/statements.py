@@ -232,9 +232,9 @@ _TOKEN = re.compile(
 
 
 class Token(NamedTuple):
-    """A piece of the text: what kind it is of, its characters, and where they are."""
+    """A piece of the text."""
 
-    kind: str
+    kind: str  # the name of its group in `_TOKEN`, or `end`
     text: str
     span: Span
 

@@ -21,7 +21,7 @@ from remesh.transform.renames import (
 from remesh.transform.resolve import Resolver
 from remesh.transform.resolved import Resolved
 from remesh.transform.statements import Statements
-from remesh.transform.tensor_info import Described, TensorInfo, infos_of
+from remesh.transform.tensor_info import Described, infos_of
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -177,25 +177,6 @@ class Transform:
                 with_outputs=with_outputs,
                 resizes=resizes,
             ).run()
-
-    def shapes(
-        self,
-        sources: Mapping[str, Described | None],
-        targets: Mapping[str, Described | None] | None = None,
-    ) -> dict[str, TensorInfo]:
-        """Dtype and shape of every target, checked against those that are given.
-
-        Args:
-            sources: See `resolve`.
-            targets: See `resolve`.
-
-        Raises:
-            TransformError: If a statement does not fit the tensors.
-            MismatchError: If targets have no source, or one of another shape or dtype.
-        """
-        resolved = self.resolve(sources, targets)
-        resolved.check()
-        return {name: info for name, info in resolved.targets.items() if info is not None}
 
     def apply(
         self, tensors: Mapping[str, Any], targets: Mapping[str, Any] | None = None
