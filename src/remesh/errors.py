@@ -42,7 +42,6 @@ from __future__ import annotations
 __all__ = [
     "AgentLostError",
     "CheckpointError",
-    "CheckpointExistsError",
     "CheckpointReplacedError",
     "ClusterError",
     "CoverageError",

@@ -35,8 +35,7 @@ def check_order(call: str, state: object, path: object) -> None:
 
 def check_target(call: str, state: object) -> None:
     """Refuse a state to fill that cannot be changed: its new content would be lost."""
-    is_fixed = isinstance(state, str | bytes | int | float | complex | tuple | None)
-    if is_fixed or (isinstance(state, Mapping) and not isinstance(state, MutableMapping)):
+    if isinstance(state, tuple | Mapping) and not isinstance(state, MutableMapping):
         raise StateError(
             f"{call}: a state of type {type(state).__name__} cannot be filled in place\n"
             'Put it into a dict or a list, here and where it is saved: {"state": ...}'

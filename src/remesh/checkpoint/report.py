@@ -23,6 +23,8 @@ class SaveReport:
     seconds: float
     """Wall time of the save, until it was committed and durable."""
 
+    __repr__ = short_repr
+
     @classmethod
     def of(cls, parts: Sequence[Part], seconds: float) -> Self:
         written = [part for part in parts if not part.is_kept]
@@ -32,6 +34,7 @@ class SaveReport:
             sum(part.num_bytes for part in parts if part.is_kept),
             seconds,
         )
+
 
 _KINDS = (
     *("restored", "renamed", "cast", "resized", "derived"),
