@@ -33,16 +33,13 @@ from remesh.adapters.declared import (
     EXTRA_STATE,
     NamedModule,
     Placed,
-    add_shards,
     module_of,
     new_name,
 )
 from remesh.adapters.flat import parts_of_range
-from remesh.adapters.nested import describe_copy
-from remesh.adapters.tensor import amend, describe_tensor, is_in_parts
 from remesh.adapters.wrappers import entry_names
 from remesh.core.sharded import Part, ShardedTensor
-from remesh.core.state import Loaded, Path, Rebuild, Role, Walk, name_of
+from remesh.core.state import Role
 from remesh.errors import UnsupportedValueError
 
 
@@ -62,35 +59,27 @@ def has_fsdp1(module: nn.Module) -> bool:
     return any(isinstance(child, FullyShardedDataParallel) for child in module.modules())
 
 
-def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
-    """Describe a module with FSDP1 in it; loading fills it in place and returns the same leaf."""
+def fsdp1_entries(
+    leaf: nn.Module | NamedModule, where: str
+) -> tuple[dict[str, Any], dict[str, Placed], dict[str, nn.Module]]:
+    """What `state_dict` would have of a module with FSDP1 in it, but of flat parameters the slices.
+
+    Also where each entry belongs, and the modules whose extra state some of them are.
+    """
     module = module_of(leaf)
-    originals = _originals(module, name_of(path))
+    originals = _originals(module, where)
+    shards = {raw: one for one in originals for raw in (one.raw, *one.aliases)}
     others = dict(_other_entries(module, originals))
-    raw_names = [raw for one in originals for raw in (one.raw, *one.aliases)]
-    names = _names(leaf, [*raw_names, *others])
-    for original in originals:
-        for raw in (original.raw, *original.aliases):
-            place = Placed(names[raw], Role.EQUAL, original.shards)
-            add_shards(walk, (*path, place.name), original.slice, place, original.shards.parts)
-    buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
-    extras: list[tuple[nn.Module, Rebuild]] = []
-    for raw, entry in others.items():
-        if isinstance(entry, torch.Tensor):
-            num_tensors = len(walk.description.tensors)
-            describe_tensor(walk, (*path, names[raw]), entry)
-            if raw in buffers and not is_in_parts(entry):
-                amend(walk, num_tensors, is_buffer=True)
-        else:
-            make = describe_copy(walk, (*path, names[raw]), entry.get_extra_state())
-            extras.append((entry, make))
-
-    def rebuild(loaded: Loaded) -> nn.Module | NamedModule:
-        for owner, make in extras:
-            owner.set_extra_state(make(loaded))
-        return leaf
-
-    return rebuild
+    owners = {raw: one for raw, one in others.items() if isinstance(one, nn.Module)}
+    entries: dict[str, Any] = {raw: one.slice for raw, one in shards.items()} | others
+    entries |= {raw: owner.get_extra_state() for raw, owner in owners.items()}
+    places = {
+        raw: Placed(name, Role.EQUAL, shards[raw].shards)
+        if raw in shards
+        else Placed(name, Role.ASSUMED)
+        for raw, name in _names(leaf, list(entries)).items()
+    }
+    return entries, places, owners
 
 
 def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tuple[Placed, ...]]:

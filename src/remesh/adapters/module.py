@@ -5,7 +5,8 @@ persistent and extra state are honoured. The names lose what wrappers put into t
 (`remesh.adapters.wrappers`). Modules that say themselves of what their tensors are shards, and
 names that are changed, are in `remesh.adapters.declared`.
 
-FSDP1, whose modules cannot give a state dict without communication, is in `remesh.adapters.fsdp1`.
+FSDP1, whose modules cannot give a state dict without communication, is in `remesh.adapters.fsdp1`,
+which takes the entries from the modules.
 
 The tensors of a state dict share memory with the parameters and buffers, so loading fills them in
 place. Afterwards the filled state dict is handed to `load_state_dict`: for the tensors this is a
@@ -32,7 +33,7 @@ from remesh.adapters.declared import (
     module_of,
     new_name,
 )
-from remesh.adapters.fsdp1 import describe_fsdp1, fsdp1_parameters, has_fsdp1
+from remesh.adapters.fsdp1 import fsdp1_entries, fsdp1_parameters, has_fsdp1
 from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
 from remesh.adapters.tensor import amend, describe_tensor, is_in_parts
@@ -53,10 +54,12 @@ from remesh.errors import NameCollisionError
 def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
     """Describe a module; loading fills it in place and returns the same leaf."""
     module = module_of(leaf)
-    if has_fsdp1(module):
-        return describe_fsdp1(walk, path, leaf)
-    entries: dict[str, Any] = module.state_dict()
-    places = _places(leaf, entries, entries, name_of(path))
+    extra_state_of: dict[str, nn.Module] = {}
+    if is_fsdp1 := has_fsdp1(module):
+        entries, places, extra_state_of = fsdp1_entries(leaf, name_of(path))
+    else:
+        entries = module.state_dict()
+        places = _places(leaf, entries, entries, name_of(path))
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
     buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
@@ -89,7 +92,10 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         # In place, because a state dict carries the versions of its modules as an attribute.
         for raw, make in rebuilds.items():
             entries[raw] = make(loaded)
-        module.load_state_dict(entries, strict=False)
+        for raw, owner in extra_state_of.items():
+            owner.set_extra_state(entries[raw])
+        if not is_fsdp1:
+            module.load_state_dict(entries, strict=False)
         for parameter in module.parameters():
             forget_scale(parameter)
         return leaf
