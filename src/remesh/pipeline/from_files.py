@@ -30,13 +30,9 @@ from remesh.planner import (
 )
 from remesh.storage import Buffer, Storage
 
-NUM_SHARING_THREADS = 4
-"""Threads that read from this machine for several ranks: fewer than those of a rank that reads for
-itself, for these pack messages as well."""
-
-NUM_FAR_SHARING_THREADS = 16
-"""The same for storages that are a network away, at most: each holds what it has read until the
-messages that it goes into can be packed."""
+MAX_SHARING_THREADS = 16
+"""Threads that read for several ranks at most: each holds what it has read until the messages that
+it goes into can be packed."""
 
 
 def read_together(
@@ -62,24 +58,24 @@ def read_together(
         ExchangeError: If a rank died, or did not finish in time.
     """
     found = None if assign is None else _plan_transfer(exchange, index, plan, assign)
-    if found is None:
-        transfer = TransferPlan.alone(index)
-        turn = np.zeros(plan.num_runs, dtype=np.int64)
-    else:
-        transfer = found
-        regions, turns = transfer.taken(len(destinations))
+    transfer = TransferPlan.alone(index) if found is None else found
+    turn, num_threads = np.zeros(plan.num_runs, dtype=np.int64), plan.limits.num_reads
+    if found is not None:
+        regions, turns = found.taken(len(destinations))
         plan = plan_regions(index, regions, plan.limits)
         turn = _turns_of_runs(plan, turns)
-    num_threads = plan.limits.num_reads
-    is_far = storage.is_remote
-    if found is not None:
-        most = NUM_FAR_SHARING_THREADS if is_far else NUM_SHARING_THREADS
-        num_threads = min(num_threads, most)
-    tasks = _tasks(storage, index, plan, turn, num_threads=num_threads, takes_ahead=is_far)
+        num_threads = min(num_threads, MAX_SHARING_THREADS)
+    order = np.argsort(turn, kind="stable")
+
+    def perform(task: int, buffer: Buffer, place: Place, writing: Writing) -> int:
+        run = int(order[task])
+        return read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
+
+    buffer_bytes = 0 if storage.reads_own_memory else plan.longest_run
     execute(
         exchange,
         transfer,
-        tasks,
+        Tasks(turn[order], plan.bytes_read, num_threads, buffer_bytes, perform, storage.is_remote),
         destinations,
         on_read=on_read,
         buffers=message_buffers(exchange, index, transfer),
@@ -121,24 +117,3 @@ def _turns_of_runs(plan: LoadPlan, turns: IntArray) -> IntArray:
     if not plan.num_runs:
         return plan.run_start
     return np.minimum.reduceat(turns[plan.regions.want], plan.run_first[:-1])
-
-
-def _tasks(
-    storage: Storage,
-    index: Index,
-    plan: LoadPlan,
-    turn: IntArray,
-    *,
-    num_threads: int,
-    takes_ahead: bool,
-) -> Tasks:
-    """The runs of a plan, in the order of their turns; for the arguments see `Tasks`."""
-    order = np.argsort(turn, kind="stable")
-
-    def perform(task: int, buffer: Buffer, place: Place, writing: Writing) -> int:
-        run = int(order[task])
-        return read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
-
-    buffer_bytes = 0 if storage.reads_own_memory else plan.longest_run
-    num_bytes = plan.bytes_read
-    return Tasks(turn[order], num_bytes, num_threads, buffer_bytes, perform, takes_ahead)
