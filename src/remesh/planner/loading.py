@@ -15,7 +15,6 @@ import numpy as np
 
 from remesh.core.geometry import (
     MAX_ELEMENTS,
-    BoolArray,
     Box,
     IntArray,
     boxes_of_flat_range,
@@ -300,16 +299,10 @@ def _cut(index: Index, found: Regions, limits: ReadLimits) -> Regions:
     rows = index.rows(found.piece)
     itemsizes = index.tensors.itemsizes.take(rows.tensor)
     gaps = longest_gaps(rows.extents, found.extents, (stop - start) // itemsizes)
-    has_gaps = gaps * itemsizes > limits.gap_bytes
-    easy = np.flatnonzero(must_cut & ~has_gaps)
-    must_cut |= has_gaps
+    must_cut |= gaps * itemsizes > limits.gap_bytes
     if not must_cut.any():
         return found
-    between, is_done = _cut_between_steps(
-        index, found.take(easy), start[easy], stop[easy], limits.window_bytes
-    )
-    parts = [found.take(np.flatnonzero(~must_cut)), between]
-    must_cut[easy[is_done]] = False
+    parts = [found.take(np.flatnonzero(~must_cut))]
     left = found.take(np.flatnonzero(must_cut))
     rows = index.rows(left.piece)
     itemsizes, positions = index.tensors.itemsizes[rows.tensor].tolist(), rows.position.tolist()
@@ -329,39 +322,6 @@ def _cut(index: Index, found: Regions, limits: ReadLimits) -> Regions:
             )
         )
     return Regions.join(parts)
-
-
-def _cut_between_steps(
-    index: Index, found: Regions, start: IntArray, stop: IntArray, window_bytes: int
-) -> tuple[Regions, BoolArray]:
-    """Cut regions at the ends of windows, as far as these fall between steps of a region.
-
-    A region's steps are those of the first dim in which it extends. Columns of what was saved in
-    rows are thousands of such regions, so they are cut at once.
-    """
-    rows = index.rows(found.piece)
-    dim = np.argmax(found.extents > 1, axis=1)[:, None]
-    strides = np.take_along_axis(row_strides(rows.extents), dim, axis=1)[:, 0]
-    step = strides * index.tensors.itemsizes[rows.tensor]
-    num_steps = np.take_along_axis(found.extents, dim, axis=1)[:, 0]
-    length = stop - start - (num_steps - 1) * step
-    first = start // window_bytes
-    num_windows = (stop - 1) // window_bytes - first + 1
-    row = np.repeat(np.arange(len(start)), num_windows)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
-    begin = (first[row] + within) * window_bytes - start[row]
-    low = np.clip(-(-begin // step[row]), 0, num_steps[row])
-    high = np.clip((begin + window_bytes - length[row]) // step[row] + 1, 0, num_steps[row])
-    whole_steps = np.zeros(len(start), dtype=np.int64)
-    np.add.at(whole_steps, row, np.maximum(high - low, 0))
-    is_done = whole_steps == num_steps
-    kept = is_done[row] & (high > low)
-    parts, here, low, high = found.take(row[kept]), dim[row[kept]], low[kept], high[kept]
-    np.put_along_axis(
-        parts.offsets, here, np.take_along_axis(parts.offsets, here, axis=1) + low[:, None], axis=1
-    )
-    np.put_along_axis(parts.extents, here, (high - low)[:, None], axis=1)
-    return parts, is_done
 
 
 def cut_region(
