@@ -5,8 +5,7 @@ Nothing is read but the record. `Checkpoint.verify` finds damage inside of files
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from remesh.core.integrity import Finding, compare_sizes
 from remesh.errors import CheckpointReplacedError
@@ -35,7 +34,8 @@ def read_record_and_sizes(
             prefix = f"{folder}/" if folder else ""
             files = root.list_directory(f"{before}{prefix}".rstrip("/")).files
             sizes.update({f"{prefix}{file}": facts.num_bytes for file, facts in files.items()})
-        findings = compare_sizes(_sizes_of(record), sizes.get)
+        written = [(file.path, file.num_bytes) for file in files_of(record)]
+        findings = compare_sizes(written, sizes.get)
         if findings and read_record() != record:
             raise CheckpointReplacedError(
                 f"{root.url}/{name}: replaced by another save while it was looked at"
@@ -43,19 +43,6 @@ def read_record_and_sizes(
         return record, findings
 
     return native.begin_anew(read)
-
-
-def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
-    """Compare the files with the record, without reading them."""
-    size_of = storage.list_sizes().get if storage.lists_sizes else partial(native.size_of, storage)
-    findings = compare_sizes(_sizes_of(record), size_of)
-    if findings:
-        native.check_current(storage, native.identity_of(record))
-    return findings
-
-
-def _sizes_of(record: native.CommitRecord) -> Iterator[tuple[str, int]]:
-    return ((file.path, file.num_bytes) for file in files_of(record))
 
 
 def describe_findings(findings: Sequence[Finding]) -> str:

@@ -102,7 +102,7 @@ def is_checkpoint(path: str) -> bool:
 def findings_of(storage: Storage, checkpoint: Checkpoint) -> list[Finding]:
     """Files that are missing or have another size; other systems record no sizes."""
     is_native = checkpoint.format == native.FORMAT_NAME
-    return catalog.check_sizes(storage, checkpoint.record) if is_native else []
+    return catalog.read_record_and_sizes(storage)[1] if is_native else []
 
 
 def num_file_bytes(checkpoint: Checkpoint) -> int:

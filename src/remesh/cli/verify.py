@@ -214,10 +214,9 @@ def _check_files(storage: Storage) -> list[Finding]:
     if not storage.exists(native.RECORD_NAME):
         return []
     try:
-        record = native.read_record(storage)
+        record, findings = catalog.read_record_and_sizes(storage)
     except CorruptCheckpointError:
         return [Finding(native.RECORD_NAME, "content", 0, storage.size(native.RECORD_NAME))]
-    findings = catalog.check_sizes(storage, record)
     wrong = {finding.file for finding in findings}
     with native.unless_replaced(storage, native.identity_of(record)):
         for file in (record.index, record.values):

@@ -51,9 +51,8 @@ class Runs:
     """Reads, sorted by file and byte; regions of a run lie together."""
 
     regions: Regions  # what is read
-    start: IntArray  # first byte of each region in its file
-    stop: IntArray
-    """One past its last byte. The region is all of [start, stop) or lies strided in it."""
+    start: IntArray
+    """First byte of each region in its file; the region lies there as a whole or strided."""
     first: IntArray  # first region of each run, and the number of regions
     run_start: IntArray  # first byte of each run, at a digest block's beginning
     run_stop: IntArray  # one past its last byte, at a digest block's or the file's end
@@ -122,16 +121,6 @@ class LoadPlan:
         """All regions that are read."""
         return self.taken(np.arange(self.num_runs))[0]
 
-    @property
-    def start(self) -> IntArray:
-        """First byte of each region in its file."""
-        return self.taken(np.arange(self.num_runs))[1]
-
-    @property
-    def stop(self) -> IntArray:
-        """One past the last byte of each region."""
-        return self.runs.stop[self._rows(np.arange(self.num_runs))]
-
     def _rows(self, runs: IntArray) -> IntArray:
         """Rows of `runs.regions` for the regions of some runs."""
         return ranges(self.runs.first[self.run[runs]], self.num_regions(runs))
@@ -184,11 +173,11 @@ def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
 
 def plan_regions(index: Index, found: Regions, limits: ReadLimits) -> LoadPlan:
     """Plan the reads of regions that have been cut already: sort them, and merge them into runs."""
-    file, start, stop = _byte_ranges(index, found)
+    file, start, stop = byte_ranges(index, found)
     order = _order(file, start)
     found, file, start, stop = found.take(order), file[order], start[order], stop[order]
     first, run_start, run_stop = _merge_runs(index, file, start, stop, limits)
-    runs = Runs(found, start, stop, first, run_start, run_stop, file[first[:-1]])
+    runs = Runs(found, start, first, run_start, run_stop, file[first[:-1]])
     return LoadPlan(limits, runs, np.arange(len(run_start)), runs.file)
 
 
@@ -263,7 +252,7 @@ def _order(file: IntArray, start: IntArray) -> IntArray:
     return np.lexsort((start, file))
 
 
-def _byte_ranges(index: Index, found: Regions) -> tuple[IntArray, IntArray, IntArray]:
+def byte_ranges(index: Index, found: Regions) -> tuple[IntArray, IntArray, IntArray]:
     """Where regions lie: rows of their files, first bytes, and one past the last."""
     rows = index.rows(found.piece)
     starts, stops, _ = flat_spans(rows.extents, found.offsets - rows.offsets, found.extents)
@@ -294,7 +283,7 @@ def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArr
 
 def _cut(index: Index, found: Regions, limits: ReadLimits) -> Regions:
     """Cut regions that cross the end of a window or have long gaps."""
-    _, start, stop = _byte_ranges(index, found)
+    _, start, stop = byte_ranges(index, found)
     must_cut = start // limits.window_bytes != (stop - 1) // limits.window_bytes
     rows = index.rows(found.piece)
     itemsizes = index.tensors.itemsizes.take(rows.tensor)

@@ -256,7 +256,13 @@ def _is_cached(path: Path, descriptor: int, start: int, num_bytes: int) -> bool:
         return False
     is_there = np.zeros(num_bytes // mmap.PAGESIZE, np.uint8)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
-    return mincore(address, num_bytes, is_there.ctypes.data) == 0 and bool((is_there & 1).all())
+
+    def holds(length: int) -> bool:
+        told = mincore(address, length, is_there.ctypes.data) == 0
+        return told and bool((is_there[: length // mmap.PAGESIZE] & 1).all())
+
+    # Of most files nothing is cached, which the first page says ten times as fast.
+    return holds(mmap.PAGESIZE) and holds(num_bytes)
 
 
 def read_file(path: Path, start: int, stop: int | None) -> bytes:
