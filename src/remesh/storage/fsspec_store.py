@@ -16,25 +16,24 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import fsspec
 import numpy as np
 
-from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError, StorageError
+from remesh.errors import CheckpointExistsError, StorageError
 from remesh.storage.base import (
     HIDDEN,
     Buffer,
     Directory,
     FileFacts,
-    Storage,
     check_path,
     prefix_directory,
 )
 from remesh.storage.parts import StreamWriter
+from remesh.storage.remote import RemoteStorage
 from remesh.storage.shown import RANGES_ADVICE, explain, hide_secrets, shown_url
 
 PART_BYTES = 16 << 20
@@ -43,43 +42,25 @@ PART_BYTES = 16 << 20
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
-class FsspecStorage(Storage):
-    """Files below a path of an fsspec file system; safe to use from several threads."""
-
-    lists_sizes = True
-    reads_own_memory = True
+class FsspecStorage(RemoteStorage):
+    """Files below a path of an fsspec file system."""
 
     def __init__(
         self, url: str, file_system: Any, root: str, *, part_bytes: int = PART_BYTES
     ) -> None:
-        self._url = shown_url(url).rstrip("/")
+        super().__init__(url)
         self._files = file_system
         self._root = root.rstrip("/")
         self._part_bytes = part_bytes
-        self._lock = threading.Lock()
-        self._unfinished: set[str] = set()
-
-    def __repr__(self) -> str:
-        return f"FsspecStorage({self._url!r})"
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    def list(self, prefix: str = "") -> list[str]:
-        return sorted(self.list_sizes(prefix))
 
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
         """Relative path → bytes of all files that begin with `prefix`."""
         directory = prefix_directory(prefix)
         place = self._path(directory) if directory else self._root
-        try:
+        found: dict[str, Any] = {}
+        with self._explained("list", prefix), suppress(*_ABSENT):
             self._files.invalidate_cache()
             found = self._files.find(place, detail=True)
-        except _ABSENT:
-            return {}
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            raise explain("list", self._name(prefix), error) from None
         sizes = {}
         for path, entry in found.items():
             relative = path[len(self._root) :].lstrip("/")
@@ -90,13 +71,10 @@ class FsspecStorage(Storage):
 
     def list_directory(self, path: str = "") -> Directory:
         place = self._path(path) if path else self._root
-        try:
+        found: list[Any] = []
+        with self._explained("list", path), suppress(*_ABSENT):
             self._files.invalidate_cache()
             found = self._files.ls(place, detail=True)
-        except _ABSENT:
-            return Directory((), {})
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            raise explain("list", self._name(path), error) from None
         directories, files = [], {}
         for entry in found:
             name = entry["name"].rstrip("/").rpartition("/")[2]
@@ -108,11 +86,9 @@ class FsspecStorage(Storage):
 
     def size(self, path: str) -> int:
         place = self._path(path)
-        try:
+        with self._explained("read", path):
             self._files.invalidate_cache()
             found = self._files.info(place)
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            raise self._cannot("read", path, error) from None
         if found["type"] != "file":
             raise StorageError(f"cannot read {self._name(path)}: it is not a file; check the path")
         return int(found["size"])
@@ -124,11 +100,11 @@ class FsspecStorage(Storage):
         if stop is not None and stop <= start:
             self.size(path)  # raises if there is no such file
             return b""
-        try:
-            self._files.invalidate_cache()
-            return bytes(self._files.cat_file(place, start=start, end=stop))
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            return self._nothing_behind(path, start, error).tobytes()
+        self._files.invalidate_cache()
+        found = self._answer(
+            path, start, lambda: self._files.cat_file(place, start=start, end=stop)
+        )
+        return bytes(found or b"")
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         data = self.read_range(path, start, buffer.size, buffer)
@@ -141,90 +117,61 @@ class FsspecStorage(Storage):
         place = self._path(path)
         if num_bytes == 0:
             return np.empty(0, np.uint8)
-        try:
-            found = self._files.cat_file(place, start=start, end=start + num_bytes)
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            return self._nothing_behind(path, start, error)
-        if len(found) > num_bytes:
+        stop = start + num_bytes
+        found = self._answer(
+            path, start, lambda: self._files.cat_file(place, start=start, end=stop)
+        )
+        if found is not None and len(found) > num_bytes:
             raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
-        return np.frombuffer(found, np.uint8)
+        return np.frombuffer(found or b"", np.uint8)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        place = self._path(path)
-        hidden = _beside(place, secrets.token_hex(8))
         # Some file systems in memory do not lock themselves.
-        with self._lock:
-            try:
-                self._write(hidden, iter([np.frombuffer(data, np.uint8)]))
-                try:
-                    if overwrite:
-                        self._files.mv(hidden, place)
-                    else:
-                        self._move_exclusively(hidden, place, self._name(path))
-                finally:
-                    self._remove(hidden)
-            except RemeshError:
-                raise
-            except Exception as error:  # noqa: BLE001 - file systems raise what they like
-                raise explain("write", self._name(path), error) from None
+        with self._lock, self._explained("write", path):
+            parts = iter([np.frombuffer(data, np.uint8)])
+            self._write(path, parts, self._files.mv if overwrite else self._move_exclusively)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> StreamWriter:
         """See `Storage.create`; room is not reserved."""
-        place = self._path(path)
-        name = self._name(path)
         with self._lock:
-            if path in self._unfinished or (not overwrite and self.exists(path)):
-                raise StorageError(f"{name} exists already; choose another place")
-            self._unfinished.add(path)
+            if not overwrite and self.exists(path):
+                raise StorageError(f"{self._name(path)} exists already; choose another place")
 
-        def upload(parts: Iterator[Buffer]) -> None:
-            hidden = _beside(place, secrets.token_hex(8))
-            try:
-                try:
-                    self._write(hidden, parts)
-                    self._files.mv(hidden, place)
-                finally:
-                    self._remove(hidden)
-            except RemeshError:
-                raise
-            except Exception as error:  # noqa: BLE001 - file systems raise what they like
-                raise explain("write", name, error) from None
+            def upload(parts: Iterator[Buffer]) -> None:
+                self._write(path, parts, self._files.mv)
 
-        def forget() -> None:
-            with self._lock:
-                self._unfinished.discard(path)
-
-        return StreamWriter(name, num_bytes, self._part_bytes, upload=upload, on_close=forget)
+            return self._stream(path, num_bytes, self._part_bytes, upload)
 
     def delete(self, path: str) -> None:
         place = self._path(path)
-        try:
+        with self._explained("remove", path):
             self._remove(place)
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            raise explain("remove", self._name(path), error) from None
-
-    def sync(self) -> None:
-        """See `Storage.sync`; fsspec has no such operation."""
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"
 
-    def _name(self, path: str) -> str:
-        return f"{self._url}/{path}"
-
-    def _write(self, place: str, parts: Iterator[Buffer]) -> None:
-        """Write a hidden file; the caller removes it, whatever happens."""
-        self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
-        with self._files.open(place, "wb") as file:
-            for part in parts:
-                file.write(part.data)
+    def _write(
+        self, path: str, parts: Iterator[Buffer], move: Callable[[str, str], object]
+    ) -> None:
+        """Write a file under a hidden name, and give it its final one."""
+        place = self._path(path)
+        hidden = _beside(place, secrets.token_hex(8))
+        try:
+            self._files.makedirs(hidden.rpartition("/")[0], exist_ok=True)
+            with self._files.open(hidden, "wb") as file:
+                for part in parts:
+                    file.write(part.data)
+            move(hidden, place)
+        finally:
+            self._remove(hidden)
 
     def _remove(self, place: str) -> None:
         with suppress(*_ABSENT):
             self._files.rm_file(place)
 
-    def _move_exclusively(self, hidden: str, place: str, name: str) -> None:
+    def _move_exclusively(self, hidden: str, place: str) -> None:
         """Give a file its final name unless the name is taken."""
+        name = self._name(place[len(self._root) + 1 :])
         marker = _beside(place, place.rpartition("/")[2])
         try:
             self._files.open(marker, "xb").close()
@@ -242,21 +189,6 @@ class FsspecStorage(Storage):
             self._files.mv(hidden, place)
         finally:
             self._remove(marker)
-
-    def _nothing_behind(self, path: str, start: int, error: Exception) -> Buffer:
-        """Nothing, for a failed read from `start` on, if the file ends before.
-
-        Some file systems refuse a range that begins behind the end.
-        """
-        problem = self._cannot("read", path, error)
-        if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
-            raise problem from None
-        return np.empty(0, np.uint8)
-
-    def _cannot(self, action: str, path: str, error: Exception) -> RemeshError:
-        if isinstance(error, NotADirectoryError):
-            error = FileNotFoundError(str(error))
-        return explain(action, self._name(path), error)
 
 
 def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:

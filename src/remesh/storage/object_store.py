@@ -19,22 +19,27 @@ How it keeps the promises of `remesh.storage`:
   as S3 does above 5 GiB.
 * Once a store has acknowledged a request it is durable and visible to all, so `sync` has nothing
   to do.
+
+Requests are counted in the debug log, and reads are timed. A listing of many pages and a removal of
+many files count once. What the client library repeats after a failure is not counted.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.errors import CheckpointExistsError, RemeshError, StorageError
 from remesh.storage.base import (
     HIDDEN,
     Buffer,
@@ -44,13 +49,14 @@ from remesh.storage.base import (
     check_path,
     prefix_directory,
 )
-from remesh.storage.buckets import FAILURES, Bucket, Objects
+from remesh.storage.buckets import FAILURES, Bucket
 from remesh.storage.distance import Flow, ask_meanwhile, ask_together, flow_for
 from remesh.storage.parts import StreamWriter
-from remesh.storage.shown import RANGES_ADVICE, explain, shown_url
+from remesh.storage.remote import RemoteStorage
+from remesh.storage.shown import RANGES_ADVICE
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import Bytes, ObjectMeta
     from obstore.store import ObjectStore
 
 PART_BYTES = (8 << 20, 16 << 20)
@@ -78,12 +84,7 @@ class _ChangedError(Exception):
     """An object was replaced between two requests; it is not raised outside."""
 
 
-def _identity(meta: ObjectMeta) -> tuple[str | None, int]:
-    """Tag and size, which tell an object from another one of its name."""
-    return meta["e_tag"], meta["size"]
-
-
-class ObjectStorage(Storage):
+class ObjectStorage(RemoteStorage):
     """Objects below a prefix of a bucket; safe to use from several threads.
 
     Storages of this process share a `Bucket`; an obstore store is for this one alone. A prefix is
@@ -91,9 +92,9 @@ class ObjectStorage(Storage):
     of its upload are.
     """
 
-    lists_sizes = True
-    reads_own_memory = True
     copying = "slow"
+    failures = FAILURES
+    results = (RemeshError, AlreadyExistsError)
 
     def __init__(
         self,
@@ -103,52 +104,40 @@ class ObjectStorage(Storage):
         *,
         part_bytes: int | None = None,
     ) -> None:
-        self._url = shown_url(url).rstrip("/")
+        super().__init__(url)
         self._bucket = bucket if isinstance(bucket, Bucket) else Bucket(bucket)
-        self._objects = Objects(self._url, self._bucket, prefix)
+        self._store = self._bucket.store
+        self._prefix = prefix
         self._part_bytes = part_bytes
-        self._lock = threading.Lock()
-        self._unfinished: set[str] = set()
+        self._numbers = count(1)
         _keep_freed_memory()
-
-    def __repr__(self) -> str:
-        return f"ObjectStorage({self._url!r})"
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def latency(self) -> float:
         return self._bucket.latency
 
-    def list(self, prefix: str = "") -> list[str]:
-        return sorted(self.list_sizes(prefix))
-
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
         """Relative path → bytes of all files that begin with `prefix`; one request per 1000."""
-        directory = prefix_directory(prefix)
-        try:
-            found = self._objects.list(directory)
-        except FAILURES as error:
-            raise explain("list", self._name(prefix), error) from None
+        directory = self._directory(prefix_directory(prefix))
+        with self._request("list", "LIST", prefix):
+            found = obstore.list(self._store, directory).collect()
+        sizes = {self._path(entry): entry["size"] for entry in found}
         return {
-            entry["path"]: entry["size"]
-            for entry in found
-            if entry["path"].startswith(prefix) and not _is_hidden(entry["path"])
+            path: size
+            for path, size in sizes.items()
+            if path.startswith(prefix) and not _is_hidden(path)
         }
 
     def list_directory(self, path: str = "") -> Directory:
         """See `Storage.list_directory`; one request per 1000 entries."""
-        try:
-            objects, names = self._objects.list_directory(path)
-        except FAILURES as error:
-            raise explain("list", self._name(path), error) from None
+        with self._request("list", "LIST", path):
+            found = obstore.list_with_delimiter(self._store, self._directory(path))
+        names = {one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]}
         files = {
-            entry["path"].rpartition("/")[2]: FileFacts(
+            self._path(entry).rpartition("/")[2]: FileFacts(
                 entry["size"], entry["last_modified"].timestamp()
             )
-            for entry in objects
+            for entry in found["objects"]
         }
         # Consoles make empty objects for folders; those have no name of their own.
         return Directory(
@@ -157,108 +146,87 @@ class ObjectStorage(Storage):
         )
 
     def size(self, path: str) -> int:
-        check_path(path)
-        try:
-            return self._objects.head(path)["size"]
-        except FAILURES as error:
-            raise explain("read", self._name(path), error) from None
+        key = self._key(path)
+        with self._request("read", "HEAD", path):
+            return obstore.head(self._store, key)["size"]
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         assert start >= 0
         assert stop is None or stop >= 0
-        check_path(path)
-
-        def read_once() -> bytes:
-            wanted = READ_BYTES if stop is None else stop - start
-            if wanted <= 0:
-                self.size(path)
-                return b""
-            # What one request gives is of one object, however often its name changes hands.
-            first, meta = self._get(path, start, start + min(wanted, READ_BYTES))
-            end = start + first.size
-            if meta is not None:
-                end = meta["size"] if stop is None else min(stop, meta["size"])
-            if end == start + first.size:
-                return first.tobytes()
-            buffer = np.empty(end - start, np.uint8)
-            buffer[: first.size] = first
-            num_read = self._read_object(path, start, buffer, num_read=first.size, meta=meta)
-            return buffer[:num_read].tobytes()
-
-        return self._read_unchanged(path, read_once)
+        if stop is not None and stop <= start:
+            self.size(path)  # raises if there is no such file
+            return b""
+        return self._read_unchanged(path, lambda: b"".join(self._blocks(path, start, stop)))
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         assert start >= 0
-        check_path(path)
-        return self._read_unchanged(path, lambda: self._read_object(path, start, buffer))
+
+        def read() -> int:
+            num_read = 0
+            for block in self._blocks(path, start, start + buffer.size):
+                buffer[num_read : num_read + len(block)] = np.frombuffer(block, np.uint8)
+                num_read += len(block)
+            return num_read
+
+        return self._read_unchanged(path, read)
 
     def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
         """See `Storage.read_range`; the response itself, if one request is enough."""
         assert start >= 0
-        check_path(path)
-        if 0 < num_bytes <= READ_BYTES:
-            stop = start + num_bytes
-            found = self._ask(path, start, lambda: self._objects.read_range(path, start, stop))
-            return np.frombuffer(memoryview(found or b""), np.uint8)
-        target = np.empty(num_bytes, np.uint8)
-        return target[: self.read_into(path, start, target)]
+        if not 0 < num_bytes <= READ_BYTES:
+            target = np.empty(num_bytes, np.uint8)
+            return target[: self.read_into(path, start, target)]
+        key, stop = self._key(path), start + num_bytes
+
+        def read() -> Bytes:
+            # It costs less processor time than `obstore.get`.
+            with self._request("read", "GET", path):
+                return obstore.get_range(self._store, key, start=start, end=stop)
+
+        return np.frombuffer(memoryview(self._answer(path, start, read) or b""), np.uint8)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         check_path(path)
-        try:
-            if overwrite:
-                self._objects.put(path, data)
-            elif path in self._unfinished or not self._put_exclusively(path, data):
-                raise CheckpointExistsError(
-                    f"{self._name(path)} exists already; choose another place, or overwrite it"
-                )
-        except CheckpointExistsError:
-            raise
-        except FAILURES as error:
-            raise explain("write", self._name(path), error) from None
+        if overwrite:
+            self._put(path, data)
+        elif path in self._unfinished or not self._put_exclusively(path, data):
+            raise CheckpointExistsError(
+                f"{self._name(path)} exists already; choose another place, or overwrite it"
+            )
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> StreamWriter:
-        check_path(path)
-        name = self._name(path)
-        with self._lock:
-            if path in self._unfinished:
-                raise StorageError(f"{name} exists already: it is being written")
-            self._unfinished.add(path)
         flow = flow_for(num_bytes, self.latency, sizes=PART_BYTES, min_number=NUM_UPLOADS)
         part_bytes = self._part_bytes or flow.size
         if num_bytes > part_bytes * MAX_PARTS:
             part_bytes = _rounded_up(-(-num_bytes // MAX_PARTS))
 
         def upload(parts: Iterator[Buffer]) -> None:
-            if overwrite:
-                self._upload(path, parts, num_bytes, Flow(part_bytes, flow.number), self._put)
+            if not overwrite:
+                parts = self._if_free(path, parts)
+            if num_bytes > part_bytes:
+                self._put_parts(path, parts, Flow(part_bytes, flow.number))
                 return
-            is_taken = ask_meanwhile(self, partial(self.exists, path))
+            # Taking all parts waits until the writer finishes.
+            whole = [*parts, np.empty(0, np.uint8)][0]
+            if overwrite:
+                self._put(path, whole.data)
+            elif not self._put_first(path, whole.data):
+                name = self._name(path)
+                raise StorageError(f"{name} exists already: another writer was first")
 
-            def if_free() -> Iterator[Buffer]:
-                if is_taken():
-                    raise StorageError(f"{name} exists already; choose another place")
-                yield from parts
-
-            flow_of_parts = Flow(part_bytes, flow.number)
-            self._upload(path, if_free(), num_bytes, flow_of_parts, self._put_first)
-
-        return StreamWriter(
-            name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
-        )
+        return self._stream(path, num_bytes, part_bytes, upload)
 
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
         """See `Storage.copy_from`; the server copies the object."""
-        check_path(path)
-        check_path(new)
         if not isinstance(source, ObjectStorage):
             return False
         if source._bucket is not self._bucket:  # noqa: SLF001 - of the same class
             return False
+        key, new_key = source._key(path), self._key(new)  # noqa: SLF001 - of the same class
         try:
-            self._objects.copy(source._objects.key(path), new)  # noqa: SLF001 - of the same class
-        except FAILURES as error:
-            problem = explain("copy", f"{source.url}/{path}", error)
+            with self._request("copy", "COPY", new):
+                obstore.copy(self._store, key, new_key)
+        except RemeshError as problem:
             _LOGGER.debug("%s is not a copy: %s", self._name(new), problem)
             return False
         is_whole = self.size(new) == num_bytes
@@ -267,34 +235,46 @@ class ObjectStorage(Storage):
         return is_whole
 
     def delete(self, path: str) -> None:
-        check_path(path)
-        try:
-            self._objects.delete([path])
-        except FileNotFoundError:
-            return
-        except FAILURES as error:
-            raise explain("remove", self._name(path), error) from None
+        key = self._key(path)
+        with self._request("remove", "DELETE", path), suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
 
     def delete_many(self, paths: Sequence[str]) -> None:
         """See `Storage.delete_many`; one request of S3 and Azure removes up to 1000."""
-        for path in paths:
-            check_path(path)
+        keys = [self._key(path) for path in paths]
         if len(paths) > 1:
             # A store that cannot do this, or has not all of the objects, is asked for each alone.
-            with suppress(*FAILURES):
-                self._objects.delete(list(paths))
+            with suppress(RemeshError), self._request("remove", "DELETE", paths[0]):
+                obstore.delete(self._store, keys)
                 return
         ask_together(self, [partial(self.delete, path) for path in paths])
 
-    def sync(self) -> None:
-        """See `Storage.sync`; there is nothing to do."""
+    def _key(self, path: str) -> str:
+        """The path of an object in the bucket."""
+        return self._prefix + check_path(path)
 
-    def _name(self, path: str) -> str:
-        return f"{self._url}/{path}"
+    def _path(self, entry: ObjectMeta) -> str:
+        """The path of an object below the prefix; empty if it stands for the prefix itself."""
+        return entry["path"][len(self._prefix) :]
 
-    def _forget(self, path: str) -> None:
-        with self._lock:
-            self._unfinished.discard(path)
+    def _directory(self, path: str) -> str | None:
+        return (self._prefix + path).rstrip("/") or None
+
+    @contextmanager
+    def _request(self, action: str, method: str, path: str) -> Iterator[None]:
+        """A request that is counted, and timed if it reads; a failure is an error of remesh."""
+        self._count(method, path)
+        started = time.monotonic()
+        try:
+            with self._explained(action, path):
+                yield
+        finally:
+            if action == "read":
+                seconds = time.monotonic() - started
+                self._bucket.latency = min(self._bucket.latency or seconds, seconds)
+
+    def _count(self, method: str, path: str) -> None:
+        _LOGGER.debug("%s: request %d, %s %s", self._url, next(self._numbers), method, path)
 
     def _read_unchanged(self, path: str, read: Callable[[], _Result]) -> _Result:
         """Read one object by several requests; begin anew if another one took its name."""
@@ -306,51 +286,31 @@ class ObjectStorage(Storage):
             "being read\nSee who writes it"
         )
 
-    def _read_object(
-        self,
-        path: str,
-        start: int,
-        buffer: Buffer,
-        *,
-        num_read: int = 0,
-        meta: ObjectMeta | None = None,
-    ) -> int:
-        """Fill a buffer from one object; returns how many bytes there were."""
-        while num_read < buffer.size:
-            target = buffer[num_read : num_read + READ_BYTES]
-            begin = start + num_read
-            found, of_object = self._get(path, begin, begin + target.size)
-            if of_object is None:
-                if meta is not None and begin < meta["size"]:
+    def _blocks(self, path: str, start: int, stop: int | None) -> Iterator[memoryview]:
+        """The bytes [start, stop) of one object, fewer if it ends before, a request each."""
+        key, end, known = self._key(path), start, None
+
+        def get() -> tuple[ObjectMeta, Bytes]:
+            with self._request("read", "GET", path):
+                found = obstore.get(self._store, key, options={"range": (start, end)})
+                return found.meta, found.bytes()
+
+        while stop is None or start < stop:
+            end = start + READ_BYTES if stop is None else min(start + READ_BYTES, stop)
+            answer = self._answer(path, start, get)
+            if answer is None:
+                if known is not None:  # it had more bytes than that
                     raise _ChangedError
-                break
-            if meta is not None and _identity(meta) != _identity(of_object):
+                return
+            meta, found = answer
+            identity = meta["e_tag"], meta["size"]
+            if known not in {None, identity}:
                 raise _ChangedError
-            meta = of_object
-            target[: found.size] = found
-            num_read += found.size
-            if found.size < target.size:
-                break
-        return num_read
-
-    def _get(self, path: str, start: int, stop: int) -> tuple[Buffer, ObjectMeta | None]:
-        """The bytes [start, stop), at least one, by one request."""
-        answer = self._ask(path, start, lambda: self._objects.read(path, start, stop))
-        if answer is None:
-            return np.empty(0, np.uint8), None
-        meta, found = answer
-        return np.frombuffer(memoryview(found), np.uint8), meta
-
-    def _ask(self, path: str, start: int, request: Callable[[], _Result]) -> _Result | None:
-        """The answer to a request for bytes from `start` on; None if that is behind the end."""
-        try:
-            return request()
-        except FAILURES as error:
-            # A range that begins behind the end is an error of no class of its own.
-            problem = explain("read", self._name(path), error)
-            if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
-                raise problem from None
-            return None
+            known = identity
+            yield memoryview(found)
+            start += len(found)
+            if start >= meta["size"]:
+                return
 
     def _put_exclusively(self, path: str, data: bytes) -> bool:
         """Put an object unless there is one, whatever the store does about conditions."""
@@ -361,10 +321,11 @@ class ObjectStorage(Storage):
         folder, _, name = path.rpartition("/")
         claims = f"{folder}/{HIDDEN}{name}-" if folder else f"{HIDDEN}{name}-"
         mine = claims + secrets.token_hex(8)
-        self._objects.put(mine, b"")
+        self._put(mine, b"")
         try:
-            found = self._objects.list(folder)
-            others = {entry["path"] for entry in found if entry["path"].startswith(claims)} - {mine}
+            with self._request("list", "LIST", folder):
+                found = obstore.list(self._store, self._directory(folder)).collect()
+            others = {path for path in map(self._path, found) if path.startswith(claims)} - {mine}
             if others:
                 raise CheckpointExistsError(
                     f"{self._name(path)} is being written by another process; if no such process "
@@ -380,7 +341,7 @@ class ObjectStorage(Storage):
 
         def is_refused() -> bool:
             try:
-                self._objects.put(probe, b"12", only_new=True)
+                self._put(probe, b"12", mode="create")
             except AlreadyExistsError:
                 return True
             return False
@@ -404,47 +365,56 @@ class ObjectStorage(Storage):
         What is saved is not refused: the objects can be copied, and read elsewhere.
         """
         try:
-            self._objects.read(path, 1, 2)
-        except FAILURES as error:
-            if RANGES_ADVICE in str(explain("read", self._name(path), error)):
+            self.read(path, 1, 2)
+        except RemeshError as error:
+            if RANGES_ADVICE in str(error):
                 _LOGGER.warning("%s: %s", self._url, RANGES_ADVICE)
+
+    def _put(self, path: str, data: bytes | memoryview, **options: Any) -> None:
+        """Put an object by one request."""
+        with self._request("write", "PUT", path):
+            obstore.put(self._store, self._key(path), data, use_multipart=False, **options)
 
     def _put_first(self, path: str, data: bytes | memoryview) -> bool:
         """Put an object unless there is one; returns whether it is ours that is there now."""
         token = secrets.token_hex(16)
         try:
-            self._objects.put(path, data, only_new=True, attributes={_TOKEN: token})
+            self._put(path, data, mode="create", attributes={_TOKEN: token})
         except AlreadyExistsError:
-            return bool(self._objects.attributes(path).get(_TOKEN) == token)
+            with self._request("read", "HEAD", path):
+                found = obstore.get(self._store, self._key(path), options={"head": True})
+            return bool(found.attributes.get(_TOKEN) == token)
         return True
 
-    def _put(self, path: str, data: bytes | memoryview) -> bool:
-        """Put an object, in the place of one that is there; returns true."""
-        self._objects.put(path, data)
-        return True
+    def _if_free(self, path: str, parts: Iterator[Buffer]) -> Iterator[Buffer]:
+        """The parts of a file, unless there is one of its name; it is asked for meanwhile."""
+        is_taken = ask_meanwhile(self, partial(self.exists, path))
 
-    def _upload(
-        self,
-        path: str,
-        parts: Iterator[Buffer],
-        num_bytes: int,
-        flow: Flow,
-        put: Callable[[str, memoryview], bool],
-    ) -> None:
-        """Make a file of parts; if taking them raises, there is nothing left of it."""
-        name = self._name(path)
-        try:
-            if num_bytes > flow.size:
-                self._objects.upload(path, parts, part_bytes=flow.size, num_uploads=flow.number)
-                return
-            # Taking all parts waits until the writer finishes.
-            whole = [*parts, np.empty(0, np.uint8)][0]
-            if not put(path, whole.data):
-                raise StorageError(f"{name} exists already: another writer was first")
-        except StorageError:
-            raise
-        except FAILURES as error:
-            raise explain("write", name, error) from None
+        def taken() -> Iterator[Buffer]:
+            if is_taken():
+                raise StorageError(f"{self._name(path)} exists already; choose another place")
+            yield from parts
+
+        return taken()
+
+    def _put_parts(self, path: str, parts: Iterator[Buffer], flow: Flow) -> None:
+        """Put an object of parts; if taking them raises, there is nothing left of it."""
+
+        def counted() -> Iterator[memoryview]:
+            self._count("POST begin", path)
+            for part in parts:
+                self._count("PUT part", path)
+                yield part.data
+            self._count("POST end", path)
+
+        obstore.put(
+            self._store,
+            self._key(path),
+            counted(),
+            use_multipart=True,
+            chunk_size=flow.size,
+            max_concurrency=flow.number,
+        )
 
 
 @cache

@@ -9,22 +9,18 @@ long time, those who wait give up with an error.
 
 The upload runs in a thread of its own, which takes the parts and ends when the writer says that all
 is written. Ranges that were not written are zeros. When the writer gives up, taking the next part
-raises, and the upload undoes what it has done. The memory of a part is used for another one as soon
-as the upload has dropped the array that it took, so that few pages are touched for the first time.
+raises, and the upload undoes what it has done.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from remesh.errors import StorageError
 from remesh.storage.base import Buffer
-from remesh.storage.buffers import map_memory
 
 WINDOW = 3
 """Parts that are filled at a time."""
@@ -52,7 +48,6 @@ class Parts:
         self._buffers: dict[int, Buffer] = {}
         self._missing: dict[int, int] = {}
         self._ranges: dict[int, list[tuple[int, int]]] = {}
-        self._unused: deque[Buffer] = deque()
         self._finished = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -140,22 +135,10 @@ class Parts:
     def _open(self, number: int) -> Buffer:
         if number not in self._buffers:
             size = self._size_of(number)
-            self._buffers[number] = self._memory(size)
+            self._buffers[number] = np.empty(size, np.uint8)
             self._missing[number] = size
             self._ranges[number] = []
         return self._buffers[number]
-
-    def _memory(self, size: int) -> Buffer:
-        """An array that is used again once neither it nor a part of it is referred to."""
-        try:
-            memory = self._unused.pop()
-        except IndexError:
-            memory = map_memory(min(self._part_bytes, self._num_bytes))
-        # Parts of an array refer to what it was made of, and so to this one, if that is no array.
-        lent = np.frombuffer(memory.data, np.uint8, size)
-        # The collector may run this anywhere, so nothing here may wait for a lock.
-        weakref.finalize(lent, self._unused.append, memory).atexit = False
-        return lent
 
     def _size_of(self, number: int) -> int:
         return min(self._part_bytes, self._num_bytes - number * self._part_bytes)

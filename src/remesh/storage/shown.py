@@ -115,7 +115,9 @@ def explain(action: str, name: str, error: Exception) -> RemeshError:
     known = f"{kind} {text}"
     remedy = next((words for pattern, words in _REMEDIES.items() if re.search(pattern, known)), "")
     no_bucket = remedy == _NO_BUCKET
-    if isinstance(error, FileNotFoundError) and not (no_bucket and action != "read"):
+    is_absent = isinstance(error, FileNotFoundError)
+    is_absent |= isinstance(error, NotADirectoryError) and action == "read"
+    if is_absent and not (no_bucket and action != "read"):
         what = _NO_BUCKET if no_bucket else "check the path"
         return CheckpointNotFoundError(f"there is no file {name}; {what}")
     reason = _reason(text) or kind
