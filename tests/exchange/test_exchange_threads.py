@@ -90,10 +90,10 @@ def test_different_operations_are_an_error() -> None:
 
 def test_time_runs_out() -> None:
     group = ThreadGroup(3, timeout=0.01)
-    with pytest.raises(ExchangeError, match=r"ranks \[0, 2\] did not come within 0.01 seconds"):
+    with pytest.raises(ExchangeError, match=r"no end within 0.01 s: ranks 0, 2 have not come"):
         group.exchange(1).all_gather(b"")
     # Whoever comes later must not wait again.
-    with pytest.raises(ExchangeError, match=r"ranks \[0, 2\]"):
+    with pytest.raises(ExchangeError, match="ranks 0, 2 have not come"):
         group.exchange(0).all_gather(b"")
 
 

@@ -169,29 +169,28 @@ def _attempt(exchange: Exchange, action: Callable[[], bytes]) -> tuple[bytes, Ba
         return encode_failure(exchange.rank, error), error
 
 
-def _is_replaced(reply: bytes) -> bool:
-    """True if a reply says that the checkpoint was replaced while it was read."""
-    if not reply.startswith(_FAILED):
-        return False
-    failure = msgspec.msgpack.decode(reply[1:], type=_Failure)
-    return failure.class_name == CheckpointReplacedError.__name__
+def _failure_in(replies: Sequence[bytes]) -> bytes | None:
+    """The failure of the lowest rank, or the first that says that the checkpoint was replaced.
 
-
-def _raise_first(replies: list[bytes], own: BaseException | None) -> None:
-    """Raise the failure of the lowest failed rank; the rank itself raises its own exception.
-
-    If any rank says that the checkpoint was replaced, all ranks raise that: the caller then begins
-    anew, which all ranks must do together. Only Ctrl-C and the like are raised in any case.
+    The caller then begins anew, which all ranks must do together.
     """
-    replaced = next(filter(_is_replaced, replies), None)
-    is_final = isinstance(own, CheckpointReplacedError) or not isinstance(own, Exception | None)
-    if replaced is not None and not is_final:
-        raise decode_failure(replaced) from own
-    if own is not None:
+    failures = [reply for reply in replies if reply.startswith(_FAILED)]
+    replaced = (one for one in failures if isinstance(decode_failure(one), CheckpointReplacedError))
+    return next(replaced, failures[0] if failures else None)
+
+
+def _raise_first(replies: Sequence[bytes], own: BaseException | None) -> None:
+    """Raise the failure of all; a rank that failed itself raises its own exception.
+
+    If the checkpoint was replaced, all ranks raise that; only Ctrl-C and the like go before it.
+    """
+    failed = _failure_in(replies)
+    error = None if failed is None else decode_failure(failed)
+    is_final = isinstance(own, CheckpointReplacedError) or not isinstance(own, Exception)
+    if own is not None and (is_final or not isinstance(error, CheckpointReplacedError)):
         raise own
-    for reply in replies:
-        if reply.startswith(_FAILED):
-            raise decode_failure(reply)
+    if error is not None:
+        raise error from own
 
 
 def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
@@ -236,8 +235,7 @@ def run_joined(
     replies = exchange.gather(reply)
     answers: list[bytes] | None = None
     if replies is not None:
-        failures = [data for data in replies if data.startswith(_FAILED)]
-        failed = next(filter(_is_replaced, failures), failures[0] if failures else None)
+        failed = _failure_in(replies)
         if failed is None:
             arrived = [data[1:] for data in replies]
             try:

@@ -13,7 +13,6 @@ not come. Ranks that call different operations are told so.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -22,10 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from remesh.errors import ExchangeError
-from remesh.exchange.lateness import describe_absent
+from remesh.exchange.lateness import LateError, Limits, Marks, SlowCall, describe_absent
 from remesh.exchange.protocol import Buffers, Exchange
-
-_LOGGER = logging.getLogger("remesh")
 
 _Contribution = list[bytes]
 
@@ -50,8 +47,7 @@ class ThreadGroup:
     def __init__(self, world_size: int, *, timeout: float = 60.0, warn_after: float = 10.0) -> None:
         self.world_size = world_size
         self.patience = min(timeout, warn_after)
-        self._timeout = timeout
-        self._warn_after = warn_after
+        self._limits = Limits(timeout, warn_after)
         self._condition = threading.Condition()
         self._meeting = _Meeting()
         self._failure: str | None = None
@@ -81,43 +77,27 @@ class ThreadGroup:
                 meeting.contributions[rank] = contribution
                 if len(meeting.operations) == self.world_size:
                     self._close(meeting)
-                elif not self._wait(meeting, rank):
-                    self._failure = self._describe_absence(meeting)
-                    self._condition.notify_all()
+                else:
+                    self._wait(meeting, rank)
             if not meeting.complete:
                 raise ExchangeError(f"{operation} failed on rank {rank}: {self._failure}")
         return [meeting.contributions[index] for index in range(self.world_size)]
 
-    def _wait(self, meeting: _Meeting, rank: int) -> bool:
-        """Wait until a meeting has ended, well or not; False if the time is up before."""
+    def _wait(self, meeting: _Meeting, rank: int) -> None:
+        """Wait until a meeting has ended, well or not."""
+        waiting = _Waiting(meeting, rank, self.world_size)
+        awaited = range(self.world_size)
+        call = SlowCall(meeting.operations[rank], waiting, awaited, self._limits)
         began = time.monotonic()
-        waited, next_warning = 0.0, self._warn_after
-        while waited < self._timeout:
-            if self._condition.wait_for(
+        try:
+            while not self._condition.wait_for(
                 lambda: meeting.complete or self._failure is not None,
-                min(self._timeout, next_warning) - waited,
+                call.look(time.monotonic() - began),
             ):
-                return True
-            waited = time.monotonic() - began
-            if waited >= next_warning:
-                next_warning = 2 * waited
-                if rank == min(meeting.operations):
-                    self._warn(meeting, rank, waited)
-        return False
-
-    def _warn(self, meeting: _Meeting, rank: int, waited: float) -> None:
-        _LOGGER.warning(
-            "%s on rank %d has waited %.0f s: %s\n"
-            "Every rank must make this call (it fails after %g s)",
-            meeting.operations[rank],
-            rank,
-            waited,
-            describe_absent(self._absent_from(meeting), range(self.world_size)),
-            self._timeout,
-        )
-
-    def _absent_from(self, meeting: _Meeting) -> list[int]:
-        return sorted(set(range(self.world_size)) - set(meeting.operations))
+                pass
+        except LateError as error:
+            self._failure = f"{error}; see what they wait for"
+            self._condition.notify_all()
 
     def _close(self, meeting: _Meeting) -> None:
         if len(set(meeting.operations.values())) > 1:
@@ -131,11 +111,20 @@ class ThreadGroup:
             self._meeting = _Meeting()
         self._condition.notify_all()
 
-    def _describe_absence(self, meeting: _Meeting) -> str:
-        return (
-            f"ranks {self._absent_from(meeting)} did not come within {self._timeout:g} seconds; "
-            "see what they wait for"
-        )
+
+class _Waiting(Marks):
+    """The ranks that wait, as the meeting itself shows them."""
+
+    def __init__(self, meeting: _Meeting, rank: int, world_size: int) -> None:
+        super().__init__(None, rank, range(world_size))
+        self._meeting = meeting
+
+    def take_turn(self) -> bool:
+        return self.rank == min(self._meeting.operations)
+
+    def describe_absent(self, awaited: Sequence[int]) -> str:
+        absent = sorted({*awaited} - {*self._meeting.operations})
+        return describe_absent(absent, self.global_ranks)
 
 
 class ThreadExchange(Exchange):

@@ -25,6 +25,7 @@ made once.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +133,8 @@ class TorchGroup(Exchange):
             joined = self._broadcast(b"".join(parts), sum(sizes))
         if self.rank == 0:
             return parts
-        return _split(joined, sizes)
+        ends = itertools.accumulate(sizes)
+        return [joined[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def gather(self, data: bytes) -> list[bytes] | None:
         with self._explained("gather"):
@@ -240,15 +242,12 @@ class TorchGroup(Exchange):
             ) from error
 
     def _all_sizes(self, size: int) -> list[int]:
-        own = torch.tensor([size], dtype=torch.int64, device=self._device)
-        sizes = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
-        return [int(item) for item in torch.cat(sizes).cpu()]
+        sizes = self._all_gather_equal(size.to_bytes(8, "little"))
+        return [int.from_bytes(item, "little") for item in sizes]
 
     def _broadcast_sizes(self, sizes: list[int]) -> list[int]:
-        message = torch.tensor(sizes, dtype=torch.int64, device=self._device)
-        self._broadcast_tensor(message)
-        return [int(item) for item in message.cpu()]
+        message = self._broadcast(np.array(sizes, "<i8").tobytes(), 8 * len(sizes))
+        return [int(item) for item in np.frombuffer(message, "<i8")]
 
     def _all_gather_equal(self, data: bytes) -> list[bytes]:
         """The contributions of all ranks, which are equally long."""
@@ -272,7 +271,9 @@ class TorchGroup(Exchange):
                 message = self._to_tensor(data[start:stop])
             else:
                 message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            self._broadcast_tensor(message)
+            source = self._global_ranks[0]
+            work = dist.broadcast(message, source, group=self._group, async_op=True)
+            self._finish(work, of_first=True)
             if self.rank != 0:
                 blocks.append(_to_bytes(message))
         return data if self.rank == 0 else b"".join(blocks)
@@ -328,12 +329,6 @@ class TorchGroup(Exchange):
             work.wait(_milliseconds(seconds))
         elif not _poll(work, seconds):
             raise RuntimeError(f"it did not end within {self._limits.timeout:g} s")
-
-    def _broadcast_tensor(self, message: torch.Tensor) -> None:
-        source = self._global_ranks[0]
-        self._finish(
-            dist.broadcast(message, source, group=self._group, async_op=True), of_first=True
-        )
 
     def _finish(self, work: dist.Work | None, *, of_first: bool = False) -> None:
         """Wait for a collective, within the limits."""
@@ -438,12 +433,3 @@ def _to_bytes(message: torch.Tensor) -> bytes:
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK))
-
-
-def _split(joined: bytes, sizes: list[int]) -> list[bytes]:
-    parts = []
-    start = 0
-    for size in sizes:
-        parts.append(joined[start : start + size])
-        start += size
-    return parts
