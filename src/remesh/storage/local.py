@@ -33,7 +33,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from remesh.core.host_memory import available_memory
@@ -126,54 +126,43 @@ class LocalStorage(Storage):
         """See `Storage.list_directory`; links that lead nowhere are left out."""
         directory = self._file(path) if path else self._root
         directories, files = [], {}
-        try:
-            with os.scandir(directory) as found:
-                for entry in found:
-                    with suppress(OSError):  # it has just gone, or is a link that leads nowhere
-                        if entry.is_dir():
-                            directories.append(entry.name)
-                        else:
-                            status = entry.stat()
-                            files[entry.name] = FileFacts(status.st_size, status.st_mtime)
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return Directory((), {})
-            raise explain("list", directory, error) from error
+        with (
+            _explained("list", directory),
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(directory) as found,
+        ):
+            for entry in found:
+                with suppress(OSError):  # it has just gone, or is a link that leads nowhere
+                    if entry.is_dir():
+                        directories.append(entry.name)
+                    else:
+                        status = entry.stat()
+                        files[entry.name] = FileFacts(status.st_size, status.st_mtime)
         return Directory(tuple(sorted(directories)), files)
 
     def size(self, path: str) -> int:
         file = self._file(path)
-        try:
+        with _explained("read", file):
             return file_size(file, file.stat())
-        except StorageError:
-            raise
-        except OSError as error:
-            raise _cannot_read(file, error) from error
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         assert start >= 0
         assert stop is None or stop >= 0
         file = self._file(path)
-        try:
+        with _explained("read", file):
             return read_file(file, start, stop)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise _cannot_read(file, error) from error
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         assert start >= 0
         file = self._file(path)
-        try:
+        with _explained("read", file):
             return read_range(file, start, buffer, direct=self._direct)
-        except OSError as error:
-            raise _cannot_read(file, error) from error
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         file = self._file(path)
         self._make_parents(file)
         hidden = file.with_name(f"{HIDDEN}{secrets.token_hex(8)}")
-        try:
+        with _explained("write", file):
             write_file(hidden, data)
             try:
                 if overwrite:
@@ -182,38 +171,29 @@ class LocalStorage(Storage):
                     _rename_exclusively(hidden, file)
             finally:
                 hidden.unlink(missing_ok=True)
-        except CheckpointExistsError:
-            raise
-        except OSError as error:
-            raise _cannot_write(file, error) from error
         self.sync()
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> LocalWriter:
         assert not overwrite, "files of a directory are replaced by `rename`"
         file = self._file(path)
         self._make_parents(file)
-        try:
-            return LocalWriter(file, num_bytes, direct=self._direct)
-        except FileExistsError as error:
-            raise StorageError(f"{file} exists already; choose another place") from error
-        except OSError as error:
-            raise _cannot_write(file, error) from error
+        with _explained("write", file):
+            try:
+                return LocalWriter(file, num_bytes, direct=self._direct)
+            except FileExistsError as error:
+                raise StorageError(f"{file} exists already; choose another place") from error
 
     def open_shared(self, path: str, num_bytes: int) -> SharedWriter:
         file = self._file(path)
         self._make_parents(file)
-        try:
+        with _explained("write", file):
             return SharedWriter(file, num_bytes)
-        except OSError as error:
-            raise _cannot_write(file, error) from error
 
     def rename(self, path: str, new: str) -> None:
         file, renamed = self._file(path), self._file(new)
         self._make_parents(renamed)
-        try:
+        with _explained("rename", file):
             file.replace(renamed)
-        except OSError as error:
-            raise explain("rename", file, error) from error
 
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
         """See `Storage.copy_from`; the copy is a hard link."""
@@ -247,10 +227,8 @@ class LocalStorage(Storage):
         with self._lock:
             while self._unsynced:
                 directory = next(iter(self._unsynced))
-                try:
+                with _explained("sync", directory):
                     sync_directory(directory)
-                except OSError as error:
-                    raise explain("sync", directory, error) from error
                 self._unsynced.remove(directory)
 
     def space(self) -> FileSystemSpace | None:
@@ -326,18 +304,21 @@ def _not_writable(directory: Path, room: os.statvfs_result) -> int:
     return errno.EROFS if room.f_flag & os.ST_RDONLY else errno.EACCES
 
 
-def _cannot_read(file: Path, error: OSError) -> RemeshError:
-    if error.errno in _ABSENT:
-        return CheckpointNotFoundError(f"there is no file {file}; check the path")
-    return explain("read", file, error)
-
-
-def _cannot_write(file: Path, error: OSError) -> RemeshError:
-    if error.errno == errno.ENOENT:
-        return StorageError(
-            f"cannot write {file}: its directory is gone; see who removes directories there"
-        )
-    return explain("write", file, error)
+@contextmanager
+def _explained(action: str, file: Path) -> Iterator[None]:
+    """Raise a failed system call on a file as an error of remesh."""
+    try:
+        yield
+    except RemeshError:
+        raise
+    except OSError as error:
+        if action == "read" and error.errno in _ABSENT:
+            raise CheckpointNotFoundError(f"there is no file {file}; check the path") from error
+        if action == "write" and error.errno == errno.ENOENT:
+            raise StorageError(
+                f"cannot write {file}: its directory is gone; see who removes directories there"
+            ) from error
+        raise explain(action, file, error) from error
 
 
 def _rename_exclusively(hidden: Path, file: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,26 +113,16 @@ def _room(storage: Storage) -> Trial:
     return Trial("room", "good", f"{space.free_bytes / 1e9:.1f} GB are free")
 
 
-def meet(
-    storage: Storage,
-    rank: int,
-    world_size: int,
-    *,
-    seconds: float,
-    pause: Callable[[float], object] = time.sleep,
-) -> Trial:
+def meet(storage: Storage, rank: int, world_size: int, *, seconds: float) -> Trial:
     """Find out whether all ranks reach the same place. Every rank calls it.
 
     Returns on rank 0 which ranks it sees; on the others, whether they see rank 0.
     """
-    return (_ask if rank == 0 else _answer)(storage, rank, world_size, seconds, pause)
+    return _answer(storage, rank, seconds) if rank else _ask(storage, world_size, seconds)
 
 
-def _ask(
-    storage: Storage, _rank: int, world_size: int, seconds: float, pause: Callable[[float], object]
-) -> Trial:
-    number = secrets.token_hex(8)
-    folder = f"{_FOLDER}-ranks/{number}"
+def _ask(storage: Storage, world_size: int, seconds: float) -> Trial:
+    folder = f"{_FOLDER}-ranks/{secrets.token_hex(8)}"
     storage.put(f"{folder}/ask", b"", overwrite=False)
     ends = time.monotonic() + seconds
     missing = set(range(1, world_size))
@@ -140,7 +130,7 @@ def _ask(
         while missing and time.monotonic() < ends:
             missing -= {int(path.rpartition("-")[2]) for path in storage.list(f"{folder}/answer-")}
             if missing:
-                pause(0.05)
+                time.sleep(0.05)
     finally:
         storage.put(f"{folder}/done", b"", overwrite=True)
         for path in storage.list(f"{folder}/a"):
@@ -153,21 +143,19 @@ def _ask(
     return Trial("seen by all ranks", "good", f"{world_size} ranks reach the same place")
 
 
-def _answer(
-    storage: Storage, rank: int, _world_size: int, seconds: float, pause: Callable[[float], object]
-) -> Trial:
+def _answer(storage: Storage, rank: int, seconds: float) -> Trial:
     ends = time.monotonic() + seconds
     answered: set[str] = set()
     while time.monotonic() < ends:
         asked = {path for path in storage.list(f"{_FOLDER}-ranks/") if path.endswith("/ask")}
         if answered - asked:  # rank 0 has removed its question: it has seen all answers
-            return Trial("seen by all ranks", "good", f"rank {rank} sees rank 0")
+            break
         for path in asked - answered:
             answer = path.removesuffix("ask") + f"answer-{rank}"
             with suppress(CheckpointExistsError, CheckpointNotFoundError, StorageError):
                 storage.put(answer, b"", overwrite=True)
             answered.add(path)
-        pause(0.05)
+        time.sleep(0.05)
     if answered:
         return Trial("seen by all ranks", "good", f"rank {rank} sees rank 0")
     text = f"rank {rank} sees no file of rank 0 within {seconds:g} s: it is another place"
