@@ -420,6 +420,22 @@ def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
     assert seeded == (not is_saved)
 
 
+def test_random_numbers_that_no_source_gives_are_seeded_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leave(world: World, rank: int) -> None:
+        world.manager.save(3, world.state)
+        for file in tmp_path.glob("*/data-*/0*.safetensors"):
+            file.unlink(missing_ok=True)
+        in_forward(world, rank)
+
+    for resumed, world, expected in change(tmp_path, before=2, after=[None, 1], leave=leave):
+        assert resumed is not None
+        assert (resumed.live, resumed.same_random) == (True, False)
+        assert_same(world.values(), expected)
+    assert "random numbers: " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("after", "expected"),
     [
@@ -563,15 +579,20 @@ def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) 
         job.is_called_out = False
 
 
-offers = st.lists(st.builds(Offer, st.none() | st.integers(0, 5)), max_size=8)
+def offer(step: int, role: list[int]) -> Offer:
+    return Offer(ManagerNote(step=step, run="r", role_grid=(("dp", 2), ("tp", 2))), role)
+
+
+offers = st.lists(st.none() | st.builds(offer, st.integers(0, 5), st.just([0, 0])), max_size=8)
 
 
 @given(offers)
-def test_steps_are_offered_newest_first_with_all_their_ranks(offers: list[Offer]) -> None:
+def test_steps_are_offered_newest_first_with_all_their_ranks(offers: list[Offer | None]) -> None:
     found = steps_on_offer(offers)
     assert list(found) == sorted(found, reverse=True)
-    held = {rank: step for step, ranks in found.items() for rank in ranks}
-    assert held == {rank: one.step for rank, one in enumerate(offers) if one.step is not None}
+    held = {rank: one for ranks in found.values() for rank, one in ranks.items()}
+    assert held == {rank: one for rank, one in enumerate(offers) if one is not None}
+    assert all(one.note.step == step for step, ranks in found.items() for one in ranks.values())
 
 
 @pytest.mark.parametrize("how", ["positional", "by name"])
@@ -600,7 +621,6 @@ def test_a_closure_is_a_part_of_the_step_that_changes_nothing(tmp_path: Path, ho
 
 
 def test_random_numbers_go_on_only_if_every_role_is_there() -> None:
-    note = ManagerNote(step=1, run="r", role_grid=(("dp", 2), ("tp", 2)))
-    roles = [Offer(1, role=[dp, tp]) for dp in (0, 1) for tp in (0, 1)]
-    assert has_all_roles(roles, note)
-    assert not has_all_roles(roles[:3] + roles[:1], note)
+    roles = [offer(1, [dp, tp]) for dp in (0, 1) for tp in (0, 1)]
+    assert has_all_roles(roles)
+    assert not has_all_roles(roles[:3] + roles[:1])

@@ -500,7 +500,7 @@ def test_the_clock_of_rank_0_decides_for_all(tmp_path: Path) -> None:
     def play(exchange: ThreadExchange) -> list[int]:
         with Manager(tmp_path, every=EverySeconds(1e-9), group=exchange) as manager:
             if exchange.rank == 1:
-                manager._last_save = 1e18  # this one's clock would never say so
+                manager._began = 1e18  # this one's clock would never say so
             return [n for n in range(8) if manager.step(n, state_of(n, exchange))]
 
     first, second = run_ranks(2, play)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from remesh.catalog import ManagerNote
 from remesh.elastic.training_job import TrainingJob
 from remesh.training import live
 from remesh.training.fingerprints import Fingerprints
@@ -17,6 +18,7 @@ from remesh.training.live import (
     must_move,
     tensors_of,
 )
+from remesh.training.recording import Moment
 
 GPU = torch.device("cuda", 0)
 
@@ -65,7 +67,8 @@ def test_a_boundary_without_room_is_given_up(
     job = TrainingJob(is_reentrant=True)
     state = trained()
     keeper = Keeper(state, Fingerprints().take(state))
-    job.boundary = Boundary(1, None, keeper, 0.0)  # type: ignore[arg-type]
+    moment = Moment(ManagerNote(step=1, run="r"), rows=dict, role=[])
+    job.boundary = Boundary(moment, keeper, 0.0)
     job.make_room()
     assert (job.boundary is not None) == is_kept
     assert ("there is no room for both" in caplog.text) == (not is_kept)

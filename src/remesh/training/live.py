@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,6 @@ from remesh.elastic.training_job import TrainingJob
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.resharding import Resharder
-from remesh.training import resuming
 from remesh.training.fingerprints import (
     SMALL,
     Fingerprint,
@@ -52,7 +52,7 @@ from remesh.training.fingerprints import (
     named_tensors,
     plain,
 )
-from remesh.training.recording import Moment
+from remesh.training.recording import Moment, Recorder, with_rows
 from remesh.training.resuming import Source
 
 _LOGGER = logging.getLogger("remesh")
@@ -81,12 +81,15 @@ class _Recovery(Resharder):
 class Boundary:
     """The state of a rank when its last step was complete."""
 
-    step: int
     moment: Moment
     keeper: Keeper  # gives the state as it was
     saved_at: float
     """When the last save began that was committed, by this process's monotonic clock."""
     is_clean: bool = True  # whether no optimizer has begun to change it
+
+    @property
+    def step(self) -> int:
+        return self.moment.note.step
 
     def make_room(self) -> bool:
         """Leave room for the next state; False if this one has to be given up for it."""
@@ -101,36 +104,37 @@ class Boundary:
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The steps that a rank has in memory."""
+    """The step that a rank has in memory."""
 
-    step: int | None  # the step; None if it has nothing
-    note: ManagerNote | None = None  # of the boundary
-    parent: str = ""  # see `Moment`
-    role: list[int] = []  # see `Moment`
+    note: ManagerNote  # of the boundary
+    role: list[int]  # see `Moment`
     unsaved_seconds: float = 0.0  # see `Source`
 
 
-def steps_on_offer(offers: list[Offer]) -> dict[int, list[int]]:
-    """The ranks that offer each step, from the newest step to the oldest."""
-    ranks: dict[int, list[int]] = defaultdict(list)
+def steps_on_offer(offers: Sequence[Offer | None]) -> dict[int, dict[int, Offer]]:
+    """The ranks that offer each step and their offers, from the newest step to the oldest."""
+    steps: dict[int, dict[int, Offer]] = defaultdict(dict)
     for rank, offer in enumerate(offers):
-        if offer.step is not None:
-            ranks[offer.step].append(rank)
-    return dict(sorted(ranks.items(), reverse=True))
+        if offer is not None:
+            steps[offer.note.step][rank] = offer
+    return dict(sorted(steps.items(), reverse=True))
 
 
-def has_all_roles(offers: list[Offer], note: ManagerNote) -> bool:
+def has_all_roles(offers: Sequence[Offer]) -> bool:
     """True if the random numbers of every role of a boundary are there."""
-    found = {tuple(offer.role) for offer in offers}
-    return len(found) == int(np.prod([size for _, size in note.role_grid], dtype=np.int64))
+    num_roles = math.prod(size for _, size in offers[0].note.role_grid)
+    return len({tuple(offer.role) for offer in offers}) == num_roles
 
 
 class LiveMemory:
     """The memory of this process, from entry to entry; the job holds the boundary."""
 
-    def __init__(self, job: TrainingJob, exchange: Exchange, buffers: Buffers | None) -> None:
+    def __init__(
+        self, job: TrainingJob, exchange: Exchange, recorder: Recorder, buffers: Buffers | None
+    ) -> None:
         self._job = job
         self._exchange = exchange
+        self._recorder = recorder
         self._buffers = buffers
         self.is_on = True  # whether the state can be relied on, for all its changes are seen
         self._optimizers: set[int] = set()  # ids of those in the state
@@ -150,76 +154,58 @@ class LiveMemory:
         self,
         step: int,
         state: Any,
-        *,
+        metrics: Mapping[str, float] | None,
         fingerprint: Fingerprint,
         saved_at: float,
-        moment: Callable[[], Moment],
     ) -> None:
         """A step is complete on this rank."""
-        if not self.is_on:
-            self._job.end_change()
-            return
-        try:
-            keeper = Keeper(state, fingerprint)
-            self._optimizers = keeper.optimizers
-            self._job.boundary = Boundary(step, moment(), keeper, saved_at)
-        except NotWatchedError as problem:
-            self.is_on, self._job.boundary = False, None
-            _LOGGER.warning("the state is not taken from live memory: %s", problem)
+        if self.is_on:
+            try:
+                keeper = Keeper(state, fingerprint)
+                self._optimizers = keeper.optimizers
+                moment = self._recorder.moment(step, metrics)
+                self._job.boundary = Boundary(moment, keeper, saved_at)
+            except NotWatchedError as problem:
+                self.is_on, self._job.boundary = False, None
+                _LOGGER.warning("the state is not taken from live memory: %s", problem)
         self._job.end_change()
 
     def find(self) -> list[Source]:
         """The offers of the ranks, the newest first. Collective."""
-        boundary = self._job.boundary
-        state: Any = None
+        boundary, state, own = self._job.boundary, None, None
         if boundary is not None and boundary.is_clean and self.is_on:
             try:
                 state = boundary.keeper.roll_back()
             except ChangedError as problem:
                 _LOGGER.warning("step %d is not taken from memory: %s", boundary.step, problem)
-        has_state = boundary is not None and state is not None
+            else:
+                moment, unsaved = boundary.moment, time.monotonic() - boundary.saved_at
+                own = Offer(moment.note, moment.role, unsaved)
+        replies = run_on_all(self._exchange, lambda: msgspec.msgpack.encode(own))
+        offers = [msgspec.msgpack.decode(reply, type=Offer | None) for reply in replies]
+        return [self._source(offered, state) for offered in steps_on_offer(offers).values()]
 
-        def offer() -> bytes:
-            if not has_state:
-                return msgspec.msgpack.encode(Offer(None))
-            moment, unsaved = boundary.moment, time.monotonic() - boundary.saved_at
-            return msgspec.msgpack.encode(
-                Offer(boundary.step, moment.note, moment.parent, moment.role, unsaved)
-            )
-
-        replies = run_on_all(self._exchange, offer)
-        offers = [msgspec.msgpack.decode(reply, type=Offer) for reply in replies]
-        steps = steps_on_offer(offers).items()
-        return [self._source(step, ranks, offers, state) for step, ranks in steps]
-
-    def _source(self, step: int, ranks: list[int], offers: list[Offer], state: Any) -> Source:
-        """A step as `Manager.resume` wants it."""
-        first = offers[ranks[0]]
-        note = first.note
-        assert note is not None, "it comes with the step"
-        if not has_all_roles([offers[rank] for rank in ranks], note):
+    def _source(self, offers: Mapping[int, Offer], state: Any) -> Source:
+        """A step as `Manager.resume` wants it, with the ranks that offer it."""
+        note = next(iter(offers.values())).note
+        if not has_all_roles([*offers.values()]):
             note = msgspec.structs.replace(note, streams=())
         info = CheckpointInfo(
-            name=step_name(step),
-            path=f"live memory of {len(ranks)} ranks",
-            step=step,
+            name=step_name(note.step),
+            path=f"live memory of {len(offers)} ranks",
+            step=note.step,
             run=note.run,
-            created="",
-            num_bytes=0,
-            world_size=len(ranks),
-            save_id="",
+            world_size=len(offers),
             metrics=note.metrics,
             note=note,
         )
-        boundary = self._job.boundary
         source: Any = {}
         own = self._exchange.rank
-        if own in ranks:
+        if own in offers:
             # Of several ranks with one role, the first gives its random numbers.
-            moment = boundary.moment
-            is_first = moment.role not in [offers[rank].role for rank in ranks if rank < own]
-            rows = moment.rows() if note.streams and is_first else {}
-            source = resuming.with_rows(state, rows)
+            moment = self._job.boundary.moment
+            is_first = moment.role not in [one.role for rank, one in offers.items() if rank < own]
+            source = with_rows(state, moment.rows() if note.streams and is_first else {})
 
         def load(target: Any, **options: Any) -> Any:
             recovery = _Recovery(
@@ -235,17 +221,15 @@ class LiveMemory:
                 return recovery.push().restored
             except (StateError, MismatchError) as error:
                 raise CheckpointNotFoundError(
-                    f"the memory of {len(ranks)} ranks does not give step {step}: {error}"
+                    f"the memory of {len(offers)} ranks does not give step {note.step}: {error}"
                 ) from error
 
-        held = sum(bytes_by_device(list(tensors_of(source))).values())
         return Source(
             info,
             load,
-            kind="live",
-            parent=first.parent,
-            held_bytes=held,
-            unsaved_seconds=max(offers[rank].unsaved_seconds for rank in ranks),
+            "live",
+            held_bytes=sum(bytes_by_device(list(tensors_of(source))).values()),
+            unsaved_seconds=max(offer.unsaved_seconds for offer in offers.values()),
         )
 
     def close(self) -> None:

@@ -21,6 +21,11 @@ restarted job that resumes from there saves the state to storage at once.
 Resuming. Rank 0 lists and all follow. A damaged checkpoint is passed over, with the reason in log
 and result. What processes that go on hold (`live`) is as good as a checkpoint of that step. A
 mismatch, a newer format or a failing storage is raised: going back would hide it.
+
+The end. The step of the last call of `step` is saved, unless its state has changed since, which
+fingerprints of its tensors show (`fingerprints`). In one process one manager at a time saves to a
+root. In a notebook, a cell that is run again or interrupted leaves a manager that was never closed;
+the next manager of that root closes it.
 """
 
 from __future__ import annotations
@@ -30,9 +35,10 @@ import operator
 import os
 import sys
 import time
+import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import wait
-from functools import partial
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -40,7 +46,7 @@ import msgspec
 
 from remesh import catalog
 from remesh.background import SaveHandle, Saver
-from remesh.catalog import CheckpointInfo, ManagerNote
+from remesh.catalog import CheckpointInfo
 from remesh.checkpoint import Buffers
 from remesh.checkpoint.arguments import check_count, check_flag, check_seconds, is_place
 from remesh.checkpoint.local import exchange_of
@@ -49,16 +55,15 @@ from remesh.elastic.heartbeat import HOLDS
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
-from remesh.exchange import run_on_all
+from remesh.exchange import Exchange, run_on_all
 from remesh.pipeline import Compress
 from remesh.run_info import run_info
 from remesh.storage import is_local, open_storage
-from remesh.training import last_step, policies, resuming, rng
-from remesh.training.last_step import LastStep, digest_of_state
+from remesh.training import policies, resuming, rng
 from remesh.training.memory import Memory, agree_on_directories
 from remesh.training.policies import KeepPolicy, Note, RetentionDecision, SavePolicy
-from remesh.training.recording import Recorder
-from remesh.training.resuming import Resumed, Source
+from remesh.training.recording import Recorder, digest_of_state
+from remesh.training.resuming import Loaded, Resumed, Source
 from remesh.training.rng import Randomness
 from remesh.training.watch import Watch
 from remesh.transform import Program, Transform, as_transform
@@ -73,6 +78,32 @@ REENTRY_SECONDS = 0.5
 """The same if the training function is entered again: the state is in memory."""
 
 _LOGGER = logging.getLogger("remesh")
+
+_Place = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save that was begun, or the checkpoint from which the process resumed."""
+
+    step: int
+    state: str  # digest of the state
+    began: float  # by this process's monotonic clock
+    replaces_pinned: bool = False  # whether it takes the place of a pinned one, on rank 0
+
+
+@dataclass(frozen=True, slots=True)
+class _LastStep:
+    """The arguments of the last call of `Manager.step`."""
+
+    step: int
+    state: Any  # the user's state
+    metrics: Mapping[str, float] | None
+    fingerprint: Fingerprint | None  # of the state at that moment; None without torch
+
+    def change(self) -> str:
+        """The part of the state that was changed since; empty if none was."""
+        return "" if self.fingerprint is None else self.fingerprint.changed(self.state)
 
 
 class Manager:
@@ -114,12 +145,10 @@ class Manager:
     """
 
     # What changes from step to step.
-    _handle: SaveHandle | None = None
-    _saving_step: int | None = None
-    _saved_step: int | None = None
-    _is_pinned = False  # the checkpoint of `_saving_step` that is replaced, on rank 0
-    _saved_state = ""  # digest of the state of `_saving_step` or `_saved_step`
-    _last: LastStep | None = None  # if no save of it was begun
+    _begun: _Save | None = None  # the newest save
+    _handle: SaveHandle | None = None  # of that save, while it is in flight
+    _saved: _Save | None = None  # the newest that is known to be committed
+    _last: _LastStep | None = None  # if no save of it was begun
     _fingerprints: Fingerprints | None = None  # if torch is there
     _retention_error: Exception | None = None
     _last_look: int | None = None
@@ -127,6 +156,9 @@ class Manager:
     _should_stop = False
     _closed = ""
     _memory: Memory | None = None  # of the nodes, if the job wants and has it
+    _live: LiveMemory | None = None  # of this process, if it goes on from world to world
+    # Steps of this run that are there and of no use: a save there takes their place.
+    _superseded: frozenset[str] = frozenset()
 
     def __init__(  # noqa: PLR0913 - the options of a job's saves, each of which stands for itself
         self,
@@ -157,10 +189,9 @@ class Manager:
             check_count("Manager", "arena_bytes", arena_bytes, 1)
         self._root, self._storage = root, open_storage(root)
         self._every, self._keep = policies.save_policies(every), policies.keep_policies(keep)
-        self._randomness = randomness or Randomness()
         self._background, self._on_event = background, on_event
         self._exchange = exchange_of(group)
-        last_step.take_charge(self, self._storage.url, self._exchange)
+        _take_charge(self, self._storage.url, self._exchange)
         self._saver = Saver(
             group=self._exchange,
             arena_bytes=arena_bytes,
@@ -171,17 +202,19 @@ class Manager:
             compress=compress,
             on_event=self._hear,
         )
-        self._roles = rng.agree_on_roles(self._exchange, self._randomness.role)
-        self._recorder = Recorder(self._exchange, self._randomness, self._roles, config)
-        # Steps of this run that are there and of no use: a save there takes their place.
-        self._superseded: frozenset[int] = frozenset()
+        self._recorder = Recorder(self._exchange, randomness or Randomness(), config)
         self._saves_at_end = save_at_end
-        # When the last save began, and when the last one did that was committed, or resumed from.
-        self._last_save = self._saved_at = time.monotonic()
+        # The time of the first save, and of what was not saved before the process resumed.
+        self._began = time.monotonic()
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
         self._watch.is_saving = lambda: self._handle is not None and not self._handle.done()
-        self._live = self._open_live_memory(job, buffers)
+        if job is not None and job.is_reentrant:
+            # Here, for it needs torch, which a manager does without.
+            from remesh.training.live import LiveMemory
+
+            self._live = live = LiveMemory(job, self._exchange, self._recorder, buffers)
+            self._watch.holds_state = lambda: live.is_on
         if memory_every is not None:
             self._memory = self._open_memory(memory_every, memory_replicas, buffers)
 
@@ -196,24 +229,12 @@ class Manager:
             self._exchange,
             directories,
             self._storage.url if is_local(self._storage) else str(self._root),
+            self._recorder,
             every=every,
             num_replicas=num_replicas,
             buffers=buffers,
             on_event=self._on_event,
         )
-
-    def _open_live_memory(
-        self, job: TrainingJob | None, buffers: Buffers | None
-    ) -> LiveMemory | None:
-        """The memory of this process; None if it does not go on from world to world."""
-        if job is None or not job.is_reentrant:
-            return None
-        # Here, for it needs torch, which a manager does without.
-        from remesh.training.live import LiveMemory
-
-        live = LiveMemory(job, self._exchange, buffers)
-        self._watch.holds_state = lambda: live.is_on
-        return live
 
     # What there is --------------------------------------------------------------------------------
 
@@ -236,8 +257,8 @@ class Manager:
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint that this rank knows to be committed, or None."""
         if self._handle is not None and self._handle.progress().phase == "done":
-            self._saved_step, self._saved_at = self._saving_step, self._last_save
-        return self._saved_step
+            self._saved = self._begun
+        return None if self._saved is None else self._saved.step
 
     @property
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -287,7 +308,7 @@ class Manager:
         _check_step("step", step, state)
         fingerprint = self._fingerprint(state)
         if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
-            self._last = LastStep(step, state, metrics, fingerprint)
+            self._last = _LastStep(step, state, metrics, fingerprint)
         self._mark(step, state, metrics, fingerprint)
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
@@ -298,7 +319,7 @@ class Manager:
             verdict = self._look_around(step)
             reason, stop, hold = reason or verdict.reason, verdict.stop, verdict.hold
         if self._memory is not None and self._memory.is_due(step):
-            self._memory.save(step, state, partial(self._recorder.describe, step, metrics))
+            self._memory.save(step, state, metrics)
         if reason:
             self._begin(step, state, metrics, None, reason)
             self._watch.answered()
@@ -352,7 +373,7 @@ class Manager:
         if self._handle is not None:
             self._handle = None
             self._saver.wait()
-            self._saved_step, self._saved_at = self._saving_step, self._last_save
+            self._saved = self._begun
         error, self._retention_error = self._retention_error, None
         if error is not None:
             raise error
@@ -369,23 +390,25 @@ class Manager:
             self._last = None
         full = Joined(state)
         what: dict[str, object] = dict(metadata or {})
-        now: list[str] = []
+        own: list[_Save] = []
         name = catalog.step_name(step)
 
         def prepare() -> bytes:
             self._watch.check_agent()
             self._end_save()
-            may_be_pinned = step == self._saved_step and self._exchange.rank == 0
-            self._is_pinned = may_be_pinned and catalog.is_pinned(self._storage, name)
-            now.append(digest_of_state(state))
+            may_be_pinned = step == self.saved_step and self._exchange.rank == 0
+            is_pinned = may_be_pinned and catalog.is_pinned(self._storage, name)
+            own.append(_Save(step, digest_of_state(state), time.monotonic(), is_pinned))
             return self._recorder.describe(step, metrics, full, what)
 
         told = run_on_all(self._exchange, prepare)
-        if self._exchange.rank == 0 and self._saving_step is None:
+        if self._exchange.rank == 0 and self._begun is None:
             rng.warn_of_differences(told)
-        [state_now] = now
-        is_same = step == self._saved_step and all(
-            run_on_all(self._exchange, lambda: b"yes" * (state_now == self._saved_state))
+        [save], saved = own, self._saved
+        is_same = (
+            saved is not None
+            and saved.step == step
+            and all(run_on_all(self._exchange, lambda: b"yes" * (saved.state == save.state)))
         )
         if is_same and not metrics and not metadata:
             _LOGGER.info("step %d is saved already, and the state has not changed", step)
@@ -393,14 +416,13 @@ class Manager:
         if self._exchange.rank == 0:
             _LOGGER.info("saving step %d: %s", step, reason)
         place = catalog.place_of(self._root, name)
-        overwrite = is_same or step in self._superseded
-        self._saving_step, self._saved_state = step, state_now
-        self._last_save = time.monotonic()
+        overwrite = is_same or name in self._superseded
+        self._begun = save
         if self._background:
             self._handle = self._saver.save_async(full, place, overwrite=overwrite, metadata=what)
         else:
             self._saver.save(full, place, overwrite=overwrite, metadata=what)
-            self._saved_step, self._saved_at = step, self._last_save
+            self._saved = save
             self.wait()
 
     def _fingerprint(self, state: Any) -> Fingerprint | None:
@@ -421,13 +443,11 @@ class Manager:
         metrics: Mapping[str, float] | None,
         fingerprint: Fingerprint | None,
     ) -> None:
-        """Note that a step is complete in the memory of this process, if live memory is used."""
+        """Note that a step is complete in the memory of this process, if that is used."""
         if self._live is not None:
             assert fingerprint is not None, "live memory needs torch"
-            moment = partial(self._recorder.moment, step, metrics)
-            self._live.mark(
-                step, state, fingerprint=fingerprint, saved_at=self._saved_at, moment=moment
-            )
+            saved_at = self._began if self._saved is None else self._saved.began
+            self._live.mark(step, state, metrics, fingerprint, saved_at)
 
     def _warm(self, state: Any) -> None:
         """Get memory for the first save ready, now that optimizers have their state."""
@@ -449,8 +469,8 @@ class Manager:
 
     def _tidy_up(self) -> None:
         """Rank 0, after a commit: pin a step that is saved again, remove what is not kept."""
-        if self._is_pinned and self._saving_step is not None:
-            catalog.pin(catalog.place_of(self._root, catalog.step_name(self._saving_step)))
+        if self._begun is not None and self._begun.replaces_pinned:
+            catalog.pin(catalog.place_of(self._root, catalog.step_name(self._begun.step)))
         policies.remove_unkept(self._storage, self.retention_decisions(), now=time.time())
 
     # Whether to save ------------------------------------------------------------------------------
@@ -465,7 +485,8 @@ class Manager:
         def note() -> bytes:
             reason, request = self._watch.asked()
             if not reason and self._exchange.rank == 0:
-                reason = policies.due_by_time(self._every, time.monotonic() - self._last_save)
+                last = self._began if self._begun is None else self._begun.began
+                reason = policies.due_by_time(self._every, time.monotonic() - last)
             stop, hold = request == "save-and-stop", request in HOLDS
             own = Note(reason, stop, hold, failed=self._has_failed(), next_look=next_look)
             return msgspec.msgpack.encode(own)
@@ -518,35 +539,31 @@ class Manager:
         options = {"missing": missing, "cast": cast, "transform": rules, "on_event": self._on_event}
         self.wait()
         sources, incomplete = self._sources()
-        load = partial(
-            resuming.restore,
-            self._exchange,
-            state=state,
-            streams=self._recorder.streams(),
-            roles=self._roles,
-            seed=self._randomness.seed,
-            options=options,
+        loaded = resuming.load_newest(
+            self._exchange, self._storage, sources, state, self._recorder, options
         )
-        found, passed_over = resuming.first_that_loads(self._exchange, self._storage, sources, load)
-        if found is None:
-            if any(source.kind != "live" for source in sources):
-                raise resuming.nothing_loads(self._storage.url, passed_over)
+        if loaded is None:
             return None
-        not_used = [*incomplete, *((one.name, reason) for one, reason in passed_over)]
-        resumed = self._go_on_from(*found, not_used)
-        self._superseded = frozenset(
-            one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
+        self._go_on_from(loaded, state)
+        self._secure(loaded, sources, state)
+        source = loaded.source
+        self._mark(source.note.step, state, source.metrics, self._fingerprint(state))
+        passed_over = [(one.info.name, reason) for one, reason in loaded.passed_over]
+        return Resumed(
+            source.info,
+            source.note.step,
+            (*incomplete, *passed_over),
+            not loaded.seeded,
+            source.note.trackers,
+            loaded.report,
+            from_memory=source.kind == "snapshot",
+            live=source.kind == "live",
+            held_bytes=source.held_bytes,
         )
-        self._saved_state = digest_of_state(state)
-        self._secure(resumed, sources, state)
-        metrics = resuming.metrics_of(resumed.info)
-        self._mark(resumed.step, state, metrics, self._fingerprint(state))
-        return resumed
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
         """The sources to resume from, the newest first; and the snapshots that fail, and why."""
-        found = resuming.candidates(self._exchange, self._storage)
-        sources = [resuming.stored_source(self._exchange, self._root, info) for info in found]
+        sources = resuming.stored_sources(self._exchange, self._storage, self._root)
         incomplete: list[tuple[str, str]] = []
         if self._memory is not None:
             kept, incomplete = self._memory.find()
@@ -554,53 +571,47 @@ class Manager:
         if self._live is not None:
             sources += self._live.find()
         snapshot_every = None if self._memory is None else self._memory.every
-        return resuming.in_order(sources, self._roles.grid, snapshot_every), incomplete
+        return resuming.in_order(sources, self._recorder.roles.grid, snapshot_every), incomplete
 
-    def _secure(self, resumed: Resumed, sources: Sequence[Source], state: Any) -> None:
+    def _go_on_from(self, loaded: Loaded, state: Any) -> None:
+        """Become the run that saved what was loaded."""
+        source, info = loaded.source, loaded.source.info
+        is_live = source.kind == "live"
+        parent = f"{info.path}#{info.save_id}"
+        self._recorder.go_on_from(source.note, source.note.provenance.parent if is_live else parent)
+        # What was not saved before the function was entered again is not saved now.
+        self._began = time.monotonic() - source.unsaved_seconds
+        self._begun = None
+        self._saved = None
+        if not is_live:
+            self._saved = _Save(source.note.step, digest_of_state(state), self._began)
+        self._superseded = frozenset(
+            one.info.name for one, _ in loaded.passed_over if one.kind == "stored"
+        )
+        if self._exchange.rank == 0:
+            seeded = ", ".join(loaded.seeded)
+            seeded = f"; random numbers were seeded anew: {seeded}" if seeded else ""
+            _LOGGER.info("resumed from %s%s", info.path, seeded)
+
+    def _secure(self, loaded: Loaded, sources: Sequence[Source], state: Any) -> None:
         """Save at once what came from memory, and give back memory that is no longer needed."""
         if self._memory is None:
             return
-        kept = [one.info.name for one in sources if one.kind == "snapshot" and resumed.live]
-        self._memory.keep(resumed.info.name if resumed.from_memory else (*kept, "")[0])
-        if resumed.from_memory:
+        source = loaded.source
+        snapshots = [one.info.name for one in sources if one.kind == "snapshot"]
+        if source.kind == "stored":
+            self._memory.keep("")
+        elif source.kind == "live":
+            self._memory.keep(snapshots[0] if snapshots else "")
+        else:
+            self._memory.keep(source.info.name)
+            step, saved = source.note.step, self._saved
             stored = [one.info.step for one in sources if one.kind == "stored"]
-            self._saved_step = max((step for step in stored if step <= resumed.step), default=None)
-            if self._saved_step != resumed.step:
-                metrics = resuming.metrics_of(resumed.info)
-                self._begin(resumed.step, state, metrics, None, "it was in memory only")
-
-    def _go_on_from(
-        self,
-        source: Source,
-        note: ManagerNote,
-        restored: resuming.Restored,
-        passed_over: Sequence[tuple[str, str]],
-    ) -> Resumed:
-        """Become the run that saved a checkpoint. Collective."""
-        info = source.info
-        resuming.forget_failures(self._exchange, self._storage, info)
-        is_live = source.kind == "live"
-        self._recorder.run = note.run or self._recorder.run
-        self._recorder.parent = source.parent if is_live else f"{info.path}#{info.save_id}"
-        self._recorder.saved_trackers = dict(note.trackers)
-        self._saved_step = None if is_live else note.step
-        # What was not saved before the function was entered again is not saved now.
-        self._last_save = self._saved_at = time.monotonic() - source.unsaved_seconds
-        if self._exchange.rank == 0:
-            seeded = ", ".join(restored.seeded)
-            seeded = f"; random numbers were seeded anew: {seeded}" if seeded else ""
-            _LOGGER.info("resumed from %s%s", info.path, seeded)
-        return Resumed(
-            info,
-            note.step,
-            tuple(passed_over),
-            not restored.seeded,
-            note.trackers,
-            restored.report,
-            from_memory=source.kind == "snapshot",
-            live=is_live,
-            held_bytes=source.held_bytes,
-        )
+            newest = max((each for each in stored if each <= step), default=None)
+            assert saved is not None
+            self._saved = None if newest is None else replace(saved, step=newest)
+            if newest != step:
+                self._begin(step, state, source.metrics, None, "it was in memory only")
 
     # The end --------------------------------------------------------------------------------------
 
@@ -624,7 +635,9 @@ class Manager:
             self._live.close()
         self._watch.close()
         self._closed, self._last = reason, None
-        last_step.leave(self)
+        for place, other in [*_OPEN.items()]:
+            if other is self:
+                del _OPEN[place]
 
     def _save_last(self) -> None:
         """End the save in flight, and save the last step if it is not saved. Collective."""
@@ -634,12 +647,35 @@ class Manager:
         except RemeshError as error:
             failure = error  # of an older step, if the last one is still to be saved
         last = self._last
-        if last_step.is_wanted(self._exchange, last, policies.is_periodic(self._every)):
+        if self._wants_last():
             assert last is not None
             self._begin(last.step, last.state, last.metrics, None, "the training has ended")
             self.wait()
         if failure is not None:
             raise failure
+
+    def _wants_last(self) -> bool:
+        """True if policies save, and all ranks have the last step unchanged. Collective."""
+
+        def look() -> bytes:
+            last, is_periodic = self._last, policies.is_periodic(self._every)
+            own = None if last is None else (last.step, is_periodic, last.change())
+            return msgspec.msgpack.encode(own)
+
+        kind = tuple[int, bool, str] | None
+        replies = run_on_all(self._exchange, look)
+        found = [msgspec.msgpack.decode(data, type=kind) for data in replies]
+        known = [one for one in found if one is not None]
+        if len(known) < len(found) or not any(is_periodic for _, is_periodic, _ in known):
+            return False
+        changes = [(step, rank, change) for rank, (step, _, change) in enumerate(known) if change]
+        if changes and self._exchange.rank == 0:
+            _LOGGER.warning(
+                "step %d is not saved at the end: the state has changed since\nRank %d changed %s. "
+                "Call Manager.step after each step, and after its last change",
+                *changes[0],
+            )
+        return not changes and len({step for step, _, _ in known}) == 1
 
     def _check_open(self, call: str) -> None:
         """Refuse a call after the end."""
@@ -671,6 +707,20 @@ class Manager:
             self.close()
         else:
             self.abandon("was closed by an exception")
+
+
+_OPEN: weakref.WeakValueDictionary[_Place, Manager] = weakref.WeakValueDictionary()
+"""The managers of this process that are not closed, by root, rank and number of ranks."""
+
+
+def _take_charge(manager: Manager, url: str, exchange: Exchange) -> None:
+    """Close an older manager of this root that was abandoned. Not collective."""
+    place = url, exchange.rank, exchange.world_size
+    older = _OPEN.get(place)
+    if older is not None:
+        _LOGGER.warning("an earlier Manager of %s was not closed; it is closed now", url)
+        older.abandon("was replaced by a later Manager of the same root")
+    _OPEN[place] = manager
 
 
 def _check_step(call: str, step: object, state: object) -> None:

@@ -13,7 +13,7 @@ back, the log says why, and the job goes on with the checkpoints that it saves a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from remesh import catalog
@@ -36,6 +36,7 @@ from remesh.errors import StorageError
 from remesh.events import OnEvent, emitter
 from remesh.exchange import Exchange, run_on_all
 from remesh.storage import LocalStorage
+from remesh.training.recording import Recorder
 from remesh.training.resuming import Source
 
 _LOGGER = logging.getLogger("remesh")
@@ -44,15 +45,15 @@ _LOGGER = logging.getLogger("remesh")
 class Memory:
     """A job's snapshots. All methods but `is_due` are collective.
 
-    `directories` are what `agree_on_directories` gave, equal on one node alone. Each file
-    lies on `num_replicas` further nodes.
+    Each file lies on `num_replicas` further nodes.
     """
 
     def __init__(
         self,
         exchange: Exchange,
-        directories: list[str],
+        directories: list[str],  # in memory, of each rank; equal on one node alone
         root: str,
+        recorder: Recorder,
         *,
         every: int,
         num_replicas: int,
@@ -62,6 +63,7 @@ class Memory:
         self._exchange = exchange
         self._nodes = nodes_of(directories)
         self._root = root
+        self._recorder = recorder
         self._folder = f"{directories[exchange.rank]}/{hex_digest(root.encode())[:16]}"
         self._storage = LocalStorage(self._folder, direct_io=False)
         self.every = every
@@ -76,23 +78,17 @@ class Memory:
         """True if a snapshot is to be made after a step."""
         return self._is_open and step % self.every == 0
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        describe: Callable[[Joined, dict[str, object]], object],
-    ) -> None:
-        """Make a snapshot; `describe` fills in what is saved beside the state, and the metadata."""
+    def save(self, step: int, state: Any, metrics: Mapping[str, float] | None) -> None:
+        """Make a snapshot."""
         name = catalog.step_name(step)
         if name == self._newest:
             return
-
         full = Joined(state)
         metadata: dict[str, object] = {}
 
         earlier: BaseException | None = None
         try:
-            describe(full, metadata)
+            self._recorder.describe(step, metrics, full, metadata)
             if self._nodes.is_first(self._exchange.rank):
                 self._remove_all_but(self._newest)
                 self._storage.put(ROOT_NAME, self._root.encode(), overwrite=True)
@@ -186,7 +182,7 @@ class Memory:
                 emit=self._emit,
             )
 
-        return Source(info, load, kind="snapshot")
+        return Source(info, load, "snapshot")
 
 
 def agree_on_directories(exchange: Exchange, own: str) -> list[str]:

@@ -7,6 +7,10 @@ The note says where a checkpoint comes from: which code, which configuration, wh
 checkpoint. The revision of the code is read out of the files of its git repository, so no program
 is started and none needs to be installed. Whether there were uncommitted changes cannot be known
 that way.
+
+A digest of the state tells whether a step that is saved already has changed. It is made of
+fingerprints of the tensors (`fingerprints`), which cost no copy, of numpy's arrays in full, and of
+plain values.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ import platform
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,19 +34,19 @@ from remesh.core import values
 from remesh.core.integrity import hex_digest
 from remesh.core.sharded import ShardedTensor
 from remesh.core.state import Joined
+from remesh.errors import StateError
 from remesh.exchange import Exchange, run_on_one
 from remesh.run_info import run_info
-from remesh.training import resuming, rng
+from remesh.training import rng
 from remesh.training.rng import Randomness
 from remesh.training.trackers import run_id_of
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The record of a moment beside the state: data position, random numbers and the like."""
+    """The record of a moment beside the state."""
 
     note: ManagerNote
-    parent: str  # the parent of the saves
     rows: Callable[[], Mapping[str, ShardedTensor]]  # random numbers, as they are saved
     role: list[int]  # coordinates of this rank's role
 
@@ -49,41 +54,26 @@ class Moment:
 class Recorder:
     """Describes the run to which saves belong. Collective when it is made."""
 
-    def __init__(
-        self, exchange: Exchange, randomness: Randomness, roles: rng.Roles, config: object
-    ) -> None:
+    def __init__(self, exchange: Exchange, randomness: Randomness, config: object) -> None:
+        self.roles = rng.agree_on_roles(exchange, randomness.role)
+        self.seed = randomness.seed
+        self._generators, self._is_alone = randomness.generators, exchange.world_size == 1
         # All of these change when a run is resumed, but the trackers that the user gives.
         self.run = run_on_one(exchange, lambda: new_run().encode()).decode()
-        self.parent = ""  # the checkpoint that the process resumed from
         self.trackers: dict[str, object] = {}
-        self.saved_trackers: dict[str, TrackerRun] = {}  # by the names that trackers have
-        self._randomness, self._roles = randomness, roles
+        self._parent = ""  # the checkpoint that the process resumed from
+        self._saved_trackers: dict[str, TrackerRun] = {}  # by the names that trackers have
         self._config_digest = "" if config is None else digest_of(config)
-        self._is_alone = exchange.world_size == 1
+
+    def go_on_from(self, note: ManagerNote, parent: str) -> None:
+        """Become the run that saved a checkpoint, from which the next saves descend."""
+        self.run = note.run or self.run
+        self._parent = parent
+        self._saved_trackers = dict(note.trackers)
 
     def streams(self) -> dict[str, rng.Stream]:
         """Name → stream of random numbers of this process."""
-        return rng.streams_of(self._randomness.generators, is_alone=self._is_alone)
-
-    def note(
-        self, step: int, metrics: Mapping[str, float] | None, streams: Mapping[str, rng.Stream]
-    ) -> ManagerNote:
-        """The note of a save."""
-        runs = [(name, run_id_of(tracker)) for name, tracker in self.trackers.items()]
-        return ManagerNote(
-            step=step,
-            run=self.run,
-            metrics=catalog.finite(metrics or {}),
-            role_grid=self._roles.grid,
-            streams=tuple(streams),
-            trackers=self.saved_trackers | {name: run for name, run in runs if run is not None},
-            provenance=msgspec.structs.replace(self._provenance, parent=self.parent),
-        )
-
-    @cached_property
-    def _provenance(self) -> Provenance:
-        """Read once: notes are made at each step, and the code that runs is that of the start."""
-        return provenance(self._config_digest)
+        return rng.streams_of(self._generators, is_alone=self._is_alone)
 
     def describe(
         self,
@@ -94,20 +84,47 @@ class Recorder:
     ) -> bytes:
         """Fill in what is saved beside the state: random numbers, and the note; `rng.summary`."""
         streams = self.streams()
-        rows = rng.rows_of(streams, self._roles)
-        full.beside.update(resuming.with_rows(full.state, rows).beside)
-        note = self.note(step, metrics, streams)
+        rows = rng.rows_of(streams, self.roles)
+        full.beside.update(with_rows(full.state, rows).beside)
+        note = self._note(step, metrics, streams)
         metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
-        return rng.summary(rows, self._roles)
+        return rng.summary(rows, self.roles)
 
     def moment(self, step: int, metrics: Mapping[str, float] | None) -> Moment:
         """The moment that a save now would record."""
         streams = {name: stream.frozen() for name, stream in self.streams().items()}
         return Moment(
-            note=self.note(step, metrics, streams),
-            parent=self.parent,
-            rows=lambda: rng.rows_of(streams, replace(self._roles, replica=0)),
-            role=[coordinate for coordinate, _ in self._roles.own.values()],
+            note=self._note(step, metrics, streams),
+            rows=lambda: rng.rows_of(streams, replace(self.roles, replica=0)),
+            role=[coordinate for coordinate, _ in self.roles.own.values()],
+        )
+
+    def _note(
+        self, step: int, metrics: Mapping[str, float] | None, streams: Mapping[str, rng.Stream]
+    ) -> ManagerNote:
+        runs = [(name, run_id_of(tracker)) for name, tracker in self.trackers.items()]
+        return ManagerNote(
+            step=step,
+            run=self.run,
+            metrics=catalog.finite(metrics or {}),
+            role_grid=self.roles.grid,
+            streams=tuple(streams),
+            trackers=self._saved_trackers | {name: run for name, run in runs if run is not None},
+            provenance=msgspec.structs.replace(self._provenance, parent=self._parent),
+        )
+
+    @cached_property
+    def _provenance(self) -> Provenance:
+        """Read once: notes are made at each step, and the code that runs is that of the start."""
+        versions = {"python": platform.python_version(), "numpy": np.__version__}
+        if "torch" in sys.modules:
+            versions["torch"] = str(sys.modules["torch"].__version__)
+        return Provenance(
+            revision=git_revision(_script_directory()),
+            config_digest=self._config_digest,
+            host=socket.gethostname(),
+            platform=platform.platform(),
+            versions=versions,
         )
 
 
@@ -116,18 +133,11 @@ def new_run() -> str:
     return f"{run_info().run_id or 'run'}-{secrets.token_hex(4)}"
 
 
-def provenance(config_digest: str) -> Provenance:
-    """The provenance of what this process saves, but for the parent."""
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
-    if "torch" in sys.modules:
-        versions["torch"] = str(sys.modules["torch"].__version__)
-    return Provenance(
-        revision=git_revision(_script_directory()),
-        config_digest=config_digest,
-        host=socket.gethostname(),
-        platform=platform.platform(),
-        versions=versions,
-    )
+def with_rows(state: Any, rows: Mapping[str, ShardedTensor]) -> Joined:
+    """The user's state and the states of random numbers, as they are stored together."""
+    if isinstance(state, Mapping) and catalog.NOTE_KEY in state:
+        raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
+    return Joined(state, {catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else {})
 
 
 def digest_of(config: object) -> str:
@@ -143,6 +153,45 @@ def _sorted(value: object) -> object:
         assert isinstance(value, list | tuple)
         return type(value)(_sorted(item) for item in value)
     return value
+
+
+def digest_of_state(state: Any) -> str:
+    """A text that changes when any tensor, array or plain value of a state changes."""
+    tensors: list[Any] = []
+    facts = "\n".join(_facts(state, "", tensors))
+    if tensors:
+        from remesh.training.fingerprints import Fingerprints
+
+        facts += Fingerprints().take_of(tensors).digest()
+    return hex_digest(facts.encode(errors="surrogatepass"))
+
+
+def _facts(value: Any, name: str, tensors: list[Any]) -> Iterator[str]:
+    """All but the tensors, which are collected."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensors.append(value)
+        yield name
+    elif torch is not None and isinstance(value, torch.Generator):
+        yield f"{name} {hex_digest(value.get_state().numpy().tobytes())}"
+    elif torch is not None and isinstance(value, torch.nn.Module):
+        for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield from _facts(tensor, f"{name}.{key}", tensors)
+    elif isinstance(value, np.ndarray):
+        yield f"{name} {value.shape} {hex_digest(np.ascontiguousarray(value).tobytes())}"
+    elif isinstance(value, ShardedTensor):
+        for number, part in enumerate(value.parts):
+            yield from _facts(part.data, f"{name}.{number}", tensors)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _facts(item, f"{name}.{key}", tensors)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _facts(item, f"{name}.{number}", tensors)
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        yield from _facts(value.state_dict(), name, tensors)
+    else:
+        yield f"{name} {value!r}"
 
 
 def _script_directory() -> Path:

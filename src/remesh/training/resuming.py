@@ -1,4 +1,4 @@
-"""The parts of a resume: what can be loaded, loading it, and remembering what could not be.
+"""A resume: the sources of a state, which is taken first, loading it, and noting what fails.
 
 Everything here is collective. Rank 0 alone looks at the directory and writes to it, and what it
 sees is what all ranks go by.
@@ -22,17 +22,12 @@ from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
 from remesh.core.sharded import ShardedTensor
-from remesh.core.state import Joined
-from remesh.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    MismatchError,
-    StateError,
-)
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.maintenance import orphans
 from remesh.storage import Storage, is_local
 from remesh.training import rng
+from remesh.training.recording import Recorder, with_rows
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -71,23 +66,43 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint or snapshot to resume from."""
+    """A checkpoint in storage, a snapshot in the nodes' memory, or the memory of the processes."""
 
     info: CheckpointInfo
-    """The checkpoint."""
     load: Callable[..., Any]
     """Loads it into a state; takes the further arguments of `remesh.load`. Collective."""
-    kind: Literal["stored", "snapshot", "live"] = "stored"
-    """Where it is: in storage, a snapshot in the nodes' memory, or in the memory of the processes
-    themselves."""
-    parent: str = ""
-    """Of a live state, what the next saves name as their parent."""
+    kind: Literal["stored", "snapshot", "live"]
     random: Source | None = None
     """Where random numbers are taken from if this lacks them: another source of the same step."""
     held_bytes: int = 0
     """Of a live state, what the tensors of this rank take."""
     unsaved_seconds: float = 0.0
     """Of a live state, the time since the last save that was committed began."""
+
+    @property
+    def note(self) -> ManagerNote:
+        """The record of its manager, or what is known without one."""
+        return self.info.note or ManagerNote(step=self.info.step, run=self.info.run)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Its metrics; those that were not finite are NaN."""
+        known = self.info.metrics.items()
+        return {name: math.nan if value is None else value for name, value in known}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A source that was loaded."""
+
+    source: Source
+    seeded: tuple[str, ...]  # the random streams that were seeded anew
+    report: RestoreReport  # of this rank
+    passed_over: Sequence[tuple[Source, str]]  # the sources before it, and why they were not loaded
+
+
+_KINDS = ("stored", "snapshot", "live")
+"""Of one step, the last of these is loaded soonest."""
 
 
 def in_order(
@@ -100,47 +115,39 @@ def in_order(
     step was complete, there is none, and the snapshot before is taken first. If the grid of roles
     is another one now, random numbers cannot go on in any case.
     """
-    kinds = ("stored", "snapshot", "live")
-    ordered = sorted(sources, key=lambda one: (one.info.step, kinds.index(one.kind)), reverse=True)
-    ordered = [_with_random(source, ordered) for source in ordered]
-    for source in ordered:
-        note = source.info.note
-        lacks_random = source.kind == "live" and source.random is None
-        if not lacks_random or note is None or note.streams or note.role_grid != grid:
-            continue
-        if snapshot_every is None or note.step % snapshot_every:
-            continue
-        for other in ordered:
-            if other.kind == "snapshot" and other.info.step == note.step - snapshot_every:
-                ordered.remove(source)
-                ordered.insert(ordered.index(other) + 1, source)
-                return ordered
-    return ordered
+    snapshots = {source.info.step for source in sources if source.kind == "snapshot"}
+
+    def age(source: Source) -> tuple[int, float]:
+        note, step = source.note, source.info.step
+        lacks_random = not (source.random or source).note.streams
+        if source.kind == "live" and lacks_random and note.role_grid == grid and snapshot_every:
+            before = step - snapshot_every
+            if step % snapshot_every == 0 and before in snapshots:
+                return before, _KINDS.index("snapshot") - 0.5
+        return step, _KINDS.index(source.kind)
+
+    return sorted((_with_random(one, sources) for one in sources), key=age, reverse=True)
 
 
 def _with_random(source: Source, others: Sequence[Source]) -> Source:
-    own = source.info.note
-    if source.kind != "live" or own is None or own.streams:
+    own = source.note
+    if source.kind != "live" or own.streams:
         return source
-    for other in others:
-        note = other.info.note
-        if note is None or not note.streams or other.info.num_failures:
-            continue
-        if (note.step, note.role_grid) == (own.step, own.role_grid):
-            return replace(source, random=other)
-    return source
+    fitting = [
+        other
+        for other in others
+        if other.note.streams
+        and not other.info.num_failures
+        and (other.note.step, other.note.role_grid) == (own.step, own.role_grid)
+    ]
+    random = max(fitting, key=lambda other: _KINDS.index(other.kind), default=None)
+    return replace(source, random=random)
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A checkpoint that was loaded: the streams that were seeded anew, and this rank's report."""
-
-    seeded: tuple[str, ...]
-    report: RestoreReport
-
-
-def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
-    """The checkpoints, newest first; what dead processes left is tidied up before."""
+def stored_sources(
+    exchange: Exchange, storage: Storage, root: str | os.PathLike[str]
+) -> list[Source]:
+    """The checkpoints in storage; what dead processes left is tidied up before."""
 
     def list_them() -> bytes:
         with catalog.best_effort(f"removing what dead processes left in {storage.url}"):
@@ -154,10 +161,13 @@ def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
         return msgspec.msgpack.encode(infos)
 
     data = run_on_one(exchange, list_them)
-    return msgspec.msgpack.decode(data, type=list[CheckpointInfo])[::-1]
+    infos = msgspec.msgpack.decode(data, type=list[CheckpointInfo])
+    return [_stored_source(exchange, root, info) for info in reversed(infos)]
 
 
-def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: CheckpointInfo) -> Source:
+def _stored_source(
+    exchange: Exchange, root: str | os.PathLike[str], info: CheckpointInfo
+) -> Source:
     """A checkpoint in storage; it is not removed while it is loaded."""
     place = catalog.place_of(root, info.name)
 
@@ -171,7 +181,7 @@ def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: Checkp
             run_on_one(exchange, hold)
             return load(state, place, group=exchange, **options)
 
-    return Source(info, load_held)
+    return Source(info, load_held, "stored")
 
 
 def _remove_orphans(storage: Storage) -> None:
@@ -188,8 +198,52 @@ def _remove_orphans(storage: Storage) -> None:
             orphans.remove_orphan(leftover, storage, now=time.time(), older_than=age)
 
 
-def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, reason: str) -> None:
-    """Remember that a checkpoint could not be loaded."""
+def load_newest(
+    exchange: Exchange,
+    storage: Storage,
+    sources: Sequence[Source],
+    state: Any,
+    recorder: Recorder,
+    options: Mapping[str, Any],
+) -> Loaded | None:
+    """Load the first source that is not damaged; None if there is nothing to resume from.
+
+    Raises:
+        CorruptCheckpointError: If there are checkpoints and none of them can be loaded.
+    """
+    passed_over: list[tuple[Source, str]] = []
+    for source in sources:
+        info = source.info
+        if info.num_failures >= MAX_FAILURES:
+            reason = f"not tried, for it has failed {info.num_failures} times: {info.problem}"
+        else:
+            try:
+                seeded, report = _load(exchange, source, state, recorder, options)
+            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+                reason = str(error)
+                _note_failure(exchange, storage, source, reason)
+            else:
+                _forget_failures(exchange, storage, info)
+                return Loaded(source, seeded, report, passed_over)
+        _warn(exchange, info, reason)
+        passed_over.append((source, reason))
+    if all(source.kind == "live" for source in sources):
+        return None
+    lines = "\n".join(f"  {source.info.name}: {reason}" for source, reason in passed_over)
+    raise CorruptCheckpointError(
+        f"{storage.url}: no checkpoint there can be loaded:\n{lines}\nTry `remesh repair`, or "
+        "begin anew in another directory. The state may be partly loaded; do not use it."
+    )
+
+
+def _warn(exchange: Exchange, info: CheckpointInfo, reason: str) -> None:
+    if exchange.rank == 0:
+        _LOGGER.warning("passed over %s: %s", info.path, reason)
+
+
+def _note_failure(exchange: Exchange, storage: Storage, source: Source, reason: str) -> None:
+    """Remember that a checkpoint in storage could not be loaded."""
+    info = source.info
 
     def note() -> bytes:
         # One that has just been removed needs no memory.
@@ -198,95 +252,56 @@ def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, rea
                 catalog.note_failure(storage, info.name, reason)
         return b""
 
-    run_on_one(exchange, note)
+    if source.kind == "stored":
+        run_on_one(exchange, note)
 
 
-def metrics_of(info: CheckpointInfo) -> dict[str, float]:
-    """The metrics of a checkpoint; those that were not finite are NaN."""
-    return {name: math.nan if value is None else value for name, value in info.metrics.items()}
-
-
-def first_that_loads(
-    exchange: Exchange,
-    storage: Storage,
-    sources: Sequence[Source],
-    load: Callable[[Source, ManagerNote], Restored],
-) -> tuple[tuple[Source, ManagerNote, Restored] | None, list[tuple[CheckpointInfo, str]]]:
-    """Load the first source that is not damaged; None if there is none.
-
-    Besides: what was passed over, and why.
-    """
-    not_used: list[tuple[CheckpointInfo, str]] = []
-    for source in sources:
-        info = source.info
-        if info.num_failures >= MAX_FAILURES:
-            reason = f"not tried, for it has failed {info.num_failures} times: {info.problem}"
-            not_used.append(passed_over(exchange, info, reason))
-            continue
-        note = info.note or ManagerNote(step=info.step, run=info.run)
-        try:
-            return (source, note, load(source, note)), not_used
-        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
-            if source.kind == "stored":
-                note_failure(exchange, storage, info, str(error))
-            not_used.append(passed_over(exchange, info, str(error)))
-    return None, not_used
-
-
-def passed_over(
-    exchange: Exchange, info: CheckpointInfo, reason: str
-) -> tuple[CheckpointInfo, str]:
-    """A checkpoint that is not resumed from, and why not, which rank 0 says in its log."""
-    if exchange.rank == 0:
-        _LOGGER.warning("passed over %s: %s", info.path, reason)
-    return info, reason
-
-
-def forget_failures(exchange: Exchange, storage: Storage, info: CheckpointInfo) -> None:
+def _forget_failures(exchange: Exchange, storage: Storage, info: CheckpointInfo) -> None:
     """Forget them, since it was loaded after all."""
 
     def forget() -> bytes:
-        if info.num_failures:
-            with catalog.best_effort(f"removing the note that {info.path} could not be loaded"):
-                catalog.forget_failures(storage, info.name)
+        with catalog.best_effort(f"removing the note that {info.path} could not be loaded"):
+            catalog.forget_failures(storage, info.name)
         return b""
 
-    run_on_one(exchange, forget)
+    if info.num_failures:
+        run_on_one(exchange, forget)
 
 
-def restore(
+def _load(
     exchange: Exchange,
     source: Source,
-    note: ManagerNote,
     state: Any,
-    *,
-    streams: Mapping[str, rng.Stream],
-    roles: rng.Roles,
-    seed: int,
+    recorder: Recorder,
     options: Mapping[str, Any],
-) -> Restored:
-    """Load a checkpoint into a state and the random streams.
+) -> tuple[tuple[str, ...], RestoreReport]:
+    """Load a source into a state and the random streams; which of these were seeded anew.
 
-    Streams are set, or seeded anew if the roles have changed or they were not stored.
+    That are all if the roles have changed, and those that were not stored.
     """
-    is_same_grid = note.role_grid == roles.grid
-    random = source.random
-    names = note.streams if random is None or random.info.note is None else random.info.note.streams
-    stored = {name: s for name, s in streams.items() if is_same_grid and name in names}
+    streams, roles = recorder.streams(), recorder.roles
+    names = (source.random or source).note.streams if source.note.role_grid == roles.grid else ()
+    stored = {name: stream for name, stream in streams.items() if name in names}
     rows = rng.rows_of(stored, roles, is_empty=True)
-    report = source.load(with_rows(state, rows if random is None else {}), **options)
-    if random is not None and stored:
-        stored = stored if _load_rows(exchange, random, rows, options) else {}
+    report = source.load(with_rows(state, rows if source.random is None else {}), **options)
+    if (
+        source.random is not None
+        and stored
+        and not _load_rows(exchange, source.random, rows, options)
+    ):
+        stored, rows = {}, {}
+    seeded = tuple(sorted(streams.keys() - stored.keys()))
 
     def take() -> bytes:
         # After all else, because loading may draw random numbers.
         rng.take_rows(stored, rows)
-        for name in streams.keys() - stored.keys():
-            streams[name].seed(rng.derived_seed(seed, note.step, name, roles.own))
+        for name in seeded:
+            seed = rng.derived_seed(recorder.seed, source.note.step, name, roles.own)
+            streams[name].seed(seed)
         return b""
 
     run_on_all(exchange, take)
-    return Restored(tuple(sorted(streams.keys() - stored.keys())), report)
+    return seeded, report
 
 
 def _load_rows(
@@ -295,29 +310,11 @@ def _load_rows(
     rows: Mapping[str, ShardedTensor],
     options: Mapping[str, Any],
 ) -> bool:
-    """Load random numbers alone; whether that was possible."""
+    """Load random numbers alone; False if that was not possible."""
     options = {**options, "missing": "error", "transform": None}
     try:
         source.load(with_rows({}, rows), **options)
     except (CorruptCheckpointError, CheckpointNotFoundError, MismatchError) as error:
-        passed_over(exchange, source.info, f"random numbers: {error}")
+        _warn(exchange, source.info, f"random numbers: {error}")
         return False
     return True
-
-
-def with_rows(state: Any, rows: Mapping[str, ShardedTensor]) -> Joined:
-    """The user's state and the states of random numbers, as they are stored together."""
-    if isinstance(state, Mapping) and catalog.NOTE_KEY in state:
-        raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
-    return Joined(state, {catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else {})
-
-
-def nothing_loads(
-    url: str, passed_over: Sequence[tuple[CheckpointInfo, str]]
-) -> CorruptCheckpointError:
-    """The error of a resume that found checkpoints and could load none; name them and why."""
-    lines = "\n".join(f"  {info.name}: {reason}" for info, reason in passed_over)
-    return CorruptCheckpointError(
-        f"{url}: no checkpoint there can be loaded:\n{lines}\nTry `remesh repair`, or begin anew "
-        "in another directory. The state may be partly loaded; do not use it."
-    )
