@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from remesh.kubernetes.looking import ConflictError, Key
-from remesh.kubernetes.observed import Pod, Role, parse_pod
+from remesh.kubernetes.api import ApiCluster, ConflictError
+from remesh.kubernetes.observed import Master, Pod, Role, parse_pod
 from remesh.kubernetes.pods import make_pod
 from remesh.kubernetes.reconcile import (
     Action,
@@ -28,8 +28,10 @@ from remesh.kubernetes.resource import (
     FINALIZER,
     Condition,
     Job,
+    Key,
     Spec,
     Status,
+    Training,
     WorkerSpec,
     parse_job,
     status_patch,
@@ -57,6 +59,10 @@ def make_job(**changes: Any) -> Job:
     )
 
 
+def make_master(epoch: int = 0, time: datetime = START, **said: Any) -> Master:
+    return Master(epoch=epoch, training=Training(time=time, **said))
+
+
 @types.coroutine
 def pause() -> Generator[None, None, None]:
     """Let others run: each request of an operator may take as long as it likes."""
@@ -64,7 +70,7 @@ def pause() -> Generator[None, None, None]:
 
 
 @dataclass
-class Cluster:
+class Cluster(ApiCluster):
     """What the API server stores, and the world around it."""
 
     job: Job | None

@@ -18,7 +18,7 @@ from remesh.cli import cli
 from remesh.elastic.agent import EXIT_REPLACE
 from remesh.elastic.launch import make_parser
 from remesh.errors import ClusterError
-from remesh.kubernetes import looking, observed, reconcile, resource
+from remesh.kubernetes import observed, reconcile, resource
 from remesh.kubernetes.manifests import DEFINITION, JOB_RULES, SPEC, STATUS
 from remesh.kubernetes.observed import Role
 from remesh.kubernetes.pods import make_pod, make_secret, make_service, token_of
@@ -305,4 +305,3 @@ def test_every_field_is_on_the_page() -> None:
 def test_modules_of_the_operator_do_without_torch() -> None:
     sources = Path(inspect.getfile(reconcile)).parent.glob("*.py")
     assert all("import torch" not in file.read_text() for file in sources)
-    assert looking.Key("a", "b").name == "b"

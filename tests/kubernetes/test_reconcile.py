@@ -12,13 +12,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from remesh.kubernetes.looking import ConflictError, Look, look
+from remesh.kubernetes.api import ConflictError
 from remesh.kubernetes.observed import Master, Pod, Role
+from remesh.kubernetes.operator import Pass, reconcile_once
 from remesh.kubernetes.pods import pod_name
 from remesh.kubernetes.resource import FINISHED, Job, Phase, Status
-from tests.kubernetes.simulated import KEY, Cluster, make_job, make_spec
+from tests.kubernetes.simulated import KEY, Cluster, make_job, make_master, make_spec
 
-RUNNING = Master(epoch=0, phase="running", reason="round 1", round=1, step=7, saved_step=5)
+RUNNING = make_master(phase="running", reason="round 1", round=1, step=7, saved_step=5)
 
 
 class Bench:
@@ -31,14 +32,14 @@ class Bench:
     async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
         return self.master
 
-    def look(self) -> Look:
-        steps = look(self.cluster, KEY, self.ask, lambda: self.cluster.now)
+    def look(self) -> Pass | None:
+        steps = reconcile_once(self.cluster, KEY, self.ask, lambda: self.cluster.now)
         while True:
             try:
                 steps.send(None)
             except StopIteration as done:
                 found = done.value
-                assert isinstance(found, Look)
+                assert found is None or isinstance(found, Pass)
                 return found
 
     def settle(self, *, place: bool = True) -> None:
@@ -165,7 +166,7 @@ def test_a_command_that_cannot_run_stops_the_job(bench: Bench) -> None:
 
 
 def test_an_error_of_the_user_stops_the_job(bench: Bench) -> None:
-    bench.master = Master(epoch=0, outcome="failed", phase="failed", reason="no restart left")
+    bench.master = make_master(phase="failed", reason="no restart left")
     bench.end(0, 1)
     assert (bench.status.phase, bench.status.reason) == (Phase.FAILED, "no restart left")
     assert condition(bench.status, "Failed") == "True"
@@ -176,7 +177,7 @@ def test_a_job_succeeds_when_its_master_says_so(bench: Bench) -> None:
     bench.end(1, 0, "Completed")
     assert bench.status.phase is Phase.RUNNING
     assert bench.ids() == [0, 2], "the others still train, and the one that is done is not replaced"
-    bench.master = Master(epoch=0, outcome="succeeded", phase="succeeded", reason="done")
+    bench.master = make_master(phase="succeeded", reason="done")
     bench.settle()
     assert (bench.status.phase, bench.status.reason) == (Phase.SUCCEEDED, "done")
     assert bench.status.finished is not None
@@ -196,7 +197,7 @@ def test_a_job_succeeds_without_its_master_when_all_workers_have(bench: Bench) -
 
 def test_a_worker_that_ended_too_early_does_not_end_a_job_that_fails(bench: Bench) -> None:
     bench.end(1, 0, "Completed")
-    bench.master = Master(epoch=0, outcome="failed", phase="failed", reason="no restart left")
+    bench.master = make_master(phase="failed", reason="no restart left")
     bench.settle()
     assert (bench.status.phase, bench.status.reason) == (Phase.FAILED, "no restart left")
 
@@ -304,7 +305,7 @@ class Everything(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cluster = Cluster(make_job(max_memory="4Gi", max_replacements=50))
-        self.operators: dict[int, Coroutine[None, None, Look]] = {}
+        self.operators: dict[int, Coroutine[None, None, Pass | None]] = {}
         self.master: Master | None = None
         self.dropped: set[int] = set()
 
@@ -314,7 +315,9 @@ class Everything(RuleBasedStateMachine):
     def step(self, number: int) -> bool:
         """Let an operator make one request; whether it goes on."""
         if number not in self.operators:
-            self.operators[number] = look(self.cluster, KEY, self.ask, lambda: self.cluster.now)
+            self.operators[number] = reconcile_once(
+                self.cluster, KEY, self.ask, lambda: self.cluster.now
+            )
         try:
             self.operators[number].send(None)
         except (StopIteration, ConflictError):
@@ -397,12 +400,12 @@ class Everything(RuleBasedStateMachine):
 
     @rule(epoch=st.integers(0, 1), phase=st.sampled_from(["running", "waiting", "lost"]))
     def hear_master(self, epoch: int, phase: str) -> None:
-        self.master = None if phase == "lost" else Master(epoch=epoch, phase=phase, reason=phase)
+        self.master = None if phase == "lost" else make_master(epoch, phase=phase, reason=phase)
 
     @precondition(lambda self: len(self.cluster.written) > 8)
     @rule(outcome=st.sampled_from(["succeeded", "failed"]))
     def finish(self, outcome: str) -> None:
-        self.master = Master(epoch=0, phase=outcome, outcome=outcome, reason=outcome)
+        self.master = make_master(phase=outcome, reason=outcome)
 
     @precondition(lambda self: len(self.cluster.written) > 12)
     @rule()

@@ -15,7 +15,6 @@ from lightkube.generic_resource import GenericNamespacedResource, create_namespa
 from lightkube.types import PatchType
 
 from remesh.errors import ClusterError
-from remesh.kubernetes.looking import ConflictError, Key
 from remesh.kubernetes.observed import Pod, parse_pod
 from remesh.kubernetes.pods import (
     Manifest,
@@ -46,6 +45,7 @@ from remesh.kubernetes.resource import (
     PLURAL,
     VERSION,
     Job,
+    Key,
     Status,
     parse_job,
     status_patch,
@@ -62,12 +62,21 @@ EVENTS = create_namespaced_resource("", "v1", "Event", "events")
 NOT_FOUND, CONFLICT = 404, 409
 
 
+class ConflictError(Exception):
+    """The job was written by another since it was read."""
+
+
 @contextmanager
-def errors_of(what: str, *, ignore: int | None = None) -> Iterator[None]:
-    """Turn errors of a request into ClusterError, but for one HTTP status that is none here."""
+def errors_of(what: str, *, ignore: int | None = None, guarded: bool = False) -> Iterator[None]:
+    """Turn errors of a request into ClusterError, but for one HTTP status that is none here.
+
+    A guarded write holds only if the job has not changed: if it has, that is a ConflictError.
+    """
     try:
         yield
     except ApiError as error:
+        if guarded and error.status.code in (CONFLICT, NOT_FOUND):
+            raise ConflictError from error
         if error.status.code != ignore:
             raise ClusterError(f"cannot {what}: {error.status.message}") from error
     except ConfigError as error:
@@ -75,17 +84,6 @@ def errors_of(what: str, *, ignore: int | None = None) -> Iterator[None]:
     except httpx2.HTTPError as error:
         why = str(error) or type(error).__name__
         raise ClusterError(f"cannot {what}: the API server is not reached: {why}") from error
-
-
-@contextmanager
-def _guarded() -> Iterator[None]:
-    """A write that holds only if the job has not changed."""
-    try:
-        yield
-    except ApiError as error:
-        if error.status.code in (CONFLICT, NOT_FOUND):
-            raise ConflictError from error
-        raise
 
 
 async def read(
@@ -102,7 +100,7 @@ async def read(
 
 
 class ApiCluster:
-    """The API server; a `remesh.kubernetes.looking.Cluster`."""
+    """The requests of the operator to the API server."""
 
     def __init__(self, client: AsyncClient, key: bytes, identity: str) -> None:
         self._client = client
@@ -126,19 +124,19 @@ class ApiCluster:
         return tuple(pods)
 
     async def write_status(self, job: Job, status: Status) -> Job:
-        """Write the status of a job, if the job is still of this version."""
+        """Write the status, and return the job after it.
+
+        Raises:
+            ConflictError: If the job has another version by now.
+        """
         body = {
             "metadata": {"resourceVersion": job.version},
             "status": status_patch(job.status, status),
         }
-        with errors_of(f"write the status of job {job.name}"), _guarded():
-            written = await self._client.patch(
-                JOBS.Status, job.name, body, namespace=job.namespace, patch_type=PatchType.MERGE
-            )
-        return parse_job(written)
+        return parse_job(await self._patch(JOBS.Status, job.key, body, guarded=True))
 
     async def perform(self, job: Job, action: Action) -> None:
-        """Carry out an action."""
+        """Carry out an action; no error if it was done, ConflictError as for `write_status`."""
         log.info("%s/%s: %s", job.namespace, job.name, action)
         match action:
             case AddFinalizer():
@@ -157,34 +155,31 @@ class ApiCluster:
             case DeletePod(name, force):
                 await self._delete(PODS, job.namespace, name, grace=0 if force else None)
             case Emit():
-                await self._create(
-                    EVENTS, self._event(Key(job.namespace, job.name), job.uid, action)
-                )
+                await self._create(EVENTS, self._event(job.key, job.uid, action))
 
     async def show_problem(self, key: Key, text: str) -> None:
-        """Show on a job, as a condition and an event, that the operator cannot go on with it."""
+        """Show on a job, as a condition and an event, that the operator cannot go on with it.
+
+        The job may be one that cannot be read as such.
+        """
         data = await read(self._client, JOBS, key.namespace, key.name)
         if data is None:
             return
         old, now = (data.get("status") or {}).get("conditions"), datetime.now(UTC)
         conditions = stalled(old, text, now.replace(microsecond=0))
-        uid = data["metadata"].get("uid", "")
-        with errors_of(f"write the status of job {key.name}"):
-            await self._client.patch(
-                JOBS.Status,
-                key.name,
-                {"status": {"conditions": conditions}},
-                namespace=key.namespace,
-                patch_type=PatchType.MERGE,
-            )
+        await self._patch(JOBS.Status, key, {"status": {"conditions": conditions}})
         told = Emit(STALLED, text, warning=True)
-        await self._create(EVENTS, self._event(key, uid, told))
+        await self._create(EVENTS, self._event(key, data["metadata"].get("uid", ""), told))
 
     async def _set_finalizers(self, job: Job, names: list[str]) -> None:
         body = {"metadata": {"resourceVersion": job.version, "finalizers": names}}
-        with errors_of(f"write job {job.name}"), _guarded():
-            await self._client.patch(
-                JOBS, job.name, body, namespace=job.namespace, patch_type=PatchType.MERGE
+        await self._patch(JOBS, job.key, body, guarded=True)
+
+    async def _patch(self, kind: Any, key: Key, body: Manifest, *, guarded: bool = False) -> Any:
+        part = "the status of " if kind is JOBS.Status else ""
+        with errors_of(f"write {part}job {key.name}", guarded=guarded):
+            return await self._client.patch(
+                kind, key.name, body, namespace=key.namespace, patch_type=PatchType.MERGE
             )
 
     async def _create(self, kind: type[GenericNamespacedResource], manifest: Manifest) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from remesh.kubernetes.pods import CONTAINER_SECURITY, USER, Manifest
 from remesh.kubernetes.resource import (
     GROUP,
     KIND,
@@ -148,9 +149,6 @@ DEFINITION: Schema = {
 }
 """The CustomResourceDefinition."""
 
-
-Manifest = dict[str, Any]
-
 NAME = "remesh-operator"
 KEY_SECRET = "remesh-operator-key"  # noqa: S105 - its name
 METRICS_PORT = 8080
@@ -246,11 +244,7 @@ def _deployment(image: str, namespace: str, watched: str | None) -> Manifest:
             "requests": {"cpu": "100m", "memory": "128Mi"},
             "limits": {"memory": "512Mi"},
         },
-        "securityContext": {
-            "readOnlyRootFilesystem": True,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": CONTAINER_SECURITY,
     }
     labels = {"app.kubernetes.io/name": NAME}
     return {
@@ -267,7 +261,7 @@ def _deployment(image: str, namespace: str, watched: str | None) -> Manifest:
                     "serviceAccountName": NAME,
                     "securityContext": {
                         "runAsNonRoot": True,
-                        "runAsUser": 1000,
+                        "runAsUser": USER,
                         "seccompProfile": {"type": "RuntimeDefault"},
                     },
                     "containers": [container],

@@ -21,6 +21,7 @@ from remesh.kubernetes.resource import (
     LABEL_ROLE,
     LARGEST_INTEGER,
     FailureEntry,
+    Training,
     parse_quantity,
 )
 
@@ -132,13 +133,7 @@ class Master:
     """The answer of a job's master."""
 
     epoch: int  # `Status.epoch` of the job when it was asked
-    outcome: str = ""  # `succeeded` or `failed`; empty while the job runs
-    phase: str = ""  # its phase, as `remesh status` prints it
-    reason: str = ""  # why, in a sentence
-    round: int = 0  # number of the world
-    step: int | None = None  # the highest step
-    saved_step: int | None = None  # the step of the newest checkpoint
-    goodput: float | None = None  # share of the time that moved the training forward
+    training: Training  # how far the training is
     errors: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
 
@@ -188,7 +183,7 @@ def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
         return None  # the API server refuses such a pod
 
 
-def seen_of_master(status: MasterStatus, epoch: int) -> Master:
+def seen_of_master(status: MasterStatus, epoch: int, now: datetime) -> Master:
     """The part of a master's status that the operator uses."""
     times = [record.time for record in status.failures[:5]]
     counts = [status.round, status.step or 0, status.saved_step or 0, status.goodput or 0.0]
@@ -213,14 +208,13 @@ def seen_of_master(status: MasterStatus, epoch: int) -> Master:
                 message=message,
             )
         )
-    return Master(
-        epoch=epoch,
-        outcome=status.phase if status.phase in ("succeeded", "failed") else "",
+    training = Training(
+        time=now,
         phase=status.phase[:MAX_MESSAGE],
         reason=status.reason[:MAX_MESSAGE],
         round=status.round,
         step=status.step,
         saved_step=status.saved_step,
         goodput=status.goodput,
-        errors=tuple(errors),
     )
+    return Master(epoch=epoch, training=training, errors=tuple(errors))

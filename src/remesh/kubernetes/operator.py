@@ -1,12 +1,17 @@
-"""The operator's process: what it watches, when it looks at a job, what it shows of itself.
+"""The operator's process: what it watches, when it reconciles a job, what it shows of itself.
 
 kopf watches jobs and pods and calls a handler for each event, which only wakes the task of the job.
-That task looks (`looking.look`), then waits until it is woken, until the time that the decision
-named, or until the master says something new. Each look reads everything anew, so events that are
-lost, repeated or late change nothing but the time of a look.
+That task makes a pass over the job (`reconcile_once`), then waits until it is woken, until the time
+that the decision named, or until the master says something new. Each pass reads everything anew, so
+events that are lost, repeated or late change nothing but the time of a pass.
 
-A look that fails, for whatever reason, concerns its job alone: the reason is in the log and on the
-job, and the task looks again after a pause. The other jobs go on.
+The order within a pass makes it safe beside others (`reconcile`): the job is read before its pods,
+and its status is written, on the condition that nothing else has written to the job since, before
+the first action. The write is made even if the status is unchanged: it is the proof that what was
+seen of the job still holds.
+
+A pass that fails, for whatever reason, concerns its job alone: the reason is in the log and on the
+job, and the task tries again after a pause. The other jobs go on.
 
 There is one instance: its Deployment has one replica, and starts another when that has ended.
 """
@@ -18,9 +23,10 @@ import base64
 import contextlib
 import logging
 import secrets
-from collections import Counter as Counts
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -40,25 +46,44 @@ from prometheus_client import (
 from remesh.elastic.protocol import PROTOCOL_VERSION
 from remesh.elastic.status import Status as MasterStatus
 from remesh.errors import ClusterError
-from remesh.kubernetes.api import CONFLICT, SECRETS, ApiCluster, errors_of, read
-from remesh.kubernetes.looking import Ask, Cluster, ConflictError, Key, Look, look
+from remesh.kubernetes.api import (
+    CONFLICT,
+    SECRETS,
+    ApiCluster,
+    ConflictError,
+    errors_of,
+    read,
+)
 from remesh.kubernetes.manifests import KEY_SECRET
 from remesh.kubernetes.observed import MAX_MESSAGE, Master, Pod, Role, seen_of_master
 from remesh.kubernetes.pods import master_url, token_of
-from remesh.kubernetes.resource import FINISHED, GROUP, LABEL_JOB, PLURAL, VERSION, Job, Phase
+from remesh.kubernetes.reconcile import Decision, reconcile
+from remesh.kubernetes.resource import (
+    FINISHED,
+    GROUP,
+    LABEL_JOB,
+    PLURAL,
+    VERSION,
+    Job,
+    Key,
+    Phase,
+)
 
 log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 60.0
-"""Longest time between two looks at a job."""
+"""Longest time between two passes over a job."""
 POLL_SECONDS = 3.0
 """Time between two questions to a master."""
 SETTLE_SECONDS = 0.1
-"""Time in which further events lead to the same look."""
+"""Time in which further events lead to the same pass."""
 ASK_SECONDS = 5.0
 """Time for the reply of a master."""
 RETRY_SECONDS = (0.5, 30.0)
 """First and longest pause after a request that failed."""
+
+Ask = Callable[[Job, tuple[Pod, ...]], Awaitable[Master | None]]
+"""Asks the master of a job; None if it is not reached."""
 
 _decode = msgspec.json.Decoder(MasterStatus).decode
 
@@ -69,29 +94,18 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
+        self.phases: dict[Key, Phase] = {}
         self._registry = CollectorRegistry()
-        self._phases: dict[Key, Phase] = {}
         own, prefix = self._registry, "remesh_operator_"
-        self.jobs = Gauge(f"{prefix}jobs", "Jobs by phase", ["phase"], registry=own)
+        jobs = Gauge(f"{prefix}jobs", "Jobs by phase", ["phase"], registry=own)
+        for phase in Phase:
+            jobs.labels(phase.value).set_function(partial(self._count, phase))
         self.look_seconds = Histogram(f"{prefix}look_seconds", "Durations of looks", registry=own)
         self.actions = Counter(f"{prefix}actions", "Actions by kind", ["kind"], registry=own)
         self.errors = Counter(f"{prefix}errors", "Looks that failed", registry=own)
 
-    def see(self, key: Key, phase: Phase) -> None:
-        """A job is in a phase."""
-        if self._phases.get(key) is not phase:
-            self._phases[key] = phase
-            self._count()
-
-    def forget(self, key: Key) -> None:
-        """A job is gone."""
-        self._phases.pop(key, None)
-        self._count()
-
-    def _count(self) -> None:
-        counts = Counts(self._phases.values())
-        for phase in Phase:
-            self.jobs.labels(phase.value).set(counts[phase])
+    def _count(self, phase: Phase) -> float:
+        return list(self.phases.values()).count(phase)
 
     def render(self) -> bytes:
         """The metrics as text."""
@@ -123,7 +137,7 @@ class Masters:
                 if reply.status != web.HTTPOk.status_code:
                     log.info("%s: HTTP status %d", url, reply.status)
                     return None
-                return seen_of_master(_decode(text), job.status.epoch)
+                return seen_of_master(_decode(text), job.status.epoch, _now())
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             log.info("%s: %s", url, error)
             return None
@@ -132,33 +146,56 @@ class Masters:
             return None
 
 
-class Operator:
-    """Looks at jobs when something may have happened."""
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass over a job."""
 
-    def __init__(self, cluster: Cluster, ask: Ask, metrics: Metrics) -> None:
+    job: Job  # the job after it
+    pods: tuple[Pod, ...]  # the pods before it
+    master: Master | None  # the answer of the master
+    decision: Decision  # what was done
+
+
+async def reconcile_once(
+    cluster: ApiCluster, key: Key, ask: Ask, clock: Callable[[], datetime]
+) -> Pass | None:
+    """Read a job and its pods, decide, write the status, act; None if there is no such job.
+
+    Raises:
+        ConflictError: If another wrote to the job meanwhile. Try again.
+    """
+    job = await cluster.read_job(key)
+    if job is None:
+        return None
+    pods = await cluster.list_pods(key)
+    master = await ask(job, pods)
+    decision = reconcile(job, pods, master, clock())
+    if decision.actions or decision.status != job.status:
+        job = await cluster.write_status(job, decision.status)
+        job = msgspec.structs.replace(job, status=decision.status)
+        for action in decision.actions:
+            await cluster.perform(job, action)
+    return Pass(job, pods, master, decision)
+
+
+class Operator:
+    """Makes a pass over a job when something may have happened to it."""
+
+    def __init__(self, cluster: ApiCluster, ask: Ask, metrics: Metrics) -> None:
         self._cluster = cluster
         self._ask = ask
         self._metrics = metrics
         self._woken: dict[Key, asyncio.Event] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
-        # Has the exception of the first task that ended by one, which none should.
-        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self, key: Key) -> None:
         """Something happened to a job."""
         self._woken.setdefault(key, asyncio.Event()).set()
         if key not in self._tasks:
-            task = asyncio.create_task(self._follow(key), name=f"job {key.name}")
-            task.add_done_callback(self._note_end)
-            self._tasks[key] = task
-
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        """A job that is not followed any more would be forgotten: rather the operator ends."""
-        if not task.cancelled() and task.exception() is not None and not self.broken.done():
-            self.broken.set_exception(task.exception() or AssertionError())
+            self._tasks[key] = asyncio.create_task(self._follow(key), name=f"job {key.name}")
 
     async def close(self) -> None:
-        """Look at no job any more."""
+        """Follow no job any more."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -168,9 +205,9 @@ class Operator:
         while True:
             woken.clear()
             try:
-                found = await self._look(key)
-                if found.job is not None:
-                    await self._wait(found.job, found, woken)
+                found = await self._reconcile(key)
+                if found is not None:
+                    await self._wait(found, woken)
             except ConflictError:
                 continue
             except Exception as error:  # noqa: BLE001 - whatever it is, other jobs go on
@@ -180,13 +217,13 @@ class Operator:
                 pause = min(2 * pause, RETRY_SECONDS[1])
                 continue
             pause, shown = RETRY_SECONDS[0], ""
-            if found.job is None and not woken.is_set():
+            if found is None and not woken.is_set():
                 del self._tasks[key], self._woken[key]
-                self._metrics.forget(key)
+                self._metrics.phases.pop(key, None)
                 return
 
     async def _show(self, key: Key, error: Exception, shown: str) -> str:
-        """Log why a look failed, and show it on the job; what the job shows now."""
+        """Log why a pass failed, and show it on the job; what the job shows now."""
         is_known = isinstance(error, ClusterError)
         text = str(error) if is_known else f"the operator failed: {type(error).__name__}: {error}"
         log.error("%s/%s: %s", *key, text, exc_info=None if is_known else error)
@@ -199,21 +236,18 @@ class Operator:
             return shown
         return text
 
-    async def _look(self, key: Key) -> Look:
+    async def _reconcile(self, key: Key) -> Pass | None:
         with self._metrics.look_seconds.time():
-            found = await look(self._cluster, key, self._ask, _now)
-        for action in found.actions:
-            kind = type(action).__name__
-            self._metrics.actions.labels(kind).inc()
-        if found.job is not None:
-            self._metrics.see(key, found.job.status.phase)
+            found = await reconcile_once(self._cluster, key, self._ask, _now)
+        if found is not None:
+            for action in found.decision.actions:
+                self._metrics.actions.labels(type(action).__name__).inc()
+            self._metrics.phases[key] = found.job.status.phase
         return found
 
-    async def _wait(self, job: Job, found: Look, woken: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
-        ends = loop.time() + min(
-            RESYNC_SECONDS if found.wake is None else found.wake, RESYNC_SECONDS
-        )
+    async def _wait(self, last: Pass, woken: asyncio.Event) -> None:
+        loop, wake = asyncio.get_running_loop(), last.decision.wake
+        ends = loop.time() + min(RESYNC_SECONDS if wake is None else wake, RESYNC_SECONDS)
         while (left := ends - loop.time()) > 0:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
@@ -222,15 +256,15 @@ class Operator:
             if woken.is_set():
                 await asyncio.sleep(SETTLE_SECONDS)
                 return
-            if job.status.phase not in FINISHED:
-                master = await self._ask(job, found.pods)
-                if _news(master) != _news(found.master):
+            if last.job.status.phase not in FINISHED:
+                master = await self._ask(last.job, last.pods)
+                if _news(master) != _news(last.master):
                     return
 
 
 def _news(master: Master | None) -> object:
-    """The part of a master's answer that is a reason to look at its job."""
-    return None if master is None else (master.phase, master.outcome, master.round)
+    """The part of a master's answer that is a reason for a pass over its job."""
+    return None if master is None else (master.training.phase, master.training.round)
 
 
 def _now() -> datetime:
@@ -276,7 +310,7 @@ class OperatorOptions:
     """Where masters are reached; by default by the names of their services."""
 
 
-async def run_operator(cluster: Cluster, key: bytes, options: OperatorOptions) -> None:
+async def run_operator(cluster: ApiCluster, key: bytes, options: OperatorOptions) -> None:
     """Serve metrics and look after jobs."""
     metrics = Metrics()
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
@@ -287,21 +321,12 @@ async def run_operator(cluster: Cluster, key: bytes, options: OperatorOptions) -
         masters = Masters(session, key, options.master_host)
         operator = Operator(cluster, masters.ask, metrics)
         stack.push_async_callback(operator.close)
-        watching = asyncio.create_task(
-            kopf.operator(
-                registry=_registry(operator),
-                settings=_settings(),
-                clusterwide=options.namespace is None,
-                namespaces=[] if options.namespace is None else [options.namespace],
-            )
+        await kopf.operator(
+            registry=_registry(operator),
+            settings=_settings(),
+            clusterwide=options.namespace is None,
+            namespaces=[] if options.namespace is None else [options.namespace],
         )
-        parts = (watching, operator.broken)
-        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        for part in parts:
-            part.cancel()
-        for result in await asyncio.gather(*parts, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise result
 
 
 @contextlib.asynccontextmanager

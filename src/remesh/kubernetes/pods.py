@@ -31,6 +31,11 @@ TOKEN_MOUNT = "/var/run/remesh/token"  # noqa: S105 - a directory
 TLS_MOUNT = "/var/run/remesh/tls"
 STATE_MOUNT = "/var/lib/remesh"
 USER = 1000
+CONTAINER_SECURITY = {
+    "readOnlyRootFilesystem": True,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
 STOP_SECONDS = 40
 """Seconds that a worker needs to stop besides `spec.drain_seconds`."""
 MASTER_STOP_SECONDS = 10
@@ -265,12 +270,7 @@ def _claimed(claim: str | None) -> Manifest:
 
 
 def _secured(container: Manifest) -> Manifest:
-    context = {
-        "readOnlyRootFilesystem": True,
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        **(container.get("securityContext") or {}),
-    }
+    context = {**CONTAINER_SECURITY, **(container.get("securityContext") or {})}
     return {**container, "securityContext": context}
 
 

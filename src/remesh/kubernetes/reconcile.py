@@ -5,9 +5,9 @@ status, on the condition that the job has not changed since it was read, and onl
 the actions, in any order and each as often as it likes. Nothing else is needed for safety:
 
 * Every action follows from the status that was written. An operator that is killed in the middle
-  finds on its next look that a worker of the status has no pod, or a pod has no worker in the
+  finds on its next pass that a worker of the status has no pod, or a pod has no worker in the
   status, and does what is missing.
-* Of two operators that look at the same time only one can write; the other one looks again.
+* Of two operators at the same time only one can write; the other one reads everything again.
 * The name of a pod follows from its number in the status, so no pod is created twice.
 
 **Numbers of workers.** The number of a worker is its node id, by which the master orders the ranks.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, TypeAlias
 
 import msgspec
@@ -44,7 +44,6 @@ from remesh.kubernetes.resource import (
     Job,
     Phase,
     Status,
-    Training,
     Worker,
     parse_quantity,
     problem_of,
@@ -148,7 +147,7 @@ class _Pass:
         return max((self.now - time).total_seconds(), 0.0)
 
     def passed(self, time: datetime, seconds: float) -> bool:
-        """True if so many seconds have passed; if not, the next look is then at the latest."""
+        """True if so many seconds have passed; if not, the next pass is then at the latest."""
         left = seconds - self.since(time)
         if left > 0:
             self.wakes.append(left)
@@ -158,8 +157,17 @@ class _Pass:
         return {pod.index: pod for pod in self.pods if pod.role is role}
 
     def living_workers(self) -> list[Pod]:
-        """See `_living_workers`; the next look is when one of them should be gone."""
-        living = _living_workers(self.pods, self.now)
+        """Workers that run, or save before they end; not those that a lost node keeps.
+
+        The next pass is when one of them should be gone.
+        """
+        living = [
+            pod
+            for pod in self.pods
+            if pod.role is Role.WORKER
+            and not pod.has_ended
+            and (pod.expires is None or pod.expires > self.now)
+        ]
         expiries = [pod.expires for pod in living if pod.expires is not None]
         self.wakes.extend((time - self.now).total_seconds() for time in expiries)
         return living
@@ -182,74 +190,51 @@ class _Pass:
 
 def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datetime) -> Decision:
     """Decide what happens next to a job that was read before its pods."""
+    this = _Pass(job, pods, master, now, job.status)
     if job.deleting:
-        return _delete(job, pods, now)
+        return _delete(this)
     if FINALIZER not in job.finalizers:
         return Decision(job.status, (AddFinalizer(),))
-    status = _after_jump(job.status, now)
-    if status.started is None:
-        selector = selector_of(job)
-        status = msgspec.structs.replace(status, started=now, selector=selector)
-    if master is not None and master.epoch != status.epoch:
-        master = None
-    this = _Pass(job, pods, master, now, status)
+    _start(this)
+    if master is not None and master.epoch != this.status.epoch:
+        this.master = None
     _note_training(this)
-    if status.phase in FINISHED:
+    if this.status.phase in FINISHED:
         _clean(this)
     elif job.spec.suspend:
         _suspend(this)
     else:
-        if status.phase is Phase.SUSPENDED:
+        if this.status.phase is Phase.SUSPENDED:
             _resume(this)
         _run(this)
     this.set(observed_generation=job.generation)
     return this.decision()
 
 
-def _after_jump(status: Status, now: datetime) -> Status:
-    """Let no wait last longer because the clock was set back."""
-
-    def not_after(time: datetime | None) -> datetime | None:
-        return None if time is None else min(time, now)
-
-    return msgspec.structs.replace(
-        status,
-        replaced_at=not_after(status.replaced_at),
-        master_failed_at=not_after(status.master_failed_at),
-    )
-
-
-def _living_workers(pods: Iterable[Pod], now: datetime) -> list[Pod]:
-    """Workers that run, or save before they end; not those that a lost node keeps."""
-    return [
-        pod
-        for pod in pods
-        if pod.role is Role.WORKER
-        and not pod.has_ended
-        and (pod.expires is None or pod.expires > now)
-    ]
+def _start(this: _Pass) -> None:
+    """Note when the job began; let no wait last longer because the clock was set back."""
+    status = this.status
+    if status.started is None:
+        this.set(started=this.now, selector=selector_of(this.job))
+    for name in ("replaced_at", "master_failed_at"):
+        time = getattr(status, name)
+        if time is not None and time > this.now:
+            this.set(**{name: this.now})
 
 
 # The end of a job -----------------------------------------------------------------------------
 
 
-def _delete(job: Job, pods: tuple[Pod, ...], now: datetime) -> Decision:
+def _delete(this: _Pass) -> Decision:
     """Stop the workers, then the master; let the job go when nothing of it is left."""
-    if FINALIZER not in job.finalizers:
-        return Decision(job.status)
-    if not pods:
-        return Decision(job.status, (DeleteShared(), RemoveFinalizer()))
-    stopping = _living_workers(pods, now) or list(pods)
-    actions: list[Action] = [DeletePod(pod.name) for pod in stopping if pod.expires is None]
-    overdue = timedelta(seconds=FORCE_SECONDS)
-    expiries = [pod.expires + overdue for pod in pods if pod.expires is not None]
-    actions += [
-        DeletePod(pod.name, force=True)
-        for pod in pods
-        if pod.expires is not None and pod.expires + overdue <= now
-    ]
-    wakes = [max((time - now).total_seconds(), 1.0) for time in expiries]
-    return Decision(job.status, tuple(actions), min(wakes, default=None))
+    if FINALIZER in this.job.finalizers and not this.pods:
+        this.actions += [DeleteShared(), RemoveFinalizer()]
+    elif FINALIZER in this.job.finalizers:
+        this.delete(this.living_workers() or this.pods)
+        for pod in this.pods:
+            if pod.expires is not None and this.passed(pod.expires, FORCE_SECONDS):
+                this.actions.append(DeletePod(pod.name, force=True))
+    return Decision(this.status, tuple(this.actions), min(this.wakes, default=None))
 
 
 def _finish(this: _Pass, phase: Phase, reason: str) -> None:
@@ -273,7 +258,7 @@ def _clean(this: _Pass) -> None:
 def _ends_by_itself(this: _Pass) -> bool:
     """True if the pods of a finished job are about to end, and their logs to be complete."""
     training, finished = this.status.training, this.status.finished
-    known = training is not None and training.phase in ("succeeded", "failed")
+    known = training is not None and training.has_ended
     if finished is None or not (known or this.status.phase is Phase.SUCCEEDED):
         return False
     return not this.passed(finished, END_SECONDS)
@@ -309,9 +294,10 @@ def _run(this: _Pass) -> None:
     if problem:
         _finish(this, Phase.FAILED, f"the spec is not valid: {problem}")
         return
-    if this.master is not None and this.master.outcome:
-        succeeded = this.master.outcome == "succeeded"
-        _finish(this, Phase.SUCCEEDED if succeeded else Phase.FAILED, this.master.reason)
+    if this.master is not None and this.master.training.has_ended:
+        training = this.master.training
+        succeeded = training.phase == "succeeded"
+        _finish(this, Phase.SUCCEEDED if succeeded else Phase.FAILED, training.reason)
         return
     for step in (_check_workers, _check_master, _place):
         step(this)
@@ -515,17 +501,9 @@ def _note_training(this: _Pass) -> None:
     master, old = this.master, this.status.training
     if master is None:
         return
-    new = Training(
-        time=this.now,
-        phase=master.phase,
-        reason=master.reason,
-        round=master.round,
-        step=master.step,
-        saved_step=master.saved_step,
-        goodput=master.goodput,
-    )
+    new = master.training
     same = old is not None and (old.phase, old.round) == (new.phase, new.round)
-    if same and old is not None and not master.outcome and this.since(old.time) < TRAINING_SECONDS:
+    if same and old is not None and not new.has_ended and this.since(old.time) < TRAINING_SECONDS:
         return
     this.set(training=new)
     known = {(each.where, each.what, each.message) for each in this.status.failures}
@@ -591,13 +569,14 @@ def _phase(
     job: Job, running: int, workers: Sequence[Pod], master: Master | None
 ) -> tuple[Phase, str]:
     """The phase of a job that has not finished, and the reason."""
-    if master is not None and master.phase in ("running", "hanging"):
-        return Phase.RUNNING, master.reason
-    if job.spec.fitting(running) and (master is None or master.phase == "checking"):
-        text = "the master is not reached" if master is None else master.reason
+    training = None if master is None else master.training
+    if training is not None and training.phase in ("running", "hanging"):
+        return Phase.RUNNING, training.reason
+    if job.spec.fitting(running) and (training is None or training.phase == "checking"):
+        text = "the master is not reached" if training is None else training.reason
         return (Phase.PENDING if job.status.phase is Phase.PENDING else Phase.RUNNING), text
-    if master is not None and job.spec.fitting(running):
-        return Phase.PENDING, master.reason
+    if training is not None and job.spec.fitting(running):
+        return Phase.PENDING, training.reason
     text = f"{running} workers run, {job.spec.fewest} are needed"
     return Phase.PENDING, text + _why_waiting(workers)
 

@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -222,12 +222,16 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The progress of the training, as the master said at `time`."""
 
     time: datetime
-    phase: str = ""
-    reason: str = ""
-    round: int = 0
-    step: int | None = None
-    saved_step: int | None = None
-    goodput: float | None = None
+    phase: str = ""  # as `remesh status` prints it
+    reason: str = ""  # why, in a sentence
+    round: int = 0  # number of the world
+    step: int | None = None  # the highest step
+    saved_step: int | None = None  # the step of the newest checkpoint
+    goodput: float | None = None  # share of the time that moved the training forward
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in ("succeeded", "failed")
 
 
 class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -274,6 +278,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     failures: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
 
+class Key(NamedTuple):
+    """Where a job is."""
+
+    namespace: str
+    name: str
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """An ElasticJob."""
 
@@ -286,6 +297,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     finalizers: tuple[str, ...] = ()  # what keeps it until then
     spec: Spec  # what the user asks for
     status: Status = Status()  # what the operator knows
+
+    @property
+    def key(self) -> Key:
+        return Key(self.namespace, self.name)
 
 
 def parse_job(data: Mapping[str, Any]) -> Job:
