@@ -221,9 +221,9 @@ def play(kind: FailureKind | None, num_lost: int = 1, stop_seconds: float = 2.0)
     """When the change was noticed and when the world was formed, in ten plays."""
     found = []
     for seed in range(10):
-        dice = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         formation = form_again(
-            CLUSTER, kind, num_lost, dice, stop_seconds=stop_seconds, heartbeat_timeout=10.0
+            CLUSTER, kind, num_lost, rng, stop_seconds=stop_seconds, heartbeat_timeout=10.0
         )
         assert formation.num_nodes == CLUSTER.num_nodes
         found += [formation.noticed, formation.formed]

@@ -518,7 +518,7 @@ def test_the_revision_of_the_code_is_read_once(
         assert manager.latest is not None
         assert manager.latest.note is not None
     assert manager.latest.note.provenance.revision == "abc"
-    assert job.boundary.moment.note.provenance.revision == "abc"
+    assert job.boundary.note.provenance.revision == "abc"
     assert len(read) == 1
 
 
@@ -574,7 +574,7 @@ def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) 
         job.is_called_out = True
         with pytest.raises(WorldChangedError):
             manager.step(1, {"step": 1})
-        assert job.boundary.step == 1
+        assert job.boundary.note.step == 1
         assert job.boundary.is_clean
         job.is_called_out = False
 

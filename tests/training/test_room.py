@@ -7,7 +7,7 @@ import torch
 
 from remesh.catalog import ManagerNote
 from remesh.elastic.training_job import TrainingJob
-from remesh.training import live
+from remesh.training import live, rng
 from remesh.training.fingerprints import Fingerprints
 from remesh.training.live import (
     HOST,
@@ -18,7 +18,6 @@ from remesh.training.live import (
     must_move,
     tensors_of,
 )
-from remesh.training.recording import Moment
 
 GPU = torch.device("cuda", 0)
 
@@ -67,8 +66,7 @@ def test_a_boundary_without_room_is_given_up(
     job = TrainingJob(is_reentrant=True)
     state = trained()
     keeper = Keeper(state, Fingerprints().take(state))
-    moment = Moment(ManagerNote(step=1, run="r"), rows=dict, role=[])
-    job.boundary = Boundary(moment, keeper, 0.0)
+    job.boundary = Boundary(ManagerNote(step=1, run="r"), {}, rng.Roles({}, 0), keeper, 0.0)
     job.make_room()
     assert (job.boundary is not None) == is_kept
     assert ("there is no room for both" in caplog.text) == (not is_kept)

@@ -86,8 +86,7 @@ def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(ask: Path) -> 
     watch = Watch([OnRequest(str(ask))], "")
     ask.write_text("hold")
     assert watch.asked() == (f"request in {ask}", "save-and-hold")
-    watch.holds_state, watch.is_saving = (lambda: True), (lambda: True)
-    assert watch.asked() == ("", None)  # the save in flight goes on
-    watch.is_saving = lambda: False
-    assert watch.asked() == ("", "hold")
+    # The save in flight goes on.
+    assert watch.asked(holds_state=True, is_saving=True) == ("", None)
+    assert watch.asked(holds_state=True) == ("", "hold")
     assert watch.is_held()

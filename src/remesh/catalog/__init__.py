@@ -31,6 +31,7 @@ from remesh.catalog.checkpoints import place_of as place_of
 from remesh.catalog.checkpoints import release as release
 from remesh.catalog.checkpoints import remove as remove
 from remesh.catalog.checkpoints import step_name as step_name
+from remesh.catalog.checkpoints import with_record as with_record
 from remesh.catalog.files import describe_findings as describe_findings
 from remesh.catalog.files import files_of as files_of
 from remesh.catalog.files import read_record_and_sizes as read_record_and_sizes

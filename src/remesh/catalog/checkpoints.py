@@ -279,13 +279,17 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
         problem=failures.reason,
     )
     try:
-        record = native.read_record_at(storage, f"{name}/{native.RECORD_NAME}")
-        note = note_of(record, path)
+        return with_record(facts, native.read_record_at(storage, f"{name}/{native.RECORD_NAME}"))
     except (CorruptCheckpointError, FormatVersionError) as error:
         return msgspec.structs.replace(facts, problem=facts.problem or str(error))
+
+
+def with_record(info: CheckpointInfo, record: native.CommitRecord) -> CheckpointInfo:
+    """The properties of a checkpoint with what its commit record says."""
+    note = note_of(record, info.path)
     return msgspec.structs.replace(
-        facts,
-        step=number if note is None else note.step,
+        info,
+        step=info.step if note is None else note.step,
         run="" if note is None else note.run,
         created=record.created,
         num_bytes=sum(file.num_bytes for file in (record.index, record.values, *record.files)),

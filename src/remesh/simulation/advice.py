@@ -10,6 +10,7 @@ simulated against the same failures.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from remesh.simulation.training import (
     Durations,
     Outcome,
     Strategy,
+    blocked_seconds,
     formation_seconds,
     simulate,
 )
@@ -68,7 +70,7 @@ def strategies(cluster: Cluster, workload: Workload, rates: FailureRates) -> lis
     """The ways to keep a state, from the simplest on, with the best intervals of each."""
     rate = sum(per_day for kind, per_day in rates.items() if kind is not FailureKind.STRAGGLER)
     between = DAY / rate if rate > 0 else math.inf
-    node_bytes = workload.state_bytes * workload.copies / cluster.num_nodes
+    node_bytes = workload.node_bytes(cluster.num_nodes)
     copy = node_bytes / cluster.memory
     least = max(workload.state_bytes / cluster.storage_write / STORAGE_SHARE, LEAST_SECONDS)
     step = workload.step_seconds
@@ -122,20 +124,18 @@ def estimate(
     """Simulate jobs with one strategy; jobs of the same number have the same failures."""
     durations = durations or Durations()
     formation = formation_seconds(cluster, strategy, durations, most_nodes=PLAYED_NODES)
-    outcomes = []
-    for seed in range(num_jobs):
-        failures = draw_failures(cluster, rates, days * DAY, seed)
-        outcomes.append(
-            simulate(
-                cluster,
-                workload,
-                strategy,
-                failures,
-                days * DAY,
-                durations=durations,
-                formation=formation,
-            )
+    outcomes = [
+        simulate(
+            cluster,
+            workload,
+            strategy,
+            draw_failures(cluster, rates, days * DAY, seed),
+            days * DAY,
+            durations=durations,
+            formation=formation,
         )
+        for seed in range(num_jobs)
+    ]
     return _summary(cluster, workload, strategy, outcomes)
 
 
@@ -145,17 +145,10 @@ def _summary(
     goodputs = [outcome.goodput for outcome in outcomes]
     num_failures = max(sum(outcome.num_failures for outcome in outcomes), 1)
     recoveries = sorted(seconds for outcome in outcomes for seconds in outcome.recoveries)
-    sources: dict[str, float] = {}
-    for outcome in outcomes:
-        for source, count in outcome.sources.items():
-            sources[source] = sources.get(source, 0.0) + count / max(len(recoveries), 1)
-    node_bytes = workload.state_bytes * workload.copies / cluster.num_nodes
-    cost = COPY_SHARE * node_bytes / cluster.memory / strategy.storage_every
-    kept = 0.0
-    if strategy.snapshot_every is not None:
-        kept = 2 * node_bytes * (1 + strategy.replicas)  # the newest, and the one being written
-        replicate = strategy.replicas * node_bytes / cluster.link
-        cost += (node_bytes / cluster.memory + replicate) / strategy.snapshot_every
+    sources = sum((outcome.sources for outcome in outcomes), start=Counter[str]())
+    node_bytes = workload.node_bytes(cluster.num_nodes)
+    blocked = blocked_seconds(cluster, strategy, node_bytes)
+    kept = 2 * node_bytes * (1 + strategy.replicas)  # the newest, and the one being written
     return Estimate(
         strategy=strategy,
         goodput=sum(goodputs) / len(goodputs),
@@ -164,9 +157,9 @@ def _summary(
         steps_lost_per_failure=sum(one.steps_lost for one in outcomes) / num_failures,
         recovery_seconds=recoveries[len(recoveries) // 2] if recoveries else 0.0,
         bytes_per_failure=sum(one.bytes_moved for one in outcomes) / num_failures,
-        blocked_share=cost / (workload.step_seconds + cost),
-        snapshot_bytes=kept,
-        sources=sources,
+        blocked_share=blocked / (workload.step_seconds + blocked),
+        snapshot_bytes=0.0 if strategy.snapshot_every is None else kept,
+        sources={name: count / len(recoveries) for name, count in sources.items()},
     )
 
 

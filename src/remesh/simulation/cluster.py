@@ -68,6 +68,10 @@ class Workload:
         if not 0 <= self.torn_share <= 1:
             raise ValueError(f"torn_share is a part of a step, from 0 to 1: {self.torn_share}")
 
+    def node_bytes(self, num_nodes: int) -> float:
+        """Bytes of the state that each of so many nodes holds."""
+        return self.state_bytes * self.copies / num_nodes
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -87,18 +91,18 @@ def draw_failures(
     cluster: Cluster, rates: FailureRates, seconds: float, seed: int
 ) -> tuple[Failure, ...]:
     """Draw the failures of a job: each kind comes at a constant rate, independent of the others."""
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     failures = []
     for kind, per_day in sorted(rates.items()):  # in an order of their own: draws must repeat
         if per_day <= 0:
             continue
-        time = dice.exponential(DAY / per_day)
+        time = rng.exponential(DAY / per_day)
         while time < seconds:
-            node = int(dice.integers(cluster.num_nodes))
+            node = int(rng.integers(cluster.num_nodes))
             if kind is FailureKind.RACK:
                 node -= node % cluster.nodes_per_rack
-            failures.append(Failure(time, kind, node, dice.random()))
-            time += dice.exponential(DAY / per_day)
+            failures.append(Failure(time, kind, node, rng.random()))
+            time += rng.exponential(DAY / per_day)
     return tuple(sorted(failures, key=lambda failure: failure.time))
 
 

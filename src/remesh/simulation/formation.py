@@ -48,7 +48,7 @@ def form_again(
     cluster: Cluster,
     kind: FailureKind | None,
     num_lost: int,
-    dice: np.random.Generator,
+    rng: np.random.Generator,
     *,
     stop_seconds: float,
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
@@ -60,7 +60,7 @@ def form_again(
     """
     num_missing = 1 if kind is None else 0
     job = _running(cluster, cluster.num_nodes - num_missing, heartbeat_timeout)
-    play = _Play(cluster, job, stop_seconds, dice)
+    play = _Play(cluster, job, stop_seconds, rng)
     if kind is None:
         play.later(0.0, lambda: play.join(cluster.num_nodes + cluster.spares))
         lost: frozenset[int] = frozenset()
@@ -102,12 +102,12 @@ class _Play:
     """
 
     def __init__(
-        self, cluster: Cluster, job: Job, stop_seconds: float, dice: np.random.Generator
+        self, cluster: Cluster, job: Job, stop_seconds: float, rng: np.random.Generator
     ) -> None:
         self.cluster = cluster
         self.job = job
         self.stop_seconds = stop_seconds
-        self.dice = dice
+        self.rng = rng
         self.now = 0.0
         self.noticed: float | None = None
         self.leaving: set[int] = set()
@@ -125,11 +125,11 @@ class _Play:
         nodes = self.job.rendezvous
         assert nodes is not None
         for node in (*sorted(nodes.active), *sorted(nodes.ready)):
-            before = self.dice.uniform(0.0, BEAT_SECONDS)
+            before = self.rng.uniform(0.0, BEAT_SECONDS)
             hear(self.live, node, str(node), _EPOCH - before)
             if node not in lost:
                 self.later(BEAT_SECONDS - before, functools.partial(self._beat, node))
-        self.later(self.dice.uniform(0.0, TICK_SECONDS), self._tick)
+        self.later(self.rng.uniform(0.0, TICK_SECONDS), self._tick)
         while self._queue:
             self.now, _, act = heapq.heappop(self._queue)
             act()
@@ -158,7 +158,7 @@ class _Play:
         self._leave(node)
 
     def _delay(self) -> float:
-        return self.dice.uniform(0.0, LATENCY)
+        return self.rng.uniform(0.0, LATENCY)
 
     def _apply(self, event: object) -> None:
         before = self.job.rendezvous

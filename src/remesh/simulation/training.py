@@ -51,6 +51,16 @@ class Strategy:
             raise ValueError(f"intervals are steps, 1 at least: {self}")
 
 
+def blocked_seconds(cluster: Cluster, strategy: Strategy, node_bytes: float) -> float:
+    """Seconds a step, on average, that saves and snapshots block training."""
+    copy = node_bytes / cluster.memory
+    seconds = COPY_SHARE * copy / strategy.storage_every
+    if strategy.snapshot_every is not None:
+        replicate = strategy.replicas * node_bytes / cluster.link
+        seconds += (copy + replicate) / strategy.snapshot_every
+    return seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
     """Times of the parts of a recovery that are not the master's."""
@@ -89,7 +99,7 @@ class Outcome:
 def formation_seconds(
     cluster: Cluster, strategy: Strategy, durations: Durations, *, most_nodes: int | None = None
 ) -> FormationSeconds:
-    """Times until the next world, each the mean of three plays with fixed dice.
+    """Times until the next world, each the mean of three plays with fixed seeds.
 
     Larger clusters are played with `most_nodes`. What a play does not have is a limit of the
     master's requests a second, so that changes times by milliseconds.
@@ -154,9 +164,8 @@ def simulate(
     durations = durations or Durations()
     formation = formation or formation_seconds(cluster, strategy, durations)
     outcome = Outcome(seconds)
-    size = cluster.fitting(cluster.num_nodes)
-    spares = cluster.spares + cluster.num_nodes - size
-    job = _Job(cluster, workload, strategy, durations, formation, outcome, size, spares)
+    nodes, spares = cluster.num_nodes, cluster.spares
+    job = _Job(cluster, workload, strategy, durations, formation, outcome, nodes, spares)
     job.run(failures)
     return outcome
 
@@ -187,10 +196,6 @@ class _Job:
     saving: tuple[int, float] | None = None  # a step whose save has not ended, and when it ends
     snapshot: int | None = None  # the step of the newest snapshot
 
-    @property
-    def node_bytes(self) -> float:
-        return self.workload.state_bytes * self.workload.copies / self.num_nodes
-
     def run(self, failures: Sequence[Failure]) -> None:
         end, pending = self.outcome.seconds, list(reversed(failures))
         while True:
@@ -218,12 +223,8 @@ class _Job:
         seconds = self.workload.step_seconds * self.cluster.num_nodes / self.num_nodes
         if self.slow_until is not None:
             seconds *= self.durations.straggler_factor
-        copy = self.node_bytes / self.cluster.memory
-        seconds += COPY_SHARE * copy / self.strategy.storage_every
-        if self.strategy.snapshot_every is not None:
-            replicate = self.strategy.replicas * self.node_bytes / self.cluster.link
-            seconds += (copy + replicate) / self.strategy.snapshot_every
-        return seconds
+        node_bytes = self.workload.node_bytes(self.num_nodes)
+        return seconds + blocked_seconds(self.cluster, self.strategy, node_bytes)
 
     def _train(self, until: float) -> None:
         pace, began = self._pace(), self.now - self.part * self._pace()

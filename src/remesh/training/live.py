@@ -29,7 +29,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -45,6 +45,7 @@ from remesh.elastic.training_job import TrainingJob
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.resharding import Resharder
+from remesh.training import rng
 from remesh.training.fingerprints import (
     SMALL,
     Fingerprint,
@@ -52,7 +53,7 @@ from remesh.training.fingerprints import (
     named_tensors,
     plain,
 )
-from remesh.training.recording import Moment, Recorder, with_rows
+from remesh.training.recording import Recorder, with_rows
 from remesh.training.resuming import Source
 
 _LOGGER = logging.getLogger("remesh")
@@ -81,25 +82,24 @@ class _Recovery(Resharder):
 class Boundary:
     """The state of a rank when its last step was complete."""
 
-    moment: Moment
+    note: ManagerNote
+    streams: Mapping[str, rng.Stream]  # random numbers as they were
+    roles: rng.Roles
     keeper: Keeper  # gives the state as it was
     saved_at: float
     """When the last save began that was committed, by this process's monotonic clock."""
     is_clean: bool = True  # whether no optimizer has begun to change it
 
-    @property
-    def step(self) -> int:
-        return self.moment.note.step
-
     def make_room(self) -> bool:
         """Leave room for the next state; False if this one has to be given up for it."""
+        step = self.note.step
         try:
             is_kept = not self.is_clean or self.keeper.make_room()
         except Exception as error:  # noqa: BLE001 - a device may be in any state after an abort
-            _LOGGER.warning("step %d is given up in memory: %s", self.step, error)
+            _LOGGER.warning("step %d is given up in memory: %s", step, error)
             return False
         if not is_kept:
-            _LOGGER.warning("step %d is given up in memory: there is no room for both", self.step)
+            _LOGGER.warning("step %d is given up in memory: there is no room for both", step)
         return is_kept
 
 
@@ -107,7 +107,7 @@ class Offer(msgspec.Struct, frozen=True):
     """The step that a rank has in memory."""
 
     note: ManagerNote  # of the boundary
-    role: list[int]  # see `Moment`
+    role: list[int]  # coordinates of its role
     unsaved_seconds: float = 0.0  # see `Source`
 
 
@@ -163,8 +163,10 @@ class LiveMemory:
             try:
                 keeper = Keeper(state, fingerprint)
                 self._optimizers = keeper.optimizers
-                moment = self._recorder.moment(step, metrics)
-                self._job.boundary = Boundary(moment, keeper, saved_at)
+                streams = self._recorder.streams()
+                streams = {name: stream.frozen() for name, stream in streams.items()}
+                note = self._recorder.note(step, metrics, streams)
+                self._job.boundary = Boundary(note, streams, self._recorder.roles, keeper, saved_at)
             except NotWatchedError as problem:
                 self.is_on, self._job.boundary = False, None
                 _LOGGER.warning("the state is not taken from live memory: %s", problem)
@@ -177,10 +179,10 @@ class LiveMemory:
             try:
                 state = boundary.keeper.roll_back()
             except ChangedError as problem:
-                _LOGGER.warning("step %d is not taken from memory: %s", boundary.step, problem)
+                _LOGGER.warning("step %d is not taken from memory: %s", boundary.note.step, problem)
             else:
-                moment, unsaved = boundary.moment, time.monotonic() - boundary.saved_at
-                own = Offer(moment.note, moment.role, unsaved)
+                role = [coordinate for coordinate, _ in boundary.roles.own.values()]
+                own = Offer(boundary.note, role, time.monotonic() - boundary.saved_at)
         replies = run_on_all(self._exchange, lambda: msgspec.msgpack.encode(own))
         offers = [msgspec.msgpack.decode(reply, type=Offer | None) for reply in replies]
         return [self._source(offered, state) for offered in steps_on_offer(offers).values()]
@@ -203,9 +205,10 @@ class LiveMemory:
         own = self._exchange.rank
         if own in offers:
             # Of several ranks with one role, the first gives its random numbers.
-            moment = self._job.boundary.moment
-            is_first = moment.role not in [one.role for rank, one in offers.items() if rank < own]
-            source = with_rows(state, moment.rows() if note.streams and is_first else {})
+            boundary, role = self._job.boundary, offers[own].role
+            is_first = role not in [one.role for rank, one in offers.items() if rank < own]
+            streams = boundary.streams if note.streams and is_first else {}
+            source = with_rows(state, rng.rows_of(streams, replace(boundary.roles, replica=0)))
 
         def load(target: Any, **options: Any) -> Any:
             recovery = _Recovery(

@@ -208,13 +208,11 @@ class Manager:
         self._began = time.monotonic()
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
-        self._watch.is_saving = lambda: self._handle is not None and not self._handle.done()
         if job is not None and job.is_reentrant:
             # Here, for it needs torch, which a manager does without.
             from remesh.training.live import LiveMemory
 
-            self._live = live = LiveMemory(job, self._exchange, self._recorder, buffers)
-            self._watch.holds_state = lambda: live.is_on
+            self._live = LiveMemory(job, self._exchange, self._recorder, buffers)
         if memory_every is not None:
             self._memory = self._open_memory(memory_every, memory_replicas, buffers)
 
@@ -306,10 +304,9 @@ class Manager:
         """
         self._check_open("step")
         _check_step("step", step, state)
-        fingerprint = self._fingerprint(state)
+        fingerprint = self._mark(step, state, metrics)
         if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
             self._last = _LastStep(step, state, metrics, fingerprint)
-        self._mark(step, state, metrics, fingerprint)
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
@@ -425,8 +422,10 @@ class Manager:
             self._saved = save
             self.wait()
 
-    def _fingerprint(self, state: Any) -> Fingerprint | None:
-        """The fingerprint of the tensors of a state now, if it is going to be looked at."""
+    def _mark(
+        self, step: int, state: Any, metrics: Mapping[str, float] | None
+    ) -> Fingerprint | None:
+        """Note that a step is complete; the fingerprint of its tensors, if that is looked at."""
         is_wanted = self._live is not None or self._saves_at_end
         if not is_wanted or "torch" not in sys.modules:
             return None
@@ -434,20 +433,11 @@ class Manager:
             from remesh.training.fingerprints import Fingerprints
 
             self._fingerprints = Fingerprints()
-        return self._fingerprints.take(state)
-
-    def _mark(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, float] | None,
-        fingerprint: Fingerprint | None,
-    ) -> None:
-        """Note that a step is complete in the memory of this process, if that is used."""
+        fingerprint = self._fingerprints.take(state)
         if self._live is not None:
-            assert fingerprint is not None, "live memory needs torch"
             saved_at = self._began if self._saved is None else self._saved.began
             self._live.mark(step, state, metrics, fingerprint, saved_at)
+        return fingerprint
 
     def _warm(self, state: Any) -> None:
         """Get memory for the first save ready, now that optimizers have their state."""
@@ -483,7 +473,9 @@ class Manager:
         next_look = policies.next_look(step, seconds, last_gap=last_gap, world_size=size)
 
         def note() -> bytes:
-            reason, request = self._watch.asked()
+            is_saving = self._handle is not None and not self._handle.done()
+            holds_state = self._live is not None and self._live.is_on
+            reason, request = self._watch.asked(holds_state=holds_state, is_saving=is_saving)
             if not reason and self._exchange.rank == 0:
                 last = self._began if self._begun is None else self._begun.began
                 reason = policies.due_by_time(self._every, time.monotonic() - last)
@@ -547,7 +539,7 @@ class Manager:
         self._go_on_from(loaded, state)
         self._secure(loaded, sources, state)
         source = loaded.source
-        self._mark(source.note.step, state, source.metrics, self._fingerprint(state))
+        self._mark(source.note.step, state, source.metrics)
         passed_over = [(one.info.name, reason) for one, reason in loaded.passed_over]
         return Resumed(
             source.info,

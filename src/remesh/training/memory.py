@@ -150,21 +150,9 @@ class Memory:
 
     def _source(self, found: Scattered) -> Source:
         """A snapshot as `Manager.resume` wants it."""
-        record, path = found.record, f"{self._folder}/{found.name}"
-        note = catalog.note_of(record, path)
-        assert note is not None, "a manager made it"
-        info = CheckpointInfo(
-            name=found.name,
-            path=path,
-            step=note.step,
-            run=note.run,
-            created=record.created,
-            num_bytes=sum(file.num_bytes for file in (record.index, record.values, *record.files)),
-            world_size=record.world_size,
-            save_id=record.save_id,
-            metrics=note.metrics,
-            note=note,
-        )
+        info = CheckpointInfo(name=found.name, path=f"{self._folder}/{found.name}", step=0)
+        info = catalog.with_record(info, found.record)
+        assert info.note is not None, "a manager made it"
 
         def load(state: Any, **options: Any) -> RestoreReport:
             return load_scattered(

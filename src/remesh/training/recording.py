@@ -19,8 +19,7 @@ import platform
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,6 @@ from remesh.run_info import run_info
 from remesh.training import rng
 from remesh.training.rng import Randomness
 from remesh.training.trackers import run_id_of
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The record of a moment beside the state."""
-
-    note: ManagerNote
-    rows: Callable[[], Mapping[str, ShardedTensor]]  # random numbers, as they are saved
-    role: list[int]  # coordinates of this rank's role
 
 
 class Recorder:
@@ -86,22 +76,14 @@ class Recorder:
         streams = self.streams()
         rows = rng.rows_of(streams, self.roles)
         full.beside.update(with_rows(full.state, rows).beside)
-        note = self._note(step, metrics, streams)
+        note = self.note(step, metrics, streams)
         metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
         return rng.summary(rows, self.roles)
 
-    def moment(self, step: int, metrics: Mapping[str, float] | None) -> Moment:
-        """The moment that a save now would record."""
-        streams = {name: stream.frozen() for name, stream in self.streams().items()}
-        return Moment(
-            note=self._note(step, metrics, streams),
-            rows=lambda: rng.rows_of(streams, replace(self.roles, replica=0)),
-            role=[coordinate for coordinate, _ in self.roles.own.values()],
-        )
-
-    def _note(
+    def note(
         self, step: int, metrics: Mapping[str, float] | None, streams: Mapping[str, rng.Stream]
     ) -> ManagerNote:
+        """The note of a save of these streams."""
         runs = [(name, run_id_of(tracker)) for name, tracker in self.trackers.items()]
         return ManagerNote(
             step=step,

@@ -67,10 +67,6 @@ class Watch:
         self._former: dict[signal.Signals, Any] = {
             number: signal.signal(number, self._notice) for number in wanted
         }
-        # Set by the manager: whether the state in memory is as good as a save, and whether a save
-        # is being written, which a request to wait without one waits for.
-        self.holds_state: Callable[[], bool] = lambda: False
-        self.is_saving: Callable[[], bool] = lambda: False
         # After the signals that count: one of them may be that by which stacks are asked for.
         self._end_answering = self._answer_stack_requests()
 
@@ -117,10 +113,13 @@ class Watch:
                 "the job may go on elsewhere, and two trainings must not save to one place"
             )
 
-    def asked(self) -> tuple[str, Request | None]:
+    def asked(
+        self, *, holds_state: bool = False, is_saving: bool = False
+    ) -> tuple[str, Request | None]:
         """The source of a request for a save, and the request; ("", None) if there is none.
 
-        A request to wait without a save has no source, since nothing is to be saved.
+        If the state in memory is as good as a save, a request to wait without one has no source,
+        for nothing is to be saved; it waits for a save that is being written.
 
         An empty file counts when it is read for the second time: it may be one that is still being
         written, as by `echo save-and-stop > file`.
@@ -130,8 +129,8 @@ class Watch:
             return f"signal {self._signal}", "save-and-stop"
         for file, source in self._sources.items():
             asked = self._read(file)
-            if asked == "hold" and self.holds_state():
-                if self.is_saving():
+            if asked == "hold" and holds_state:
+                if is_saving:
                     continue
                 return "", "hold"
             asked = "save-and-hold" if asked == "hold" else asked
