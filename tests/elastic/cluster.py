@@ -64,7 +64,9 @@ def broken_check(directory: Path) -> str:
     return str(directory)
 
 
-PRELOAD = "numpy,torch,torch._dynamo,torch.distributed.fsdp,remesh.training.live,remesh.elastic"
+PRELOAD = (
+    "numpy,torch,torch._dynamo,torch.distributed.fsdp,remesh.training.survivors,remesh.elastic"
+)
 """What the processes of jobs that need torch find imported."""
 
 

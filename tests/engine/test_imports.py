@@ -49,7 +49,7 @@ NEEDS_TORCH = (
     "remesh.training.export",
     "remesh.training.fingerprints",
     "remesh.training.integrations",
-    "remesh.training.live",
+    "remesh.training.survivors",
     "remesh.training.sampling",
     "remesh.training.scaling",
 )

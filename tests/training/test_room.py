@@ -7,9 +7,9 @@ import torch
 
 from remesh.catalog import ManagerNote
 from remesh.elastic.training_job import TrainingJob
-from remesh.training import live, rng
+from remesh.training import rng, survivors
 from remesh.training.fingerprints import Fingerprints
-from remesh.training.live import (
+from remesh.training.survivors import (
     HOST,
     Boundary,
     Keeper,
@@ -62,7 +62,7 @@ def test_a_boundary_without_room_is_given_up(
     free: int | None,
     is_kept: bool,
 ) -> None:
-    monkeypatch.setattr(live, "free_bytes", lambda _device: free)
+    monkeypatch.setattr(survivors, "free_bytes", lambda _device: free)
     job = TrainingJob(is_reentrant=True)
     state = trained()
     keeper = Keeper(state, Fingerprints().take(state))
@@ -76,7 +76,7 @@ def test_a_boundary_without_room_is_given_up(
 def test_tensors_move_without_becoming_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(4, 4, device="cuda")
     weight, version, values = model.weight, model.weight._version, model.weight.tolist()
-    monkeypatch.setattr(live, "free_bytes", lambda device: 0 if device != HOST else None)
+    monkeypatch.setattr(survivors, "free_bytes", lambda device: 0 if device != HOST else None)
     assert make_room({"model": model})
     assert model.weight is weight
     assert (weight.device, weight._version, weight.tolist()) == (HOST, version, values)

@@ -438,10 +438,7 @@ def best_effort(action: str) -> Iterator[None]:
 
 
 def release(storage: Storage, info: CheckpointInfo) -> None:
-    """Remove the marks of a run that died while it resumed from a checkpoint of its own.
-
-    Only for who begins to resume that run: its former processes are gone by then.
-    """
+    """Remove the marks of a run that died while it resumed, when it begins to resume again."""
     for path in storage.list(f"{info.name}/in-use-"):
         with suppress(CheckpointNotFoundError):
             mark = _read_mark(storage, path, _InUse)

@@ -66,10 +66,7 @@ def natural_key(name: str) -> tuple[str | int, ...]:
 
 
 def scan(storage: Storage) -> list[Entry]:
-    """The checkpoints and unfinished saves directly in a directory, sorted by their numbers.
-
-    A link to a directory that is listed anyway (`latest`) is left out.
-    """
+    """The checkpoints and unfinished saves in a directory, by number; no second links to them."""
     names = [name for name in storage.list_directory().directories if not name.startswith(".")]
     if is_local(storage):
         names = _without_second_links(Path(storage.url), names)

@@ -37,7 +37,7 @@ SILENCE_LIMIT = 120.0
 """Seconds after which a run is given up in which no rank says anything."""
 LOOK_SECONDS = 0.1
 """Time between two looks at what the processes have done."""
-PRELOAD = "numpy,torch,torch._dynamo,remesh.training.live,remesh.demo.training,remesh.elastic"
+PRELOAD = "numpy,torch,torch._dynamo,remesh.training.survivors,remesh.demo.training,remesh.elastic"
 MARKER = ".remesh-demo"
 PICTURE_NAME = "layout.html"
 RESULT_NAME = "result.json"

@@ -2,8 +2,8 @@
 
 `remesh.elastic.run` calls the function with a `TrainingJob`, the same in all entries of a process.
 It holds what the entries share: what the user keeps, and the *boundary* that the manager of an
-entry leaves to the next one (`remesh.training.live`). It also knows when the function must not be
-interrupted: while tensors are being changed, which ends at the next boundary.
+entry leaves to the next one (`remesh.training.survivors`). It also knows when the function must not
+be interrupted: while tensors are being changed, which ends at the next boundary.
 """
 
 from __future__ import annotations

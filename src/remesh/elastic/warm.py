@@ -38,7 +38,7 @@ LATER = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "remesh.training.manager",
-    "remesh.training.live",
+    "remesh.training.survivors",
     "remesh.elastic.entries",
 )
 """What a training imports with its first steps, where it has torch."""

@@ -124,11 +124,7 @@ class ApiCluster:
         return tuple(pods)
 
     async def write_status(self, job: Job, status: Status) -> Job:
-        """Write the status, and return the job after it.
-
-        Raises:
-            ConflictError: If the job has another version by now.
-        """
+        """Write the status, and return the job after it; ConflictError if another has written."""
         body = {
             "metadata": {"resourceVersion": job.version},
             "status": status_patch(job.status, status),

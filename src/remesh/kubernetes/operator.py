@@ -159,11 +159,7 @@ class Pass:
 async def reconcile_once(
     cluster: ApiCluster, key: Key, ask: Ask, clock: Callable[[], datetime]
 ) -> Pass | None:
-    """Read a job and its pods, decide, write the status, act; None if there is no such job.
-
-    Raises:
-        ConflictError: If another wrote to the job meanwhile. Try again.
-    """
+    """Read a job and its pods, decide, write the status, act; None if there is no such job."""
     job = await cluster.read_job(key)
     if job is None:
         return None

@@ -180,35 +180,34 @@ class _Pass:
         """Delete those pods that are not being deleted."""
         self.actions.extend(DeletePod(pod.name) for pod in pods if pod.expires is None)
 
-    def decision(self) -> Decision:
-        status = described(
-            self.job, self.status, tuple(self.of(Role.WORKER).values()), self.master, self.now
-        )
-        wake = min(self.wakes, default=None)
-        return Decision(status, tuple(self.actions), wake)
-
 
 def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datetime) -> Decision:
     """Decide what happens next to a job that was read before its pods."""
     this = _Pass(job, pods, master, now, job.status)
     if job.deleting:
-        return _delete(this)
-    if FINALIZER not in job.finalizers:
-        return Decision(job.status, (AddFinalizer(),))
+        _delete(this)
+    elif FINALIZER not in job.finalizers:
+        this.actions.append(AddFinalizer())
+    else:
+        _go_on(this)
+    return Decision(this.status, tuple(this.actions), min(this.wakes, default=None))
+
+
+def _go_on(this: _Pass) -> None:
     _start(this)
-    if master is not None and master.epoch != this.status.epoch:
+    if this.master is not None and this.master.epoch != this.status.epoch:
         this.master = None
     _note_training(this)
     if this.status.phase in FINISHED:
         _clean(this)
-    elif job.spec.suspend:
+    elif this.job.spec.suspend:
         _suspend(this)
     else:
         if this.status.phase is Phase.SUSPENDED:
             _resume(this)
         _run(this)
-    this.set(observed_generation=job.generation)
-    return this.decision()
+    this.set(observed_generation=this.job.generation)
+    _describe(this)
 
 
 def _start(this: _Pass) -> None:
@@ -225,7 +224,7 @@ def _start(this: _Pass) -> None:
 # The end of a job -----------------------------------------------------------------------------
 
 
-def _delete(this: _Pass) -> Decision:
+def _delete(this: _Pass) -> None:
     """Stop the workers, then the master; let the job go when nothing of it is left."""
     if FINALIZER in this.job.finalizers and not this.pods:
         this.actions += [DeleteShared(), RemoveFinalizer()]
@@ -234,7 +233,6 @@ def _delete(this: _Pass) -> Decision:
         for pod in this.pods:
             if pod.expires is not None and this.passed(pod.expires, FORCE_SECONDS):
                 this.actions.append(DeletePod(pod.name, force=True))
-    return Decision(this.status, tuple(this.actions), min(this.wakes, default=None))
 
 
 def _finish(this: _Pass, phase: Phase, reason: str) -> None:
@@ -535,16 +533,15 @@ def selector_of(job: Job) -> str:
     return f"{LABEL_JOB}={job.name},{LABEL_ROLE}={Role.WORKER}"
 
 
-def described(
-    job: Job, status: Status, workers: Sequence[Pod], master: Master | None, now: datetime
-) -> Status:
-    """The status with the phase and the conditions that follow from it."""
+def _describe(this: _Pass) -> None:
+    """Show how many workers run, and the phase and the conditions that follow."""
+    job, workers = this.job, tuple(this.of(Role.WORKER).values())
     running = sum(pod.is_running for pod in workers)
-    status = msgspec.structs.replace(status, replicas=running)
-    if status.phase not in (*FINISHED, Phase.SUSPENDED):
-        phase, reason = _phase(job, running, workers, master)
-        status = msgspec.structs.replace(status, phase=phase, reason=reason)
-    phase = status.phase
+    this.set(replicas=running)
+    if this.status.phase not in (*FINISHED, Phase.SUSPENDED):
+        phase, reason = _phase(job, running, workers, this.master)
+        this.set(phase=phase, reason=reason)
+    status, phase = this.status, this.status.phase
     degraded = phase in (Phase.PENDING, Phase.RUNNING) and running < job.spec.replicas
     few = f"{running} of {job.spec.replicas} workers run" + _why_waiting(workers)
     values = {
@@ -560,9 +557,9 @@ def described(
     }
     old = {each.type: each for each in status.conditions}
     conditions = tuple(
-        _condition(old.get(kind), kind, *value, now) for kind, value in values.items()
+        _condition(old.get(kind), kind, *value, this.now) for kind, value in values.items()
     )
-    return msgspec.structs.replace(status, conditions=conditions)
+    this.set(conditions=conditions)
 
 
 def _phase(

@@ -186,17 +186,14 @@ def _indexed_files(exchange: Exchange, storage: Storage, name: str) -> list[str]
 
 
 class _Weight(msgspec.Struct, frozen=True):
-    """A tensor of the source: stored name, path in the state, dtype, shape, and its aliases.
-
-    `is_inner` says that a tensor is made of it and others.
-    """
+    """A tensor of the source: stored name, path in the state, dtype, shape, and its aliases."""
 
     name: str
     path: tuple[str | int, ...]
     dtype: str
     shape: tuple[int, ...]
     aliases: list[tuple[str | int, ...]]
-    is_inner: bool
+    is_inner: bool  # whether a tensor is made of it and others
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ Snapshots. With `memory_every` the same is kept in the memory of the nodes as we
 restarted job that resumes from there saves the state to storage at once.
 
 Resuming. Rank 0 lists and all follow. A damaged checkpoint is passed over, with the reason in log
-and result. What processes that go on hold (`live`) is as good as a checkpoint of that step. A
+and result. What processes that go on hold (`survivors`) is as good as a checkpoint of that step. A
 mismatch, a newer format or a failing storage is raised: going back would hide it.
 
 The end. The step of the last call of `step` is saved, unless its state has changed since, which
@@ -70,7 +70,7 @@ from remesh.transform import Program, Transform, as_transform
 
 if TYPE_CHECKING:
     from remesh.training.fingerprints import Fingerprint, Fingerprints
-    from remesh.training.live import LiveMemory
+    from remesh.training.survivors import SurvivorState
 
 EXIT_SECONDS = 10.0
 """How long a save in flight may still take when an exception ends the manager."""
@@ -156,7 +156,7 @@ class Manager:
     _should_stop = False
     _closed = ""
     _memory: Memory | None = None  # of the nodes, if the job wants and has it
-    _live: LiveMemory | None = None  # of this process, if it goes on from world to world
+    _survivor: SurvivorState | None = None  # of this process, if it goes on from world to world
     # Steps of this run that are there and of no use: a save there takes their place.
     _superseded: frozenset[str] = frozenset()
 
@@ -200,19 +200,19 @@ class Manager:
             buffers=buffers,
             verify_replicas=verify_replicas,
             compress=compress,
-            on_event=self._hear,
+            on_event=self._on_save_event,
         )
         self._recorder = Recorder(self._exchange, randomness or Randomness(), config)
         self._saves_at_end = save_at_end
-        # The time of the first save, and of what was not saved before the process resumed.
+        # Until the first save, time counts from here, or from the last save of the resumed state.
         self._began = time.monotonic()
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
         if job is not None and job.is_reentrant:
             # Here, for it needs torch, which a manager does without.
-            from remesh.training.live import LiveMemory
+            from remesh.training.survivors import SurvivorState
 
-            self._live = LiveMemory(job, self._exchange, self._recorder, buffers)
+            self._survivor = SurvivorState(job, self._exchange, self._recorder, buffers)
         if memory_every is not None:
             self._memory = self._open_memory(memory_every, memory_replicas, buffers)
 
@@ -311,21 +311,20 @@ class Manager:
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
             self._warm(state)
-        reason, stop, hold = policies.due_by_step(self._every, step), False, False
-        if self._next_look is None or step >= self._next_look:
-            verdict = self._look_around(step)
-            reason, stop, hold = reason or verdict.reason, verdict.stop, verdict.hold
+        is_look = self._next_look is None or step >= self._next_look
+        verdict = self._exchange_notes(step) if is_look else Note()
+        reason = policies.due_by_step(self._every, step) or verdict.reason
         if self._memory is not None and self._memory.is_due(step):
             self._memory.save(step, state, metrics)
         if reason:
             self._begin(step, state, metrics, None, reason)
             self._watch.answered()
-        if stop or hold:
+        if verdict.stop or verdict.hold:
             self.wait()
-            self._watch.beat(step, self.saved_step, at_once=True, waits=hold)
-        if stop:
+            self._watch.beat(step, self.saved_step, at_once=True, waits=verdict.hold)
+        if verdict.stop:
             self._should_stop = True
-        elif hold:
+        elif verdict.hold:
             self._hold(step)
         return bool(reason)
 
@@ -426,7 +425,7 @@ class Manager:
         self, step: int, state: Any, metrics: Mapping[str, float] | None
     ) -> Fingerprint | None:
         """Note that a step is complete; the fingerprint of its tensors, if that is looked at."""
-        is_wanted = self._live is not None or self._saves_at_end
+        is_wanted = self._survivor is not None or self._saves_at_end
         if not is_wanted or "torch" not in sys.modules:
             return None
         if self._fingerprints is None:
@@ -434,9 +433,9 @@ class Manager:
 
             self._fingerprints = Fingerprints()
         fingerprint = self._fingerprints.take(state)
-        if self._live is not None:
+        if self._survivor is not None:
             saved_at = self._began if self._saved is None else self._saved.began
-            self._live.mark(step, state, metrics, fingerprint, saved_at)
+            self._survivor.mark(step, state, metrics, fingerprint, saved_at)
         return fingerprint
 
     def _warm(self, state: Any) -> None:
@@ -447,7 +446,7 @@ class Manager:
         except StateError as error:
             _LOGGER.debug("the first save will fail: %s", error)  # and tell all ranks
 
-    def _hear(self, event: Event) -> None:
+    def _on_save_event(self, event: Event) -> None:
         """Listen to saves: when one is done on rank 0, it is time to tidy up."""
         self._on_event(event)
         if event.point == "save.done" and event.rank == 0:
@@ -465,7 +464,7 @@ class Manager:
 
     # Whether to save ------------------------------------------------------------------------------
 
-    def _look_around(self, step: int) -> Note:
+    def _exchange_notes(self, step: int) -> Note:
         """Exchange notes. Collective. Raises the failure of a background save of any rank."""
         last_gap = 1 if self._last_look is None else step - self._last_look
         self._last_look = step
@@ -474,7 +473,7 @@ class Manager:
 
         def note() -> bytes:
             is_saving = self._handle is not None and not self._handle.done()
-            holds_state = self._live is not None and self._live.is_on
+            holds_state = self._survivor is not None and self._survivor.is_on
             reason, request = self._watch.asked(holds_state=holds_state, is_saving=is_saving)
             if not reason and self._exchange.rank == 0:
                 last = self._began if self._begun is None else self._begun.began
@@ -560,8 +559,8 @@ class Manager:
         if self._memory is not None:
             kept, incomplete = self._memory.find()
             sources += kept
-        if self._live is not None:
-            sources += self._live.find()
+        if self._survivor is not None:
+            sources += self._survivor.find()
         snapshot_every = None if self._memory is None else self._memory.every
         return resuming.in_order(sources, self._recorder.roles.grid, snapshot_every), incomplete
 
@@ -623,8 +622,8 @@ class Manager:
 
     def _end(self, reason: str) -> None:
         """Give signals back, and let no later call do anything."""
-        if self._live is not None:
-            self._live.close()
+        if self._survivor is not None:
+            self._survivor.close()
         self._watch.close()
         self._closed, self._last = reason, None
         for place, other in [*_OPEN.items()]:
@@ -682,7 +681,7 @@ class Manager:
         """
         if self._handle is not None:
             # Why it fails is of no interest any more.
-            wait([self._handle], EXIT_SECONDS if self._live is None else REENTRY_SECONDS)
+            wait([self._handle], EXIT_SECONDS if self._survivor is None else REENTRY_SECONDS)
             self._handle.cancel()
         self._end(reason)
 

@@ -139,10 +139,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 def combine(notes: Sequence[Note]) -> Note:
-    """The same verdict on every rank: one note suffices for a save, a stop, a wait or a failure.
-
-    Notes are in rank order.
-    """
+    """The verdict on the notes of all ranks: one suffices for a save, a stop, a wait, a failure."""
     reasons = [
         f"{note.reason} (rank {rank})" if len(notes) > 1 else note.reason
         for rank, note in enumerate(notes)
@@ -231,10 +228,7 @@ KeepPolicy = KeepLast | KeepEvery | KeepBest
 
 
 def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple[KeepPolicy, ...]:
-    """The policies of the argument `keep` of a manager; a number is that of the last checkpoints.
-
-    None and an empty sequence both mean that nothing is ever removed.
-    """
+    """The policies of the argument `keep` of a manager; a number keeps the last checkpoints."""
     return _policies_of("keep", keep, KeepPolicy, KeepLast, "checkpoints", 10)
 
 
@@ -258,11 +252,7 @@ class RetentionDecision:
 def decide_retention(
     infos: Sequence[CheckpointInfo], policies: Sequence[KeepPolicy], *, run: str, now: float
 ) -> list[RetentionDecision]:
-    """The decision on each checkpoint; nothing is touched.
-
-    One decision for each checkpoint, in the order given. Without policies everything stays; only
-    checkpoints of `run` may be removed.
-    """
+    """The decision on each checkpoint of a run, in their order; those of other runs stay."""
     counted = [info for info in infos if info.run == run and not info.problem]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
     newest = catalog.newest_of([info for info in infos if not info.problem])
@@ -281,10 +271,7 @@ def decide_retention(
 def remove_unkept(
     storage: Storage, decisions: Sequence[RetentionDecision], *, now: float
 ) -> list[CheckpointInfo]:
-    """Remove the checkpoints that are not kept; returns those that were removed.
-
-    One that is read by the time of its removal stays.
-    """
+    """Remove those that are not kept nor read by now; returns those that were removed."""
     infos = [decision.info for decision in decisions if not decision.is_kept]
     removed = [info for info in infos if catalog.remove(storage, info.name, now=now)]
     for info in removed:

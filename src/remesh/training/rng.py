@@ -116,8 +116,9 @@ def streams_of(generators: Mapping[str, object], *, is_alone: bool) -> dict[str,
     return found
 
 
-def rewind_of(streams: Mapping[str, Stream]) -> Callable[[], None]:
-    """A function that puts streams back to where they are now."""
+def rewind_of_streams(*, is_alone: bool) -> Callable[[], None]:
+    """A function that puts all streams but the user's own generators back to where they are now."""
+    streams = streams_of({}, is_alone=is_alone)
     states = {name: stream.get() for name, stream in streams.items()}
 
     def rewind() -> None:

@@ -519,10 +519,7 @@ class PerRankState:
 
 
 def shuffled(places: npt.NDArray[np.int64], num_samples: int, key: int) -> npt.NDArray[np.int64]:
-    """The samples at some places of a shuffled order.
-
-    Places are numbers in [0, num_samples); different places have different samples.
-    """
+    """The samples at some places of a shuffled order; different places have different samples."""
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
     keys = [_mix_one(key + number * _STEP) for number in range(1, _NUM_ROUNDS + 1)]
     found = _feistel(places.astype(np.uint64), half_bits, keys)

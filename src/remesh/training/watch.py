@@ -90,10 +90,7 @@ class Watch:
     def beat(
         self, step: int, saved_step: int | None, *, at_once: bool = False, waits: bool = False
     ) -> None:
-        """Write a heartbeat, if there is an agent and the last is not too recent.
-
-        With `at_once` however recent the last is.
-        """
+        """Write a heartbeat, if there is an agent, and `at_once` or the last is not too recent."""
         self.check_agent()
         now = time.monotonic()
         if self._heartbeat_file and (at_once or now - self._last_beat >= BEAT_SECONDS):

@@ -32,8 +32,8 @@ from remesh.checkpoint import Checkpoint
 from remesh.checkpoint.local import exchange_of
 from remesh.errors import CheckpointError
 from remesh.exchange import run_on_one
-from remesh.training import rng
 from remesh.training.manager import Manager
+from remesh.training.rng import rewind_of_streams
 
 __all__ = ["RemeshCallback"]
 
@@ -96,12 +96,7 @@ class RemeshCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Fill model, optimizer and the rest from the checkpoint. Collective.
-
-        Raises:
-            CheckpointError: If it turns out to be damaged; the next launch takes an older one.
-            RemeshError: As `remesh.Manager.resume`.
-        """
+        """Fill model, optimizer and the rest from the checkpoint. Collective."""
         del control  # there is nothing to decide
         self._offered = state.global_step
         if self._resuming is None:
@@ -117,28 +112,18 @@ class RemeshCallback(TrainerCallback):
                 "hand it to train(resume_from_checkpoint=...)"
             )
         if state.epoch % 1:
-            # Of the streams that `Trainer` itself draws from.
-            streams = rng.streams_of({}, is_alone=args.world_size == 1)
-            self._rewind = rng.rewind_of(streams)
+            self._rewind = rewind_of_streams(is_alone=args.world_size == 1)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Save what the last epoch ended with, if a policy says so. Collective.
-
-        Raises:
-            RemeshError: As `remesh.Manager.step`.
-        """
+        """Save what the last epoch ended with, if a policy says so. Collective."""
         self._offer(args, state, control, parts)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Save the step before, if a policy says so. Collective.
-
-        Raises:
-            RemeshError: As `remesh.Manager.step`.
-        """
+        """Save the step before, if a policy says so. Collective."""
         if self._rewind is not None:
             self._rewind()
             self._rewind = None
@@ -160,11 +145,7 @@ class RemeshCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Save the last step, if a policy says so, and wait for the save in flight. Collective.
-
-        Raises:
-            RemeshError: Why it failed.
-        """
+        """Save the last step, if a policy says so, and wait for the save in flight. Collective."""
         self._offer(args, state, control, parts)
         self._manager.wait()
 

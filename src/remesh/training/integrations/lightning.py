@@ -28,9 +28,9 @@ from remesh.checkpoint import Checkpoint, save
 from remesh.errors import StateError
 from remesh.exchange import Alone
 from remesh.storage import open_storage
-from remesh.training import rng
 from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
+from remesh.training.rng import rewind_of_streams
 from remesh.training.sampling import ResumableBatchSampler
 
 __all__ = ["EpochLoader", "RemeshCallback", "RemeshCheckpointIO"]
@@ -98,11 +98,7 @@ class RemeshCallback(Callback):
         self.resumed: Resumed | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the manager, and fill everything from the newest checkpoint. Collective.
-
-        Raises:
-            RemeshError: As `remesh.Manager.resume`.
-        """
+        """Make the manager, and fill everything from the newest checkpoint. Collective."""
         self.manager = Manager(self._root, **self._options)
         state = self._state(trainer, pl_module)
         self.resumed = self.manager.resume(state)
@@ -114,9 +110,7 @@ class RemeshCallback(Callback):
         batches = self._loader.batches
         num_done = self._loader.num_done
         if len(batches) > 0:
-            # Of the streams that are drawn from when an iteration over the data begins.
-            streams = rng.streams_of({}, is_alone=trainer.world_size == 1)
-            self._rewind = rng.rewind_of(streams)
+            self._rewind = rewind_of_streams(is_alone=trainer.world_size == 1)
         else:
             # Lightning begins to iterate over the next epoch before it names it.
             num_done = len(self._loader)
@@ -142,11 +136,7 @@ class RemeshCallback(Callback):
         _batch: Any,
         _batch_idx: int,
     ) -> None:
-        """Save if a policy says so, and stop if it says that. Collective.
-
-        Raises:
-            RemeshError: As `remesh.Manager.step`.
-        """
+        """Save if a policy says so, and stop if it says that. Collective."""
         assert self.manager is not None
         self._loader.batches.advance()
         if trainer.global_step == self._offered:
@@ -158,19 +148,11 @@ class RemeshCallback(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End here, before later callbacks replace the weights by averages. Collective.
-
-        Raises:
-            RemeshError: Why the last save failed.
-        """
+        """End here, before later callbacks replace the weights by averages. Collective."""
         self.on_fit_end(trainer, pl_module)
 
     def on_fit_end(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
-        """Wait for the save in flight. Collective.
-
-        Raises:
-            RemeshError: Why it failed.
-        """
+        """Wait for the save in flight. Collective."""
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.close()

@@ -126,7 +126,7 @@ def has_all_roles(offers: Sequence[Offer]) -> bool:
     return len({tuple(offer.role) for offer in offers}) == num_roles
 
 
-class LiveMemory:
+class SurvivorState:
     """The memory of this process, from entry to entry; the job holds the boundary."""
 
     def __init__(
@@ -240,7 +240,7 @@ class LiveMemory:
         _OPEN.discard(self)
 
 
-_OPEN: set[LiveMemory] = set()
+_OPEN: set[SurvivorState] = set()
 """Those that watch optimizers. Any thread may change it: it is copied before it is walked over."""
 
 

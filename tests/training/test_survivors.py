@@ -29,12 +29,12 @@ from remesh.training import (
     ResumableBatchSampler,
     ResumableSampler,
     Resumed,
-    live,
     recording,
+    survivors,
 )
 from remesh.training import manager as manager_module
-from remesh.training.live import Offer, has_all_roles, steps_on_offer
 from remesh.training.policies import EverySeconds
+from remesh.training.survivors import Offer, has_all_roles, steps_on_offer
 from tests.support import run_ranks
 
 
@@ -355,11 +355,11 @@ def test_tensors_that_had_to_move_are_looked_at_in_their_new_place(tmp_path: Pat
         return True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "make_room", move)
+        patch.setattr(survivors, "make_room", move)
         job.make_room()
     boundary.keeper.roll_back()
     weight.data.add_(1)
-    with pytest.raises(live.ChangedError, match=r"state\.teacher\.weight"):
+    with pytest.raises(survivors.ChangedError, match=r"state\.teacher\.weight"):
         boundary.keeper.roll_back()
 
 
@@ -548,7 +548,7 @@ def test_failures_do_not_keep_a_save_from_being_due(
     """A save every 4 s and a failure every 3 s; the first save may be cut off by one."""
     clock, job = _Clock(), TrainingJob(is_reentrant=True)
     monkeypatch.setattr(manager_module, "time", clock)
-    monkeypatch.setattr(live, "time", clock)
+    monkeypatch.setattr(survivors, "time", clock)
     monkeypatch.setattr(manager_module, "REENTRY_SECONDS", 0.0)
     begun = []
     for entry in range(1, 5):
