@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pickletools
 import random
 import tempfile
 import zipfile
@@ -16,9 +17,9 @@ import torch
 import remesh
 from remesh.errors import RemeshError
 from remesh.formats import pickle_writer, table
-from remesh.formats.contents import Place
-from remesh.formats.pickle_reader import _BY_OPCODE
-from remesh.formats.pickle_values import KNOWN
+from remesh.formats.pickle_records import Record
+from remesh.formats.place import Place
+from remesh.formats.restricted_pickle import KNOWN
 from remesh.storage import MemoryStorage
 
 # -- opcodes --------------------------------------------------------------------------------------
@@ -221,24 +222,25 @@ def _dcp_metadata(pickled: bytes) -> dict[str, bytes]:
 _DCP = "torch.distributed.checkpoint"
 
 
+def new(kind: str, state: object = None) -> Record:
+    return Record(kind, is_new=True, state=state)
+
+
 def _dcp_value(pickled: bytes) -> dict[str, bytes]:
     """A checkpoint with one value, whose archive holds the pickle."""
     content = archive(pickled)
-    new, named = pickle_writer.New, pickle_writer.Global
-    index = new(
-        named(f"{_DCP}.metadata", "MetadataIndex"), {"fqn": "v", "offset": None, "index": None}
-    )
+    index = new(f"{_DCP}.metadata.MetadataIndex", {"fqn": "v", "offset": None, "index": None})
     info = new(
-        named(f"{_DCP}.filesystem", "_StorageInfo"),
+        f"{_DCP}.filesystem._StorageInfo",
         {"relative_path": "__0_0.distcp", "offset": 0, "length": len(content)},
     )
-    entry = new(named(f"{_DCP}.metadata", "BytesStorageMetadata"))
+    entry = new(f"{_DCP}.metadata.BytesStorageMetadata")
     state = {
         "state_dict_metadata": {"v": entry},
         "planner_data": {"v": ("v",)},
         "storage_data": {index: info},
     }
-    metadata = pickle_writer.dumps(new(named(f"{_DCP}.metadata", "Metadata"), state))
+    metadata = pickle_writer.dumps(new(f"{_DCP}.metadata.Metadata", state))
     return {".metadata": metadata, "__0_0.distcp": content}
 
 
@@ -261,16 +263,15 @@ def _paddle_metadata(pickled: bytes) -> dict[str, bytes]:
 def _paddle_data(pickled: bytes) -> dict[str, bytes]:
     """A checkpoint of one tensor, whose data file is the pickle."""
     home = "paddle.distributed.flex_checkpoint.dcp.metadata"
-    new, named = pickle_writer.New, pickle_writer.Global
     box = {"global_offset": (0,), "local_shape": (4,), "dtype": "float32", "global_shape": (4,)}
     index = {"tensor_key": "w", "global_offset": (0,), "local_shape": (4,)}
     state = {
-        "state_dict_metadata": {"w": [new(named(home, "LocalTensorMetadata"), box)]},
-        "storage_metadata": {new(named(home, "LocalTensorIndex"), index): "0_0.distcp"},
+        "state_dict_metadata": {"w": [new(f"{home}.LocalTensorMetadata", box)]},
+        "storage_metadata": {new(f"{home}.LocalTensorIndex", index): "0_0.distcp"},
         "flat_mapping": {"w": ("w",)},
     }
     return {
-        "0.metadata": pickle_writer.dumps(new(named(home, "Metadata"), state)),
+        "0.metadata": pickle_writer.dumps(new(f"{home}.Metadata", state)),
         "0_0.distcp": pickled,
     }
 
@@ -325,7 +326,7 @@ def warm_up() -> None:
 
 # -- fuzzing --------------------------------------------------------------------------------------
 
-_OPCODES = sorted(_BY_OPCODE)
+_OPCODES = sorted(op.code.encode("latin1") for op in pickletools.opcodes if op.name != "STOP")
 _NAMES = sorted(KNOWN)
 _BAD_NAMES = ["os.system", "builtins.eval", "builtins.getattr", "torch.load", "sys.modules"]
 _TEXTS = [

@@ -26,10 +26,16 @@ import remesh
 from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointError, CorruptCheckpointError, RemeshError
 from remesh.formats import table
-from remesh.formats.contents import Place
 from remesh.formats.pickle_reader import parse
-from remesh.formats.pickle_values import KNOWN, MAKERS, ArchivedStorage, ArchivedTensor
-from remesh.formats.restricted_pickle import max_parts, resolved
+from remesh.formats.place import Place
+from remesh.formats.restricted_pickle import (
+    KNOWN,
+    MAKERS,
+    ArchivedStorage,
+    ArchivedTensor,
+    max_parts,
+    resolved,
+)
 from remesh.formats.table import Source
 from tests.formats import hostile
 from tests.formats.auditing import audited

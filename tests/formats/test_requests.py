@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import remesh
 from remesh.cli import cli
-from remesh.formats.contents import Place
+from remesh.formats.place import Place
 from remesh.formats.table import read_contents
 from remesh.storage import LocalStorage, MemoryStorage
 from tests.fuzz.checkpoints import WRITERS, make_checkpoint

@@ -26,6 +26,7 @@ from remesh.core.values import UnresolvedValue
 from remesh.errors import CorruptCheckpointError, PickleRefusedError
 from remesh.formats import pickle_writer
 from remesh.formats.pickle_reader import parse
+from remesh.formats.pickle_records import Record
 from remesh.formats.restricted_pickle import loads, resolved
 
 
@@ -229,7 +230,7 @@ def test_cycles_end() -> None:
 
 
 def test_the_writer_names_nothing_of_ours() -> None:
-    call = pickle_writer.Call(pickle_writer.Global("torch", "Size"), ((1, 2),))
+    call = Record("torch.Size", ((1, 2),))
     data = pickle_writer.dumps({"a": call, "b": call})
     named = [arg for opcode, arg, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
     assert named == ["torch Size"]

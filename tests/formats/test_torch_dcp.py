@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 import remesh
 from remesh.core.dtypes import DTYPES
 from remesh.core.index import Index
-from remesh.formats.archive import row_major_pieces, scan_head
-from remesh.formats.archive_writer import frame, tensor_pickle
+from remesh.formats.archive import ArchiveLayout, row_major_pieces, scan_head, tensor_record
+from remesh.formats.pickle_writer import dumps
 from remesh.sharding import Box, Part
 from remesh.storage import LocalStorage, Storage
 from tests.support.state_conformance import Arrays, FormatConformance
@@ -422,7 +422,8 @@ def test_row_major_pieces_hold_every_element_once(case: tuple[list[int], list[in
 def test_an_archive_beyond_four_gigabytes(tmp_path: Path) -> None:
     num_bytes = (1 << 32) + 12
     dtype = next(dtype for dtype in DTYPES if dtype.name == "uint8")
-    head, tail = frame(tensor_pickle(dtype, (num_bytes,)), num_bytes, 0)
+    pickled = dumps(tensor_record(dtype, (num_bytes,), "0"))
+    (_, head), (_, tail) = ArchiveLayout(pickled, [num_bytes]).fillers
     path = tmp_path / "large.pt"
     with path.open("wb") as file:  # sparse: only the ends take room
         file.write(head)
@@ -430,7 +431,7 @@ def test_an_archive_beyond_four_gigabytes(tmp_path: Path) -> None:
         file.write(b"\x07" + tail)
     tensor = torch.load(path, mmap=True, weights_only=True)
     assert (tensor.shape, tensor[-1].item()) == ((num_bytes,), 7)
-    assert scan_head(head) == (tensor_pickle(dtype, (num_bytes,)), len(head))
+    assert scan_head(head) == (pickled, len(head))
     last = remesh.sharding.Box((num_bytes - 1,), (1,))
     assert remesh.Checkpoint(path).read_array("value", last).tolist() == [7]
 

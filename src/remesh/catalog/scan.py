@@ -24,7 +24,7 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.formats.contents import Place
+from remesh.formats.place import Place
 from remesh.formats.table import FORMATS, format_at
 from remesh.storage import (
     Directory,
@@ -143,7 +143,7 @@ def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
     place = Place(open_storage(path))
     for row in FORMATS:
         # Of directories with directories no listing is made, so that no tree is walked.
-        if not (row.lists and here.directories) and row.is_at(place):
+        if not (row.needs_listing and here.directories) and row.is_at(place):
             num_bytes = sum(place.storage.list_sizes().values())
             return Entry(
                 name,
@@ -219,7 +219,7 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(f"{root}: not a checkpoint itself; {_suggestion(entries)}")
     names = sorted(found, key=natural_key)
     shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
-    looked = "; ".join(row.looks_for for row in FORMATS)
+    looked = "; ".join(row.marker for row in FORMATS)
     return CheckpointNotFoundError(
         f"{root}: not a checkpoint (no {native.RECORD_NAME}); it holds {shown}. "
         f"Looked for: {looked}."

@@ -41,10 +41,9 @@ from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone, Exchange, run_on_one
 from remesh.formats import native
-from remesh.formats.contents import Contents
 from remesh.formats.decoding import decoded
 from remesh.formats.framing import Writer
-from remesh.formats.table import FORMATS, Source, place_of, read_contents, writer_of
+from remesh.formats.table import FORMATS, Contents, Source, place_of, read_contents, writer_of
 from remesh.pipeline import Compress
 from remesh.pipeline.source import StoredMemory, TensorSource
 from remesh.storage import Storage, open_storage

@@ -51,9 +51,9 @@ from remesh.core.strided import Layout
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
 from remesh.exchange import Exchange, run_on_all, run_on_one
-from remesh.formats.contents import Place
 from remesh.formats.decoding import decoded
 from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
+from remesh.formats.place import Place
 from remesh.formats.table import place_of, read_encoded
 from remesh.pipeline import read_together
 from remesh.planner import (

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from remesh.errors import CheckpointError, CheckpointExistsError, StateError
-from remesh.formats.contents import Place
 from remesh.formats.framing import Existing, Writer
+from remesh.formats.place import Place
 from remesh.formats.table import Format, listed_formats, marked_formats, writer_of
 from remesh.storage import Storage, ask_together
 
@@ -86,8 +86,8 @@ def _of_another(
         try:
             found = found or writer.existing(storage, {})
         except CheckpointError:
-            found = Existing(row.looks_for, is_fixed=True)  # its files are not known
-    if found is None and row.is_file:
+            found = Existing(row.marker, is_fixed=True)  # its files are not known
+    if found is None and row.files is not None:
         return None
     if not overwrite:
         raise CheckpointExistsError(

@@ -27,8 +27,9 @@ import numpy as np
 
 from remesh._repr import shown
 from remesh.core import values
+from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box, IntArray, boxes_of_flat_range, pad_dims, row_products
+from remesh.core.geometry import Box, IntArray, boxes_of_flat_range, pad_dims
 from remesh.core.index import Index, StoredFile, checked
 from remesh.core.state import Path, name_of
 from remesh.core.tables import BoxTable, TensorTable
@@ -44,36 +45,22 @@ from remesh.formats.archive import Archive, is_row_major, row_major_pieces
 from remesh.formats.checks import check_name, check_path, check_shape, damaged, is_unicode
 from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
-from remesh.formats.pickle_values import ArchivedTensor
+from remesh.formats.place import Listing, file_size
+from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.storage import Storage
 
 NUM_THREADS = 16
 """Requests at a time: the ranges are small, so what counts is how long a request takes."""
 GAP_BYTES = 32 << 10
 """Bytes between two ranges that are read rather than skipped."""
-MIN_SINGLE_PIECES = 1 << 16
-"""Pieces of strided tensors in a checkpoint, besides one for each byte of its files."""
 MAX_READ_BYTES = 8 << 20
 """Bytes of a request that unites several ranges."""
 
 MIN_PIECES = 1 << 16
-"""Pieces that a checkpoint may have, however small it is; more only as many as it has bytes."""
+"""Pieces of a checkpoint with strided tensors, besides one for each byte of its files."""
 
 Range = tuple[str, int, int]
 """A file, the first byte and one past the last."""
-
-
-WholeTensor = tuple[str, str, tuple[int, ...], int]
-"""Key, dtype and shape of a tensor, and the byte of its file at which it begins."""
-
-Listing = Mapping[str, int | None]
-"""Relative path → bytes of files, sorted; None where the listing did not tell the size."""
-
-
-def file_size(storage: Storage, listing: Listing, path: str) -> int:
-    """Bytes of a file, asked for only if the listing does not tell."""
-    size = listing.get(path)
-    return storage.size(path) if size is None else size
 
 
 def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
@@ -131,8 +118,12 @@ class IndexBuilder:
     listing: Listing = field(default_factory=dict)
     """Sizes of files that a listing told; others are asked for."""
     document: ValuesDocument = field(default_factory=ValuesDocument)  # the values so far
+    described_by: str = ""
+    """The file that says which boxes there are, if they must cover each element once."""
     _tensors: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
+    _kinds: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    """Dtypes and shapes that have been checked."""
     _aliases: dict[str, str] = field(default_factory=dict)
     _files: dict[str, int] = field(default_factory=dict)
     _sizes: list[int] = field(default_factory=list)
@@ -141,56 +132,27 @@ class IndexBuilder:
     _extents: list[Sequence[int]] = field(default_factory=list)
     _file: list[int] = field(default_factory=list)
     _position: list[int] = field(default_factory=list)
-    _num_single: int = 0
-    _views: dict[tuple[object, ...], str] = field(default_factory=dict)
-    _sequences: dict[Path, str] = field(default_factory=dict)
-    _strided: list[tuple[int, int, int, IntArray, tuple[int, ...], IntArray]] = field(
+    _strided: list[tuple[int, int, IntArray, tuple[int, ...], IntArray]] = field(
         default_factory=list
     )
+    """Row, file, and the offsets, common shape and positions of the pieces of strided tensors."""
+    _num_strided: int = 0
+    _views: dict[tuple[object, ...], str] = field(default_factory=dict)
+    _sequences: dict[Path, str] = field(default_factory=dict)
 
     def add_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> int:
         """Add a tensor; returns its row."""
         url = self.storage.url
         if check_name(name, url) in self._names:
             raise CorruptCheckpointError(f"{url}: two tensors are called {name}")
-        if dtype not in BY_NAME:
-            raise damaged(f"{url}: {name}", f"{shown(dtype)} is not a dtype")
-        check_shape(shape, BY_NAME[dtype].itemsize, f"{url}: {name}")
-        return self._add_like(name, dtype, tuple(shape))
-
-    def add_whole(self, path: str, tensors: Sequence[WholeTensor], prefix: Path = ()) -> None:
-        """Add tensors that lie whole, row by row, in a file; `prefix` is before their keys."""
-        file, size = self._file_row(path), self.size_of(path)
-        before = name_of((*prefix, ""))
-        known: dict[tuple[str, tuple[int, ...]], tuple[Box, int]] = {}
-        for key, dtype, shape, position in tensors:
-            kind = known.get((dtype, shape))
-            if kind is None:  # what is checked of dtypes and shapes is checked once
-                row = self.add_tensor(before + key, dtype, shape)
-                box = Box.whole(shape)
-                kind = known[dtype, shape] = box, box.size * BY_NAME[dtype].itemsize
-            else:
-                row = self._add_like(before + key, dtype, shape)
-            box, num_bytes = kind
-            if not 0 <= position <= position + num_bytes <= size:
-                self._check_piece(row, box, path, position, box.size)
-            if num_bytes:
-                self._tensor.append(row)
-                self._offsets.append(box.offset)
-                self._extents.append(shape)
-                self._file.append(file)
-                self._position.append(position)
-            if "." in key:  # else the name says the place
-                self.document.paths[before + key] = [*prefix, key]
-
-    def _add_like(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """Add a tensor whose dtype and shape have been checked; returns its row."""
-        if not name.isascii():
-            check_name(name, self.storage.url)
-        if name in self._names:
-            raise CorruptCheckpointError(f"{self.storage.url}: two tensors are called {name}")
+        kind = dtype, tuple(shape)
+        if kind not in self._kinds:
+            if dtype not in BY_NAME:
+                raise damaged(f"{url}: {name}", f"{shown(dtype)} is not a dtype")
+            check_shape(shape, BY_NAME[dtype].itemsize, f"{url}: {name}")
+            self._kinds.add(kind)
         self._names.add(name)
-        self._tensors.append((name, dtype, shape))
+        self._tensors.append((name, *kind))
         return len(self._tensors) - 1
 
     def has_tensor(self, name: str) -> bool:
@@ -221,27 +183,14 @@ class IndexBuilder:
 
     def add_piece(self, row: int, box: Box, path: str, position: int) -> None:
         """Add a box of a tensor that lies row by row at a byte of a file; empty ones are none."""
+        if box.ndim != len(self._tensors[row][2]):
+            raise self._outside(row, path, box)
         if box.size:
-            self._check_piece(row, box, path, position, box.size)
             self._tensor.append(row)
             self._offsets.append(box.offset)
             self._extents.append(box.shape)
             self._file.append(self._file_row(path))
             self._position.append(position)
-
-    def _check_piece(self, row: int, box: Box, path: str, position: int, num_elements: int) -> None:
-        name, dtype, shape = self._tensors[row]
-        is_inside = box.ndim == len(shape) and all(
-            start >= 0 and start + extent <= whole
-            for start, extent, whole in zip(box.offset, box.shape, shape, strict=True)
-        )
-        stop = position + num_elements * BY_NAME[dtype].itemsize
-        if is_inside and 0 <= position <= stop <= self.size_of(path):
-            return
-        where = f"{self.storage.url}/{path}: {name}"
-        if not is_inside:
-            raise damaged(where, f"the box {shown(box)} does not lie in shape {shown(shape)}")
-        raise damaged(where, f"bytes {position}:{stop} do not lie in the file")
 
     def add_boxes(
         self,
@@ -251,25 +200,27 @@ class IndexBuilder:
         positions: Sequence[int],
     ) -> None:
         """`add_piece` for many boxes, given their offsets and shapes; none is empty."""
-        if not rows:
-            return
-        offsets, shapes = boxes
-        num_dims = max(map(len, shapes))
-        files = [self._file_row(path) for path in paths]
-        starts, extents = pad_dims(offsets, num_dims, 0), pad_dims(shapes, num_dims, 1)
-        whole = pad_dims([self._tensors[row][2] for row in rows], num_dims, 1)
-        itemsizes = [BY_NAME[self._tensors[row][1]].itemsize for row in rows]
-        stops = np.array(positions) + row_products(extents) * np.array(itemsizes)
-        wrong = ((starts < 0) | (starts + extents > whole)).any(axis=1)
-        wrong |= stops > np.array(self._sizes)[files]
-        for number in np.flatnonzero(wrong).tolist():
-            box = Box(tuple(offsets[number]), tuple(shapes[number]))
-            self._check_piece(rows[number], box, paths[number], positions[number], box.size)
         self._tensor += rows
-        self._offsets += offsets
-        self._extents += shapes
-        self._file += files
+        self._offsets += boxes[0]
+        self._extents += boxes[1]
+        self._file += map(self._file_row, paths)
         self._position += positions
+
+    def add_range(
+        self, row: int, box: Box, bounds: tuple[int, int], path: str, position: int
+    ) -> None:
+        """Add a range of the elements of a flattened box, which lie at a byte of a file."""
+        itemsize = BY_NAME[self._tensors[row][1]].itemsize
+        for part in boxes_of_flat_range(box.shape, *bounds):
+            self.add_piece(row, part.shift(box.offset), path, position)
+            position += part.size * itemsize
+
+    def _outside(self, row: int, path: str, box: Box) -> CorruptCheckpointError:
+        name, _, shape = self._tensors[row]
+        return damaged(
+            f"{self.storage.url}/{path}: {name}",
+            f"the box {shown(box)} does not lie in shape {shown(shape)}",
+        )
 
     def add_strided(
         self, row: int, box: Box, path: str, position: int, strides: Sequence[int]
@@ -278,29 +229,22 @@ class IndexBuilder:
         if not box.size or is_row_major(box.shape, strides):
             self.add_piece(row, box, path, position)
             return
-        self._check_piece(row, box, path, position, 0)
-        name, dtype, _ = self._tensors[row]
-        self._file_row(path)
+        name, dtype, whole = self._tensors[row]
+        if box.ndim != len(whole):
+            raise self._outside(row, path, box)
+        file = self._file_row(path)
         offsets, shape, starts = row_major_pieces(box.shape, strides, name)
-        self._num_single += len(starts)
-        most = MIN_SINGLE_PIECES + self.num_bytes
-        if self._num_single > most:
+        offsets = offsets + np.array(box.offset, dtype=np.int64)
+        starts = position + starts * BY_NAME[dtype].itemsize
+        self._strided.append((row, file, offsets, shape, starts))
+        self._num_strided += len(starts)
+        # A tensor that was expanded has many pieces in few bytes, and does not grow with the file.
+        if len(self._tensor) + self._num_strided > MIN_PIECES + self.num_bytes:
             raise FormatVersionError(
                 f"{self.storage.url}: {name}: its elements, and those of other tensors, lie with "
                 f"strides {tuple(strides)!r:.80}\n"
                 "These are more pieces than its files have bytes; save it again after "
                 "contiguous()"
-            )
-        starts = position + starts * BY_NAME[dtype].itemsize
-        offsets = offsets + np.array(box.offset, dtype=np.int64)
-        self._strided.append((row, self._file_row(path), len(starts), offsets, shape, starts))
-        # A tensor that was expanded has many pieces in few bytes, and does not grow with the file.
-        num_pieces = len(self._tensor) + sum(count for _, _, count, *_ in self._strided)
-        if num_pieces > MIN_PIECES + sum(self._sizes):
-            raise FormatVersionError(
-                f"{self.storage.url}/{path}: {name} and others lie in {num_pieces} pieces\n"
-                "These are more than the files have bytes (expanded tensors?); save it again "
-                "after contiguous()"
             )
 
     def add_constant(self, content: bytes) -> str:
@@ -385,6 +329,29 @@ class IndexBuilder:
 
     def build(self) -> Index:
         """The index of all that was added."""
+        both = {*self._names, *self._aliases}.intersection(self.document.values)
+        if both:
+            raise NameCollisionError(
+                f"{self.storage.url}: {min(both)} is both a tensor and a value\nRead them by name "
+                "with the system that wrote them"
+            )
+        try:
+            boxes, file, position = self._pieces()
+        except OverflowError as error:
+            raise damaged(self.storage.url, "a piece lies at an impossible place") from error
+        self._check_pieces(boxes, file, position)
+        files = tuple(map(StoredFile, self._files, self._sizes))
+        faulty = faulty_tensors(boxes)[:10] if self.described_by else ()
+        if len(faulty):
+            raise CorruptCheckpointError(
+                f"{self.described_by}: the stored boxes do not cover each element once of "
+                f"{', '.join(boxes.tensors.names[row] for row in faulty)}"
+            )
+        index = Index.of(boxes, file, position, files, aliases=self._aliases)
+        return checked(index, self.storage.url)
+
+    def _pieces(self) -> tuple[BoxTable, IntArray, IntArray]:
+        """All pieces, tensor by tensor, with their files and positions."""
         tensors = TensorTable.of(self._tensors)
         num_dims = tensors.shapes.shape[1]
         offsets = [pad_dims(self._offsets, num_dims, 0)]
@@ -392,39 +359,33 @@ class IndexBuilder:
         tensor = [np.array(self._tensor, dtype=np.int64)]
         file = [np.array(self._file, dtype=np.int64)]
         position = [np.array(self._position, dtype=np.int64)]
-        for row, file_row, count, some_offsets, shape, starts in self._strided:
+        for row, file_row, some_offsets, shape, starts in self._strided:
             missing = num_dims - len(shape)
             offsets.append(np.pad(some_offsets, ((0, 0), (0, missing))))
-            extents.append(np.repeat(pad_dims([shape], num_dims, 1), count, axis=0))
-            tensor.append(np.full(count, row))
-            file.append(np.full(count, file_row))
+            extents.append(np.repeat(pad_dims([shape], num_dims, 1), len(starts), axis=0))
+            tensor.append(np.full(len(starts), row))
+            file.append(np.full(len(starts), file_row))
             position.append(starts)
         order = np.argsort(np.concatenate(tensor), kind="stable")
-        boxes = BoxTable(
-            tensors,
-            np.concatenate(tensor)[order],
-            np.concatenate(offsets)[order],
-            np.concatenate(extents)[order],
-        )
-        files = tuple(
-            StoredFile(path, size) for path, size in zip(self._files, self._sizes, strict=True)
-        )
-        both = {*self._names, *self._aliases}.intersection(self.document.values)
-        if both:
-            raise NameCollisionError(
-                f"{self.storage.url}: {min(both)} is both a tensor and a value\nRead them by name "
-                "with the system that wrote them"
-            )
-        return checked(
-            Index.of(
-                boxes,
-                np.concatenate(file)[order],
-                np.concatenate(position)[order],
-                files,
-                aliases=self._aliases,
-            ),
-            self.storage.url,
-        )
+        columns = (np.concatenate(parts)[order] for parts in (tensor, offsets, extents))
+        boxes = BoxTable(tensors, *columns)
+        return boxes, np.concatenate(file)[order], np.concatenate(position)[order]
+
+    def _check_pieces(self, boxes: BoxTable, file: IntArray, position: IntArray) -> None:
+        """Check that all pieces lie in their tensors and in their files."""
+        whole = boxes.tensors.shapes[boxes.tensor]
+        ends = boxes.offsets + boxes.extents
+        outside = (boxes.offsets < 0) | (ends < 0) | (ends > whole)
+        is_outside = np.any(outside, axis=1)
+        sizes, stops = np.array(self._sizes, dtype=np.int64)[file], position + boxes.num_bytes
+        is_wrong = is_outside | (position < 0) | (position > sizes) | (stops > sizes)
+        for number in np.flatnonzero(is_wrong)[:1].tolist():
+            row, path = int(boxes.tensor[number]), list(self._files)[int(file[number])]
+            if is_outside[number]:
+                raise self._outside(row, path, boxes.box(number))
+            where = f"{self.storage.url}/{path}: {self._tensors[row][0]}"
+            start, stop = int(position[number]), int(stops[number])
+            raise damaged(where, f"bytes {start}:{stop} do not lie in the file")
 
 
 def encoded(value: object, where: str) -> bytes:
@@ -479,11 +440,9 @@ def add_flat_parts(
     builder.set_path(name, place)
     start = 0
     for part in parts:
-        position = part.position
-        for box in boxes_of_flat_range(shape, start, start + part.num_elements):
-            builder.add_piece(row, box, part.path, position)
-            position += box.size * BY_NAME[part.dtype].itemsize
-        start += part.num_elements
+        stop = start + part.num_elements
+        builder.add_range(row, Box.whole(shape), (start, stop), part.path, part.position)
+        start = stop
 
 
 # ---------------------------------------------------------------------------------------------

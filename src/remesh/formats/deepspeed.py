@@ -54,19 +54,16 @@ from remesh._repr import shown
 from remesh.core.geometry import Box
 from remesh.core.state import Path, name_of
 from remesh.core.values import UnresolvedValue
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from remesh.errors import FormatVersionError
 from remesh.formats.archive import Archive
-from remesh.formats.building import FlatPart, IndexBuilder, Listing, add_flat_parts
+from remesh.formats.building import FlatPart, IndexBuilder, add_flat_parts
 from remesh.formats.checks import check_name, damaged, integers
-from remesh.formats.contents import Contents, Place
-from remesh.formats.pickle_values import ArchivedTensor
+from remesh.formats.place import Place, Trackers
+from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.formats.torch_file import open_archive
-from remesh.storage import Storage
 
 NAME = "deepspeed"
-LOOKS_FOR = "mp_rank_XX_model_states.pt, zero_pp_rank_* or zero/*/fp32.pt, or latest (DeepSpeed)"
-LATEST_NAMES = ("latest", "latest_universal")
-MAX_TAG_BYTES = 1 << 12
+MARKER = "mp_rank_XX_model_states.pt, zero_pp_rank_* or zero/*/fp32.pt, or latest (DeepSpeed)"
 
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<dp>[0-9]{1,6})_)?mp_rank_(?P<mp>[0-9]{2,6})_model_states\.pt"
@@ -93,50 +90,29 @@ _CONSUMED = frozenset({
 """Entries of a module file that say where tensors are, or are read by themselves."""
 
 
-def recognise(place: Place) -> bool:
-    """True if a place with these files is such a checkpoint, or names one by its tag."""
-    paths = place.listing
-    if any(map(_is_mark, paths)):
-        return True
-    return any(name in paths for name in LATEST_NAMES) and any(
-        _is_mark(path.partition("/")[2]) for path in paths
-    )
-
-
 def _is_mark(path: str) -> bool:
     found = _UNIVERSAL.fullmatch(path)
     is_universal = found is not None and found["key"] == "fp32"
     return is_universal or bool(_MODEL.fullmatch(path) or _OPTIM.fullmatch(path))
 
 
-def read(place: Place) -> Contents:
+_TRACKERS = Trackers(("latest", "latest_universal"), _is_mark)
+
+
+def is_at(place: Place) -> bool:
+    """True if a place with these files is such a checkpoint, or names one by its tag."""
+    return _TRACKERS.is_at(place.listing)
+
+
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
-    storage, files = place.storage, place.listing
-    base = _folder(storage, files)
-    names = [path.removeprefix(base) for path in files if path.startswith(base)]
-    reader = _Reader(IndexBuilder(storage, files), base, place.allow)
+    base = _TRACKERS.folder(place)
+    names = [path.removeprefix(base) for path in place.listing if path.startswith(base)]
+    reader = _Reader(builder, base, place.allow)
     if any(map(_UNIVERSAL.fullmatch, names)):
         reader.read_universal(names)
     else:
         reader.read_ranks(names)
-    return Contents.of(NAME, reader.builder)
-
-
-def _folder(storage: Storage, files: Listing) -> str:
-    """The folder of the checkpoint, with a slash at its end; empty for the place itself."""
-    if any(map(_is_mark, files)):
-        return ""
-    for name in LATEST_NAMES:
-        if name in files:
-            text = storage.read(name, 0, MAX_TAG_BYTES).decode(errors="replace").strip()
-            base = f"{text}/"
-            if any(path.startswith(base) and _is_mark(path.removeprefix(base)) for path in files):
-                return base
-            raise CorruptCheckpointError(
-                f"{storage.url}/{name}: names {shown(text)}, and there is no such checkpoint\n"
-                "Name the folder of another one"
-            )
-    raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,70 +11,70 @@ has one writer, which sees all bytes of it.
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from remesh.core.tables import Cuts
-from remesh.formats import huggingface, torch_file, whole_tensors
-from remesh.formats.framing import Existing, Grid, Writer
+from remesh.formats import huggingface, torch_file
+from remesh.formats.framing import Existing, Grid, Rename, Saved, SmallFile
 from remesh.formats.native import ValuesDocument
 from remesh.storage import Storage
 
-SAFETENSORS, PTH = "exported safetensors", "exported pth"
+
+class SafetensorsExport(huggingface.HuggingFaceWriter):
+    """Writes weights in safetensors files."""
+
+    name = "exported safetensors"
+    options = ("name", "max_shard_bytes")
+    object_names = "final"
+    is_beside_others = True
+
+    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        limit, name = huggingface.limit_of(options), str(options["name"])
+        return huggingface.plan_files(cuts.tensors, document, limit, name)
+
+    def existing(self, storage: Storage, options: Mapping[str, object]) -> Existing | None:
+        """The index first, and the files that only it names."""
+        name, suffix = str(options["name"]), huggingface.SUFFIX
+        there, index = storage.list_directory().files, huggingface.index_name(name)
+        paths = []
+        if index in there:
+            # Another export may have a name that looks like one with the id of a save.
+            by_save = re.compile(
+                rf"{re.escape(name)}-[0-9a-f]{{12}}-\d{{5}}-of-\d{{5}}{re.escape(suffix)}"
+            )
+            named = huggingface.indexed_files(storage, index)
+            paths = [index, *(file for file in named if file in there and by_save.fullmatch(file))]
+        return _existing([*paths, *_files_of(name, suffix, there)])
 
 
-def _safetensors(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    limit = huggingface.limit_of(options)
-    return huggingface.plan_files(cuts.tensors, document, limit, str(options["name"]))
+class PthExport(torch_file.TorchFileWriter):
+    """Writes weights in a `.pth` file."""
+
+    name = "exported pth"
+    options = ("name",)
+    has_metadata = has_checksums = is_beside_others = True
+
+    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        return torch_file.plan_archive(cuts, document, f"{options['name']}.pth")
+
+    def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
+        return [*huggingface.config_file(saved), *super().small_files(saved)]
+
+    def existing(self, storage: Storage, options: Mapping[str, object]) -> Existing | None:
+        there = storage.list_directory().files
+        return _existing(_files_of(str(options["name"]), ".pth", there))
 
 
-def _pth(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    return torch_file.plan_archive(cuts, document, f"{options['name']}.pth")
+def _files_of(name: str, suffix: str, there: Iterable[str]) -> list[str]:
+    """The files of an export of this name, also those of one that was killed."""
+    end = re.escape(suffix)
+    pattern = rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}}{end}|{end})(\.[0-9a-f]{{12}})?"
+    return [path for path in sorted(there) if re.fullmatch(pattern, path)]
 
 
-def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> Existing | None:
-    """The files of an export of this name, also those of one that was killed; the index first."""
-    name = str(options["name"])
-    number = rf"-\d{{5}}-of-\d{{5}}{re.escape(suffix)}"
-    pattern = re.compile(rf"{re.escape(name)}({number}|{re.escape(suffix)})" + r"(\.[0-9a-f]{12})?")
-    there = storage.list_directory().files
-    index = huggingface.index_name(name)
-    paths = []
-    if suffix == huggingface.SUFFIX and index in there:
-        # Another export may have a name that looks like one with the id of a save.
-        by_save = re.compile(rf"{re.escape(name)}-[0-9a-f]{{12}}{number}")
-        named = huggingface.indexed_files(storage, index)
-        paths = [index, *(file for file in named if file in there and by_save.fullmatch(file))]
-    paths += filter(pattern.fullmatch, sorted(there))
-    if not paths:
-        return None
-    return Existing(paths[0], paths=tuple(paths))
+def _existing(paths: Sequence[str]) -> Existing | None:
+    return Existing(paths[0], paths=tuple(paths)) if paths else None
 
 
-EXPORTS = {
-    SAFETENSORS: Writer(
-        SAFETENSORS,
-        _safetensors,
-        whole_tensors.frames,
-        huggingface.small_files,
-        functools.partial(_existing, huggingface.SUFFIX),
-        has_metadata=True,
-        object_names="final",
-        is_beside_others=True,
-        options=("name", "max_shard_bytes"),
-    ),
-    PTH: Writer(
-        PTH,
-        _pth,
-        whole_tensors.frames,
-        huggingface.config_and_renames,
-        functools.partial(_existing, ".pth"),
-        has_metadata=True,
-        has_checksums=True,
-        object_names="final",
-        is_beside_others=True,
-        options=("name",),
-    ),
-}
-"""How exports are written, by name. They are no formats of checkpoints."""
+WRITERS = (SafetensorsExport(), PthExport())

@@ -31,14 +31,14 @@ from remesh.core.state import name_of
 from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
-from remesh.formats.building import FlatPart, IndexBuilder, Listing, add_flat_parts
+from remesh.formats.building import FlatPart, IndexBuilder, add_flat_parts
 from remesh.formats.checks import check_name, damaged, decode_json, integers
-from remesh.formats.contents import Contents, Place
-from remesh.formats.safetensors import StoredArray, read_arrays
+from remesh.formats.place import Listing, Place
+from remesh.formats.safetensors_files import StoredArray, read_arrays
 from remesh.storage import Storage
 
 NAME = "flat_param"
-LOOKS_FOR = "files flat_param.RRRRR-WWWWW or optim_param.RRRRR-WWWWW (ATorch's FSDP checkpoints)"
+MARKER = "files flat_param.RRRRR-WWWWW or optim_param.RRRRR-WWWWW (ATorch's FSDP checkpoints)"
 MODEL_META = "ckpt_meta"
 OPTIMIZER_META = "optim_meta"
 BUFFERS = "buffers"
@@ -54,19 +54,18 @@ def file_name(family: str, rank: int, world_size: int) -> str:
     return f"{family}.{rank:05d}-{world_size:05d}"
 
 
-def recognise(place: Place) -> bool:
+def is_at(place: Place) -> bool:
     """True if a directory with these files holds such a checkpoint."""
     return any(_FILE.fullmatch(path) for path in place.listing)
 
 
-def read(place: Place) -> Contents:
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what a directory holds; its tensors stay where they are."""
     storage, files, allow = place.storage, place.listing, place.allow
-    builder = IndexBuilder(storage, files)
     model, metas = _family(storage, files, "flat_param"), _family(storage, files, "flat_meta")
     optimizer = _family(storage, files, "optim_param")
     if not model and not optimizer:
-        raise CheckpointNotFoundError(f"{storage.url}: {LOOKS_FOR} are not there")
+        raise CheckpointNotFoundError(f"{storage.url}: {MARKER} are not there")
     shapes: dict[str, tuple[int, ...]] = {}
     if model:
         if len(metas) != len(model):
@@ -76,7 +75,6 @@ def read(place: Place) -> Contents:
         shapes = _add_model(builder, model, metas, allow)
     if optimizer:
         _add_optimizer(builder, optimizer, shapes, allow)
-    return Contents.of(NAME, builder)
 
 
 def _family(storage: Storage, files: Iterable[str], family: str) -> list[str]:

@@ -7,6 +7,7 @@ and then writes the small files, of which the last makes the checkpoint exist.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -149,51 +150,55 @@ class Existing:
     """Whether it cannot be replaced, because the names of its data files are fixed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
+class Writer(ABC):
     """How a format is written."""
 
-    name: str
-    """What a user calls it."""
-    grid: Callable[[Cuts, ValuesDocument, Mapping[str, object]], Grid]
-    """What all ranks must know of the boxes of all ranks, made on rank 0 with the values and the
-    options of the format; may be empty. Raises a `StateError` if the format has no form for
-    something."""
-    frames: Callable[[BoxTable, IntArray, int, str, Grid], Sequence[Frame]]
-    """The data files of a rank, given boxes, those rows of them that it writes, its number, the
-    save's id and the grid."""
-    small_files: Callable[[Saved], Sequence[SmallFile | Rename]]
-    """What rank 0 writes, or renames, when all data files are durable, in this order; the last
-    makes the checkpoint exist."""
-    existing: Callable[[Storage, Mapping[str, object]], Existing | None]
-    """The checkpoint of this format that is at a place, given the options of the format. Raises a
-    `CheckpointError` if it cannot be read."""
-    is_committed: Callable[[Storage, str], bool] | None = None
-    """Whether the checkpoint at a place is that of a save; None if files do not tell. Raises a
-    `CheckpointError` if there is none."""
-    has_folder: bool = False
-    """Whether all files but the last lie in the folder `data-<save id>`."""
-    has_metadata: bool = False
-    """Whether metadata can be recorded beside the state."""
-    has_digests: bool = False
+    name: str  # what a user calls it
+    options: tuple[str, ...] = ()  # names of the options that a caller may give
+    has_folder = False  # whether all files but the last lie in the folder `data-<save id>`
+    has_metadata = False  # whether metadata can be recorded beside the state
+    has_digests = False
     """Whether the digests of the blocks of files are recorded, and a rank may write several files.
     """
-    has_checksums: bool = False
+    has_checksums = False
     """Whether shared files hold checksums of their tensors. Then each has one writer, which
     collects its tensors."""
-    object_names: str = ""
+    object_names = ""
     """How files of which ranks write parts are named in a storage in which each file has one
     writer: by the save (`by_save`), or, if it is a single file, at once by its final name
     (`final`). Empty if each file of the format is written by one rank anyway."""
-    is_beside_others: bool = False
-    """Whether checkpoints of other formats may be at the same place."""
-    options: tuple[str, ...] = ()
-    """Names of the options that a caller may give."""
+    is_beside_others = False  # whether checkpoints of other formats may be at the same place
+    is_committed: Callable[[Storage, str], bool] | None = None
+    """Whether the checkpoint at a place is that of a save; None if files do not tell. Raises a
+    `CheckpointError` if there is none."""
 
+    def grid(self, _cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+        """What all ranks must know of the boxes of all ranks, made on rank 0; may be empty.
 
-def no_grid(_cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-    """Files that need to know nothing of each other."""
-    return b""
+        Raises a `StateError` if the format has no form for something.
+        """
+        return b""
+
+    @abstractmethod
+    def frames(
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
+    ) -> Sequence[Frame]:
+        """The data files of a rank, which writes some rows of the boxes."""
+
+    def early_files(self, _saved: Saved) -> Sequence[SmallFile]:
+        """What rank 0 writes while the data files are written."""
+        return ()
+
+    @abstractmethod
+    def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
+        """What rank 0 writes, or renames, when all data files are durable, in this order.
+
+        The last makes the checkpoint exist.
+        """
+
+    @abstractmethod
+    def existing(self, storage: Storage, options: Mapping[str, object]) -> Existing | None:
+        """The checkpoint of this format at a place; a `CheckpointError` if it cannot be read."""
 
 
 def existing_files(

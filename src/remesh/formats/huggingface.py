@@ -38,20 +38,20 @@ import numpy as np
 from remesh.core.state import Path, name_of
 from remesh.core.tables import Cuts, TensorTable
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.formats import safetensors, torch_dcp, torch_file, whole_tensors
+from remesh.formats import safetensors_files, torch_dcp, torch_file
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, damaged, decode_json
-from remesh.formats.contents import Contents, Place
-from remesh.formats.framing import Existing, Grid, Rename, Saved, SmallFile, Writer
+from remesh.formats.framing import Existing, Grid, Rename, Saved, SmallFile
 from remesh.formats.native import ValuesDocument
+from remesh.formats.place import Place
 from remesh.formats.whole_tensors import (
     FileTensor,
     SafetensorsContent,
     WholeFile,
     WholeFiles,
+    WholeWriter,
     decode_files,
     file_names,
-    renames,
     split_into_files,
     written_name,
 )
@@ -59,7 +59,7 @@ from remesh.storage import Storage
 
 NAME = "huggingface"
 PARTS_NAME = "model_index.json"
-LOOKS_FOR = "model.safetensors, pytorch_model.bin or adapter_model.* (Hugging Face)"
+MARKER = "model.safetensors, pytorch_model.bin or adapter_model.* (Hugging Face)"
 
 _WEIGHTS = re.compile(
     r"(?P<stem>model|pytorch_model|pytorch_model_fsdp|diffusion_pytorch_model|adapter_model)"
@@ -94,7 +94,7 @@ class _Weights:
     name: str
 
 
-def recognise(place: Place) -> bool:
+def is_at(place: Place) -> bool:
     """True if a folder with these files is one of these."""
     paths = place.listing
     if torch_file.is_single(paths):
@@ -102,14 +102,13 @@ def recognise(place: Place) -> bool:
     return bool(_parts_in(paths)) or any(map(_SHARDED.fullmatch, paths))
 
 
-def read(place: Place) -> Contents:
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a folder holds; its tensors stay where they are."""
     storage, paths, allow = place.storage, place.listing, place.allow
     parts = _parts_in(paths)
     sharded = [found[1] for path in paths if (found := _SHARDED.fullmatch(path))]
     if not parts and not sharded:
-        raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
-    builder = IndexBuilder(storage, paths)
+        raise CheckpointNotFoundError(f"{storage.url}: no {MARKER}")
     states = [found for path in paths if (found := _STATE.fullmatch(path))]
     is_training = bool(sharded) or any(found["key"].startswith("optimizer") for found in states)
     for folder, names in parts.items():
@@ -122,7 +121,6 @@ def read(place: Place) -> Contents:
     for found in states if is_training else ():
         archive = torch_file.open_archive(storage, found[0], paths, allow=allow)
         builder.add_nested((found["key"],), archive, found[0])
-    return Contents.of(NAME, builder)
 
 
 def _parts_in(paths: Iterable[str]) -> dict[str, list[str]]:
@@ -181,14 +179,14 @@ def _add_weights(
             archive = torch_file.open_archive(builder.storage, path, builder.listing, allow=allow)
             builder.add_nested(prefix, archive, path)
     else:
-        arrays = safetensors.read_arrays(builder.storage, files, builder.listing)
+        arrays = safetensors_files.read_arrays(builder.storage, files, builder.listing)
         chosen = (
             (name, array)
             for path in files
             for name, array in arrays[path].items()
             if places.get(name, path) == path
         )
-        safetensors.add_arrays(builder, chosen, prefix)
+        safetensors_files.add_arrays(builder, chosen, prefix)
     lost = sorted(name for name in places if not builder.has_tensor(name_of((*prefix, name))))
     if lost:
         raise damaged(
@@ -260,11 +258,6 @@ def check_is_weights(document: ValuesDocument) -> None:
         )
 
 
-def huggingface_files(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    """Where the tensors lie: in several files, if there is much."""
-    return plan_files(cuts.tensors, document, limit_of(options))
-
-
 def limit_of(options: Mapping[str, object]) -> int:
     """Bytes of tensors that a file has at most."""
     limit = options.get("max_shard_bytes", MAX_SHARD_BYTES)
@@ -273,31 +266,12 @@ def limit_of(options: Mapping[str, object]) -> int:
     return limit
 
 
-def single_file(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-    """Where the tensors lie in a single file."""
-    return plan_files(cuts.tensors, document, None)
-
-
-def config_and_renames(saved: Saved) -> list[SmallFile | Rename]:
-    """The configuration, and the files under their final names."""
-    steps: list[SmallFile | Rename] = []
-    if saved.metadata:
-        text = json.dumps(dict(saved.metadata), indent=2, sort_keys=True) + "\n"
-        steps.append((CONFIG_NAME, text.encode()))
-    return [*steps, *renames(saved)]
-
-
-def small_files(saved: Saved) -> Sequence[SmallFile | Rename]:
-    """The configuration, the files under their final names, and the index of several files."""
-    plan, steps = decode_files(saved.grid), config_and_renames(saved)
-    if len(plan.files) == 1 and plan.names != "by_save":
-        return steps
-    names = [
-        written_name(plan, number, saved.save_id) if plan.names == "by_save" else file.name
-        for number, file in enumerate(plan.files)
-    ]
-    places = {name: names[number] for name, (number, _) in plan.places.items()}
-    return [*steps, _index_file(saved, plan.index, places)]
+def config_file(saved: Saved) -> list[SmallFile]:
+    """The configuration, if there is one."""
+    if not saved.metadata:
+        return []
+    text = json.dumps(dict(saved.metadata), indent=2, sort_keys=True) + "\n"
+    return [(CONFIG_NAME, text.encode())]
 
 
 def _index_file(saved: Saved, name: str, places: Mapping[str, str]) -> SmallFile:
@@ -313,18 +287,6 @@ def _index_file(saved: Saved, name: str, places: Mapping[str, str]) -> SmallFile
     return name, index.encode()
 
 
-def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-    """The weights that are there."""
-    if storage.exists(FILE_NAME):
-        return Existing(FILE_NAME, paths=(FILE_NAME,))
-    try:
-        names = indexed_files(storage, INDEX_NAME)
-    except CheckpointNotFoundError:
-        return None
-    own = [name for name in names if name.startswith(_STEM) and name.endswith(SUFFIX)]
-    return Existing(INDEX_NAME, paths=(INDEX_NAME, *own))
-
-
 def indexed_files(storage: Storage, index: str) -> list[str]:
     """The files that an index names; none if it is damaged, so that they stay."""
     text = storage.read(index)
@@ -334,16 +296,38 @@ def indexed_files(storage: Storage, index: str) -> list[str]:
         return []
 
 
-HUGGINGFACE = Writer(
-    "huggingface",
-    huggingface_files,
-    whole_tensors.frames,
-    small_files,
-    existing,
-    has_metadata=True,
-    object_names="by_save",
-    options=("max_shard_bytes",),
-)
-SAFETENSORS = Writer(
-    "safetensors", single_file, whole_tensors.frames, small_files, existing, object_names="final"
-)
+class HuggingFaceWriter(WholeWriter):
+    """Writes weights: one file, or several with an index."""
+
+    name = NAME
+    options: tuple[str, ...] = ("max_shard_bytes",)
+    has_metadata = True
+    object_names = "by_save"
+
+    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        return plan_files(cuts.tensors, document, limit_of(options))
+
+    def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
+        """The configuration, the files under their final names, and the index of several files."""
+        plan, steps = decode_files(saved.grid), [*config_file(saved), *super().small_files(saved)]
+        if len(plan.files) == 1 and plan.names != "by_save":
+            return steps
+        names = [
+            written_name(plan, number, saved.save_id) if plan.names == "by_save" else file.name
+            for number, file in enumerate(plan.files)
+        ]
+        places = {name: names[number] for name, (number, _) in plan.places.items()}
+        return [*steps, _index_file(saved, plan.index, places)]
+
+    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
+        if storage.exists(FILE_NAME):
+            return Existing(FILE_NAME, paths=(FILE_NAME,))
+        try:
+            names = indexed_files(storage, INDEX_NAME)
+        except CheckpointNotFoundError:
+            return None
+        own = [name for name in names if name.startswith(_STEM) and name.endswith(SUFFIX)]
+        return Existing(INDEX_NAME, paths=(INDEX_NAME, *own))
+
+
+WRITERS = (HuggingFaceWriter(),)

@@ -34,19 +34,15 @@ from typing import Any
 from remesh._repr import shown
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats.archive import Archive
-from remesh.formats.building import IndexBuilder, Listing, Nested, take_apart
+from remesh.formats.building import IndexBuilder, Nested, take_apart
 from remesh.formats.checks import damaged
-from remesh.formats.contents import Contents, Place
-from remesh.formats.pickle_values import ArchivedTensor
+from remesh.formats.place import Place, Trackers
+from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.formats.torch_file import open_archive
-from remesh.storage import Storage
 
 NAME = "megatron_legacy"
-LOOKS_FOR = "mp_rank_XX/model_optim_rng.pt (Megatron before torch_dist)"
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
-MAX_TRACKER_BYTES = 64
+MARKER = "mp_rank_XX/model_optim_rng.pt (Megatron before torch_dist)"
 
 _FILE = re.compile(
     r"(?P<folder>mp_rank_(?P<tp>[0-9]{2,6})(?:_(?P<pp>[0-9]{3,6}))?(?:_(?P<ep>[0-9]{3,6}))?)/"
@@ -74,19 +70,22 @@ _SECOND_LAYERS = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 _log = logging.getLogger("remesh")
 
 
-def recognise(place: Place) -> bool:
+def _folder_of(text: str) -> str:
+    return f"iter_{int(text):07d}" if re.fullmatch("[0-9]{1,18}", text) else text
+
+
+_TRACKERS = Trackers(("latest_checkpointed_iteration.txt",), _FILE.fullmatch, _folder_of)
+
+
+def is_at(place: Place) -> bool:
     """True if a place with these files is such a checkpoint, or names one by its iteration."""
-    paths = place.listing
-    return any(map(_FILE.fullmatch, paths)) or (
-        TRACKER_NAME in paths and any(_FILE.fullmatch(path.partition("/")[2]) for path in paths)
-    )
+    return _TRACKERS.is_at(place.listing)
 
 
-def read(place: Place) -> Contents:
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
     storage, files, allow = place.storage, place.listing, place.allow
-    base = _folder(storage, files)
-    builder = IndexBuilder(storage, files)
+    base = _TRACKERS.folder(place)
     parts = []
     for path in files:
         found = _FILE.fullmatch(path.removeprefix(base)) if path.startswith(base) else None
@@ -99,7 +98,7 @@ def read(place: Place) -> Contents:
             parts.append(_Part(found["folder"], at, path, archive, content))
     if len(parts) == 1:
         builder.add_nested((), parts[0].archive, parts[0].path)
-        return Contents.of(NAME, builder)
+        return
     parts.sort(key=lambda part: part.place)
     try:
         joined = _Joined.of(parts)
@@ -111,7 +110,7 @@ def read(place: Place) -> Contents:
         )  # fmt: skip
         for part in parts:
             builder.add_nested((part.folder,), part.archive, part.path)
-        return Contents.of(NAME, builder)
+        return
     joined.add_to(builder)
     for part in parts:
         for key, value in part.content.items():
@@ -119,23 +118,6 @@ def read(place: Place) -> Contents:
                 builder.add_tree((part.folder, key), value, part.archive, part.path)
             elif part is parts[0] and not _is_model(key):
                 builder.add_tree((key,), value, part.archive, part.path)
-    return Contents.of(NAME, builder)
-
-
-def _folder(storage: Storage, files: Listing) -> str:
-    """The folder of the checkpoint, with a slash at its end; empty for the place itself."""
-    if any(map(_FILE.fullmatch, files)):
-        return ""
-    if TRACKER_NAME not in files:
-        raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
-    text = storage.read(TRACKER_NAME, 0, MAX_TRACKER_BYTES).decode(errors="replace").strip()
-    base = f"iter_{int(text):07d}/" if re.fullmatch("[0-9]{1,18}", text) else f"{text}/"
-    if not any(path.startswith(base) and _FILE.fullmatch(path[len(base) :]) for path in files):
-        raise CorruptCheckpointError(
-            f"{storage.url}/{TRACKER_NAME}: names {shown(text)}, and there is no such checkpoint\n"
-            "Name the folder of another one"
-        )
-    return base
 
 
 def _is_model(key: object) -> bool:

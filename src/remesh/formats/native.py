@@ -55,11 +55,14 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats.checks import MALFORMED
+from remesh.formats.place import Place
 from remesh.storage import Storage, ask_together
 
-FORMAT_NAME = "remesh"
+NAME = FORMAT_NAME = "remesh"
 FORMAT_VERSION = 1
 RECORD_NAME = "remesh.json"
+MARKER = f"{RECORD_NAME} (remesh)"
+NEEDS_LISTING = False
 
 NUM_BEGINNINGS = 10
 """How often reading begins if the checkpoint is replaced each time before the reading ends."""
@@ -264,6 +267,11 @@ def _shown(raw: msgspec.Raw) -> str:
 # ---------------------------------------------------------------------------------------------
 # Reading
 # ---------------------------------------------------------------------------------------------
+
+
+def is_at(place: Place) -> bool:
+    """True if a place holds a commit record."""
+    return place.storage.exists(RECORD_NAME)
 
 
 @dataclass(frozen=True, slots=True)

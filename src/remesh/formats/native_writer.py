@@ -22,7 +22,7 @@ from remesh.core.index import Index, StoredFile
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, hex_digest
 from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import CheckpointNotFoundError
-from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, SmallFile, Writer, no_grid
+from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, SmallFile, Writer
 from remesh.formats.native import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -113,65 +113,59 @@ def _numbers_of(part: Part, num_assigned: int) -> IntArray:
     return np.frombuffer(part.numbers, dtype=np.int64)
 
 
-def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid) -> list[Frame]:
-    """The data file of a rank."""
-    if not len(rows):
-        return []
-    header, positions, num_bytes = data_header(boxes, rows)
-    return [Frame(data_path(save_id, rank), num_bytes, rows, positions, fillers=((0, header),))]
-
-
-def small_files(saved: Saved) -> list[SmallFile]:
-    """Values and index, and the record that refers to everything."""
-    document = saved.document.encode()
-    values_path = f"{data_folder(saved.save_id)}/values.msgpack"
-    index = build_index(saved.cuts, saved.assignments, saved.parts, saved.document.aliases)
-    index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
-    record = CommitRecord(
-        format=FORMAT_NAME,
-        version=FORMAT_VERSION,
-        save_id=saved.save_id,
-        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        world_size=saved.world_size,
-        remesh_version=__version__,
-        index=_record_of(index_path, encoded),
-        values=_record_of(values_path, document),
-        files=records_of_files(index),
-        metadata=dict(saved.metadata),
-    )
-    return [
-        (values_path, document),
-        (index_path, encoded),
-        (RECORD_NAME, encode_record(record)),
-    ]
-
-
 def _record_of(path: str, data: bytes) -> FileRecord:
     return FileRecord(path=path, num_bytes=len(data), digest=hex_digest(data))
 
 
-def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-    """The checkpoint that is there."""
-    try:
-        record = read_record(storage)
-    except CheckpointNotFoundError:
-        return None
-    return Existing(f"saved {record.created}", record.save_id, (RECORD_NAME,))
-
-
-def is_committed(storage: Storage, save_id: str) -> bool:
-    """True if the checkpoint that is there is that of a save."""
+def _is_committed(storage: Storage, save_id: str) -> bool:
     return read_record(storage).save_id == save_id
 
 
-NATIVE = Writer(
-    FORMAT_NAME,
-    no_grid,
-    frames,
-    small_files,
-    existing,
-    is_committed=is_committed,
-    has_folder=True,
-    has_metadata=True,
-    has_digests=True,
-)
+class NativeWriter(Writer):
+    """Writes remesh's own format."""
+
+    name = FORMAT_NAME
+    has_folder = has_metadata = has_digests = True
+    is_committed = staticmethod(_is_committed)
+
+    def frames(
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid
+    ) -> list[Frame]:
+        if not len(rows):
+            return []
+        header, positions, num_bytes = data_header(boxes, rows)
+        return [Frame(data_path(save_id, rank), num_bytes, rows, positions, fillers=((0, header),))]
+
+    def small_files(self, saved: Saved) -> list[SmallFile]:
+        """Values and index, and the record that refers to everything."""
+        document = saved.document.encode()
+        values_path = f"{data_folder(saved.save_id)}/values.msgpack"
+        index = build_index(saved.cuts, saved.assignments, saved.parts, saved.document.aliases)
+        index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
+        record = CommitRecord(
+            format=FORMAT_NAME,
+            version=FORMAT_VERSION,
+            save_id=saved.save_id,
+            created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            world_size=saved.world_size,
+            remesh_version=__version__,
+            index=_record_of(index_path, encoded),
+            values=_record_of(values_path, document),
+            files=records_of_files(index),
+            metadata=dict(saved.metadata),
+        )
+        return [
+            (values_path, document),
+            (index_path, encoded),
+            (RECORD_NAME, encode_record(record)),
+        ]
+
+    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
+        try:
+            record = read_record(storage)
+        except CheckpointNotFoundError:
+            return None
+        return Existing(f"saved {record.created}", record.save_id, (RECORD_NAME,))
+
+
+WRITERS = (NativeWriter(),)

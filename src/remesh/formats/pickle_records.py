@@ -1,6 +1,6 @@
-"""What a pickle says, as data: the names, calls and objects that `pickle_reader` finds in one.
+"""What a pickle says, as data: the names, calls and objects in one, with nothing behind them.
 
-Numbers and texts are made of their bytes here, too.
+`pickle_reader` makes these of a pickle, and `pickle_writer` makes a pickle of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ class Record:
 
     __slots__ = ("args", "is_new", "items", "kwargs", "name", "pairs", "state")
 
-    def __init__(self, name: str, args: tuple[Any, ...], is_new: bool = False) -> None:
+    def __init__(
+        self, name: str, args: tuple[Any, ...] = (), is_new: bool = False, state: Any = None
+    ) -> None:
         self.name = name  # qualified, of the class or function
         self.args = args
         self.is_new = is_new  # a class is made without being called (`__new__` alone)
         self.kwargs: dict[Any, Any] | None = None  # of `__new__`
-        self.state: Any = None
+        self.state = state
         self.items: list[Any] | None = None  # appended to it
         self.pairs: dict[Any, Any] | None = None  # set in it by key
 
@@ -76,25 +78,26 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a pickle that were not read."""
+
+    position: int  # byte of the file at which they begin
+    num_bytes: int
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Pickled:
     """The value that a pickle describes."""
 
     root: Any
     """None, booleans, numbers, text, bytes, lists, tuples, dicts, and the classes above. Parts that
-    the pickle shares are shared here, and may hold themselves. `Rows` are in it only where the
-    caller of `parse` has asked for them."""
+    the pickle shares are shared here, and may hold themselves. `Rows` and `Span` are in it only
+    where the caller of the reader has asked for them."""
     names: frozenset[str]  # all names in it
     num_bytes: int  # length of the pickle
-
-
-# ---------------------------------------------------------------------------------------------
-# Literals
-# ---------------------------------------------------------------------------------------------
-
-
-MAX_INT_BYTES = 1024
-"""Bytes of the longest integer that is read; longer ones Python does not even show in decimal."""
-MAX_DIGITS = 2400
 
 
 class MalformedError(ValueError):
@@ -107,27 +110,3 @@ def describe(error: Exception) -> str:
     return (
         text[:80] if isinstance(error, MalformedError) else f"{type(error).__name__}: {text[:60]}"
     )
-
-
-def integer(text: bytes) -> int:
-    """The integer that a line of digits is."""
-    if len(text) > MAX_DIGITS:
-        raise MalformedError("an integer of too many digits")
-    return int(text.removesuffix(b"L"))
-
-
-def long_of(data: bytes) -> int:
-    """The integer of its bytes, the lowest first."""
-    if len(data) > MAX_INT_BYTES:
-        raise MalformedError(f"an integer of {len(data)} bytes")
-    return int.from_bytes(data, "little", signed=True)
-
-
-def utf8(data: bytes) -> str:
-    """The text of its bytes in UTF-8."""
-    return data.decode("utf-8", "surrogatepass")
-
-
-def ascii_of(data: bytes) -> str:
-    """The text of its bytes, which are ASCII."""
-    return data.decode("ascii")

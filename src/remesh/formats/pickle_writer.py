@@ -1,9 +1,10 @@
 """Writing pickles that other systems expect, without having their classes.
 
 A pickle names classes and functions as text, so one that torch reads can be written where there is
-no torch. Only what foreign metadata needs can be written: plain containers, numbers and text, names
-(`Global`), calls (`Call`), objects with a state (`New`) and persistent ids. This is the only place
-where remesh writes pickles, and none of them names anything of remesh.
+no torch. What is written is what `pickle_reader` gives: plain containers, numbers and text, names,
+records of calls and objects, and persistent ids. `described` makes that of a plain value of any
+other type, by what the type says of itself to Python's own pickler. This is the only place where
+remesh writes pickles, and none of them names anything of remesh.
 
 The opcodes are those of protocol 2, which every reader knows; they are described in Python's
 `pickletools`.
@@ -11,46 +12,18 @@ The opcodes are those of protocol 2, which every reader knows; they are describe
 
 from __future__ import annotations
 
+import copyreg
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Global:
-    """Something that is found by its name."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a function."""
-
-    function: Global
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class New:
-    """An object of a class that is made without a call and given a state; None for no state."""
-
-    kind: Global
-    state: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class PersistentId:
-    """Something outside the pickle, by its id."""
-
-    pid: tuple[Any, ...]
+from remesh.formats.pickle_records import Name, PersistentId, Record
 
 
 def dumps(value: Any) -> bytes:
-    """Write a pickle."""
-    writer = _Writer(bytearray(b"\x80\x02"), {})
+    """Write a pickle; TypeError for a value of another type."""
+    writer = _Writer()
     writer.write(value)
     return bytes(writer.data + b".")
 
@@ -59,8 +32,9 @@ def dumps(value: Any) -> bytes:
 class _Writer:
     """The pickle so far; what is written once more is fetched by its number."""
 
-    data: bytearray
-    numbers: dict[Any, int]
+    data: bytearray = field(default_factory=lambda: bytearray(b"\x80\x02"))
+    numbers: dict[object, int] = field(default_factory=dict)
+    """Of texts, of names (each in a tuple), and of calls, by their ids."""
 
     def write(self, value: Any) -> None:
         kind = type(value)
@@ -70,26 +44,24 @@ class _Writer:
             self.data += _integer(value)
         elif kind is float:
             self.data += b"G" + struct.pack(">d", value)
-        elif kind in {str, Global, Call}:
-            self._write_once(value)
+        elif kind is str:
+            self._write_once(value, self._write_text, value)
+        elif kind is Name:
+            self._write_once((value.full,), self._write_name, value)
+        elif kind is Record and value.state is None and not value.is_new:
+            self._write_once(id(value), self._write_record, value)
+        elif kind is Record:
+            self._write_record(value)
         elif kind is tuple:
             self._write_tuple(value)
         elif kind is list:
             self.data += b"]"
-            if value:
-                self._write_marked(value, b"e")
+            self._write_items(value)
         elif isinstance(value, Mapping):
             self.data += b"}"
-            if value:
-                self._write_marked([part for item in value.items() for part in item], b"u")
-        elif kind is New:
-            self._write_once(value.kind)
-            self.data += b")\x81"
-            if value.state is not None:
-                self.write(value.state)
-                self.data += b"b"
+            self._write_pairs(value)
         elif kind is PersistentId:
-            self._write_tuple(value.pid)
+            self.write(value.pid)
             self.data += b"Q"
         else:
             raise TypeError(f"no pickle of {kind.__qualname__} is written")
@@ -100,28 +72,48 @@ class _Writer:
         else:
             self.data += b")"
 
+    def _write_items(self, items: list[Any]) -> None:
+        if items:
+            self._write_marked(items, b"e")
+
+    def _write_pairs(self, pairs: Mapping[Any, Any]) -> None:
+        if pairs:
+            self._write_marked([part for item in pairs.items() for part in item], b"u")
+
     def _write_marked(self, items: list[Any] | tuple[Any, ...], end: bytes) -> None:
         self.data += b"("
         for item in items:
             self.write(item)
         self.data += end
 
-    def _write_once(self, value: str | Global | Call) -> None:
-        number = self.numbers.get(value)
+    def _write_once(self, key: object, write: Callable[[Any], None], value: Any) -> None:
+        number = self.numbers.get(key)
         if number is not None:
             self.data += b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
             return
-        if isinstance(value, str):
-            text = value.encode()
-            self.data += b"X" + struct.pack("<I", len(text)) + text
-        elif isinstance(value, Global):
-            self.data += b"c" + value.module.encode() + b"\n" + value.name.encode() + b"\n"
-        else:
-            self._write_once(value.function)
-            self._write_tuple(value.args)
-            self.data += b"R"
-        number = self.numbers[value] = len(self.numbers)
+        write(value)
+        number = self.numbers[key] = len(self.numbers)
         self.data += b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)
+
+    def _write_text(self, text: str) -> None:
+        data = text.encode()
+        self.data += b"X" + struct.pack("<I", len(data)) + data
+
+    def _write_name(self, name: Name) -> None:
+        module, _, own = name.full.rpartition(".")
+        module = "__builtin__" if module == "builtins" else module  # as in Python 2
+        self.data += f"c{module}\n{own}\n".encode()
+
+    def _write_record(self, record: Record) -> None:
+        assert record.kwargs is None, "protocol 2 has no named arguments"
+        self.write(Name(record.name))
+        self._write_tuple(record.args)
+        self.data += b"\x81" if record.is_new else b"R"
+        if record.state is not None:
+            self.write(record.state)
+            self.data += b"b"
+        self._write_items(record.items or [])
+        self._write_pairs(record.pairs or {})
 
 
 def _integer(value: int) -> bytes:
@@ -130,4 +122,50 @@ def _integer(value: int) -> bytes:
     if -(2**31) <= value < 2**31:
         return b"J" + struct.pack("<i", value)
     text = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(text)]) + text
+    if len(text) < 256:
+        return b"\x8a" + bytes([len(text)]) + text
+    return b"\x8b" + struct.pack("<I", len(text)) + text
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, Name, Record, PersistentId})
+
+
+def described(value: Any, tensor_of: Callable[[Any], Record] | None = None) -> Any:
+    """A plain value as `dumps` takes it; `tensor_of` describes tensors of torch."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list or kind is tuple:
+        return kind(described(item, tensor_of) for item in value)
+    if kind is dict:
+        pairs = (part for item in value.items() for part in item)
+        made = [described(part, tensor_of) for part in pairs]
+        return dict(zip(made[::2], made[1::2], strict=True))
+    if kind is bytes:  # protocol 2 has none
+        return Record("_codecs.encode", (value.decode("latin1"), "latin1"))
+    if isinstance(value, type):
+        return Name(_name_of(value))
+    if tensor_of is not None and kind.__module__ == "torch" and kind.__name__ == "Tensor":
+        return tensor_of(value)
+    reduce = copyreg.dispatch_table.get(kind)
+    found = value.__reduce_ex__(2) if reduce is None else reduce(value)
+    if isinstance(found, str):
+        # Some types give the name alone, some with the module before it.
+        return Name(f"{kind.__module__}.{found.removeprefix(f'{kind.__module__}.')}")
+    function, args, state, items, pairs = (*found, None, None, None)[:5]
+    is_new = function is copyreg.__newobj__  # type: ignore[attr-defined]
+    if is_new:
+        function, *args = args
+    args, state, items, pairs = (
+        described(part, tensor_of)
+        for part in (tuple(args), state, items and list(items), pairs and dict(pairs))
+    )
+    record = Record(_name_of(function), args, is_new, state)
+    record.items, record.pairs = items, pairs
+    return record
+
+
+def _name_of(kind: Any) -> str:
+    if "." in kind.__qualname__:
+        raise TypeError(f"{kind.__qualname__} is not at the top of its module, so it has no name")
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,201 +1,60 @@
 """safetensors files, read as they lie: a single one, or those of a folder.
 
-A header says of each tensor which bytes of the file it is, so headers are all that is read. Files
-of a folder are one state: their tensors lie side by side under the names in the headers. A name
-that two files hold is an error, unless the files say which part of it each of them holds, as those
-of `torch.distributed.checkpoint`'s Hugging Face writer do: their metadata have the offset of each
-tensor in the whole one, whose shape follows from the parts.
-
-What else headers hold (`format`, comments of converters) describes the file, not the state.
+Files of a folder are one state: their tensors lie side by side under the names in the headers
+(`safetensors_files`). Folders that other formats make of such files are theirs.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Mapping
 
-import msgspec
-
-from remesh._repr import shown
-from remesh.core import safetensors_file
-from remesh.core.dtypes import BY_NAME, DTYPES
-from remesh.core.geometry import Box
-from remesh.core.safetensors_file import HeaderEntry
-from remesh.core.state import Path, name_of
-from remesh.errors import CheckpointNotFoundError, FormatVersionError, StateError
-from remesh.formats.building import IndexBuilder, Listing, WholeTensor, file_size, read_ranges
-from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
-from remesh.formats.contents import Contents, Place
-from remesh.storage import Storage
+from remesh.core.tables import Cuts
+from remesh.errors import CheckpointNotFoundError
+from remesh.formats import huggingface, paddle
+from remesh.formats.building import IndexBuilder
+from remesh.formats.framing import Grid
+from remesh.formats.native import ValuesDocument
+from remesh.formats.place import Place
+from remesh.formats.safetensors_files import add_arrays, read_arrays
 
 NAME = "safetensors"
 SUFFIX = ".safetensors"
-LOOKS_FOR = "a file *.safetensors, or a folder with such files"
-HEAD_BYTES = 1 << 16
-"""Bytes of a file that are read at first; most headers are shorter."""
-
-_DTYPE_OF_CODE = {
-    dtype.safetensors: dtype.name for dtype in DTYPES if not (dtype.pairs or dtype.is_opaque)
-}
-_PACKED_PAIRS, _PACKED_DTYPE = "F4", "float4_e2m1fn_x2"
-_PARTS_KEY = "DCP_SHARDING_INFO"
+MARKER = "a file *.safetensors, or a folder with such files"
+FILES = re.compile(r".*\.safetensors")
 
 
-class StoredArray(NamedTuple):
-    """A tensor of a file, or a part of one."""
-
-    path: str  # the file
-    position: int  # byte of the file at which its elements begin
-    shape: tuple[int, ...]
-    dtype: str  # name of its element type
-    offset: tuple[int, ...] | None = None
-    """Where it lies in the tensor that it is a part of; None if it is whole."""
-
-
-def recognise(paths: Iterable[str]) -> bool:
-    """True if a folder with these files holds such; those of remesh's data folders are none."""
-    names = [path for path in paths if "/" not in path]
+def is_at(place: Place) -> bool:
+    """True if a folder holds such; those of remesh's data folders are none."""
+    names = [path for path in paddle.other_files(place.listing) if "/" not in path]
     is_data_folder = any(name.startswith("index-") and name.endswith(SUFFIX) for name in names)
-    return bool(_files_of(names)) and not is_data_folder
+    return bool(_files_of(names)) and not is_data_folder and not huggingface.is_at(place)
 
 
-def read(place: Place) -> Contents:
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what a file or a folder holds; its tensors stay where they are."""
     storage, files = place.storage, place.listing_beside
-    builder = IndexBuilder(storage, files)
     paths = [place.file] if place.file else _files_of(files)
     if not paths:
         raise CheckpointNotFoundError(f"{storage.url}: no file *{SUFFIX}")
     arrays = read_arrays(storage, paths, files)
     add_arrays(builder, (item for file in paths for item in arrays[file].items()))
-    return Contents.of(NAME, builder)
 
 
 def _files_of(paths: Iterable[str]) -> list[str]:
     return sorted(path for path in paths if path.endswith(SUFFIX) and "/" not in path)
 
 
-# ---------------------------------------------------------------------------------------------
-# Headers
-# ---------------------------------------------------------------------------------------------
+class SafetensorsWriter(huggingface.HuggingFaceWriter):
+    """Writes weights in a single file."""
+
+    name = NAME
+    options = ()
+    has_metadata = False
+    object_names = "final"
+
+    def grid(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+        return huggingface.plan_files(cuts.tensors, document, None)
 
 
-def read_arrays(
-    storage: Storage, paths: Sequence[str], listing: Listing
-) -> dict[str, dict[str, StoredArray]]:
-    """The tensors of files, by file and name, from their headers alone."""
-    sizes = {path: file_size(storage, listing, path) for path in paths}
-    ranges = [(path, 0, min(size, HEAD_BYTES)) for path, size in sizes.items()]
-    heads = dict(zip(sizes, read_ranges(storage, ranges), strict=True))
-    lengths = {}
-    for path, head in heads.items():
-        where = f"{storage.url}/{path}"
-        lengths[path] = 8 + safetensors_file.header_length(head, where)
-        if lengths[path] > sizes[path]:
-            raise damaged(where, "ends in its safetensors header: the file was cut short")
-    longer = [(path, 0, length) for path, length in lengths.items() if length > HEAD_BYTES]
-    heads.update(zip((path for path, *_ in longer), read_ranges(storage, longer), strict=True))
-    return {
-        path: _arrays_in(heads[path], path, sizes[path], f"{storage.url}/{path}") for path in sizes
-    }
-
-
-def _arrays_in(head: bytes, path: str, size: int, where: str) -> dict[str, StoredArray]:
-    """The tensors of a file, from its beginning."""
-    header = safetensors_file.decode_header(head, where)
-    num_bytes = max((entry.data_offsets[1] for entry in header.entries.values()), default=0)
-    if header.data_start + num_bytes != size:
-        raise damaged(
-            where, f"has {size} bytes, but its header says {header.data_start + num_bytes}"
-        )
-    offsets = _offsets_in(header.metadata, where)
-    arrays = {}
-    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
-    for name, entry in header.entries.items():
-        kind = entry.dtype, tuple(entry.shape)
-        if kind not in known:  # there are few kinds, and maybe a million tensors
-            dtype, shape = _type_of(entry, f"{where}: {name}")
-            known[kind] = dtype, shape, math.prod(shape) * BY_NAME[dtype].itemsize
-        dtype, shape, num_bytes = known[kind]
-        start, stop = entry.data_offsets
-        if stop - start != num_bytes:
-            raise damaged(f"{where}: {name}", f"{stop - start} bytes for shape {shape} of {dtype}")
-        offset = offsets.get(name)
-        if offset is not None and len(offset) != len(shape):
-            raise damaged(f"{where}: {name}", f"a part of shape {shape} at {shown(offset)}")
-        arrays[name] = StoredArray(path, header.data_start + start, shape, dtype, offset)
-    return arrays
-
-
-def _type_of(entry: HeaderEntry, where: str) -> tuple[str, tuple[int, ...]]:
-    """Element type and shape, as torch has them."""
-    shape = tuple(entry.shape)
-    if entry.dtype == _PACKED_PAIRS and shape and shape[-1] % 2 == 0:
-        # The header counts numbers of 4 bits, torch counts bytes with two of them.
-        return _PACKED_DTYPE, (*shape[:-1], shape[-1] // 2)
-    if entry.dtype not in _DTYPE_OF_CODE:
-        raise FormatVersionError(
-            f"{where}: elements of type {shown(entry.dtype)}, which remesh does not know\nConvert "
-            "the tensor with the program that wrote it"
-        )
-    dtype = _DTYPE_OF_CODE[entry.dtype]
-    check_shape(shape, BY_NAME[dtype].itemsize, where)
-    return dtype, shape
-
-
-class _Part(msgspec.Struct):
-    saved_offsets: list[int]
-
-
-def _offsets_in(metadata: Mapping[str, str], where: str) -> dict[str, tuple[int, ...]]:
-    """Where each tensor of a file lies in the one that it is a part of."""
-    text = metadata.get(_PARTS_KEY)
-    if text is None:
-        return {}
-    try:
-        parts = msgspec.json.decode(text, type=dict[str, _Part])
-    except MALFORMED as error:
-        raise damaged(where, f"its {_PARTS_KEY} cannot be read ({error})") from error
-    return {
-        name: integers(part.saved_offsets, f"{where}: {name}", "the offset of a part")
-        for name, part in parts.items()
-    }
-
-
-# ---------------------------------------------------------------------------------------------
-# Tensors
-# ---------------------------------------------------------------------------------------------
-
-
-def add_arrays(
-    builder: IndexBuilder, arrays: Iterable[tuple[str, StoredArray]], prefix: Path = ()
-) -> None:
-    """Add tensors of files, with the keys of `prefix` before their names."""
-    found: dict[str, list[StoredArray]] = {}
-    for name, array in arrays:
-        found.setdefault(name, []).append(array)
-    singles: dict[str, list[WholeTensor]] = {}
-    for name, parts in found.items():
-        first, *others = parts
-        if not others and first.offset is None:
-            one = (name, first.dtype, first.shape, first.position)
-            singles.setdefault(first.path, []).append(one)
-            continue
-        if others and any(part.offset is None for part in parts):
-            raise StateError(
-                f"{builder.storage.url}: {first.path} and {others[0].path} both hold {name}\nName "
-                f"one file, such as {builder.storage.url}/{first.path}"
-            )
-        if any((p.dtype, len(p.shape)) != (first.dtype, len(first.shape)) for p in others):
-            where = f"{builder.storage.url}/{first.path}: {name}"
-            raise damaged(where, "its parts in several files differ in dtype or number of dims")
-        boxes = [Box(part.offset or (0,) * len(part.shape), part.shape) for part in parts]
-        whole = tuple(max(ends) for ends in zip(*(box.end for box in boxes), strict=True))
-        full = name_of((*prefix, name))
-        row = builder.add_tensor(full, first.dtype, whole)
-        builder.set_path(full, (*prefix, name))
-        for part, box in zip(parts, boxes, strict=True):
-            builder.add_piece(row, box, part.path, part.position)
-    for path, tensors in singles.items():
-        builder.add_whole(path, tensors, prefix)
+WRITERS = (SafetensorsWriter(),)

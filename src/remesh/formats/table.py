@@ -1,9 +1,11 @@
 """The formats that remesh reads, and which of them is at a place.
 
-A format is one module that can tell whether a place holds a checkpoint of it, and read what it
-holds into `Contents`: an index of byte ranges in the files as they are, and a values document.
-Everything above (loading into any layout, transformations, inspection) works on these alone. The
-next format is one more module and one more row below.
+A format is one module: `NAME` is what a user calls it, `MARKER` says in messages what marks a
+place that holds it, `is_at(place)` looks for the mark in a folder, and `read(place, builder)` adds
+what the place holds to an `IndexBuilder`, in any order and unchecked. `Format` has what a module
+may say besides. The index is built and checked here, the same way for all; everything above
+(loading into any layout, transformations, inspection) works on it alone. Another package brings a
+format by an entry point of the group `remesh.formats`.
 
 A place is asked for the marks of every format. None, or several, is an error that says what was
 looked for; a `Source` that names the format settles it.
@@ -12,10 +14,13 @@ looked for; a `Source` that names the format settles it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any
 
 from remesh._repr import short_repr
@@ -23,6 +28,7 @@ from remesh.core.index import Index
 from remesh.errors import CheckpointNotFoundError, RemeshError, StateError
 from remesh.formats import (
     deepspeed,
+    exported,
     flat_param,
     huggingface,
     megatron_legacy,
@@ -35,9 +41,9 @@ from remesh.formats import (
     torch_file,
     zarr,
 )
-from remesh.formats.contents import Contents, Place
-from remesh.formats.exported import EXPORTS
+from remesh.formats.building import IndexBuilder
 from remesh.formats.framing import Writer
+from remesh.formats.place import Place
 from remesh.storage import Storage, ask_together, open_storage
 
 
@@ -60,116 +66,88 @@ class Source:
     __repr__ = short_repr
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """A checkpoint whose tensors have not been read yet."""
+
+    format: str  # name of its format
+    index: Index  # its tensors
+    document: native.ValuesDocument  # everything else
+    record: native.CommitRecord | None = None
+    """Its commit record, which remesh's own format alone has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A row of the table."""
+    """A module as a row of the table."""
 
-    name: str  # what a user calls it
-    looks_for: str  # what marks a place that holds it, for messages
-    recognise: Callable[[Place], bool]
-    """Whether a directory has the mark; of a format that `is_file`, also whether a file has it."""
-    read: Callable[[Place], Contents]  # reads what a place holds
-    lists: bool = False
-    """Whether recognising it takes a listing; then it is asked only if all others fail."""
+    module: ModuleType  # defines `NAME`, `MARKER`, `is_at` and `read`
     writers: tuple[Writer, ...] = ()
     """How it is written: one writer, or several where files for several systems are read alike;
     none if it is only read."""
-    is_file: bool = False
-    """Whether one file is a checkpoint, so that several can lie in one directory."""
+
+    @classmethod
+    def of(cls, module: ModuleType, writer: ModuleType | None = None) -> Format:
+        """The row of a module; its `WRITERS` may be in another one."""
+        return cls(module, getattr(writer or module, "WRITERS", ()))
+
+    @property
+    def name(self) -> str:
+        """What a user calls it."""
+        return self.module.NAME  # type: ignore[no-any-return]
+
+    @property
+    def marker(self) -> str:
+        """What marks a place that holds it, for messages."""
+        return self.module.MARKER  # type: ignore[no-any-return]
+
+    @property
+    def needs_listing(self) -> bool:
+        """Whether recognising it takes a listing; then it is asked only if all others fail."""
+        return getattr(self.module, "NEEDS_LISTING", True)
+
+    @property
+    def files(self) -> re.Pattern[str] | None:
+        """Names of files that are a checkpoint by themselves, so that one folder holds several."""
+        return getattr(self.module, "FILES", None)
 
     def is_at(self, place: Place) -> bool:
         """True if a place has the mark of this format."""
-        return (self.is_file or not place.file) and self.recognise(place)
+        if place.file:
+            return self.files is not None and self.files.fullmatch(place.file) is not None
+        return self.module.is_at(place)  # type: ignore[no-any-return]
+
+    def read(self, place: Place) -> Contents:
+        """Read what a place holds; its tensors stay where they are."""
+        builder = IndexBuilder(place.storage, place.listing_beside)
+        self.module.read(place, builder)
+        return Contents(self.name, builder.build(), builder.document)
 
 
-def _is_safetensors(place: Place) -> bool:
-    """True if files are safetensors, and not those of a format that is more than these files."""
-    if place.file:
-        return place.file.endswith(safetensors.SUFFIX)
-    is_other = huggingface.recognise(place)
-    return not is_other and safetensors.recognise(paddle.other_files(place.listing))
-
+ENTRY_POINTS = "remesh.formats"
+"""Group of the entry points by which other packages bring formats: each names a module."""
 
 FORMATS: tuple[Format, ...] = (
-    Format(
-        native.FORMAT_NAME,
-        f"{native.RECORD_NAME} (remesh)",
-        lambda place: place.storage.exists(native.RECORD_NAME),
-        lambda place: _native_contents(place.storage, native.read_small_files(place.storage)),
-        writers=(native_writer.NATIVE,),
-    ),
-    Format(
-        torch_dcp.NAME,
-        torch_dcp.LOOKS_FOR,
-        torch_dcp.recognise,
-        torch_dcp.read,
-        writers=(torch_dcp_writer.TORCH_DCP, torch_dcp_writer.TORCH_DIST),
-    ),
-    Format(zarr.NAME, zarr.LOOKS_FOR, zarr.recognise, zarr.read, writers=(zarr.ZARR,)),
-    Format(
-        huggingface.NAME,
-        huggingface.LOOKS_FOR,
-        huggingface.recognise,
-        huggingface.read,
-        lists=True,
-        writers=(huggingface.HUGGINGFACE,),
-    ),
-    Format(
-        safetensors.NAME,
-        safetensors.LOOKS_FOR,
-        _is_safetensors,
-        safetensors.read,
-        lists=True,
-        writers=(huggingface.SAFETENSORS,),
-        is_file=True,
-    ),
-    Format(
-        torch_file.NAME,
-        torch_file.LOOKS_FOR,
-        torch_file.recognise,
-        torch_file.read,
-        lists=True,
-        writers=(torch_file.TORCH_FILE,),
-        is_file=True,
-    ),
-    Format(
-        paddle.NAME,
-        paddle.LOOKS_FOR,
-        paddle.recognise,
-        paddle.read,
-        lists=True,
-        writers=(paddle.PADDLE_SAFETENSORS,),
-    ),
-    Format(
-        flat_param.NAME, flat_param.LOOKS_FOR, flat_param.recognise, flat_param.read, lists=True
-    ),
-    Format(deepspeed.NAME, deepspeed.LOOKS_FOR, deepspeed.recognise, deepspeed.read, lists=True),
-    Format(
-        megatron_legacy.NAME,
-        megatron_legacy.LOOKS_FOR,
-        megatron_legacy.recognise,
-        megatron_legacy.read,
-        lists=True,
-    ),
+    Format.of(native, native_writer),
+    Format.of(torch_dcp, torch_dcp_writer),
+    *map(Format.of, (zarr, huggingface, safetensors, torch_file, paddle)),
+    *map(Format.of, (flat_param, deepspeed, megatron_legacy)),
+    *(Format.of(point.load()) for point in entry_points(group=ENTRY_POINTS)),
 )
 
 
 WRITERS: Mapping[str, Writer] = {writer.name: writer for row in FORMATS for writer in row.writers}
 """How each format is written that can be, by name."""
+_EXPORTS = {writer.name: writer for writer in exported.WRITERS}
 
 
 def writer_of(name: str) -> Writer:
-    """The writer of a format."""
-    if name in EXPORTS:
-        return EXPORTS[name]
-    if name not in WRITERS:
+    """The writer of a format, or of an export."""
+    found = WRITERS.get(name) or _EXPORTS.get(name)
+    if found is None:
         what = "is only read" if any(name == row.name for row in FORMATS) else "is not known"
         raise StateError(f"format {name!r} {what}; formats to write: {', '.join(WRITERS)}")
-    return WRITERS[name]
-
-
-_SINGLE_FILES = (*torch_file.SUFFIXES, safetensors.SUFFIX)
-"""How the names of files end that are a checkpoint by themselves."""
+    return found
 
 
 def place_of(source: Any) -> Place:
@@ -184,10 +162,9 @@ def place_of(source: Any) -> Place:
         text = os.fspath(source)
         folder, _, name = text.rpartition("/")
         folder = folder or ("/" if text.startswith("/") else ".")
-        if name.endswith(_SINGLE_FILES) and not os.path.isdir(text):
+        is_file = any(row.files is not None and row.files.fullmatch(name) for row in FORMATS)
+        if is_file and not os.path.isdir(text):
             return Place(open_storage(folder), file=name)
-        if paddle.METADATA_NAME.fullmatch(name):
-            return Place(open_storage(folder), format=paddle.NAME, file=name)
     return Place(open_storage(source))
 
 
@@ -198,14 +175,14 @@ def formats_at(place: Place) -> list[Format]:
 
 def marked_formats(place: Place) -> list[Format]:
     """The formats at a place that a file marks; nothing is listed."""
-    marked = [row for row in FORMATS if not row.lists]
+    marked = [row for row in FORMATS if not row.needs_listing]
     answers = ask_together(place.storage, [partial(row.is_at, place) for row in marked])
     return [row for row, is_there in zip(marked, answers, strict=True) if is_there]
 
 
 def listed_formats(place: Place) -> list[Format]:
     """The formats at a place that a listing shows."""
-    return [row for row in FORMATS if row.lists and row.is_at(place)]
+    return [row for row in FORMATS if row.needs_listing and row.is_at(place)]
 
 
 def format_at(place: Place) -> Format:
@@ -214,12 +191,12 @@ def format_at(place: Place) -> Format:
         return next(row for row in FORMATS if row.name == place.format)
     found = formats_at(place)
     if not found:
-        looked = "; ".join(row.looks_for for row in FORMATS)
+        looked = "; ".join(row.marker for row in FORMATS)
         raise CheckpointNotFoundError(
             f"{place.storage.url}: no checkpoint there. Looked for: {looked}."
         )
     if len(found) > 1:
-        marks = " and ".join(row.looks_for for row in found)
+        marks = " and ".join(row.marker for row in found)
         raise StateError(
             f"{place.storage.url}: holds {marks}\nSay which to read, "
             f"{' or '.join(row.name for row in found)}: --format (of `remesh convert`: "

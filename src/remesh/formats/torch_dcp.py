@@ -34,7 +34,7 @@ from typing import Any
 from remesh._repr import shown
 from remesh.core import safetensors_file
 from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.geometry import Box
 from remesh.core.state import Path
 from remesh.errors import (
     CorruptCheckpointError,
@@ -50,18 +50,12 @@ from remesh.formats.archive import (
     scan_head,
     tensor_value,
 )
-from remesh.formats.building import (
-    IndexBuilder,
-    file_size,
-    read_groups,
-    read_ranges,
-    refused,
-)
+from remesh.formats.building import IndexBuilder, read_groups, read_ranges, refused
 from remesh.formats.checks import check_name, check_path, damaged, integers
-from remesh.formats.contents import Contents, Place
 from remesh.formats.pickle_records import Name, Record, Rows
 from remesh.formats.pickle_rows import RowForm
-from remesh.formats.pickle_values import ArchivedTensor
+from remesh.formats.place import Place, file_size
+from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.storage import Storage
 
 NAME = "torch_dcp"
@@ -69,7 +63,8 @@ METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
 LIGHTNING_NAME = "meta.pt"
 COMMON_KEY = "common_state/shard_0_1"
-LOOKS_FOR = f"{METADATA_NAME} (torch.distributed.checkpoint, Megatron torch_dist)"
+NEEDS_LISTING = False
+MARKER = f"{METADATA_NAME} (torch.distributed.checkpoint, Megatron torch_dist)"
 FLAT_SHAPES, FLAT_SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
 """The attribute of `.metadata` with the true shapes of flattened tensors; the key of each shape."""
 
@@ -109,16 +104,14 @@ METADATA_CLASSES: tuple[str, ...] = (
 """The classes that `.metadata` is made of. They only hold what they are given."""
 
 
-def recognise(place: Place) -> bool:
+def is_at(place: Place) -> bool:
     """True if a place holds such a checkpoint."""
     return place.storage.exists(METADATA_NAME)
 
 
-def read(place: Place) -> Contents:
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
-    builder = IndexBuilder(place.storage, place.listing)
     add_folder(builder, "", place.allow)
-    return Contents.of(NAME, builder)
 
 
 def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None:
@@ -543,11 +536,9 @@ class _Reader:
         is_range = math.prod(chunk.box.shape[:-1]) == 1 and tensor.strides[-1:] == (1,)
         if not is_range or stop > math.prod(local):
             raise damaged(where, f"{chunk.box} is not a range of a chunk of shape {local}")
-        corner = [number * extent for number, extent in zip(numbers, local, strict=True)]
-        itemsize = BY_NAME[chunk.dtype].itemsize
-        for box in boxes_of_flat_range(local, start, stop):
-            self.builder.add_piece(chunk.row, box.shift(corner), chunk.place.path, position)
-            position += box.size * itemsize
+        corner = tuple(number * extent for number, extent in zip(numbers, local, strict=True))
+        bounds, path = (start, stop), chunk.place.path
+        self.builder.add_range(chunk.row, Box(corner, local), bounds, path, position)
 
     def _add_embedded(
         self, chunk: _Chunk, headers: dict[tuple[str, int], safetensors_file.Header]

@@ -1,6 +1,6 @@
 """Writing what `torch.distributed.checkpoint` and Megatron's `torch_dist` read.
 
-Every rank writes one file of archives back to back (see `archive_writer`), and another one for the
+Every rank writes one file of archives back to back (see `ArchiveLayout`), and another one for the
 tensors that the option `separation_hint` sets apart. Rank 0 writes one more with the values, each
 an archive of its own, and then `.metadata`. File names carry the id of the save, so that a save
 never meets the files of another; `.metadata` says which ones count.
@@ -19,12 +19,13 @@ import numpy as np
 
 from remesh.core import values
 from remesh.core.dtypes import DType
-from remesh.core.geometry import IntArray, row_products
+from remesh.core.geometry import Box, IntArray, row_products
+from remesh.core.index import Index
 from remesh.core.state import Path, assemble, name_of
 from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import StateError
-from remesh.formats.archive_writer import archive_of, frame, tensor_pickle
-from remesh.formats.contents import Place
+from remesh.formats.archive import ArchiveLayout, archive_of, tensor_record
+from remesh.formats.building import IndexBuilder
 from remesh.formats.framing import (
     Existing,
     Frame,
@@ -35,7 +36,9 @@ from remesh.formats.framing import (
     existing_files,
 )
 from remesh.formats.native import ValuesDocument
-from remesh.formats.pickle_writer import Call, Global, New, dumps
+from remesh.formats.pickle_records import Name, Record
+from remesh.formats.pickle_writer import dumps
+from remesh.formats.place import Place
 from remesh.formats.torch_dcp import (
     COMMON_NAME,
     FLAT_SHAPE,
@@ -48,24 +51,12 @@ from remesh.storage import Storage
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"
-_SIZE = Global("torch", "Size")
 _Place = tuple[str, int, int]
 """File, first byte and length of an archive."""
 
 
 def _file_name(rank: int, number: int, save_id: str) -> str:
     return f"__{rank}_{number}_{save_id}.distcp"
-
-
-def separation_hint(cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    """The option `separation_hint`: what the names of the tensors begin with that lie apart."""
-    _check_flat_shapes(cuts, options)
-    hint = options.get("separation_hint", "")
-    if not isinstance(hint, str) or "/" in hint:
-        raise StateError(
-            f"separation_hint={hint!r}: names of files begin with it, so it is a text without '/'"
-        )
-    return hint.encode()
 
 
 def _check_flat_shapes(cuts: Cuts, options: Mapping[str, object]) -> None:
@@ -93,43 +84,23 @@ def _flat_shapes(options: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid) -> list[Frame]:
-    """The data file of a rank, and another one for the tensors that `separation_hint` names."""
-    hint, names, name = grid.decode(), boxes.tensors.names, _file_name(rank, 0, save_id)
-    apart = np.array(
-        [bool(hint) and names[tensor].startswith(hint) for tensor in boxes.tensor[rows].tolist()],
-        dtype=bool,
-    )
-    files = [(name, rows[~apart]), (hint + name, rows[apart])]
-    return [_frame(boxes, rows, path) for path, rows in files if len(rows)]
-
-
 def _frame(boxes: BoxTable, rows: IntArray, path: str) -> Frame:
     """A data file: an archive for each box."""
-    positions, fillers, at = [], [], 0
+    positions: list[int] = []
+    fillers: list[tuple[int, bytes]] = []
+    pickles: dict[tuple[str, tuple[int, ...]], bytes] = {}
+    at = 0
     for row in rows.tolist():
         box, dtype = boxes.box(row), boxes.tensors.dtype(int(boxes.tensor[row]))
-        num_bytes = box.size * dtype.itemsize
-        head, tail = frame(tensor_pickle(dtype, box.shape), num_bytes, at)
-        start = at + len(head)
-        fillers += [(at, head), (start + num_bytes, tail)]
-        positions.append(start)
-        at = start + num_bytes + len(tail)
+        pickled = pickles.get((dtype.name, box.shape))
+        if pickled is None:
+            pickled = dumps(tensor_record(dtype, box.shape, "0"))
+            pickles[dtype.name, box.shape] = pickled
+        archive = ArchiveLayout(pickled, [box.size * dtype.itemsize], at)
+        fillers += archive.fillers
+        positions += archive.positions
+        at += archive.num_bytes
     return Frame(path, at, rows, np.array(positions), fillers=tuple(fillers))
-
-
-def dcp_files(saved: Saved) -> list[SmallFile]:
-    """The values and `.metadata`."""
-    document = saved.document
-    objects: dict[str, object] = {}
-    paths = {name: _dcp_path(saved, name) for name in _tensor_names(saved)}
-    for name, raw in document.values.items():
-        for path, leaf in _dcp_leaves(_dcp_path(saved, name), values.decode(bytes(raw))):
-            paths[name_of(path)], objects[name_of(path)] = path, leaf
-    for name, items in document.lists.items():
-        paths[name], objects[name] = _dcp_path(saved, name), list(items)
-    paths |= {name: (name,) for name in document.objects}
-    return _value_file_and_metadata(saved, {**objects, **_objects(saved)}, paths)
 
 
 def _dcp_leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
@@ -149,15 +120,6 @@ def _holds_mapping(items: list[object]) -> bool:
         isinstance(item, Mapping) or (isinstance(item, list) and _holds_mapping(item))
         for item in items
     )
-
-
-def torch_dist_files(saved: Saved) -> list[SmallFile]:
-    """The objects, `common.pt`, `.metadata` and `metadata.json`."""
-    return [
-        common_file(saved.document),
-        *_value_file_and_metadata(saved, _objects(saved), None),
-        config_file("torch_dist"),
-    ]
 
 
 def common_file(document: ValuesDocument) -> SmallFile:
@@ -208,15 +170,16 @@ def _value_file_and_metadata(
 ) -> list[SmallFile]:
     """The file of archives of values, if there are any, and the metadata of everything."""
     path, data = _file_name(0, 1, saved.save_id), bytearray()
-    entries: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
+    entries: dict[str, Record] = {}
+    storage: dict[Record, Record] = {}
+    sizes = _Sizes()
     for name, value in objects.items():
         archive = archive_of(value, name)
-        entries[name] = New(Global(_METADATA, "BytesStorageMetadata"))
+        entries[name] = Record(f"{_METADATA}.BytesStorageMetadata", is_new=True)
         storage[_key(name, None, None)] = _info((path, len(data), len(archive)))
         data += archive
     places = _places(saved)
-    chunks: dict[int, list[tuple[Any, ...]]] = {}
+    chunks: dict[int, list[tuple[Box, _Place]]] = {}
     for row in range(len(saved.boxes)):
         box = saved.boxes.box(row)
         chunks.setdefault(int(saved.boxes.tensor[row]), []).append((box, places[row]))
@@ -225,39 +188,37 @@ def _value_file_and_metadata(
     numbers |= {alias: numbers[name] for alias, name in saved.document.aliases.items()}
     for name, number in numbers.items():
         found = chunks.get(number, [])
-        entries[name] = _tensor_entry(
-            tensors.dtype(number), tensors.shape(number), [box for box, _ in found]
-        )
+        boxes = [box for box, _ in found]
+        entries[name] = _tensor_entry(tensors.dtype(number), tensors.shape(number), boxes, sizes)
         for hint, (box, place) in enumerate(found):
-            storage[_key(name, box.offset, hint)] = _info(place)
+            storage[_key(name, sizes[box.offset], hint)] = _info(place)
     flat = _flat_shapes(saved.options)
-    metadata = New(
-        Global(_METADATA, "Metadata"),
-        {
-            "state_dict_metadata": entries,
-            "planner_data": paths,
-            "storage_data": storage,
-            "storage_meta": New(
-                Global(_METADATA, "StorageMeta"),
-                {"checkpoint_id": None, "save_id": saved.save_id, "load_id": None, "modules": []},
-            ),
-            "version": "1.0.0",
-            **(
-                {FLAT_SHAPES: {name: _flat_entry(flat.get(name)) for name in numbers}}
-                if flat
-                else {}
-            ),
-        },
-    )
+    save: dict[str, object] = {
+        "checkpoint_id": None,
+        "save_id": saved.save_id,
+        "load_id": None,
+        "modules": [],
+    }
+    state: dict[str, Any] = {
+        "state_dict_metadata": entries,
+        "planner_data": paths,
+        "storage_data": storage,
+        "storage_meta": _made("StorageMeta", save),
+        "version": "1.0.0",
+    }
+    if flat:
+        state[FLAT_SHAPES] = {
+            name: {FLAT_SHAPE: sizes[flat[name]]} if name in flat else {} for name in numbers
+        }
     files = [(path, bytes(data))] if data else []
-    return [*files, (METADATA_NAME, dumps(metadata))]
+    return [*files, (METADATA_NAME, dumps(_made("Metadata", state)))]
 
 
 def _places(saved: Saved) -> dict[int, _Place]:
     """Where the archive of each box lies, from the same plan by which its rank wrote it."""
     places = {}
     for rank, rows in enumerate(saved.assignments):
-        for file in frames(saved.boxes, rows, rank, saved.save_id, saved.grid):
+        for file in DcpWriter().frames(saved.boxes, rows, rank, saved.save_id, saved.grid):
             # Heads and tails alternate, so each archive begins at every other filler.
             begins = [position for position, _ in file.fillers[::2]]
             ends = [*begins[1:], file.num_bytes]
@@ -266,61 +227,109 @@ def _places(saved: Saved) -> dict[int, _Place]:
     return places
 
 
-def _tensor_entry(dtype: DType, shape: tuple[int, ...], boxes: list[Any]) -> New:
-    properties = New(
-        Global(_METADATA, "TensorProperties"),
-        (
-            Global("torch", dtype.name),
-            Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)),
-            False,
-            Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,)),
-            False,
-        ),
-    )
+class _Sizes(dict[tuple[int, ...], Record]):
+    """`torch.Size` of each shape and offset; a pickle holds what is used again once."""
+
+    def __missing__(self, numbers: tuple[int, ...]) -> Record:
+        found = self[numbers] = Record("torch.Size", (numbers,))
+        return found
+
+
+def _made(kind: str, state: object) -> Record:
+    return Record(f"{_METADATA}.{kind}", is_new=True, state=state)
+
+
+def _tensor_entry(dtype: DType, shape: tuple[int, ...], boxes: list[Box], sizes: _Sizes) -> Record:
+    layout = Record("torch.serialization._get_layout", ("torch.strided",))
+    memory_format = Record(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,))
+    properties = (Name(f"torch.{dtype.name}"), layout, False, memory_format, False)
     chunks = [
-        New(
-            Global(_METADATA, "ChunkStorageMetadata"),
-            {"offsets": _size(box.offset), "sizes": _size(box.shape)},
-        )
+        _made("ChunkStorageMetadata", {"offsets": sizes[box.offset], "sizes": sizes[box.shape]})
         for box in boxes
     ]
-    return New(
-        Global(_METADATA, "TensorStorageMetadata"),
-        {"properties": properties, "size": _size(shape), "chunks": chunks},
-    )
+    state = {"properties": _made("TensorProperties", properties), "size": sizes[shape]}
+    return _made("TensorStorageMetadata", {**state, "chunks": chunks})
 
 
-def _flat_entry(shape: tuple[int, ...] | None) -> dict[str, Call]:
-    return {} if shape is None else {FLAT_SHAPE: _size(shape)}
+def _key(name: str, offset: Record | None, hint: int | None) -> Record:
+    place = {} if offset is None else {"offset": offset}
+    return _made("MetadataIndex", {"fqn": name, "index": hint, **place})
 
 
-def _size(numbers: tuple[int, ...]) -> Call:
-    return Call(_SIZE, (tuple(numbers),))
-
-
-def _key(name: str, offset: tuple[int, ...] | None, hint: int | None) -> New:
-    state: dict[str, Any] = {"fqn": name, "index": hint}
-    if offset is not None:
-        state["offset"] = _size(offset)
-    return New(Global(_METADATA, "MetadataIndex"), state)
-
-
-def _info(place: _Place) -> New:
+def _info(place: _Place) -> Record:
     path, offset, length = place
-    return New(
-        Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        {"relative_path": path, "offset": offset, "length": length},
-    )
+    state = {"relative_path": path, "offset": offset, "length": length}
+    return Record("torch.distributed.checkpoint.filesystem._StorageInfo", is_new=True, state=state)
 
 
-def _existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-    """The checkpoint that is there, of torch or of Megatron."""
-    small = COMMON_NAME, CONFIG_NAME
-    return existing_files(storage, METADATA_NAME, lambda: read(Place(storage)).index, small)
+class DcpWriter(Writer):
+    """Writes checkpoints of `torch.distributed.checkpoint`."""
+
+    name = "torch_dcp"
+    options = ("separation_hint", "flat_shapes")
+
+    def grid(self, cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        """The option `separation_hint`: what the names of tensors begin with that lie apart."""
+        _check_flat_shapes(cuts, options)
+        hint = options.get("separation_hint", "")
+        if not isinstance(hint, str) or "/" in hint:
+            raise StateError(
+                f"separation_hint={hint!r}: names of files begin with it, so it is a text without "
+                "'/'"
+            )
+        return hint.encode()
+
+    def frames(
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
+    ) -> list[Frame]:
+        """The data file of a rank, and another one for the tensors that `separation_hint` names."""
+        hint, names, name = grid.decode(), boxes.tensors.names, _file_name(rank, 0, save_id)
+        apart = np.array(
+            [
+                bool(hint) and names[tensor].startswith(hint)
+                for tensor in boxes.tensor[rows].tolist()
+            ],
+            dtype=bool,
+        )
+        files = [(name, rows[~apart]), (hint + name, rows[apart])]
+        return [_frame(boxes, rows, path) for path, rows in files if len(rows)]
+
+    def small_files(self, saved: Saved) -> list[SmallFile]:
+        document = saved.document
+        objects: dict[str, object] = {}
+        paths = {name: _dcp_path(saved, name) for name in _tensor_names(saved)}
+        for name, raw in document.values.items():
+            for path, leaf in _dcp_leaves(_dcp_path(saved, name), values.decode(bytes(raw))):
+                paths[name_of(path)], objects[name_of(path)] = path, leaf
+        for name, items in document.lists.items():
+            paths[name], objects[name] = _dcp_path(saved, name), list(items)
+        paths |= {name: (name,) for name in document.objects}
+        return _value_file_and_metadata(saved, {**objects, **_objects(saved)}, paths)
+
+    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
+        """The checkpoint that is there, of torch or of Megatron."""
+
+        def read_index() -> Index:
+            builder = IndexBuilder(storage, place.listing)
+            read(place, builder)
+            return builder.build()
+
+        place = Place(storage)
+        return existing_files(storage, METADATA_NAME, read_index, (COMMON_NAME, CONFIG_NAME))
 
 
-_OPTIONS = ("separation_hint", "flat_shapes")
-TORCH_DCP = Writer("torch_dcp", separation_hint, frames, dcp_files, _existing, options=_OPTIONS)
-TORCH_DIST = Writer(
-    "torch_dist", separation_hint, frames, torch_dist_files, _existing, options=_OPTIONS
-)
+class TorchDistWriter(DcpWriter):
+    """Writes Megatron's `torch_dist`."""
+
+    name = "torch_dist"
+
+    def small_files(self, saved: Saved) -> list[SmallFile]:
+        """The objects, `common.pt`, `.metadata` and `metadata.json`."""
+        return [
+            common_file(saved.document),
+            *_value_file_and_metadata(saved, _objects(saved), None),
+            config_file("torch_dist"),
+        ]
+
+
+WRITERS = (DcpWriter(), TorchDistWriter())

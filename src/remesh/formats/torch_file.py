@@ -13,45 +13,49 @@ collects the tensors and writes the file, with checksums.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Mapping
 
 from remesh.core import values
 from remesh.core.state import Path, assemble
 from remesh.core.tables import Cuts
 from remesh.errors import UnsupportedValueError
-from remesh.formats import whole_tensors
-from remesh.formats.archive import Archive, RangeFile, read_archive
-from remesh.formats.archive_writer import TorchArchive, tensor_value
-from remesh.formats.building import IndexBuilder, Listing, file_size
-from remesh.formats.contents import Contents, Place
-from remesh.formats.framing import Existing, Grid, Rename, Saved, Writer
+from remesh.formats.archive import (
+    Archive,
+    ArchiveLayout,
+    RangeFile,
+    read_archive,
+    tensor_record,
+)
+from remesh.formats.building import IndexBuilder
+from remesh.formats.framing import Existing, Grid
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import dumps
-from remesh.formats.whole_tensors import FileTensor
+from remesh.formats.place import Listing, Place, file_size
+from remesh.formats.whole_tensors import WholeFile, WholeFiles, WholeWriter
 from remesh.storage import Storage
 
 NAME = "torch_file"
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-LOOKS_FOR = "a single file *.pt, *.pth, *.bin or *.ckpt (torch.save)"
+FILES = re.compile(r".*\.(pt|pth|bin|ckpt)")
+MARKER = "a single file *.pt, *.pth, *.bin or *.ckpt (torch.save)"
 
 
-def recognise(place: Place) -> bool:
-    """True if a place is such a file, or holds one and nothing else."""
-    return place.file.endswith(SUFFIXES) if place.file else is_single(place.listing)
+def is_at(place: Place) -> bool:
+    """True if a folder holds such a file and nothing else."""
+    return is_single(place.listing)
 
 
 def is_single(paths: Collection[str]) -> bool:
     """True if the only file is one."""
-    return len(paths) == 1 and all(path.endswith(SUFFIXES) for path in paths)
+    return len(paths) == 1 and all(map(FILES.fullmatch, paths))
 
 
-def read(place: Place) -> Contents:
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a file holds; its tensors stay where they are."""
     files = place.listing_beside
     path = place.file or min(files, default="")
-    builder = IndexBuilder(place.storage, files)
     builder.add_nested((), open_archive(place.storage, path, files, allow=place.allow), path)
-    return Contents.of(NAME, builder)
 
 
 def open_archive(
@@ -70,27 +74,19 @@ def open_archive(
 FILE_NAME = "state.pt"
 
 
-def one_archive(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-    """Where the tensors lie."""
-    return plan_archive(cuts, document, FILE_NAME)
-
-
 def plan_archive(cuts: Cuts, document: ValuesDocument, file_name: str) -> Grid:
     """Where the tensors lie in a file of this name."""
     table = cuts.tensors
-    tensors = [
-        FileTensor(name, table.dtype(number).name, table.shape(number))
-        for number, name in enumerate(table.names)
+    sizes = [
+        math.prod(table.shape(number)) * table.dtype(number).itemsize
+        for number in range(len(table.names))
     ]
-    archive = TorchArchive(tensors, _pickle(cuts, document))
+    archive = ArchiveLayout(_pickle(cuts, document), sizes)
     places = {
-        tensor.name: (0, position)
-        for tensor, position in zip(tensors, archive.positions, strict=True)
+        name: (0, position) for name, position in zip(table.names, archive.positions, strict=True)
     }
-    file = whole_tensors.WholeFile(
-        file_name, archive.num_bytes, archive.fillers(), archive.checksums()
-    )
-    return whole_tensors.WholeFiles([file], places).encode()
+    file = WholeFile(file_name, archive.num_bytes, archive.fillers, archive.checksums)
+    return WholeFiles([file], places).encode()
 
 
 def _pickle(cuts: Cuts, document: ValuesDocument) -> bytes:
@@ -114,21 +110,22 @@ def _pickle(cuts: Cuts, document: ValuesDocument) -> bytes:
     names = {name: number for number, name in enumerate(cuts.tensors.names)}
     names |= {alias: names[name] for alias, name in document.aliases.items()}
     for name, number in names.items():
-        tensor = tensor_value(cuts.tensors.dtype(number), cuts.tensors.shape(number), str(number))
+        tensor = tensor_record(cuts.tensors.dtype(number), cuts.tensors.shape(number), str(number))
         leaves[document.path_of(name)] = tensor
     return dumps(assemble(leaves, {tuple(path): kind for path, kind in document.sequences}))
 
 
-def small_files(saved: Saved) -> Sequence[Rename]:
-    """The file exists when it has its name."""
-    return whole_tensors.renames(saved)
+class TorchFileWriter(WholeWriter):
+    """Writes one file that `torch.load` reads."""
+
+    name = NAME
+    object_names = "final"
+
+    def grid(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+        return plan_archive(cuts, document, FILE_NAME)
+
+    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
+        return Existing(FILE_NAME, paths=(FILE_NAME,)) if storage.exists(FILE_NAME) else None
 
 
-def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-    """The file that is there."""
-    return Existing(FILE_NAME, paths=(FILE_NAME,)) if storage.exists(FILE_NAME) else None
-
-
-TORCH_FILE = Writer(
-    NAME, one_archive, whole_tensors.frames, small_files, existing, object_names="final"
-)
+WRITERS = (TorchFileWriter(),)

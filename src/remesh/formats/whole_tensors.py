@@ -30,7 +30,7 @@ from remesh.core.geometry import IntArray
 from remesh.core.safetensors_file import encode_header
 from remesh.core.tables import BoxTable
 from remesh.errors import UnsupportedValueError
-from remesh.formats.framing import Frame, Grid, Rename, Saved
+from remesh.formats.framing import Frame, Grid, Rename, Saved, SmallFile, Writer
 
 _NUMBER_AND_SUFFIX = re.compile(r"(-\d{5,}-of-\d{5,})?\.[^.]+$")
 
@@ -67,28 +67,43 @@ def decode_files(grid: Grid) -> WholeFiles:
     return msgspec.msgpack.decode(grid, type=WholeFiles)
 
 
-def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid) -> list[Frame]:
-    """The files of which a rank writes something; shared fillers are written by rank 0."""
-    plan = decode_files(grid)
-    if plan.writers:
-        return _own_frames(boxes, rank, save_id, plan)
-    names = boxes.tensors.names
-    placed = [plan.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
-    numbers, positions = np.array(placed, np.int64).reshape(-1, 2).T
-    found = []
-    for number, file in enumerate(plan.files):
-        here = numbers == number
-        if rank == 0 or here.any():
-            frame = Frame(
-                written_name(plan, number, save_id),
-                file.num_bytes,
-                rows[here],
-                positions[here],
-                fillers=tuple(file.fillers) if rank == 0 else (),
-                is_shared=True,
-            )
-            found.append(frame)
-    return found
+class WholeWriter(Writer):
+    """Writes files in which tensors lie whole; `grid` says which."""
+
+    def frames(
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
+    ) -> list[Frame]:
+        """The files of which a rank writes something; shared fillers are written by rank 0."""
+        plan = decode_files(grid)
+        if plan.writers:
+            return _own_frames(boxes, rank, save_id, plan)
+        names = boxes.tensors.names
+        placed = [plan.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
+        numbers, positions = np.array(placed, np.int64).reshape(-1, 2).T
+        found = []
+        for number, file in enumerate(plan.files):
+            here = numbers == number
+            if rank == 0 or here.any():
+                frame = Frame(
+                    written_name(plan, number, save_id),
+                    file.num_bytes,
+                    rows[here],
+                    positions[here],
+                    fillers=tuple(file.fillers) if rank == 0 else (),
+                    is_shared=True,
+                )
+                found.append(frame)
+        return found
+
+    def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
+        """How the files get their final names, if they do not have them."""
+        plan = decode_files(saved.grid)
+        if plan.names != "renamed":
+            return []
+        return [
+            Rename(written_name(plan, number, saved.save_id), file.name)
+            for number, file in enumerate(plan.files)
+        ]
 
 
 def _own_frames(boxes: BoxTable, rank: int, save_id: str, plan: WholeFiles) -> list[Frame]:
@@ -126,17 +141,6 @@ def give_to_ranks(grid: Grid, world_size: int, names: str) -> Grid:
         writers[number] = loads.index(min(loads))
         loads[writers[number]] += plan.files[number].num_bytes
     return msgspec.structs.replace(plan, writers=writers, names=names).encode()
-
-
-def renames(saved: Saved) -> Sequence[Rename]:
-    """How the files get their final names, if they do not have them."""
-    plan = decode_files(saved.grid)
-    if plan.names != "renamed":
-        return []
-    return [
-        Rename(written_name(plan, number, saved.save_id), file.name)
-        for number, file in enumerate(plan.files)
-    ]
 
 
 def written_name(plan: WholeFiles, number: int, save_id: str) -> str:

@@ -35,12 +35,12 @@ from remesh.errors import (
     FormatVersionError,
     StateError,
 )
-from remesh.formats.archive_writer import archive_of
+from remesh.formats.archive import archive_of
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, decode_json
-from remesh.formats.contents import Contents, Place
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
+from remesh.formats.place import Place
 from remesh.formats.torch_dcp import COMMON_NAME, element_of, opaque
 from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
 from remesh.formats.torch_file import open_archive
@@ -48,7 +48,8 @@ from remesh.storage import Storage
 
 NAME = "zarr"
 ARRAY_NAME = ".zarray"
-LOOKS_FOR = f"{CONFIG_NAME} with sharded_backend zarr (Megatron)"
+NEEDS_LISTING = False
+MARKER = f"{CONFIG_NAME} with sharded_backend zarr (Megatron)"
 MAX_CHUNKS = 1 << 16
 """Chunk files of one tensor that are written at most."""
 
@@ -73,7 +74,7 @@ class _Array(msgspec.Struct):
     dimension_separator: Literal[".", "/"] = "."
 
 
-def recognise(place: Place) -> bool:
+def is_at(place: Place) -> bool:
     """True if a place holds such a checkpoint."""
     if not place.storage.exists(CONFIG_NAME):
         return False
@@ -84,12 +85,11 @@ def recognise(place: Place) -> bool:
     return config.sharded_backend == NAME
 
 
-def read(place: Place) -> Contents:
+def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
     storage, files, allow = place.storage, place.listing, place.allow
     if CONFIG_NAME not in files:
-        raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
-    builder = IndexBuilder(storage, files)
+        raise CheckpointNotFoundError(f"{storage.url}: no {MARKER}")
     for path in files:
         folder, _, name = path.rpartition("/")
         if name == ARRAY_NAME and folder:
@@ -103,7 +103,6 @@ def read(place: Place) -> Contents:
     if COMMON_NAME in files:
         archive = open_archive(storage, COMMON_NAME, files, allow=allow)
         builder.add_nested((), archive, COMMON_NAME)
-    return Contents.of(NAME, builder)
 
 
 def _add_array(builder: IndexBuilder, name: str) -> None:
@@ -201,72 +200,75 @@ def _step(extent: int, bounds: Sequence[tuple[int, int]]) -> int:
     return longest if not any(bound % longest for bound in inner) else math.gcd(*inner)
 
 
-def grid_of(cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-    """The chunk shapes, encoded."""
-    return msgspec.msgpack.encode(chunk_shapes(cuts.boxes))
-
-
 def _chunks_in(grid: Grid) -> dict[str, tuple[int, ...]]:
     return msgspec.msgpack.decode(grid, type=dict[str, tuple[int, ...]])
 
 
-def frames(boxes: BoxTable, rows: IntArray, _rank: int, _save_id: str, grid: Grid) -> list[Frame]:
-    """The chunk files of a rank, under zarr's names."""
-    found, chunks = [], _chunks_in(grid)
-    for row in rows.tolist():
-        box, number = boxes.box(row), int(boxes.tensor[row])
-        name, itemsize = boxes.tensors.names[number], boxes.tensors.dtype(number).itemsize
-        chunk = chunks[name]
-        first = [start // step for start, step in zip(box.offset, chunk, strict=True)]
-        counts = [
-            -(-stop // step) - begin
-            for stop, step, begin in zip(box.end, chunk, first, strict=True)
+class ZarrWriter(Writer):
+    """Writes Megatron's `zarr`."""
+
+    name = NAME
+
+    def grid(self, cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+        """The chunk shapes, encoded."""
+        return msgspec.msgpack.encode(chunk_shapes(cuts.boxes))
+
+    def frames(
+        self, boxes: BoxTable, rows: IntArray, _rank: int, _save_id: str, grid: Grid
+    ) -> list[Frame]:
+        """The chunk files of a rank, under zarr's names."""
+        found, chunks = [], _chunks_in(grid)
+        for row in rows.tolist():
+            box, number = boxes.box(row), int(boxes.tensor[row])
+            name, itemsize = boxes.tensors.names[number], boxes.tensors.dtype(number).itemsize
+            chunk = chunks[name]
+            first = [start // step for start, step in zip(box.offset, chunk, strict=True)]
+            counts = [
+                -(-stop // step) - begin
+                for stop, step, begin in zip(box.end, chunk, first, strict=True)
+            ]
+            for at in np.ndindex(*counts):
+                place = tuple(begin + i for begin, i in zip(first, at, strict=True))
+                part = Box(tuple(i * step for i, step in zip(place, chunk, strict=True)), chunk)
+                path, num_bytes = f"{name}/{_chunk_name(place)}", part.size * itemsize
+                found.append(Frame(path, num_bytes, np.array([row]), np.array([0]), (part,)))
+        return found
+
+    def small_files(self, saved: Saved) -> list[SmallFile]:
+        """The descriptions of the arrays, the objects, `common.pt` and `metadata.json`."""
+        tensors, chunks = saved.cuts.tensors, _chunks_in(saved.grid)
+        if saved.document.aliases:
+            alias = min(saved.document.aliases)
+            raise StateError(
+                f"{alias}: tied to {saved.document.aliases[alias]}\nZarr has one array for each "
+                "name, so untie it, leave it out, or save in the format torch_dist"
+            )
+        arrays = [
+            (
+                f"{name}/{ARRAY_NAME}",
+                msgspec.json.encode(
+                    {
+                        "zarr_format": 2,
+                        "shape": tensors.shape(number),
+                        "chunks": chunks[name],
+                        "dtype": _dtype_text(tensors.dtype(number)),
+                        "compressor": None,
+                        "fill_value": None,
+                        "order": "C",
+                        "filters": None,
+                    }
+                ),
+            )
+            for number, name in enumerate(tensors.names)
         ]
-        for at in np.ndindex(*counts):
-            place = tuple(begin + i for begin, i in zip(first, at, strict=True))
-            part = Box(tuple(i * step for i, step in zip(place, chunk, strict=True)), chunk)
-            path, num_bytes = f"{name}/{_chunk_name(place)}", part.size * itemsize
-            found.append(Frame(path, num_bytes, np.array([row]), np.array([0]), (part,)))
-    return found
+        objects = [
+            (f"{name}.pt", archive_of(values.decode(bytes(element.value)), name))
+            for name, element in saved.document.objects.items()
+        ]
+        return [*arrays, *objects, common_file(saved.document), config_file(NAME)]
+
+    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
+        return Existing(CONFIG_NAME, is_fixed=True) if storage.exists(CONFIG_NAME) else None
 
 
-def small_files(saved: Saved) -> list[SmallFile]:
-    """The descriptions of the arrays, the objects, `common.pt` and `metadata.json`."""
-    tensors, chunks = saved.cuts.tensors, _chunks_in(saved.grid)
-    if saved.document.aliases:
-        alias = min(saved.document.aliases)
-        raise StateError(
-            f"{alias}: tied to {saved.document.aliases[alias]}\nZarr has one array for each name, "
-            "so untie it, leave it out, or save in the format torch_dist"
-        )
-    arrays = [
-        (
-            f"{name}/{ARRAY_NAME}",
-            msgspec.json.encode(
-                {
-                    "zarr_format": 2,
-                    "shape": tensors.shape(number),
-                    "chunks": chunks[name],
-                    "dtype": _dtype_text(tensors.dtype(number)),
-                    "compressor": None,
-                    "fill_value": None,
-                    "order": "C",
-                    "filters": None,
-                }
-            ),
-        )
-        for number, name in enumerate(tensors.names)
-    ]
-    objects = [
-        (f"{name}.pt", archive_of(values.decode(bytes(element.value)), name))
-        for name, element in saved.document.objects.items()
-    ]
-    return [*arrays, *objects, common_file(saved.document), config_file(NAME)]
-
-
-def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-    """The checkpoint that is there."""
-    return Existing(CONFIG_NAME, is_fixed=True) if storage.exists(CONFIG_NAME) else None
-
-
-ZARR = Writer(NAME, grid_of, frames, small_files, existing)
+WRITERS = (ZarrWriter(),)

@@ -370,7 +370,7 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         else:
             parts.append([_copy_pieces(plan, rows, storage, path)])
     # Values and index come last: that makes the links in their folder durable.
-    *others, record = native_writer.small_files(saved)
+    *others, record = native_writer.NativeWriter().small_files(saved)
     for path, data in others:
         storage.put(path, data, overwrite=False)
     storage.sync()

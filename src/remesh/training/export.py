@@ -47,7 +47,7 @@ from remesh.storage import Storage, open_storage
 
 WeightFormat = Literal["safetensors", "pth"]
 
-_FORMATS = {"safetensors": exported.SAFETENSORS, "pth": exported.PTH}
+_FORMATS = {"safetensors": exported.SafetensorsExport.name, "pth": exported.PthExport.name}
 
 _log = logging.getLogger("remesh")
 

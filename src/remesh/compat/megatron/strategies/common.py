@@ -33,8 +33,7 @@ from remesh.core.state import Path, assemble
 from remesh.core.values import encode_object
 from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Alone, run_on_one
-from remesh.formats.archive import read_archive
-from remesh.formats.archive_writer import archive_of
+from remesh.formats.archive import archive_of, read_archive
 from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -68,6 +67,7 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.exchange import run_on_all
 from remesh.formats.checks import integers
 from remesh.formats.pickle_records import Record
+from remesh.formats.pickle_writer import described, dumps
 from remesh.formats.torch_dcp import (
     FLAT_SHAPES,
     METADATA_NAME,
@@ -263,7 +263,7 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
             flat_shapes = getattr(found, FLAT_SHAPES, None)
             if flat_shapes is not None:
                 vars(kept)[FLAT_SHAPES] = flat_shapes
-            storage.put(METADATA_NAME, pickle.dumps(kept), overwrite=True)
+            storage.put(METADATA_NAME, dumps(described(kept)), overwrite=True)
             before, after = (
                 {info.relative_path for info in metadata.storage_data.values()}
                 for metadata in (found, kept)
@@ -273,7 +273,7 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
 
 
 def _torch_metadata(storage: Storage) -> Metadata:
-    """The metadata in torch's own classes, so that torch's own pickle of them can be written."""
+    """The metadata in torch's own classes, as Megatron asks for them."""
     record = read_metadata(storage)
     try:
         found = Metadata(
