@@ -1,7 +1,8 @@
 """What code on Megatron imports from its `dist_checkpointing`, read from its sources.
 
 `python -m tests.compat.megatron.names FOLDER...` lists for each folder (that of a release, which
-has `megatron` in it, or that of NeMo or Megatron Bridge) what the drop-in lacks.
+has `megatron` in it, or that of NeMo or Megatron Bridge) what the drop-in lacks, and which of that
+the package itself has, so that the drop-in lends it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-from remesh.compat.megatron.redirect import FROM_RELEASE
 
 PACKAGE = "megatron.core.dist_checkpointing"
 HOME = "remesh.compat.megatron"
@@ -66,18 +65,36 @@ def imported(path: Path, root: Path) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether the drop-in has a name, or the object that it is an attribute of, or leaves it."""
-    if any(f"{name}.".startswith(f"{module}.") for module in FROM_RELEASE):
-        return True
+    """Whether the drop-in itself has a name, or the object that it is an attribute of."""
     parts = name.split(".")
     module, rest = importlib.import_module(HOME), parts
     while rest:
         try:
             module = importlib.import_module(f"{module.__name__}.{rest[0]}")
         except ModuleNotFoundError:
-            return hasattr(module, rest[0])
+            return rest[0] in vars(module)
         rest = rest[1:]
     return True
+
+
+def is_in_release(name: str, root: Path) -> bool:
+    """Whether the package of a release has a name: a module, or what one of its files binds."""
+    folder, parts = root / PACKAGE.replace(".", "/"), name.split(".")
+    while parts and (folder / parts[0]).is_dir():
+        folder, parts = folder / parts[0], parts[1:]
+    if not parts:
+        return True
+    path = folder / f"{parts[0]}.py"
+    if not path.exists():
+        return False
+    tree = ast.parse(path.read_text())
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    defined = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    return len(parts) == 1 or parts[1] in bound | defined
 
 
 def missing(root: Path) -> dict[str, list[str]]:
@@ -93,5 +110,7 @@ def missing(root: Path) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
-        print(folder, missing(Path(folder)))
+    for argument in sys.argv[1:]:
+        lacking = missing(Path(argument))
+        lent = {name for name in lacking if is_in_release(name, Path(argument))}
+        print(argument, {name: lacking[name] for name in lacking.keys() - lent}, sorted(lent))

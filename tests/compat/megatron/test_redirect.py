@@ -27,6 +27,11 @@ def own_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("own = True\n")
     (folder / "two_stage.py").write_text("")
+    (folder / "utils.py").write_text(
+        "from .mapping import ShardedTensor\n"
+        "def extract_nonpersistent(_): ...\n"
+        "def of_release(): return extract_nonpersistent, ShardedTensor\n"
+    )
     (folder / "tensor_aware_state_dict.py").write_text("from .mapping import ShardedTensor\n")
     (folder.parent / "__init__.py").write_text("")
     (folder.parent / "layers.py").write_text(
@@ -52,15 +57,24 @@ def test_every_import_gives_the_drop_in_until_it_is_uninstalled() -> None:
     assert strategies.__name__ == "remesh.compat.megatron.strategies.torch"
     assert megatron.__spec__ is not None
     assert megatron.__spec__.name == "remesh.compat.megatron"
-    # Of what the drop-in lacks, Megatron's own files are used where the list has them.
+    # What the drop-in lacks is Megatron's own, over the drop-in.
     own = importlib.import_module(f"{NAME}.tensor_aware_state_dict")
     assert own.ShardedTensor is megatron.ShardedTensor
+    namespace: dict[str, object] = {}
+    exec(f"from {NAME} import two_stage", namespace)
+    assert namespace["two_stage"] is sys.modules[f"{NAME}.two_stage"]
     with pytest.raises(ModuleNotFoundError, match="resharding"):
         importlib.import_module(f"{NAME}.strategies.resharding")
-    with pytest.raises(ModuleNotFoundError, match="two_stage"):
-        importlib.import_module(f"{NAME}.two_stage")
+    utils = importlib.import_module(f"{NAME}.utils")
+    lent = utils.of_release
+    assert lent() == (utils.extract_nonpersistent, megatron.ShardedTensor)
+    for module in (utils, strategies, megatron):
+        with pytest.raises(AttributeError, match="not_there"):
+            _ = module.not_there
     megatron.uninstall()
     assert importlib.import_module(NAME).own
+    with pytest.raises(AttributeError, match="of_release"):
+        _ = utils.of_release
 
 
 @pytest.mark.usefixtures("own_megatron")

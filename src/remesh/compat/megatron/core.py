@@ -55,7 +55,7 @@ def as_checkpointing_exception() -> Iterator[None]:
         raise CheckpointingException(str(error)) from error
 
 
-def on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
+def on_all_ranks(work: Callable[[], T]) -> T:
     """This rank's result of some work, once all ranks have done it; a failure raises on all."""
     results: list[T] = []
 
@@ -64,7 +64,7 @@ def on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
         return b""
 
     with as_checkpointing_exception():
-        run_on_all(exchange_of(group), call)
+        run_on_all(exchange_of(None), call)
     return results[0]
 
 

@@ -24,7 +24,13 @@ from remesh.resharding import reshard
 
 Shard = TypeVar("Shard")
 
-EXCHANGE_ALGORITHMS = frozenset({"broadcast", "gather_rounds", "gather_object"})
+_ALGORITHMS = frozenset({"broadcast", "gather_rounds", "gather_object"})
+
+
+def check_exchange_algo(name: str) -> None:
+    """Raise `CheckpointingException` if Megatron has no such algorithm."""
+    if name not in _ALGORITHMS:
+        raise CheckpointingException(f"exchange_algo={name!r} is none of {sorted(_ALGORITHMS)}")
 
 
 class ShardDistribution(NamedTuple):
@@ -97,23 +103,11 @@ def determine_main_replica_uniform_distribution(
     return ShardDistribution(chosen, shards, described, holders)
 
 
-def _get_empty_tensor_for_exchange(
-    shard_id: ShardId,
-    needed_shards: Mapping[ShardId, ShardedTensor],
-    unneeded_shards: Mapping[ShardId, ShardedTensor],
-    loaded_tensors: dict[ShardId, torch.Tensor],
-) -> tuple[torch.Tensor, torch.device | None]:
-    """The tensor that a shard of another rank is received into, entered in `loaded_tensors`."""
-    if shard_id not in needed_shards:
-        template = unneeded_shards[shard_id].without_data()
-        template.init_data("cpu")
-        assert template.data is not None
-        return template.data, None
-    wanted = needed_shards[shard_id]
-    wanted.init_data("cpu")
-    assert wanted.data is not None
-    loaded_tensors[shard_id] = wanted.data.detach()
-    return loaded_tensors[shard_id], wanted.data.device
+def _get_empty_tensor_for_exchange(shard: ShardedTensor) -> torch.Tensor:
+    """The tensor that a shard of another rank is received into."""
+    shard.init_data("cpu")
+    assert shard.data is not None
+    return shard.data.detach()
 
 
 def exchange_by_distribution(
@@ -128,10 +122,7 @@ def exchange_by_distribution(
     Data of `unloaded_shards` is filled in place, and made where there is none. All algorithms mean
     the same here: only what a rank needs travels to it. Returns what this rank had and received.
     """
-    if exchange_algo not in EXCHANGE_ALGORITHMS:
-        raise CheckpointingException(
-            f"exchange_algo={exchange_algo!r} is none of {sorted(EXCHANGE_ALGORITHMS)}"
-        )
+    check_exchange_algo(exchange_algo)
     rank = exchange_of(parallelization_group).rank
     have = dict(loaded_tensors)
     source: dict[str, EngineTensor] = {}
@@ -141,10 +132,8 @@ def exchange_by_distribution(
         if main_rank == rank and shard in have:
             source[name] = EngineTensor.whole(name, have[shard].detach())
         elif main_rank != rank and shard in unloaded_shards:
-            into, _ = _get_empty_tensor_for_exchange(
-                shard, unloaded_shards, shard_distribution.shard_to_metadata, have
-            )
-            target[name] = EngineTensor.whole(name, into)
+            have[shard] = _get_empty_tensor_for_exchange(unloaded_shards[shard])
+            target[name] = EngineTensor.whole(name, have[shard])
     with as_checkpointing_exception():
         reshard(source, target, group=parallelization_group)
     return have

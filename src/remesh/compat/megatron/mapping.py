@@ -100,8 +100,7 @@ class ShardedTensor(ShardedBase):
         if self.flattened_range is not None:
             if self.flattened_range.step is not None:
                 return "flattened_range has a step"
-            start, stop, _ = self.flattened_range.indices(math.prod(local_shape))
-            if (start, stop) != (self.flattened_range.start or 0, self.flattened_range.stop):
+            if self._span() != (self.flattened_range.start or 0, self.flattened_range.stop):
                 return "flattened_range leaves the local shard"
         if self.data is not None and self.data.dtype != self.dtype:
             return f"data is of {self.data.dtype}, not of dtype {self.dtype}"
@@ -114,18 +113,21 @@ class ShardedTensor(ShardedBase):
         """The shape of `data`, whether there is any or not."""
         if self.flattened_range is None:
             return tuple(self.local_shape)
-        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
+        start, stop = self._span()
         return (max(stop - start, 0),)
+
+    def _span(self) -> tuple[int, int]:
+        """The elements of the flattened shard that `data` holds."""
+        flat = self.flattened_range or slice(None)
+        return flat.indices(math.prod(self.local_shape))[:2]
 
     def boxes(self) -> list[Box]:
         """The boxes of the global tensor that the shard is, in the order of its data."""
         shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
-        whole = Box.whole(shape)
         if self.flattened_range is None:
-            boxes = [whole]
-        else:
-            start, stop, _ = self.flattened_range.indices(whole.size)
-            boxes = boxes_of_flat_range(shape, start, max(start, stop))
+            return [Box(tuple(self.global_offset), shape)]
+        start, stop = self._span()
+        boxes = boxes_of_flat_range(shape, start, max(start, stop))
         return [box.shift(self.global_offset) for box in boxes]
 
     def to_remesh(self) -> EngineTensor:
@@ -165,8 +167,7 @@ class ShardedTensor(ShardedBase):
             raise CheckpointingException(
                 f"only a flattened range has coordinates; use global_slice() for {self}"
             )
-        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
-        return np.unravel_index(np.arange(start, stop), tuple(self.local_shape))
+        return np.unravel_index(np.arange(*self._span()), tuple(self.local_shape))
 
     def global_coordinates(self) -> Coordinates:
         """The same in the global tensor, prepended axes first."""
@@ -295,7 +296,7 @@ class ShardedTensor(ShardedBase):
         if dim != 0:
             raise CheckpointingException(f"a flattened range can be narrowed in dim 0 only: {self}")
         row = math.prod(self.local_shape[1:])
-        own = self.flattened_range.indices(math.prod(self.local_shape))
+        own = self._span()
         first, last = max(own[0], start * row), min(own[1], (start + length) * row)
         if first >= last:
             return []

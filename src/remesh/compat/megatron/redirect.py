@@ -2,9 +2,10 @@
 
 `install` adds a finder to `sys.meta_path`, before all others. For that package and every module
 below it, the finder imports the module of the drop-in at the same place and enters that very module
-in `sys.modules`, so a class has one identity whichever name it is imported by. The modules of
-`FROM_RELEASE` are files of the installed Megatron: they import what they stand on, `mapping`,
-`utils`, `validation` and others, and so get the drop-in's. Anything else is not found.
+in `sys.modules`, so a class has one identity whichever name it is imported by. Everything that the
+drop-in lacks is the installed Megatron's: whole modules, and single names of modules that the
+drop-in has. These files import what they stand on, `mapping`, `utils`, `strategies.base` and
+others, and so get the drop-in's.
 
 Code that has imported a name keeps it. So `install` has to come before the first import of
 Megatron, and `uninstall` forgets Megatron's modules, which hold the drop-in.
@@ -19,27 +20,20 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from remesh.errors import StateError
 
 REPLACED = "megatron.core.dist_checkpointing"
 """The package whose imports are redirected."""
 
-FROM_RELEASE = frozenset(
-    {
-        "gpt_checkpoint_interop",
-        "strategies.checkpointable",
-        "strategies.resharding",
-        "tensor_aware_state_dict",
-    }
-)
-"""Modules below `REPLACED` that the installed release provides, those of them that it has."""
-
 _HOME = __package__
+_OF_RELEASE = "_of_release"
+"""What follows the name of a module of Megatron that lends names to the drop-in's at its place."""
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `REPLACED` in the drop-in."""
+    """Finds the modules of `REPLACED` in the drop-in, or else in the installed Megatron."""
 
     def find_spec(
         self,
@@ -47,23 +41,23 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 - the interface is Python's
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """The module of the drop-in at the same place, or None for modules of other packages."""
+        """The module at the same place, or None for modules of other packages."""
         if fullname != REPLACED and not fullname.startswith(f"{REPLACED}."):
             return None
-        below = fullname.removeprefix(REPLACED)
-        if below.removeprefix(".") in FROM_RELEASE:
-            return _spec_from_release(fullname)
-        name = _HOME + below
+        name = _HOME + fullname.removeprefix(REPLACED)
         if importlib.util.find_spec(name) is None:
-            return None
+            return _spec_from_release(fullname.removesuffix(_OF_RELEASE), fullname)
         return ModuleSpec(fullname, _Alias(name))
 
 
-def _spec_from_release(fullname: str) -> ModuleSpec | None:
-    """The file of the installed Megatron, or None if that release has none."""
+def _spec_from_release(place: str, name: str) -> ModuleSpec | None:
+    """The file of the installed Megatron at a place, for a module of a name; None without one."""
     above = sys.modules["megatron.core"]  # Python imports parents first
-    folders = fullname.removeprefix(f"{above.__name__}.").split(".")[:-1]
-    return PathFinder.find_spec(fullname, ["/".join([root, *folders]) for root in above.__path__])
+    folders = place.removeprefix(f"{above.__name__}.").split(".")[:-1]
+    found = PathFinder.find_spec(place, ["/".join([root, *folders]) for root in above.__path__])
+    if found is None or found.origin is None:
+        return None
+    return importlib.util.spec_from_file_location(name, found.origin)
 
 
 class _Alias(Loader):
@@ -77,7 +71,34 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module by its own name and enter it in place of `module`."""
-        sys.modules[module.__name__] = importlib.import_module(self._name)
+        ours = sys.modules[module.__name__] = importlib.import_module(self._name)
+
+        def lent(name: str) -> Any:
+            """A name that the drop-in's module lacks, from Megatron's at its place."""
+            if is_installed() and not name.startswith("__"):
+                below = f"{module.__name__}.{name}"
+                if hasattr(ours, "__path__") and importlib.util.find_spec(below):
+                    return importlib.import_module(below)
+                release = _of_release(module.__name__, ours)
+                if release is not None:
+                    return getattr(release, name)
+            raise AttributeError(f"module {ours.__name__!r} has no attribute {name!r}")
+
+        vars(ours)["__getattr__"] = lent
+
+
+def _of_release(place: str, ours: ModuleType) -> ModuleType | None:
+    """Megatron's module at a place, with the drop-in's in place of what both define."""
+    name = place + _OF_RELEASE
+    is_new = name not in sys.modules
+    if is_new and importlib.util.find_spec(name) is None:
+        return None
+    found = importlib.import_module(name)
+    if is_new:
+        for key, value in list(vars(found).items()):
+            if getattr(value, "__module__", None) == name and key in vars(ours):
+                setattr(found, key, vars(ours)[key])
+    return found
 
 
 def is_installed() -> bool:

@@ -23,13 +23,19 @@ from remesh.compat.megatron.core import (
     save_config,
     storage_of,
 )
-from remesh.compat.megatron.dict_utils import extract_matching_values, merge
+from remesh.compat.megatron.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+)
 from remesh.compat.megatron.mapping import (
     ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
     StateDict,
+    apply_factories,
     apply_factory_merges,
 )
-from remesh.compat.megatron.state_dict_utils import load_preprocess, save_preprocess
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -40,9 +46,8 @@ from remesh.compat.megatron.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from remesh.compat.megatron.strategies.common import COMMON_STATE_FNAME
 from remesh.compat.megatron.strategies.native import common_object
-from remesh.compat.megatron.utils import extract_sharded_base
+from remesh.compat.megatron.utils import extract_nonpersistent, extract_sharded_base
 from remesh.compat.megatron.validation import (
     CkptShardedMetadata,
     StrictHandling,
@@ -51,6 +56,7 @@ from remesh.compat.megatron.validation import (
     save_integrity_manifest,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
+    validate_sharding_integrity,
     verify_checkpoint_and_load_strategy,
     verify_integrity_manifest,
 )
@@ -94,10 +100,10 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise CheckpointingException(f"{sharded} cannot save beside the training")
     exchange = exchange_of(None)
-    replaces = _warn_if_not_empty(exchange, checkpoint_dir)
+    _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
         sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata
-    sharded_part, common_part = save_preprocess(
+    sharded_part, common_part = _sharded_and_common(
         sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
     )
     if common.backend == "remesh":
@@ -106,8 +112,6 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         write_common = None
     else:
         write_common = common.prepare_common(common_part, checkpoint_dir)
-        if not replaces:
-            write_common()
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
         objects, sharded_part = _objects_and_tensors(sharded_part)
@@ -123,8 +127,8 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         return b""
 
     def finalize() -> None:
-        if replaces and write_common is not None:
-            # After the tensors, so that a save that fails leaves the old checkpoint whole.
+        if write_common is not None:
+            # After the tensors, so that a save that fails leaves an old checkpoint whole.
             write_common()
         with as_checkpointing_exception():
             run_on_one(exchange, write_config)
@@ -138,20 +142,35 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     return None
 
 
-def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> bool:
-    """True if something is there."""
-
+def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> None:
     def look() -> bytes:
-        if not storage_of(checkpoint_dir).list():
-            return b""
-        logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
-        return b"1"
+        if storage_of(checkpoint_dir).list():
+            logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
+        return b""
 
-    return bool(run_on_one(exchange, look))
+    run_on_one(exchange, look)
 
 
 def _save_strategy(action: StrategyAction, given: Any) -> Any:
     return get_default_strategy(action, *given) if isinstance(given, tuple) else given
+
+
+def _sharded_and_common(
+    sharded_state_dict: Any, validate: bool, comparable: Callable[[Any], Any] | None
+) -> tuple[Any, Any]:
+    """Split a state dict into what is sharded and what is common. Collective if it validates.
+
+    Factories in it are replaced by what they build, in place. `comparable` gives what is compared
+    of the common state.
+    """
+    apply_factories(sharded_state_dict)
+    _, persistent = extract_nonpersistent(sharded_state_dict)
+    sharded, common = extract_sharded_base(persistent)
+    sharded = _without_empty_ranges(sharded)
+    if validate:
+        compared = common if comparable is None else comparable(common)
+        validate_sharding_integrity(determine_global_metadata(sharded)[1], compared)
+    return sharded, common
 
 
 def _objects_and_tensors(sharded_state_dict: Any) -> tuple[Any, Any]:
@@ -201,9 +220,8 @@ def load(  # noqa: PLR0917 - the order is Megatron's
         return *strategies, common_state
 
     sharded, common, result = on_all_ranks(open_checkpoint)
-    asked, local, factories = load_preprocess(sharded_state_dict)
+    asked, local, factories = _taken_apart(sharded_state_dict)
     merge(result, local)
-    asked, _ = extract_sharded_base(asked)
     mine = of_all = None
     if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
         mine, of_all = determine_global_metadata(asked, process_group)
@@ -221,9 +239,38 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     return result
 
 
-def _legacy_common_state_exists(checkpoint_dir: Any) -> bool:
-    """True if the common state is in a file of its own, as in checkpoints before Megatron 0.19."""
-    return storage_of(checkpoint_dir).exists(COMMON_STATE_FNAME)
+def _taken_apart(sharded_state_dict: Any) -> tuple[Any, Any, Any]:
+    """A state dict to load taken apart; the state dict itself stays as it is.
+
+    What is sharded, with factories replaced by what they build; the local objects, unwrapped; and
+    the factories, with lists as dicts by position.
+    """
+    copied, _ = extract_matching_values(sharded_state_dict, lambda _leaf: True)
+    copied = _without_empty_ranges(copied)
+    factories, _ = extract_matching_values(
+        copied, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    apply_factories(copied)
+    # What factories hold is not needed any more; without it, its memory can be freed.
+    dict_list_map_inplace(ShardedTensorFactory.without_data, factories)
+    local, _ = extract_nonpersistent(copied)
+    dict_list_map_inplace(lambda leaf: leaf.unwrap(), local)
+    return extract_sharded_base(copied)[0], local, factories
+
+
+def _without_empty_ranges(sharded_state_dict: Any) -> Any:
+    """The state dict without tensors whose flattened range is empty."""
+    kept, _ = extract_matching_values(
+        sharded_state_dict,
+        lambda leaf: (
+            not (
+                isinstance(leaf, ShardedTensor)
+                and leaf.flattened_range is not None
+                and leaf.data_shape == (0,)
+            )
+        ),
+    )
+    return kept
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> StateDict:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from time import monotonic
+from collections.abc import Mapping
 from typing import Any
 
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, extract_matching_values
 from remesh.compat.megatron.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
-    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
@@ -25,33 +21,6 @@ def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> ShardId:
     flat = sharded_tensor.flattened_range
     span = None if flat is None else (flat.start or 0, flat.stop)
     return sharded_tensor.key, tuple(sharded_tensor.global_offset), span
-
-
-def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, Any, Any]:
-    shape, offset = sharded_object.global_shape, sharded_object.global_offset
-    return sharded_object.key, tuple(offset), tuple(shape)
-
-
-def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """`zip` of iterables of one length."""
-    return zip(*args, strict=True)
-
-
-@contextmanager
-def debug_time(name: str, logger: logging.Logger | None = None) -> Iterator[None]:
-    """Log at level debug how long a block, or the function that this decorates, took."""
-    start = monotonic()
-    try:
-        yield
-    finally:
-        (logger or logging.getLogger(__name__)).debug("%s took %.4fs", name, monotonic() - start)
-
-
-def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The metadata of a sharded state dict without the process group in it."""
-    if metadata is None:
-        return None
-    return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
 def _extract(state_dict: Any, *kinds: type) -> tuple[Any, Any]:

@@ -32,7 +32,6 @@ from remesh.compat.megatron.core import (
 )
 from remesh.compat.megatron.dict_utils import diff, extract_matching_values, nested_values
 from remesh.compat.megatron.mapping import (
-    ReplicaId,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
@@ -121,74 +120,50 @@ def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Described(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor or object without data, on its way to other ranks; an object has no dtype."""
-
-    key: str
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    replica_id: int | tuple[int, ...]
-    dtype: str = ""
-    local_shape: tuple[int, ...] = ()
-    axis_fragmentations: tuple[int, ...] | None = None
-    prepend_axis_num: int = 0
-    allow_shape_mismatch: bool = False
-    flattened_range: tuple[int, int] | None = None
-
-
 def determine_global_metadata(
     sharded_state_dict: Any, process_group: Any = None
 ) -> tuple[LocalMetadata, GlobalMetadata]:
     """The shards that this rank and that all ranks describe, without data. Collective."""
     local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
     exchange = exchange_of(process_group)
-    encoded = msgspec.msgpack.encode([_describe(leaf) for leaf in local])
+    encoded = msgspec.msgpack.encode([_described(leaf) for leaf in local])
     replies = run_on_all(exchange, lambda: encoded)
-    described = [msgspec.msgpack.decode(reply, type=list[_Described]) for reply in replies]
-    return local, [[_from_described(one) for one in rank] for rank in described]
+    rows = [msgspec.msgpack.decode(reply, type=list[list[Any]]) for reply in replies]
+    return local, [[_from_described(row) for row in of_rank] for of_rank in rows]
 
 
-def _describe(leaf: ShardedBase) -> _Described:
+def _described(leaf: ShardedBase) -> list[Any]:
+    """A tensor or object without data as numbers and texts, on its way to other ranks."""
+    values: list[Any]
     if isinstance(leaf, ShardedObject):
-        return _Described(
-            leaf.key, tuple(leaf.global_shape), tuple(leaf.global_offset), _ints(leaf.replica_id)
-        )
-    assert isinstance(leaf, ShardedTensor), type(leaf)
-    flat = leaf.flattened_range
-    return _Described(
-        leaf.key,
-        tuple(leaf.global_shape),
-        tuple(leaf.global_offset),
-        _ints(leaf.replica_id),
-        str(leaf.dtype).removeprefix("torch."),
-        tuple(leaf.local_shape),
-        None if leaf.axis_fragmentations is None else tuple(leaf.axis_fragmentations),
-        leaf.prepend_axis_num,
-        leaf.allow_shape_mismatch,
-        None if flat is None else (flat.start or 0, flat.stop),
-    )
+        values = [leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id]
+    else:
+        assert isinstance(leaf, ShardedTensor), type(leaf)
+        flat = leaf.flattened_range
+        values = [
+            leaf.key,
+            str(leaf.dtype).removeprefix("torch."),
+            leaf.local_shape,
+            leaf.global_shape,
+            leaf.global_offset,
+            leaf.axis_fragmentations,
+            leaf.replica_id,
+            leaf.prepend_axis_num,
+            leaf.allow_shape_mismatch,
+            None if flat is None else (flat.start or 0, flat.stop),
+        ]
+    return [tuple(value) if isinstance(value, list | tuple) else value for value in values]
 
 
-def _ints(replica_id: ReplicaId) -> ReplicaId:
-    return replica_id if isinstance(replica_id, int) else tuple(replica_id)
-
-
-def _from_described(one: _Described) -> ShardedBase:
-    if not one.dtype:
-        return ShardedObject(one.key, None, one.global_shape, one.global_offset, one.replica_id)
-    return ShardedTensor(
-        one.key,
-        None,
-        getattr(torch, one.dtype),
-        one.local_shape,
-        one.global_shape,
-        one.global_offset,
-        one.axis_fragmentations,
-        one.replica_id,
-        one.prepend_axis_num,
-        one.allow_shape_mismatch,
-        None if one.flattened_range is None else slice(*one.flattened_range),
-    )
+def _from_described(row: list[Any]) -> ShardedBase:
+    values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
+    if isinstance(values[1], tuple):
+        key, shape, offset, replica_id = values
+        return ShardedObject(key, None, shape, offset, replica_id)
+    key, dtype, *described, flat = values
+    flattened = None if flat is None else slice(*flat)
+    fields: Any = (key, None, getattr(torch, dtype), *described, flattened)
+    return ShardedTensor(*fields)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -196,11 +171,16 @@ def _from_described(one: _Described) -> ShardedBase:
 # ---------------------------------------------------------------------------------------------
 
 
-def validate_sharding_integrity(global_metadata: GlobalMetadata) -> None:
+def validate_sharding_integrity(
+    global_metadata: GlobalMetadata, common_state_dict: Any = None
+) -> None:
     """Check that main replicas hold each element of each tensor and object exactly once.
 
-    Every rank has the same global metadata, so this raises on every rank.
+    Every rank has the same global metadata, so this raises on every rank. A common state is
+    compared with that of the other ranks (`validate_common_state_dict`).
     """
+    if common_state_dict is not None:
+        validate_common_state_dict(common_state_dict)
     tensors = [[x for x in rank if isinstance(x, ShardedTensor)] for rank in global_metadata]
     objects = [[x for x in rank if isinstance(x, ShardedObject)] for rank in global_metadata]
     both = {x.key for rank in tensors for x in rank} & {x.key for rank in objects for x in rank}
@@ -261,13 +241,13 @@ def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:
             )
 
 
-def validate_common_state_dict(common_state_dict: Any, group: Any = None) -> None:
+def validate_common_state_dict(common_state_dict: Any) -> None:
     """Warn, on each rank whose common state differs from that of rank 0, of what differs.
 
     Collective. Rank 0's common state is what is stored, so a difference means that something is
     lost; it is not an error, because applications keep timers and the like in it.
     """
-    exchange = exchange_of(group)
+    exchange = exchange_of(None)
     encoded = b""
 
     def digest() -> bytes:
@@ -309,8 +289,6 @@ def validate_integrity_and_strict_load(
     local_metadata: LocalMetadata | None = None,
     global_metadata: GlobalMetadata | None = None,
     ckpt_sharded_metadata: CkptShardedMetadata | None = None,
-    *,
-    group: Any = None,
 ) -> tuple[Any, set[str], set[str]]:
     """Check what is asked for against itself and against the checkpoint. Collective.
 
@@ -329,9 +307,7 @@ def validate_integrity_and_strict_load(
         if global_metadata is not None and strict in _ALL:
             missing = stored - {item.key for rank in global_metadata for item in rank}
         if strict in _RAISING:
-            on_all_ranks(
-                lambda: maybe_report_missing_and_unexpected_keys(missing, unexpected), group
-            )
+            on_all_ranks(lambda: maybe_report_missing_and_unexpected_keys(missing, unexpected))
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
         if strict in _LOGGING:
             maybe_report_missing_and_unexpected_keys(missing, unexpected, raise_error=False)

@@ -17,9 +17,6 @@ _REASONS = {
     r"::test_only_necessary_exchanges": (
         "counts calls of torch.distributed.broadcast; the drop-in sends a rank what it needs alone"
     ),
-    r"::test_reformulate_nd_flattened_tensors": (
-        "wants ranges cut along the stored parts before a load; the drop-in reads any range"
-    ),
     r"test_flattened_resharding.*::test_load_tensor_metadata": (
         "wants flattened tensors listed in one dim; the drop-in gives them their true shape"
     ),

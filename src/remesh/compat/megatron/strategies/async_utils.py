@@ -15,22 +15,21 @@ The background uses no collective, so the training's own are never disturbed.
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import CheckpointingException, on_all_ranks
@@ -38,33 +37,7 @@ from remesh.exchange import run_on_all
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
-
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def _disable_gc() -> Iterator[None]:
-    """No garbage is collected in a `with` block, or in a function that this decorates."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
-    """Let this process yield to others; what the system refuses is logged."""
-    try:
-        if cpu_priority is not None:
-            os.nice(max(0, cpu_priority - os.nice(0)))
-        if io_priority is not None:
-            import psutil
-
-            psutil.Process().ionice(io_priority)
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
-        logger.warning("the priority of process %d stays as it is: %s", os.getpid(), error)
 
 
 class AsyncRequest(NamedTuple):
@@ -96,7 +69,7 @@ class AsyncRequest(NamedTuple):
         if self.preload_fn is None:
             return self
         staged, args = self.preload_fn(), list(self.async_fn_args)
-        args[1:2] = [staged]
+        args[1:2] = [_copied(staged)]
         return self._replace(async_fn_args=tuple(args), preload_fn=None)
 
     def run(self) -> None:
@@ -113,6 +86,13 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
 
+def _copied(staged: Any) -> Any:
+    """What was staged, with copies of its tensors: Megatron's writer stages none of the CPU's."""
+    if isinstance(staged, torch.Tensor):
+        return staged.detach().clone()
+    return type(staged)(map(_copied, staged)) if type(staged) in {list, tuple} else staged
+
+
 def run_here(_: None, work: Callable[[], None]) -> None:
     """The slow half of a save of this library's strategies, which stays in this process.
 
@@ -124,57 +104,27 @@ def run_here(_: None, work: Callable[[], None]) -> None:
 class _Progress(msgspec.Struct, frozen=True):
     """The state of the current call of a rank, as ranks exchange it."""
 
-    is_alive: bool
+    is_done: bool
     call_idx: int
     failure: str
 
 
-class AsyncCaller(ABC):
-    """Runs one request at a time in the background of this rank."""
+class _ActiveCall(NamedTuple):
+    running: Future[object]  # the slow half on this rank
+    request: AsyncRequest
+    is_foreign: bool  # whether another library has made it, and finalizes also what has failed
 
-    def __init__(self) -> None:
-        self.call_idx = -1
-        self._running: Future[object] | None = None
-
-    @abstractmethod
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Start a preloaded request; to be called on all ranks."""
-
-    def close(self, abort: bool = False) -> None:
-        """End what runs in the background: wait for it, or abort it as far as that is possible."""
-        if not abort:
-            self.wait()
-
-    def is_alive(self) -> bool:
-        """True if the request still runs on this rank."""
-        return self._running is not None and not self._running.done()
-
-    def wait(self) -> None:
-        if self._running is not None:
-            futures.wait([self._running])
-
-    def failure(self) -> BaseException | None:
-        """Why the request of this rank failed, once it has ended; None if it did not."""
-        return None if self._running is None else self._running.exception()
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """True if the request has ended on all ranks, or with `no_dist` on this one."""
-        if blocking:
-            self.wait()
+    def has_ended(self, *, no_dist: bool) -> bool:
+        """True if all ranks have ended, or this one; raises if one failed. Collective."""
+        is_done = self.running.done()
+        cause = self.running.exception() if is_done else None
         if no_dist:
-            failure = None if self.is_alive() else self.failure()
-            if failure is not None:
-                raise CheckpointingException(f"the background of a save failed: {failure}") from (
-                    failure
-                )
-            return not self.is_alive()
-        return self.sync_all_async_calls(self.is_alive())
-
-    def sync_all_async_calls(self, is_alive: bool) -> bool:
-        """True if all ranks have ended; raises on all if one failed. Collective."""
-        cause = None if is_alive else self.failure()
+            if cause is not None:
+                raise CheckpointingException(f"the background of a save failed: {cause}") from cause
+            return is_done
+        call_idx = self.request.call_idx
         failure = "" if cause is None else f"{type(cause).__name__}: {cause}"
-        mine = msgspec.msgpack.encode(_Progress(is_alive, self.call_idx, failure))
+        mine = msgspec.msgpack.encode(_Progress(is_done, call_idx, failure))
         replies = run_on_all(exchange_of(None), lambda: mine)
         ranks = [msgspec.msgpack.decode(reply, type=_Progress) for reply in replies]
         indices = {one.call_idx for one in ranks}
@@ -183,96 +133,30 @@ class AsyncCaller(ABC):
                 f"ranks finalize different requests, {sorted(indices)}\nEvery rank must schedule "
                 "and finalize all of them in one order"
             )
-        if any(one.is_alive for one in ranks):
+        if not all(one.is_done for one in ranks):
             return False
         failed = [(rank, one.failure) for rank, one in enumerate(ranks) if one.failure]
         if failed:
             rank, text = failed[0]
             raise CheckpointingException(
-                f"the background of save {self.call_idx} failed on {len(failed)} ranks, the first "
+                f"the background of save {call_idx} failed on {len(failed)} ranks, the first "
                 f"is rank {rank}: {text}; the checkpoint was not finalized"
             ) from cause
         return True
 
 
-class TemporalAsyncCaller(AsyncCaller):
-    """Runs each request in a thread of its own; after an abort it ends with the process."""
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        self.call_idx = async_req.call_idx
-        running = self._running = Future[object]()
-
-        def work() -> None:
-            try:
-                async_req.run()
-            except BaseException as error:  # noqa: BLE001 - all ranks raise it when they finalize
-                running.set_exception(error)
-            else:
-                running.set_result(None)
-
-        threading.Thread(target=work, name="remesh-async-call", daemon=True).start()
-
-
-class PersistentAsyncCaller(AsyncCaller):
-    """Runs requests one after the other in a process that lives until `close`.
-
-    The process is a fresh one: `async_fn`, its arguments and what `preload_fn` returns must pickle.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pool: ProcessPoolExecutor | None = None
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """See `AsyncCaller`; waits for the request before, if it still runs."""
-        self.wait()
-        if self._pool is None or isinstance(self.failure(), BrokenProcessPool):
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, context, initializer=_end_with_parent)
-        self.call_idx, self._running = async_req.call_idx, None
-        if async_req.async_fn is not None:
-            self._running = self._pool.submit(
-                async_req.async_fn, *async_req.async_fn_args, **async_req.async_fn_kwargs
-            )
-
-    def close(self, abort: bool = False) -> None:
-        if self._pool is None:
-            return
-        if abort:
-            for process in self._pool._processes.values():  # noqa: SLF001 - no public way to end them
-                process.kill()
-        self._pool.shutdown()
-        self._pool = self._running = None
-
-
-def _end_with_parent() -> None:
-    """End this process with the one that started it, also if that is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-class _ActiveRequest(NamedTuple):
-    caller: AsyncCaller
-    request: AsyncRequest
-    is_foreign: bool  # whether another library has made it, and finalizes also what has failed
-
-
 class AsyncCallsQueue:
     """Requests in the order in which they were scheduled; all ranks do the same with theirs.
 
-    With `persistent` they run in one process that lives until `close`, instead of threads. Saves of
-    this library's strategies run in threads all the same; the native one takes `writer="process"`.
+    With `persistent` they run in one process that lives until `close`, instead of threads: its
+    functions, their arguments and what is preloaded must pickle. Saves of this library's strategies
+    run in threads all the same; the native one takes `writer="process"`.
     """
 
     def __init__(self, persistent: bool = False) -> None:
-        self._persistent = PersistentAsyncCaller() if persistent else None
-        self._active: deque[_ActiveRequest] = deque()
+        self._is_persistent = persistent
+        self._process: ProcessPoolExecutor | None = None
+        self._active: deque[_ActiveCall] = deque()
         self._call_idx = -1
 
     @staticmethod
@@ -288,15 +172,26 @@ class AsyncCallsQueue:
         """
         self._call_idx += 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=self._call_idx)
-        caller: AsyncCaller = TemporalAsyncCaller()
-        if self._persistent is not None and request.async_fn is not run_here:
-            caller = self._persistent
-            # One process does one thing at a time; those before are finalized first.
-            self.maybe_finalize_async_calls(blocking=True)
-        caller.schedule_async_call(on_all_ranks(request.preloaded))
+        running = self._start(on_all_ranks(request.preloaded))
         is_foreign = not isinstance(async_request, AsyncRequest)
-        self._active.append(_ActiveRequest(caller, request, is_foreign))
+        self._active.append(_ActiveCall(running, request, is_foreign))
         return self._call_idx
+
+    def _start(self, request: AsyncRequest) -> Future[object]:
+        if not self._is_persistent or request.async_fn is None or request.async_fn is run_here:
+            return _in_a_thread(request.run)
+        call = partial(request.async_fn, *request.async_fn_args, **request.async_fn_kwargs)
+        try:
+            return self._pool().submit(call)
+        except BrokenProcessPool:
+            self._process = None
+            return self._pool().submit(call)
+
+    def _pool(self) -> ProcessPoolExecutor:
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._process = ProcessPoolExecutor(1, context, initializer=_end_with_parent)
+        return self._process
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -310,9 +205,11 @@ class AsyncCallsQueue:
         """
         finalized = []
         while self._active:
-            caller, request, is_foreign = self._active[0]
+            running, request, is_foreign = call = self._active[0]
+            if blocking:
+                futures.wait([running])
             try:
-                if not caller.is_current_async_call_done(blocking, no_dist):
+                if not call.has_ended(no_dist=no_dist):
                     break
             except CheckpointingException:
                 self._active.popleft()
@@ -336,5 +233,34 @@ class AsyncCallsQueue:
             else:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
-            if self._persistent is not None:
-                self._persistent.close(abort)
+            process, self._process = self._process, None
+            if process is not None:
+                for one in process._processes.values() if abort else ():  # noqa: SLF001 - no public way to end them
+                    one.kill()
+                process.shutdown()
+
+
+def _in_a_thread(work: Callable[[], object]) -> Future[object]:
+    """Run something in a thread of its own, which ends with the process."""
+    running = Future[object]()
+
+    def run() -> None:
+        try:
+            running.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - all ranks raise it when they finalize
+            running.set_exception(error)
+
+    threading.Thread(target=run, name="remesh-async-call", daemon=True).start()
+    return running
+
+
+def _end_with_parent() -> None:
+    """End this process with the one that started it, also if that is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -18,8 +18,8 @@ from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.exchange_utils import (
-    EXCHANGE_ALGORITHMS,
     ShardDistribution,
+    check_exchange_algo,
     determine_main_replica_uniform_distribution,
     exchange_by_distribution,
 )
@@ -32,17 +32,14 @@ from remesh.compat.megatron.strategies.base import (
 )
 from remesh.compat.megatron.strategies.native import EngineLoadShardedStrategy
 from remesh.compat.megatron.utils import ShardId, _sharded_tensor_shard_id
-from remesh.compat.megatron.validation import (
-    determine_global_metadata,
-    validate_sharding_integrity,
-)
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """Spreads a save over the ranks that hold the same shards; the format stays the same.
 
     The strategy must write the shards whose `replica_id` is 0. With `do_cache_distribution` later
-    saves do the same without talking; only for state dicts that keep their structure.
+    saves do the same without talking; only for state dicts that keep their structure. Other options
+    of newer Megatron change nothing.
     """
 
     def __init__(
@@ -50,6 +47,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         strategy: SaveShardedStrategy,
         parallelization_group: Any = None,
         do_cache_distribution: bool = False,
+        **_ignored: Any,
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
         self.base_strategy = strategy
@@ -75,7 +73,6 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         """Set `replica_id` to 0 where this rank is to write, and to 1 elsewhere, in place."""
         rank = exchange_of(self.parallelization_group).rank
         distribution = self.cached_distribution
-        is_first = distribution is None
         if distribution is None:
             distribution = determine_main_replica_uniform_distribution(
                 sharded_state_dict, self.parallelization_group
@@ -89,8 +86,6 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
                     is_mine = distribution.main_rank_for_shard.get(shard) == rank
                     leaf.replica_id = 0 if is_mine and shard not in written else 1
                     written.add(shard)
-        if is_first:
-            validate_sharding_integrity(determine_global_metadata(sharded_state_dict)[1])
         if self.do_cache_distribution:
             self.cached_distribution = distribution
 
@@ -98,7 +93,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     """Spreads a load over the ranks that need the same shards.
 
-    All exchange algorithms mean the same here: only what a rank needs travels to it.
+    All exchange algorithms mean the same here: only what a rank needs travels to it. Other options
+    of newer Megatron change nothing.
     """
 
     def __init__(
@@ -107,11 +103,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         parallelization_group: Any = None,
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
+        **_ignored: Any,
     ) -> None:
-        if exchange_algo not in EXCHANGE_ALGORITHMS:
-            raise CheckpointingException(
-                f"exchange_algo={exchange_algo!r} is none of {sorted(EXCHANGE_ALGORITHMS)}"
-            )
+        check_exchange_algo(exchange_algo)
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -136,7 +130,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         group = self.parallelization_group
         if isinstance(self.base_strategy, EngineLoadShardedStrategy):
-            return self.base_strategy.load_together(sharded_state_dict, checkpoint_dir, group)
+            return self.base_strategy.load(
+                sharded_state_dict, checkpoint_dir, group=group, share_reads=True
+            )
         partners = exchange_of(group)
         if partners.world_size == 1:
             return self.base_strategy.load(sharded_state_dict, checkpoint_dir)

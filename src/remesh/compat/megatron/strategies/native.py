@@ -199,17 +199,18 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Load; ranks read for each other where that is cheaper, see `remesh.load`. Collective."""
-        return self._load(sharded_state_dict, checkpoint_dir, group=None, share_reads=None)
-
-    def load_together(self, sharded_state_dict: Any, checkpoint_dir: Any, group: Any) -> Any:
-        """Load; the ranks of a group read what several of them need once. Collective over all."""
-        return self._load(sharded_state_dict, checkpoint_dir, group=group, share_reads=True)
-
-    def _load(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool | None
+    def load(
+        self,
+        sharded_state_dict: Any,
+        checkpoint_dir: Any,
+        *,
+        group: Any = None,
+        share_reads: bool | None = None,
     ) -> Any:
+        """Load; the ranks of a group read for each other, see `remesh.load`. Collective over all.
+
+        By default the group is all ranks, which share where that is cheaper.
+        """
         for leaf in nested_values(sharded_state_dict):
             if isinstance(leaf, ShardedTensor):
                 leaf.init_data("cpu")
