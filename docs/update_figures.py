@@ -364,14 +364,13 @@ def of_recovery(result: Any) -> Iterator[str]:
 def of_master(rows: Any) -> Iterator[str]:
     """What nodes cost the master."""
     yield (
-        "| nodes | by | all meet | master's CPU for it | again | CPU | CPU of a heartbeat | "
+        "| nodes | all meet | master's CPU for it | again | CPU | CPU of a heartbeat | "
         "heartbeats a second of a core | peak memory | status | page |"
     )
-    yield "|---" * 11 + "|"
+    yield "|---" * 10 + "|"
     for row in rows:
         cells = [
             f"{row['nodes']:,}",
-            {"http": "HTTP", "frames": "frames"}[row["encoding"]],
             f"{row['rendezvous_seconds']:.1f} s",
             f"{row['rendezvous_processor_seconds']:.1f} s",
             f"{row['again_seconds']:.1f} s",

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from remesh.core.index import Piece
 from remesh.demo import picture
 from remesh.demo.model import ModelConfig
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, assignments_of, join_reply
+from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, assignments_of, content_of
 from remesh.elastic.live import Live
 from remesh.elastic.protocol import (
     Drain,
@@ -40,6 +39,7 @@ from remesh.elastic.protocol import (
     NodeTest,
     ReportFailures,
     ReportTest,
+    Sender,
     TestResult,
 )
 from remesh.elastic.rendezvous import Outcome, Settings
@@ -324,8 +324,8 @@ class Nodes:
         )
         self.send(event, what)
 
-    def who(self, number: int) -> dict[str, Any]:
-        """How requests of a node begin."""
+    def who(self, number: int) -> Sender:
+        """How messages of a node begin."""
         return {
             "node_id": number,
             "incarnation": self.agents[number],
@@ -339,7 +339,8 @@ class Nodes:
         while self.job.check is not None:
             assert self.job.rendezvous is not None
             for node in self.job.rendezvous.world:
-                reply = join_reply(self.job, node, assignments_of(self.job))
+                sender = self.who(node.id)
+                reply = content_of(self.job, sender, assignments_of(self.job), self.now)
                 if isinstance(reply, NodeTest):
                     is_broken = node.id == broken
                     result = TestResult(passed=not is_broken, broken=is_broken, seconds=1.0)

@@ -6,8 +6,6 @@ import contextlib
 import logging
 import socket
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,53 +13,18 @@ from urllib.parse import urlsplit
 import pytest
 
 from remesh.elastic.client import Client
-from remesh.elastic.connections import IDLE_SECONDS, REQUEST_SECONDS, Connections
-from remesh.elastic.job import Policy
-from remesh.elastic.journal import Journal
-from remesh.elastic.master import Master
-from remesh.elastic.node import NodeClient
-from remesh.elastic.protocol import Join, TestResult
-from remesh.elastic.rendezvous import Settings
-from remesh.elastic.server import QUIET_SECONDS, RepeatFilter, ServerOptions, ServerThread
+from remesh.elastic.server import QUIET_SECONDS, RepeatFilter, ServerOptions
 from remesh.errors import MasterError
+from tests.elastic.agents import SilentAgent, serving
 from tests.elastic.cluster import REMESH
-from tests.elastic.test_master import ask, join, speaker
 from tests.waiting import wait_until
 
-HALF_OPEN = (b"", b"POST /v2/beat HT", b"POST /v2/beat HTTP/1.1\r\nHost: x\r\nContent-Le")
+HALF_OPEN = (b"", b"POST /v3/check HT", b"POST /v3/check HTTP/1.1\r\nHost: x\r\nContent-Le")
 """What connections say that never get to a whole request."""
 HALF_A_BODY = (
-    b"POST /v2/beat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v3/check HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b'Content-Length: 100\r\n\r\n{"node'
 )
-
-
-class TestWhichHaveToGo:
-    def test_those_that_have_not_asked_in_time(self) -> None:
-        connections = Connections(10)
-        silent, asking, idle = (connections.open(0.0) for _ in range(3))
-        asking.begin_request()
-        idle.begin_request()
-        idle.end_request(1.0)
-        assert connections.overdue(REQUEST_SECONDS) == []
-        assert connections.overdue(REQUEST_SECONDS + 1) == [silent]
-        connections.close(silent)
-        assert connections.overdue(IDLE_SECONDS + 1) == []
-        assert connections.overdue(IDLE_SECONDS + 2) == [idle]
-
-    def test_room_is_made_by_those_that_are_missed_least(self) -> None:
-        connections = Connections(4)
-        busy, idle, idle_since_long, silent = (connections.open(float(n)) for n in range(4))
-        for connection in (busy, idle, idle_since_long):
-            connection.begin_request()
-        idle.end_request(9.0)
-        idle_since_long.end_request(5.0)
-        order = []
-        while (least := connections.first_to_close()) is not None:
-            order.append(least)
-            connections.close(least)
-        assert order == [silent, idle_since_long, idle]
-        assert len(connections) == 1
 
 
 @contextlib.contextmanager
@@ -81,39 +44,6 @@ def half_open(url: str, count: int, *, body: bool = False) -> Iterator[list[sock
         yield opened
 
 
-class Beating:
-    """A real agent's thread of heartbeats; the node waits for another one that never comes."""
-
-    def __init__(self, url: str) -> None:
-        first = Join(
-            name="node",
-            node_id=0,
-            incarnation="a",
-            address="127.0.0.1",
-            num_processes=1,
-            settings=Settings(min_nodes=2, max_nodes=2),
-        )
-        result = TestResult(passed=True, broken=False, seconds=0.0)
-        self.is_over = False
-        self.client = Client(url, patience=120.0, sleep=self._sleep)
-        self.node = NodeClient(self.client, first, lambda _node, _test: result, beat_seconds=0.05)
-        self.thread = threading.Thread(target=self._join, daemon=True)
-
-    def _sleep(self, seconds: float) -> None:
-        if self.is_over:
-            raise MasterError("the test is over")
-        time.sleep(seconds)
-
-    def _join(self) -> None:
-        with contextlib.suppress(MasterError):
-            self.node.join()
-
-    def close(self) -> None:
-        self.is_over = True
-        self.thread.join()
-        self.node.close()
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("body", [False, True])
 def test_nodes_beat_beside_more_half_open_connections_than_the_master_may_have(
@@ -128,19 +58,20 @@ def test_nodes_beat_beside_more_half_open_connections_than_the_master_may_have(
     try:
         assert master.stdout is not None
         url = master.stdout.readline().decode().strip()
-        beating = Beating(url)
+        agent = SilentAgent(url, 0)
+        agent.say_join()
         with half_open(url, 300, body=body):
-            beating.thread.start()
             watching = Client(url, patience=120.0)
             wait_until(lambda: [node.id for node in watching.status().nodes] == [0], "the join")
-            num_requests = beating_of(watching)
-            wait_until(lambda: beating_of(watching) > num_requests + 10, "ten beats")
-            with half_open(url, 300, body=body):
-                num_requests = beating_of(watching)
-                wait_until(lambda: beating_of(watching) > num_requests + 10, "ten more")
-            watching.close()
+            for _ in range(2):
+                before = num_requests(watching)
+                for _ in range(10):
+                    agent.beat()
+                wait_until(lambda: num_requests(watching) > before + 10, "ten beats")  # noqa: B023
+                with half_open(url, 300, body=body):
+                    assert watching.status().phase == "waiting"
+        agent.session.end(0.0)
         master.kill()
-        beating.close()
     finally:
         master.kill()
         master.communicate()
@@ -149,7 +80,7 @@ def test_nodes_beat_beside_more_half_open_connections_than_the_master_may_have(
     assert any("too many connections are open" in line for line in said)
 
 
-def beating_of(client: Client) -> int:
+def num_requests(client: Client) -> int:
     """How often the master has been asked; the one that wants to know included."""
     import http.client
 
@@ -166,17 +97,12 @@ def beating_of(client: Client) -> int:
 def test_wrong_tokens_shut_nobody_out() -> None:
     """Those that know the token come from the same address, as behind a gateway."""
 
-    def make() -> Master:
-        return Master(Policy(), Journal(":memory:"))
-
     options = ServerOptions(token="right", max_requests_per_second=1.0)
-    with ServerThread(make, options) as server:
-        with contextlib.closing(Client(server.url, token="wrong")) as stranger:
-            for _ in range(50):
-                with pytest.raises(MasterError):
-                    stranger.status()
-        with contextlib.closing(Client(server.url, token="right")) as known:
-            assert known.status().phase == "waiting"
+    with serving(options=options) as served:
+        for _ in range(50):
+            with pytest.raises(MasterError):
+                Client(served.url, token="wrong").status()
+        assert Client(served.url, token="right").status().phase == "waiting"
 
 
 class TestRepeats:
@@ -196,15 +122,13 @@ class TestRepeats:
         assert say("from %s", "f") is None
 
 
-def test_the_requests_of_a_node_are_counted_by_themselves() -> None:
+def test_what_agents_send_is_counted_by_itself() -> None:
     """Others behind the same address ask too often."""
-
-    def make() -> Master:
-        return Master(Policy(heartbeat_timeout=600.0), Journal(":memory:"))
-
     # A bucket for one request, which is full again after five seconds.
-    with ServerThread(make, ServerOptions(max_requests_per_second=0.2)) as server:
-        assert join(server.url, 0, wait=0.0)["type"] == "Waiting"
-        while ask(server.url, "status", method="GET")[0] == 200:
+    options = ServerOptions(max_requests_per_second=0.2)
+    with serving(options=options, heartbeat_timeout=600.0) as served:
+        while served.get("status")[0] == 200:
             pass
-        assert ask(server.url, "beat", speaker(0, 0))[0] == 200
+        served.agent(0).say_join()
+        assert served.agent(0).waiting().node_id == 0
+        served.beat(0)  # it is read later

@@ -9,30 +9,20 @@ from pathlib import Path
 import pytest
 
 from remesh.elastic import hooks
-from remesh.elastic.job import Policy
-from remesh.elastic.journal import Journal
-from remesh.elastic.master import Master
-from remesh.elastic.server import ServerOptions, ServerThread
-from tests.elastic.test_master import ask, connections_kept, join_all, speaker
+from tests.elastic.agents import Served, serving
 from tests.waiting import is_alive, wait_until
 
 
 @contextmanager
-def start(on_excluded: str) -> Iterator[str]:
-    def make() -> Master:
-        policy = Policy(heartbeat_timeout=600.0)
-        return Master(policy, Journal(":memory:"), on_excluded=on_excluded)
-
-    with ServerThread(make, ServerOptions()) as server, connections_kept(server.url):
-        yield server.url
+def start(on_excluded: str) -> Iterator[Served]:
+    with serving(heartbeat_timeout=600.0, on_excluded=on_excluded) as served:
+        yield served
 
 
-def exclude_a_node(url: str) -> None:
+def exclude_a_node(served: Served) -> None:
     """Have one of two nodes report that its hardware is broken."""
-    join_all(url, [0, 1])
-    broken = {"rank": 2, "local_rank": 0, "exit_code": 201, "time": 1.0}
-    failure = {"node_id": 1, "round": 1} | broken
-    assert ask(url, "failures", speaker(1, 1) | {"failures": [failure]})[0] == 200
+    served.join_all([0, 1])
+    served.agent(1).report(served.agent(1).failure(2, exit_code=201))
 
 
 def output_at_the_end(
@@ -46,8 +36,8 @@ def output_at_the_end(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "FINISH_SECONDS", finish_seconds)
         patch.setenv("OUT", str(out))
-        with start(command) as url:
-            exclude_a_node(url)
+        with start(command) as served:
+            exclude_a_node(served)
             wait_until(lambda: out.exists() and out.read_text().endswith("\n"), "the command runs")
     return out.read_text()
 
@@ -70,7 +60,7 @@ def test_the_master_kills_a_command_that_hangs_when_it_ends(tmp_path: Path) -> N
 
 def test_a_command_that_cannot_be_started(caplog: pytest.LogCaptureFixture) -> None:
     command = f"true {'x' * (1 << 20)}"  # longer than the system takes
-    with start(command) as url:
-        exclude_a_node(url)
+    with start(command) as served:
+        exclude_a_node(served)
         wait_until(lambda: "cannot be started" in caplog.text, "the failure is reported")
     assert "the excluded node host-1 cannot be started" in caplog.text

@@ -22,14 +22,14 @@ from remesh.elastic.job import (
     Tick,
     apply,
     assignments_of,
-    beat_reply,
-    join_reply,
+    content_of,
 )
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat, is_over
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
+    Content,
     Drain,
     Join,
     Leave,
@@ -38,7 +38,10 @@ from remesh.elastic.protocol import (
     ReportFailures,
     ReportTest,
     RequestCheck,
+    Sender,
+    Stop,
     TestResult,
+    Waiting,
 )
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 from remesh.elastic.status import Status, status_of
@@ -103,9 +106,11 @@ class Jobs(RuleBasedStateMachine):
         self.send(joining(node, after_round=agent.round, max_restarts=1_000_000))
         if not answered:
             return
-        match join_reply(self.state, node, assignments_of(self.state)):
-            case Assignment(round=number):
+        match self.shown_to(agent):
+            case Assignment(round=number) if number > agent.round:
                 agent.round, agent.runs = number, True
+            case Stop(round=number) if number > agent.round:
+                agent.round = number  # it was over before the agent had entered it
             case NodeTest(check=check, test_round=test_round):
                 self.send(
                     ReportTest(
@@ -118,7 +123,12 @@ class Jobs(RuleBasedStateMachine):
                     )
                 )
             case other:
-                assert other is None, f"a healthy node is answered {other}"
+                assert isinstance(other, Waiting), f"a healthy node is shown {other}"
+
+    def shown_to(self, agent: Agent) -> Content:
+        node = agent.node
+        sender = Sender(node_id=node.id, incarnation=node.incarnation, round=agent.round)
+        return content_of(self.state, sender, assignments_of(self.state), self.now)
 
     def beat(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
@@ -132,11 +142,12 @@ class Jobs(RuleBasedStateMachine):
         hear(self.live, node.id, node.incarnation, self.now)
         for event in hear_beat(self.live, self.state, request, self.now):
             self.deliver(event)
-        reply = beat_reply(self.state, request, self.now)
-        assert reply.outcome is None
-        if answered and agent.runs and reply.restart is not None:
+        content = self.shown_to(agent)
+        assert isinstance(content, Assignment | Stop | Waiting)
+        goes_on = isinstance(content, Assignment) and content.round == agent.round
+        if answered and not goes_on:
             agent.runs = False
-        agent.waits = answered and reply.grow
+        agent.waits = answered and isinstance(content, Assignment) and content.grow
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -337,6 +348,12 @@ def fail(state: Job, number: int, now: float, message: str = "", *, exit_code: i
     return apply(state, event, now)
 
 
+def shown_to(state: Job, number: int, now: float) -> Content:
+    """What a node that runs processes of round 1 has to do."""
+    sender = Sender(node_id=number, incarnation="a", round=1)
+    return content_of(state, sender, assignments_of(state), now)
+
+
 def seen(state: Job, now: float) -> Status:
     return status_of(state, Live.after_start(state, now), now)
 
@@ -366,22 +383,26 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
 def test_a_world_whose_ranks_all_wait_grows_without_a_checkpoint() -> None:
     state = apply(apply(run(num_nodes=2), joining(node(2)), 200.0), joining(node(3)), 200.0)
     live = Live.after_start(state, 200.0)
-    replies = []
+    shown = []
     for now, waits in ((201.0, [False, False]), (202.0, [True, False]), (203.0, [True, True])):
         for number in (0, 1):
             ranks = {number: RankReport(step=5, age=0.0, waits=waits[number])}
             beat = Beat(node_id=number, incarnation="a", round=1, ranks=ranks)
             for event in hear_beat(live, state, beat, now):
                 state = apply(state, event, now)
-            replies.append(beat_reply(state, beat, now))
-    assert [(reply.save, reply.grow) for reply in replies[:5]] == [(True, True)] * 5
-    assert (replies[5].save, replies[5].restart) == (False, Change.GROW)
+            shown.append(shown_to(state, number, now))
+    for content in shown[:5]:
+        assert isinstance(content, Assignment)
+        assert (content.save, content.grow) == (True, True)
+    assert isinstance(shown[5], Stop)
+    assert shown[5].change is Change.GROW
     # A node that has to leave takes its memory along.
     state = apply(apply(run(num_nodes=2), joining(node(2)), 200.0), joining(node(3)), 200.0)
     drain = Drain(node_id=0, incarnation="a", round=1, seconds=60.0, reason="SIGTERM")
     state = apply(apply(state, drain, 201.0), RanksWait(1), 202.0)
-    reply = beat_reply(state, Beat(node_id=1, incarnation="a", round=1), 203.0)
-    assert (reply.save, reply.grow) == (True, False)
+    content = shown_to(state, 1, 203.0)
+    assert isinstance(content, Assignment)
+    assert (content.save, content.grow) == (True, False)
 
 
 class TestRestartBudget:
@@ -427,10 +448,9 @@ class TestRestartBudget:
 
 def test_all_nodes_stop_as_soon_as_the_processes_of_one_have_failed() -> None:
     state = fail(run(num_nodes=2), 0, 110.0)
-
-    reply = beat_reply(state, Beat(node_id=1, incarnation="a", round=1), 110.5)
-    assert reply.restart is Change.RESTARTED  # and node 0 has not joined yet
-    assert reply.reason == "processes of node 0 have failed"
+    # And node 0 has not joined yet.
+    wanted = Stop(1, Change.RESTARTED, "processes of node 0 have failed")
+    assert shown_to(state, 1, 110.5) == wanted
     again = join(state, 0, 1, now=111.0)
     assert again.rendezvous is not None
     assert (again.rendezvous.round, again.rendezvous.broken) == (2, None)

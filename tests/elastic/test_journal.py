@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from remesh.cli import cli
 from remesh.elastic.job import Job, Policy
 from remesh.elastic.journal import Journal
-from remesh.elastic.master import RETRY_SECONDS, Master
+from remesh.elastic.master import RETRY_SECONDS, Master, Session
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import Join, Waiting
+from remesh.elastic.protocol import Instruction, Join, Waiting
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.status import status_of
 from remesh.errors import StorageError
@@ -38,7 +38,9 @@ def after(number: int) -> Job:
 
 
 async def join(master: Master, number: int) -> None:
-    reply = await master.answer(
+    shown: list[Instruction] = []
+    master.hear(
+        Session(number, shown.append, lambda: None),
         Join(
             name=f"host-{number}" + "x" * 5000,
             node_id=number,
@@ -47,10 +49,10 @@ async def join(master: Master, number: int) -> None:
             num_processes=1,
             after_round=0,
             settings=Settings(min_nodes=9, max_nodes=9),
-            wait=0.0,
-        )
+        ),
     )
-    assert isinstance(reply, Waiting)
+    await master.written()
+    assert isinstance(shown[-1].content, Waiting)
 
 
 def loaded(path: Path) -> tuple[Job, list[str]]:
@@ -185,7 +187,7 @@ class TestWhatIsNoJournal:
         with pytest.raises(StorageError, match="unable to open database file"):
             Journal(tmp_path / "missing" / "journal")
 
-    @pytest.mark.parametrize(("version", "age"), [(2, "an older"), (4, "a newer")])
+    @pytest.mark.parametrize(("version", "age"), [(3, "an older"), (5, "a newer")])
     def test_one_of_another_version(self, tmp_path: Path, version: int, age: str) -> None:
         file = tmp_path / "journal"
         Journal(file).close()

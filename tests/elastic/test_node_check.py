@@ -1,20 +1,17 @@
-"""The test of nodes with real processes; the master, which keeps the round store, is a dict."""
+"""The test of nodes with real processes and stores."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
 
 import pytest
 
-from remesh.elastic.node import NodeClient
+from remesh.elastic.handler import open_store
 from remesh.elastic.node_check import COMMAND, run_alone, run_test
 from remesh.elastic.protocol import NodeTest, TestResult
 from remesh.elastic.rendezvous import Node
-from remesh.errors import MasterError
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,36 +25,24 @@ input(); exit(5)""",
 )
 
 
-class RoundStore:
-    """The round store of the master."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def put(self, _round: int, key: str, value: str) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, _round: int, key: str, seconds: float) -> str:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, seconds):
-                raise MasterError(f"no node has put {key!r}")
-            return self._values[key]
-
-
 def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> list[TestResult]:
     """The outcomes on the nodes of a group, each of which starts its own command."""
-    store = cast("NodeClient", RoundStore())
+    stores = [open_store("127.0.0.1") for _ in commands]
     group = tuple(
-        Node(id=number, incarnation="a", name="", address="127.0.0.1", num_processes=1)
-        for number in range(len(commands))
+        Node(
+            id=number,
+            incarnation="a",
+            name="",
+            address="127.0.0.1",
+            port=store.port,
+            num_processes=1,
+        )
+        for number, store in enumerate(stores)
     )
 
     def of_node(number: int) -> TestResult:
         test = NodeTest(number, 1, 1, 0, group)
-        return run_test(store, test, command=commands[number], seconds=seconds)
+        return run_test(stores[number], test, command=commands[number], seconds=seconds)
 
     with ThreadPoolExecutor(len(commands)) as pool:
         return list(pool.map(of_node, range(len(commands))))

@@ -47,7 +47,6 @@ def job_of(num_nodes: int, num_processes: int = 8) -> Job:
             num_processes=num_processes,
             after_round=0,
             settings=settings,
-            wait=0.0,
         )
         job = apply(job, join, 1000.0)
     assert job.rendezvous is not None

@@ -6,10 +6,13 @@ import html
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from remesh.elastic.protocol import RankReport
+from remesh.elastic.server import ServerOptions
 from tests.browser import BROWSER, browse
-from tests.elastic.test_master import SETTINGS, ask, beat, join_all, speaker, start
+from tests.elastic.agents import SETTINGS, serving
 
 
 def text_of(document: str) -> str:
@@ -20,27 +23,25 @@ def text_of(document: str) -> str:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> None:
-    with start(tmp_path, heartbeat_timeout=600.0) as server:
-        join_all(server.url, [0, 1, 2], settings=SETTINGS | {"min_nodes": 3})
-        beat(server.url, 0, 1, **{"0": {"step": 41, "age": 0.1, "saved_step": 40}})
+    with serving(heartbeat_timeout=600.0) as served:
+        served.join_all([0, 1, 2], settings=msgspec.structs.replace(SETTINGS, min_nodes=3))
+        served.beat(0, {0: RankReport(step=41, age=0.1, saved_step=40)})
+        agent = served.agent(1)
         failures = [
-            {
-                "node_id": 1,
-                "round": 1,
-                "rank": rank,
-                "local_rank": rank - 2,
-                "exit_code": exit_code,
-                "time": 10.0 - rank,
-                "message": message,
-                "log_tail": "the last words",
-            }
+            agent.failure(
+                rank,
+                exit_code,
+                time=10.0 - rank,
+                message=message,
+                log_tail="the last words",
+            )
             for rank, exit_code, message in (
                 (2, -9, "ValueError: <script>document.title='taken'</script>"),
                 (3, 1, "RuntimeError: Connection closed by peer"),
             )
         ]
-        ask(server.url, "failures", speaker(1, 1) | {"failures": failures})
-        document = browse(server.url, tmp_path, "--dump-dom")
+        agent.report(*failures)
+        document = browse(served.url, tmp_path, "--dump-dom")
     assert "<title>remesh: running</title>" in document
     seen = " ".join(text_of(document).split())
     for part in (
@@ -65,9 +66,7 @@ def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 def test_the_page_asks_for_the_token(tmp_path: Path) -> None:
-    from remesh.elastic.server import ServerOptions
-
-    with start(tmp_path, ServerOptions(token="secret")) as server:
-        document = browse(server.url, tmp_path, "--dump-dom")
+    with serving(options=ServerOptions(token="secret")) as served:
+        document = browse(served.url, tmp_path, "--dump-dom")
     assert '<form id="login">' in document
     assert "the token is missing or wrong" in text_of(document)

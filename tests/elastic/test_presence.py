@@ -32,9 +32,9 @@ def test_a_death_is_confirmed_when_the_next_heartbeat_is_overdue() -> None:
     presence = Presence()
     presence.hear(1, "a", 0.0)
     presence.hear(2, "a", 0.5, pause=0.2)
-    presence.close(1, 0.6, by_peer=True)
-    assert not presence.is_dead("a", 99.0)  # it has another connection
-    presence.close(2, 100.0, by_peer=True)
+    presence.close(1, "a", 0.6, by_peer=True)
+    assert not presence.is_dead("a", 99.0)  # it has another session
+    presence.close(2, "a", 100.0, by_peer=True)
     assert not presence.is_dead("a", 100.0 + CONFIRM_SECONDS)
     assert presence.is_dead("a", 100.1 + CONFIRM_SECONDS)
     assert not presence.is_dead("another", 200.0)
@@ -42,7 +42,7 @@ def test_a_death_is_confirmed_when_the_next_heartbeat_is_overdue() -> None:
 
 def test_a_restart_of_the_master_is_no_death() -> None:
     presence = Presence()
-    presence.close(1, 0.0, by_peer=True)  # of the time before
+    presence.close(1, "a", 0.0, by_peer=True)  # of the time before
     assert not presence.is_dead("a", 99.0)
 
 
@@ -51,14 +51,14 @@ def test_a_suspected_agent_is_dead_if_processes_of_its_world_have_lost_a_peer() 
     presence.hear(1, "a", 0.0)
     presence.hear(2, "b", 0.0)
     presence.hear(3, "c", 0.0)
-    presence.close(1, 0.1, by_peer=True)
-    presence.close(2, 0.1, by_peer=False)
+    presence.close(1, "a", 0.1, by_peer=True)
+    presence.close(2, "b", 0.1, by_peer=False)
     dead = [name for name in "abc" if presence.is_dead(name, 0.1, lost_peer=True)]
     assert dead == ["a"]
 
 
 def _world_of_two() -> tuple[Job, Live]:
-    """A job that trains on two nodes, which have a connection each, of the same number."""
+    """A job that trains on two nodes, which have a session each, of the same number."""
     job = Job(policy=Policy(heartbeat_timeout=100.0))
     settings = Settings(min_nodes=1, max_nodes=2)
     for node in (0, 1):
@@ -93,7 +93,7 @@ def _fails(text: str, round_of_node: int, exit_code: int = 1) -> ReportFailures:
 
 
 @pytest.mark.parametrize("how", ["goes on", "failed"])
-def test_a_lost_peer_is_that_of_the_closed_connection(how: str) -> None:
+def test_a_lost_peer_is_that_of_the_ended_session(how: str) -> None:
     job, live = _world_of_two()
     assert job.rendezvous is not None
     this_round = job.rendezvous.round
@@ -106,7 +106,7 @@ def test_a_lost_peer_is_that_of_the_closed_connection(how: str) -> None:
             text = "Connection reset by peer" if lost_peer else "ValueError"
             hear_failures(live, job, _fails(text, round_of_node))
 
-    live.presence.close(1, 1.0, by_peer=True)
+    live.presence.close(1, "1", 1.0, by_peer=True)
     says(this_round - 1, lost_peer=True)  # of another world
     says(this_round, lost_peer=False)
     hear_failures(live, job, _fails("", this_round, exit_code=-signal.SIGTERM))  # it was stopped
@@ -119,7 +119,7 @@ def test_a_lost_peer_is_that_of_the_closed_connection(how: str) -> None:
 
 
 class Agents(RuleBasedStateMachine):
-    """Agents that speak in time while they live, on connections that break in every way."""
+    """Agents that speak in time while they live, in sessions that break in every way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ class Agents(RuleBasedStateMachine):
         self.now = 0.0
         self.number = 0
         self.spoke: dict[str, float] = {}
-        self.open: dict[str, set[int]] = {}
+        self.session: dict[str, int | None] = {}
+        self.old: list[tuple[int, str]] = []
         self.died: dict[str, float] = {}
 
     names = st.sampled_from(["a", "b", "c"])
@@ -135,41 +136,44 @@ class Agents(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         for name in ("a", "b", "c"):
-            self.open[name] = set()
+            self.session[name] = None
             self._speak(name)
 
-    def _speak(self, name: str, number: int | None = None) -> None:
-        if number is None:
+    def _speak(self, name: str, *, fresh: bool = False) -> None:
+        number = self.session[name]
+        if number is None or fresh:
+            if number is not None:
+                self.old.append((number, name))
             self.number += 1
-            number = self.number
-        self.open[name].add(number)
+            number = self.session[name] = self.number
         self.spoke[name] = self.now
         self.presence.hear(number, name, self.now, BEAT_SECONDS)
 
     def _close(self, name: str, *, by_peer: bool) -> None:
-        for number in self.open[name]:
-            self.presence.close(number, self.now, by_peer=by_peer)
-        self.open[name] = set()
+        number = self.session[name]
+        if number is not None:
+            self.presence.close(number, name, self.now, by_peer=by_peer)
+        self.session[name] = None
 
     @rule(name=names, fresh=st.booleans())
     def speak(self, name: str, fresh: bool) -> None:
         if name not in self.died:
-            numbers = self.open[name]
-            self._speak(name, None if fresh or not numbers else min(numbers))
+            self._speak(name, fresh=fresh)
 
     @rule(name=names, by_peer=st.booleans())
-    def break_connections(self, name: str, by_peer: bool) -> None:
+    def break_session(self, name: str, by_peer: bool) -> None:
         self._close(name, by_peer=by_peer)
 
-    @rule(name=names)
-    def break_one(self, name: str) -> None:
-        if self.open[name]:
-            self.presence.close(self.open[name].pop(), self.now, by_peer=True)
+    @precondition(lambda self: self.old)
+    @rule(data=st.data(), by_peer=st.booleans())
+    def learn_late_that_an_old_one_has_ended(self, data: st.DataObject, by_peer: bool) -> None:
+        number, name = self.old.pop(data.draw(st.integers(0, len(self.old) - 1)))
+        self.presence.close(number, name, self.now, by_peer=by_peer)
 
     @rule(name=names)
     @precondition(lambda self: len(self.died) < 2)
     def die(self, name: str) -> None:
-        if name not in self.died and self.open[name]:
+        if name not in self.died and self.session[name] is not None:
             self.died[name] = self.now
             self._close(name, by_peer=True)
 
@@ -217,7 +221,7 @@ def test_the_death_of_an_agent_is_news(tmp_path: Path) -> None:
         assert any("its connections are closed" in text for text in texts)
         before = cluster.status().round
         cluster.kill_master()
-        cluster.start_master()  # all connections break, and no agent has died
+        cluster.start_master()  # all sessions break, and no agent has died
         cluster.until_step(cluster.step + 20)
         assert cluster.status().round == before
         cluster.stop(0)

@@ -10,20 +10,16 @@ import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from remesh.elastic import launch
 from remesh.elastic.client import Client
-from remesh.elastic.job import Policy
-from remesh.elastic.journal import Journal
-from remesh.elastic.master import Master
-from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Join, Request
+from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Join, Message
 from remesh.elastic.rendezvous import Settings
-from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError
+from tests.elastic.agents import serving
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command
 from tests.waiting import wait_until
@@ -100,8 +96,8 @@ def test_the_master_of_a_job_of_one_machine_is_for_its_user_alone(tmp_path: Path
         said = re.search(r"page is at (http://[\d.:]+); .* token in (\S+)", output.read_text())
         assert said is not None
         url, file = said[1], Path(said[2])
-        for name in ("status", "overview", "join"):
-            body = b"{}" if name == "join" else None
+        for name in ("status", "overview", "session", "check"):
+            body = b"{}" if name == "check" else None
             with pytest.raises(urllib.error.HTTPError, match="401") as refused:
                 urllib.request.urlopen(f"{url}/v{PROTOCOL_VERSION}/{name}", body, timeout=60)
             refused.value.close()
@@ -136,21 +132,20 @@ def test_node_ids_begin_at_0(number: int, capsys: pytest.CaptureFixture[str]) ->
         num_processes=1,
         settings=Settings(min_nodes=1, max_nodes=1),
     )
-    refused: tuple[Request[Any], ...] = (
+    refused: tuple[Message, ...] = (
         msgspec.structs.replace(join, node_id=number),
         msgspec.structs.replace(join, num_processes=number),
         Beat(node_id=number, incarnation="i", round=1),
     )
-    wrong = r"`int` >= [01] - at `\$.(node_id|num_processes)`"
-
-    def jobs() -> Master:
-        return Master(Policy(), Journal(":memory:"))
-
-    with ServerThread(jobs, ServerOptions()) as server:
-        for request in refused:
-            with pytest.raises(MasterError, match=wrong):
-                Client(server.url).ask(request)
-        assert Client(server.url).status().phase == "waiting"
+    with serving() as served:
+        for place, message in enumerate(refused):
+            session = served.agent(place).session
+            session.say(message)
+            with pytest.raises(
+                MasterError, match=r"`int` >= [01] - at `\$.(node_id|num_processes)`"
+            ):
+                session.wait(lambda newest: newest, 60.0)
+        assert served.get("status")[1]["phase"] == "waiting"
     with pytest.raises(SystemExit):
         launch.main(["--node-id", str(number), "train.py"])
     assert "is no node id; they begin at 0" in capsys.readouterr().err

@@ -58,10 +58,9 @@ def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_
     """
     if master is not None:
         from remesh.elastic.client import Client, read_token
-        from remesh.elastic.protocol import RequestCheck
 
         client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
-        client.ask(RequestCheck(reason="remesh check"))
+        client.request_check("remesh check")
         click.echo("the nodes will be tested before the next round")
         return
     from remesh.elastic.node_check import run_alone

@@ -43,10 +43,10 @@ from remesh.elastic.directories import BEATS, agent_directory
 from remesh.elastic.failures import MAX_MESSAGE, FailureAction, ProcessFailure, restart_pause
 from remesh.elastic.handler import Handler
 from remesh.elastic.heartbeat import Heartbeat, Request, clear_request, request
-from remesh.elastic.node import LEAVE_PATIENCE, NodeClient, NodeRejectedError
+from remesh.elastic.node import NodeClient, NodeRejectedError
 from remesh.elastic.orders import read_report, send_order
 from remesh.elastic.orders import remove as remove_orders
-from remesh.elastic.protocol import BeatReply, Drain, ReportFailures, ReportStacks
+from remesh.elastic.protocol import Assignment, Content, JobEnded, Stop
 from remesh.elastic.reentry import Enter, Leave, Recovery, Report
 from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.stacks import Stacks
@@ -196,13 +196,14 @@ class Agent(LocalElasticAgent):
             time.sleep(group.spec.monitor_interval)
             # In this order: if others had to stop because a process of this node died, the master
             # must receive that failure, and would not if the process were stopped like the others.
-            reply = self._node.reply
+            content, stop, dump = self._node.content, self._node.stop, self._node.dump
             self._warm.look_after()
             result: RunResult = self._monitor_workers(group)
             group.state = result.state
             match result.state:
                 case WorkerState.HEALTHY:
-                    self._follow(group, reply)
+                    self._send_stacks(dump)
+                    self._follow(group, content, stop)
                 case WorkerState.SUCCEEDED:
                     if self._all_finish():
                         return result
@@ -423,43 +424,41 @@ class Agent(LocalElasticAgent):
         except MasterError as error:
             log.warning("%s", error)
 
-    def _follow(self, group: WorkerGroup, reply: BeatReply) -> None:
-        """Do what the reply to the last heartbeat says, while the processes are healthy."""
+    def _follow(self, group: WorkerGroup, content: Content | None, stop: Stop | None) -> None:
+        """Do what the newest instruction says, while the processes are healthy."""
         if self._draining_since is not None:
             self._drain(self._draining_since)
-        if reply.dump > self._dumped:
-            self._dumped = reply.dump
-            self._send_stacks(reply.dump)
-        if reply.restart is None and any(report.error for report in self._reports().values()):
+        if stop is None and any(report.error for report in self._reports().values()):
             self._node.beat_now(lost_peer=True)  # the master may know more
-        grows = reply.restart is Change.GROW
-        if self._draining_since is None and (grows or reply.restart is None):
-            in_memory = (reply.grow or grows) and len(self._reports()) == len(self._files)
-            self._hold(reply.save or grows, "hold" if in_memory else "save-and-hold")
-            if reply.grow and self._is_saved():
+        grows = stop is not None and stop.change is Change.GROW
+        if self._draining_since is None and (grows or stop is None):
+            world = content if isinstance(content, Assignment) and stop is None else None
+            may_grow = world is not None and world.grow
+            in_memory = (may_grow or grows) and len(self._reports()) == len(self._files)
+            wanted = grows or (world is not None and world.save)
+            self._hold(wanted, "hold" if in_memory else "save-and-hold")
+            if may_grow and self._is_saved():
                 self._node.beat_now()  # the other ranks wait as well, or will soon
         if grows and not self._is_saved():
             return  # the other nodes wait as well
-        if reply.restart is not None:
-            log.info("the processes start again: %s", reply.reason)
+        if stop is not None:
+            log.info("the processes start again: %s", stop.reason)
             # Processes that hang do not react to SIGTERM.
-            hang = reply.restart is Change.HANG
+            hang = stop.change is Change.HANG
             self._restart(group, signal.SIGKILL if hang else signal.SIGTERM)
-        if reply.outcome is not None:
-            log.info("the job has %s: %s", reply.outcome, reply.reason)
+        if isinstance(content, JobEnded):
+            log.info("the job has %s: %s", content.outcome, content.reason)
             self._go(
                 Outcome.FAILED,
-                reply.reason,
-                0 if reply.outcome is Outcome.SUCCEEDED else EXIT_JOB_FAILED,
+                content.reason,
+                0 if content.outcome is Outcome.SUCCEEDED else EXIT_JOB_FAILED,
             )
 
     def _drain(self, since: float) -> None:
         """Have the ranks save, then leave."""
         if not self._is_announced:
             self._is_announced = True
-            sender, seconds = self._node.sender(), self._drain_seconds
-            request = Drain(**sender, seconds=seconds, reason="SIGTERM")
-            self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
+            self._node.drain(self._drain_seconds, "SIGTERM")
             self._hold(True)
         if not self._is_saved():
             return
@@ -500,8 +499,11 @@ class Agent(LocalElasticAgent):
         return [beat for beat in beats if beat is not None]
 
     def _send_stacks(self, dump: int) -> None:
-        """Send the stacks of the processes, from a thread: no restart waits for them."""
-        living, sender = self._living(), self._node.sender()
+        """Send the stacks if they are requested, from a thread: no restart waits for them."""
+        if dump <= self._dumped:
+            return
+        self._dumped = dump
+        living = self._living()
         stacks = Stacks(
             {
                 worker.global_rank: (
@@ -514,8 +516,7 @@ class Agent(LocalElasticAgent):
         )
 
         def send() -> None:
-            request = ReportStacks(**sender, dump=dump, stacks=stacks.take())
-            self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
+            self._node.send_stacks(dump, stacks.take())
 
         threading.Thread(target=send, name="remesh-stacks", daemon=True).start()
 
@@ -523,8 +524,7 @@ class Agent(LocalElasticAgent):
         """Stay until the job has ended; False if the processes have to start again with others."""
         self._exits_on_sigterm = True
         try:
-            self._node.leave(Outcome.SUCCEEDED, "its processes ended")
-            self._node.beat_now()
+            self._node.finish("its processes ended")
             return self._await_end()
         except MasterError as error:
             log.error(
@@ -540,14 +540,14 @@ class Agent(LocalElasticAgent):
         """Wait until the job has succeeded; False if the processes have to start again."""
         node = self._node
         while True:
-            reply = node.reply
-            if reply.outcome is not None:
-                log.info("the job has %s: %s", reply.outcome, reply.reason)
-                if reply.outcome is Outcome.SUCCEEDED:
+            content, stop = node.content, node.stop
+            if isinstance(content, JobEnded):
+                log.info("the job has %s: %s", content.outcome, content.reason)
+                if content.outcome is Outcome.SUCCEEDED:
                     return True
                 raise SystemExit(EXIT_JOB_FAILED)
-            if reply.restart is not None:
-                log.info("the processes start again: %s", reply.reason)
+            if stop is not None:
+                log.info("the processes start again: %s", stop.reason)
                 return False
             if node.silence > node.client.patience:
                 raise MasterError(f"{node.client.url} has not answered for {node.silence:.0f} s")
@@ -560,8 +560,7 @@ class Agent(LocalElasticAgent):
         )
         self._exits_on_sigterm = True
         try:
-            request = ReportFailures(**self._node.sender(), failures=failures)
-            decision = self._node.client.ask(request)
+            decision = self._node.report(failures)
         except MasterError as error:
             log.warning("the failure is not reported, the processes start again: %s", error)
             return FailureAction.RESTART

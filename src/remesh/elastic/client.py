@@ -1,15 +1,13 @@
-"""Sends requests to the master: as frames (`remesh.elastic.frames`), or plain HTTP.
+"""Asks the master by HTTP, as people and other programs do.
 
-There is no event loop and no thread here, so that a launcher may start processes as it likes.
-Connections are kept open for the next request. Each new one for the requests of a node asks for
-frames, and stays one of HTTP if the master, or a proxy before it, speaks none. While the master
-does not answer (it may be being restarted) a request is repeated for `patience` seconds: a repeated
-request has no further effect.
+Agents have sessions (`remesh.elastic.session`), and get the address of the master from here.
+
+There is no event loop and no thread here. While the master does not answer (it may be being
+restarted) a request is repeated for `patience` seconds: a repeated request has no further effect.
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import logging
 import socket
@@ -18,39 +16,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from remesh.elastic import frames
 from remesh.elastic.directories import token_of
-from remesh.elastic.protocol import (
-    PROTOCOL_VERSION,
-    PURPOSES,
-    Join,
-    NodeRequest,
-    Problem,
-    Request,
-    name_of,
-    reply_of,
-)
+from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, RequestCheck
 from remesh.elastic.status import Status
 from remesh.errors import MasterError, StorageError
 
 __all__ = ["Client", "read_token"]
 
-R = TypeVar("R")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = 15.0
-"""Seconds for a reply, beyond `Request.wait`."""
+"""Seconds for a reply."""
 PAUSE = 0.5
 """Seconds between two attempts."""
 LOG_EVERY = 60.0
 """Seconds after which it is logged again that the master does not answer."""
-_BUSY = (429, 502, 503, 504)
+BUSY = (429, 502, 503, 504)
 """HTTP statuses that mean: send the request again."""
 
 
@@ -74,7 +62,7 @@ def read_token(path: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoint:
+class Endpoint:
     """The address of a master."""
 
     url: str
@@ -84,50 +72,8 @@ class _Endpoint:
     tls: ssl.SSLContext | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Wire:
-    """A connection."""
-
-    connection: http.client.HTTPConnection
-    """The connection; its socket alone is used if it speaks frames."""
-    speaks_frames: bool  # whether it does
-
-    def encode(self, request: Request[Any]) -> bytes:
-        """A request as it is sent."""
-        encode = msgspec.msgpack.encode if self.speaks_frames else msgspec.json.encode
-        return encode(request)
-
-    def close(self) -> None:
-        """Close it."""
-        self.connection.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """A reply as it came."""
-
-    status: int  # its HTTP status
-    body: bytes
-    is_framed: bool  # whether it came as a frame
-
-    def decode(self, kind: Any) -> Any:
-        """The message in it."""
-        if self.is_framed:
-            return msgspec.msgpack.decode(self.body, type=kind)
-        return msgspec.json.decode(self.body, type=kind)
-
-    @property
-    def problem(self) -> str:
-        """The problem that a reply tells of."""
-        try:
-            text: str = self.decode(Problem).error
-        except msgspec.MsgspecError:
-            return f"HTTP status {self.status}"
-        return text
-
-
 class Client:
-    """Sends requests to a master.
+    """Where a master is, and requests to it.
 
     Args:
         url: Where it is, `http://host:port`, as it prints it. Or the path of a file that holds
@@ -155,46 +101,33 @@ class Client:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._idle: list[_Wire] = []
-        # Without a reply in time. The master takes an agent without connections for dead, so they
-        # are closed when there is another one.
-        self._late: list[_Wire] = []
-        # Endpoints where the last new connection broke when it asked for frames, as some proxies
-        # make it; the next one does not ask.
-        self._without_frames: set[str] = set()
         self._tls_ca = tls_ca
-        self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         self.patience = patience
         self._clock = clock
         self._sleep = sleep
         is_path = "/" in url and "://" not in url
         self._url_file = Path(url) if is_path else None
         self._file_problem = ""  # why the file could not be used when it was last read
-        self._endpoint = self._at(self._await_url(self._url_file) if self._url_file else url)
-        if not token and self._endpoint.host in ("127.0.0.1", "localhost"):
-            token = token_of(self._endpoint.port)
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}".encode()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections that no request uses."""
-        _close_all(self._idle)
-        _close_all(self._late)
+        self.endpoint = self._at(self._await_url(self._url_file) if self._url_file else url)
+        if not token and self.endpoint.host in ("127.0.0.1", "localhost"):
+            token = token_of(self.endpoint.port)
+        self.authorization = {"Authorization": f"Bearer {token}"} if token else {}
 
     @property
     def url(self) -> str:
         """The master's URL, as last known."""
-        return self._endpoint.url
+        return self.endpoint.url
 
-    def _at(self, url: str) -> _Endpoint:
+    def path(self, name: str) -> str:
+        """The path of a request."""
+        return f"{self.endpoint.path}/v{PROTOCOL_VERSION}/{name}"
+
+    def _at(self, url: str) -> Endpoint:
         parts = _parts_of(url)
         assert parts.hostname is not None
         is_https = parts.scheme == "https"
         path = parts.path.rstrip("/")
-        return _Endpoint(
+        return Endpoint(
             f"{parts.scheme}://{parts.netloc}{path}",
             parts.hostname,
             parts.port or (443 if is_https else 80),
@@ -214,7 +147,7 @@ class Client:
             self._sleep(PAUSE)
         return url
 
-    def _has_moved(self) -> bool:
+    def has_moved(self) -> bool:
         """True if the URL has changed; if so, requests go to the new one from now on.
 
         A file that cannot be used at the moment changes nothing: it is read again after the next
@@ -222,7 +155,7 @@ class Client:
         """
         if self._url_file is None:
             return False
-        endpoint, problem = self._endpoint, ""
+        endpoint, problem = self.endpoint, ""
         try:
             url = _read_url(self._url_file)
             endpoint = self._at(url) if url else endpoint
@@ -231,37 +164,11 @@ class Client:
         if problem and problem != self._file_problem:
             log.warning("%s; the master is still taken to be at %s", problem, self.url)
         self._file_problem = problem
-        if endpoint.url == self._endpoint.url:
+        if endpoint.url == self.endpoint.url:
             return False
         log.warning("the master is at %s now; it was at %s", url, self.url)
-        self._endpoint = endpoint
-        self.close()
+        self.endpoint = endpoint
         return True
-
-    def ask(
-        self,
-        request: Request[R],
-        *,
-        limit: float = REQUEST_TIMEOUT,
-        patience: float | None = None,
-    ) -> R:
-        """Send a request until it is answered.
-
-        Args:
-            request: The request.
-            limit: Seconds for a reply, beyond `request.wait`.
-            patience: Seconds for which it is repeated; the client's by default.
-
-        Returns:
-            The reply, of the type that the class of the request names.
-
-        Raises:
-            MasterError: If it is refused, or no reply comes.
-        """
-        kind = type(request)
-        found = self._repeat(name_of(kind), request, PURPOSES[kind], request.wait + limit, patience)
-        reply: R = self._decode(found, reply_of(kind))
-        return reply
 
     def status(self) -> Status:
         """The status of the job.
@@ -269,134 +176,77 @@ class Client:
         Raises:
             MasterError: If the request is refused, or no reply comes.
         """
-        found = self._repeat("status", None, "show the job", REQUEST_TIMEOUT, None)
-        status: Status = self._decode(found, Status)
-        return status
+        return self._repeat("status", None, Status, "show the job")
 
-    def _repeat(
-        self,
-        name: str,
-        request: Request[Any] | None,
-        purpose: str,
-        limit: float,
-        patience: float | None,
-    ) -> _Reply:
+    def request_check(self, reason: str) -> None:
+        """Have all nodes tested before the next round.
+
+        Raises:
+            MasterError: If the request is refused, or no reply comes.
+        """
+        self._repeat("check", RequestCheck(reason=reason), dict, "request a check of all nodes")
+
+    def _repeat(self, name: str, body: object, kind: type[T], purpose: str) -> T:
         """Send a request until it is answered."""
-        patience = self.patience if patience is None else patience
         began, logged_at = self._clock(), None
         while True:
-            endpoint = self._endpoint
+            endpoint = self.endpoint
             try:
-                reply = self._send(name, request, limit)
-                status = reply.status
+                status, text = self._send(name, body)
                 if status == http.HTTPStatus.OK:
                     if logged_at is not None:
                         waited = self._clock() - began
                         log.warning("the master answers again, after %.0f s", waited)
-                    return reply
-                problem = f"{endpoint.url}: {reply.problem}"
+                    return self._decode(text, kind)
+                problem = f"{endpoint.url}: {_problem_in(status, text)}"
             except ssl.SSLCertVerificationError as error:
                 raise MasterError(f"{endpoint.url} is not trusted: {error}") from error
             except (OSError, http.client.HTTPException) as error:
-                status = 0
-                why = str(error) or type(error).__name__
-                problem = f"the master at {endpoint.url} does not answer ({why})"
+                status, problem = 0, no_answer(endpoint, error)
             waited = self._clock() - began
-            if self._has_moved():
+            if self.has_moved():
                 continue
-            if status and status not in _BUSY:
+            if status and (status not in BUSY or waited >= self.patience):
                 raise MasterError(problem)
-            if waited >= patience:
-                if status:
-                    raise MasterError(problem)
+            if waited >= self.patience:
                 raise MasterError(f"{problem}; is it running, and can this machine reach it?")
             if logged_at is None or waited - logged_at >= LOG_EVERY:
                 logged_at = waited
-                left = _duration(patience - waited)
+                left = duration(self.patience - waited)
                 log.warning("%s; trying again for up to %s to %s", problem, left, purpose)
             self._sleep(PAUSE)
 
-    def _decode(self, reply: _Reply, kind: Any) -> Any:
+    def _decode(self, text: bytes, kind: type[T]) -> T:
         try:
-            return reply.decode(kind)
+            return msgspec.json.decode(text, type=kind)
         except msgspec.MsgspecError as error:
             raise MasterError(
                 f"the reply from {self.url} is not of a master of this version: {error}"
             ) from error
 
-    def _send(self, name: str, request: Request[Any] | None, limit: float) -> _Reply:
-        """Send a request once, and wait for its reply within a limit of seconds.
-
-        The master may have closed a kept connection meanwhile, as servers do. The request is then
-        sent on another one.
-        """
-        ends = time.monotonic() + limit
-        while True:
-            endpoint = self._endpoint
-            may_frame = isinstance(request, NodeRequest | Join)
-            found = self._take_idle(endpoint, may_frame=may_frame)
-            wire, kept = found or _Wire(_connect(endpoint), speaks_frames=False), found is not None
-            try:
-                if not kept and may_frame:
-                    wire = self._ask_for_frames(wire, endpoint, ends)
-                reply = self._exchange(
-                    wire, f"{endpoint.path}/v{PROTOCOL_VERSION}/{name}", request, ends
-                )
-            except BaseException as error:
-                if isinstance(error, TimeoutError) and wire.connection.sock is not None:
-                    self._late.append(wire)
-                else:
-                    wire.close()
-                gone = isinstance(error, OSError | http.client.HTTPException)
-                if kept and gone and not isinstance(error, TimeoutError):
-                    continue
-                raise
-            return reply
-
-    def _ask_for_frames(self, wire: _Wire, endpoint: _Endpoint, ends: float) -> _Wire:
-        """The new connection, as one that speaks frames if the master does."""
-        if endpoint.url in self._without_frames:
-            self._without_frames.discard(endpoint.url)
-            return wire
-        _open(wire.connection, ends)
+    def _send(self, name: str, body: object) -> tuple[int, bytes]:
+        """Send a request once; the status and the body of the reply."""
+        endpoint = self.endpoint
+        connection = _connect(endpoint)
+        headers: dict[str, str | bytes] = {
+            key: value.encode() for key, value in self.authorization.items()
+        }
+        headers["Content-Type"] = "application/json"
         try:
-            speaks = frames.upgrade(wire.connection, endpoint.path, self._headers)
-        except (OSError, http.client.HTTPException):
-            self._without_frames.add(endpoint.url)
-            raise
-        return _Wire(wire.connection, speaks)
-
-    def _exchange(
-        self, wire: _Wire, target: str, request: Request[Any] | None, ends: float
-    ) -> _Reply:
-        connection, is_last = wire.connection, False
-        body = None if request is None else wire.encode(request)
-        _open(connection, ends)
-        if wire.speaks_frames:
-            assert body is not None
-            status, text = frames.exchange(connection.sock, body, ends)
-        else:
             method = "GET" if body is None else "POST"
-            connection.request(method, target, body, self._headers)
+            sent = None if body is None else msgspec.json.encode(body)
+            connection.request(method, self.path(name), sent, headers)
             response = connection.getresponse()
-            status, text, is_last = response.status, response.read(), response.will_close
-        if status not in _BUSY:  # as a proxy is whose master is away
-            _close_all(self._late)
-        if is_last:
+            return response.status, response.read()
+        finally:
             connection.close()
-        else:
-            self._idle.append(wire)
-        return _Reply(status, text, wire.speaks_frames)
 
-    def _take_idle(self, endpoint: _Endpoint, *, may_frame: bool) -> _Wire | None:
-        """A connection to an endpoint that no request uses; None if there is none."""
-        for wire in reversed(self._idle):
-            at = wire.connection.host, wire.connection.port
-            if at == (endpoint.host, endpoint.port) and (may_frame or not wire.speaks_frames):
-                with contextlib.suppress(ValueError):  # another thread has taken it
-                    self._idle.remove(wire)
-                    return wire
-        return None
+    def refusal(self, name: str) -> str:
+        """Why a request is refused, as the master says it."""
+        try:
+            return _problem_in(*self._send(name, None))
+        except (OSError, http.client.HTTPException) as error:
+            return str(error) or type(error).__name__
 
     def local_address(self) -> str:
         """The address of this machine as others on the master's network reach it.
@@ -404,7 +254,7 @@ class Client:
         Raises:
             MasterError: If the master's host cannot be resolved and reached.
         """
-        endpoint = self._endpoint
+        endpoint = self.endpoint
         try:
             family, kind, proto, _name, address = socket.getaddrinfo(
                 endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
@@ -416,18 +266,24 @@ class Client:
             raise MasterError(f"the master at {endpoint.url} cannot be reached: {error}") from error
 
 
-def _connect(endpoint: _Endpoint) -> http.client.HTTPConnection:
+def no_answer(endpoint: Endpoint, error: Exception) -> str:
+    """That a master does not answer, and why."""
+    return f"the master at {endpoint.url} does not answer ({str(error) or type(error).__name__})"
+
+
+def _problem_in(status: int, text: bytes) -> str:
+    """The problem that a reply tells of."""
+    try:
+        return msgspec.json.decode(text, type=Problem).error
+    except msgspec.MsgspecError:
+        return f"HTTP status {status}"
+
+
+def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
+    host, port, limit = endpoint.host, endpoint.port, REQUEST_TIMEOUT
     if endpoint.tls is None:
-        return http.client.HTTPConnection(endpoint.host, endpoint.port)
-    return http.client.HTTPSConnection(endpoint.host, endpoint.port, context=endpoint.tls)
-
-
-def _open(connection: http.client.HTTPConnection, ends: float) -> None:
-    """Connect, if it is not connected, and let what follows end by a time."""
-    connection.timeout = _left_until(ends)
-    if connection.sock is None:
-        connection.connect()
-    connection.sock.settimeout(_left_until(ends))
+        return http.client.HTTPConnection(host, port, timeout=limit)
+    return http.client.HTTPSConnection(host, port, timeout=limit, context=endpoint.tls)
 
 
 def _read_url(file: Path) -> str:
@@ -453,19 +309,7 @@ def _parts_of(url: str) -> SplitResult:
     return parts
 
 
-def _close_all(connections: list[_Wire]) -> None:
-    """Close connections; another thread may take some meanwhile."""
-    with contextlib.suppress(IndexError):
-        while True:
-            connections.pop().close()
-
-
-def _left_until(ends: float) -> float:
-    """Seconds until a time; never 0, which would mean not to wait at all."""
-    return max(ends - time.monotonic(), 0.001)
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A time in words, for messages."""
     if seconds < 120:
         return f"{seconds:.0f} s"

@@ -6,21 +6,21 @@ torchrun finds it through `remesh.elastic.torchrun`. Options that torchrun has n
 pass the number of processes to a handler.
 
 torchrun requests the next round after every stop of its processes, and polls several times a
-second whether nodes wait; the reply to the last heartbeat serves for that. Each round has a
-TCPStore of its own, in the launcher of the first node, so that no key of an earlier round is found.
-The master's round store holds its address.
+second whether nodes wait; the newest instruction serves for that. Each launcher has a TCPStore, and
+gives its port when it joins. The nodes of a round, or of a test, meet in that of the first of them,
+under a prefix of their own, so that no key of an earlier round is found.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import logging
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined] # re-exported without saying so
     PrefixStore,
@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.node import JobEndedError, NodeClient, NodeRejectedError
-from remesh.elastic.protocol import Assignment, Join
+from remesh.elastic.protocol import Assignment, JobEnded, Join, NodeTest, TestResult
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.errors import MasterError
 
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 BACKEND = "remesh"
 STORE_SECONDS = 60.0
 """How long the nodes of a round wait for the first one's TCPStore."""
+CONNECT_SECONDS = 5.0
+"""How long one attempt to connect to it takes; between two, the round may prove to be over."""
 PATIENCE = 3600.0
 """How long a launcher repeats a request that the node cannot go on without."""
 
@@ -64,11 +66,12 @@ def check_address(address: str) -> None:
 class Handler(RendezvousHandler):
     """torchrun's rendezvous, by a remesh master."""
 
-    def __init__(self, node: NodeClient, run_id: str) -> None:
+    def __init__(self, node: NodeClient, store: TCPStore, run_id: str) -> None:
         self.node = node
+        self.store = store
         self._run_id = run_id
         # torch keeps no reference to a store inside a PrefixStore.
-        self._store: TCPStore | None = None
+        self._found: TCPStore | None = None
 
     def get_backend(self) -> str:
         """The name by which torchrun knows the handler."""
@@ -104,16 +107,16 @@ class Handler(RendezvousHandler):
             except MasterError as error:
                 if not self._is_over():
                     raise RendezvousConnectionError(str(error)) from error
-                log.info("the round broke while it began: %s", self.node.reply.reason)
+                log.info("the round broke while it began: %s", error)
 
     def _connect(self, assignment: Assignment) -> RendezvousInfo:
         """Open the round's TCPStore and read from it where the processes connect."""
-        round_, rank = assignment.round, assignment.node_rank
+        round_, rank, leader = assignment.round, assignment.node_rank, assignment.leader
         try:
-            store = self._open_store(round_, rank, assignment.leader.address)
+            store = self.store if rank == 0 else self._store_at(leader.address, leader.port)
             prefixed = PrefixStore(f"round {round_}", store)
             info = RendezvousStoreInfo.build(rank, prefixed, local_addr=self.node.address)
-        except (MasterError, RuntimeError) as error:
+        except RuntimeError as error:
             # The first node may have died. The master knows that after the heartbeat timeout.
             deadline = time.monotonic() + STORE_SECONDS + assignment.heartbeat_timeout
             while not self._is_over() and time.monotonic() < deadline:
@@ -122,32 +125,31 @@ class Handler(RendezvousHandler):
         return RendezvousInfo(prefixed, rank, assignment.num_nodes, info)
 
     def _is_over(self) -> bool:
-        """True if the round, or the job, is over, by the reply to the last heartbeat."""
-        reply = self.node.reply
-        return reply.restart is not None or reply.outcome is not None
+        """True if the round, or the job, is over, by the newest instruction."""
+        return self.node.stop is not None or self.is_closed()
 
-    def _open_store(self, number: int, rank: int, address: str) -> TCPStore:
-        """The round's TCPStore: the first node makes it and puts its address into the store."""
-        limit = dt.timedelta(seconds=STORE_SECONDS)
-        if rank == 0:
-            store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
-            self.node.put(number, "store", f"{address}:{store.port}")
-        else:
-            host, _, port = self.node.get(number, "store", STORE_SECONDS).rpartition(":")
+    def _store_at(self, host: str, port: int) -> TCPStore:
+        """The store of the first node."""
+        deadline = time.monotonic() + STORE_SECONDS
+        while True:
+            limit = dt.timedelta(seconds=CONNECT_SECONDS)
             try:
-                store = TCPStore(host, int(port), is_master=False, timeout=limit)
+                self._found = TCPStore(host, port, is_master=False, timeout=limit)
             except RuntimeError as error:
-                raise MasterError(f"the first node's store at {host}:{port}: {error}") from error
-        self._store = store
-        return store
+                if self._is_over() or time.monotonic() >= deadline:
+                    text = f"the first node's store at {host}:{port}: {error}"
+                    raise RuntimeError(text) from error
+            else:
+                self._found.set_timeout(dt.timedelta(seconds=STORE_SECONDS))
+                return self._found
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if the processes should stop and the node should join again."""
-        return int(self.node.reply.restart is not None)
+        return int(self.node.stop is not None)
 
     def is_closed(self) -> bool:
         """True if the job has ended."""
-        return self.node.reply.outcome is not None
+        return isinstance(self.node.content, JobEnded)
 
     def set_closed(self) -> None:
         """End the job for this node."""
@@ -172,8 +174,16 @@ class Handler(RendezvousHandler):
         return True
 
 
-def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> NodeClient:
-    """The client of this node, by torchrun's rendezvous options."""
+def open_store(address: str) -> TCPStore:
+    """A store of this node, in which others meet."""
+    limit = dt.timedelta(seconds=STORE_SECONDS)
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+def make_handler(
+    parameters: RendezvousParameters, test: Callable[[TCPStore, NodeTest], TestResult]
+) -> Handler:
+    """The handler of this node, by torchrun's rendezvous options."""
     client = Client(
         parameters.endpoint,
         token=read_token(parameters.get("token_file")),
@@ -183,6 +193,7 @@ def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> Nod
     node_id = parameters.get_as_int("node_id")
     address = parameters.local_addr or client.local_address()
     check_address(address)
+    store = open_store(address)
     settings = Settings(
         min_nodes=parameters.min_nodes,
         max_nodes=parameters.max_nodes,
@@ -195,11 +206,13 @@ def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> Nod
         node_id=node_id,
         incarnation=uuid.uuid4().hex,
         address=address,
+        port=store.port,
         num_processes=parameters.get_as_int("nproc", 1) or 1,
         settings=settings,
     )
     beat_seconds = float(parameters.get("beat_seconds", 1.0))
-    return NodeClient(client, first, test, beat_seconds=beat_seconds)
+    node = NodeClient(client, first, functools.partial(test, store), beat_seconds=beat_seconds)
+    return Handler(node, store, parameters.run_id)
 
 
 def default_name(node_id: int | None) -> str:

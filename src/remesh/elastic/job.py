@@ -1,10 +1,10 @@
 """The state of a job that survives a restart of the master, as a pure state machine.
 
 `apply` takes a job, an event and the time, and returns the job after it, which the journal keeps.
-Most events are requests of agents, applied as they came: a `Join` with the id and the name that the
+Most events are messages of agents, applied as they came: a `Join` with the id and the name that the
 master has given to the node. What changes with every heartbeat is in `remesh.elastic.live`, and the
-master makes an event of it when a node is lost, a checkpoint is saved, or the job hangs. The
-replies that depend on the job alone are here too.
+master makes an event of it when a node is lost, a checkpoint is saved, or the job hangs.
+`content_of` is the other direction: what a node has to do, as follows from the job and the time.
 
 A world that the rendezvous has formed may have to be *checked* before its processes start: its
 members then get tests in place of their assignments. Faulty nodes are excluded, and the others form
@@ -38,19 +38,18 @@ from remesh.elastic.progress import TrainingProgress, Trend, extend, sample
 from remesh.elastic.protocol import (
     HEARTBEAT_TIMEOUT,
     Assignment,
-    Beat,
-    BeatReply,
+    Content,
     Drain,
     JobEnded,
     Join,
-    JoinReply,
     Leave,
     NodeTest,
-    Put,
     Rejected,
     ReportFailures,
     ReportTest,
     RequestCheck,
+    Sender,
+    Stop,
     Waiting,
 )
 from remesh.elastic.rendezvous import Change, Node, Outcome, Rendezvous
@@ -107,10 +106,11 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-NodeEvent: TypeAlias = Join | ReportFailures | Leave | Drain | Put | ReportTest | RequestCheck
-"""Requests that are events."""
+NodeEvent: TypeAlias = Join | ReportFailures | Leave | Drain | ReportTest
+"""Messages of agents that are events."""
 Event: TypeAlias = (
     NodeEvent
+    | RequestCheck
     | NodeLost
     | CheckpointSaved
     | RanksWait
@@ -228,8 +228,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     it, as long as nothing explains it; charged when the next round begins."""
     failures: tuple[FailureRecord, ...] = ()  # failures, oldest first
     departures: tuple[Departure, ...] = ()  # nodes that were lost or left, oldest first
-    round_store: dict[str, str] = {}
-    """Values that nodes have put for the others of this round, by key."""
     checked: dict[int, str] = {}  # incarnations that passed a check, by node id
     check_reason: str = ""  # why the next world is to be checked; empty if it need not be
     check: RunningCheck | None = None  # the check that runs
@@ -326,8 +324,6 @@ def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
             return _fail(job, event, nodes, now)
         case Drain():
             return _drain(job, event, nodes, now)
-        case Put(round=number, key=key, value=value) if number == nodes.round:
-            return _replace(job, round_store={**job.round_store, key: value})
         case ReportTest():
             return _tested(job, event, nodes)
         case RequestCheck(reason=reason):
@@ -376,9 +372,7 @@ def _advance(job: Job, after: Rendezvous, now: float) -> Job:
     if after.world is not before.world:
         members = rendezvous.listed(node.id for node in after.world)
         job = _note(job, now, f"round {after.round}: nodes {members}")
-        job = _replace(
-            job, round_store={}, save_request=None, hanging=None, hang_restart=None, check=None
-        )
+        job = _replace(job, save_request=None, hanging=None, hang_restart=None, check=None)
         job = _begin_check(job, after, now)
         return _charge_suspect(job, after, now)
     if after.outcome is not None and before.outcome is None:
@@ -423,6 +417,7 @@ def node_of(event: Join) -> Node:
         incarnation=event.incarnation,
         name=event.name,
         address=event.address,
+        port=event.port,
         num_processes=event.num_processes,
     )
 
@@ -690,40 +685,54 @@ def assignments_of(job: Job) -> dict[int, Assignment]:
     return assignments
 
 
-def join_reply(job: Job, node: Node, assignments: Mapping[int, Assignment]) -> JoinReply | None:
-    """The reply to a node that has joined; None while it has to wait."""
-    nodes = job.rendezvous
+def content_of(
+    job: Job, sender: Sender, assignments: Mapping[int, Assignment], now: float
+) -> Content:
+    """What the node of a sender has to do now; `assignments` is `assignments_of` the job."""
+    nodes, node_id, incarnation = job.rendezvous, sender["node_id"], sender["incarnation"]
     if nodes is None:
-        return None
+        return Stop(sender["round"], Change.STALE, "the master knows no round")
     if nodes.outcome is not None:
         return JobEnded(nodes.outcome, nodes.reason)
-    if node.incarnation in nodes.replaced:
-        return Rejected(f"another agent has taken over node id {node.id}")
-    reason = rendezvous.exclusion_of(nodes, node)
-    if reason is not None:
+    if incarnation in nodes.replaced:
+        return Rejected(f"another agent has taken over node id {node_id}")
+    excluded, reason = nodes.excluded.get(node_id, ("", ""))
+    if excluded == incarnation:
         return Rejected(reason)
-    if nodes.member(node.id) != node or node.id not in nodes.active:
-        return None
-    if job.check is None:
-        return assignments.get(node.id)
-    if node.id in job.check.reports:
-        return None
-    group = next((group for group in job.check.groups if node.id in group), ())
+    ready = nodes.ready.get(node_id)
+    if ready is not None and ready.incarnation == incarnation:
+        return _waiting(job, node_id)
+    member = nodes.member(node_id)
+    if member is None or member.incarnation != incarnation:
+        reason = f"round {sender['round']} is over for node {node_id}"
+        return Stop(sender["round"], Change.STALE, reason)
+    if node_id in nodes.active and job.check is not None:
+        return _test_of(job, job.check, nodes, node_id)
+    change = ordered_change(job, node_id, nodes.round, now)
+    if change is not None:
+        return Stop(nodes.round, *change)
+    assignment = assignments[node_id]
+    if not awaits_checkpoint(job, now):
+        return assignment
+    return msgspec.structs.replace(assignment, save=True, grow=is_for_growth(job))
+
+
+def _test_of(job: Job, check: RunningCheck, nodes: Rendezvous, node_id: int) -> Content:
+    if node_id in check.reports:
+        return _waiting(job, node_id)
+    group = next((group for group in check.groups if node_id in group), ())
     members = tuple(member for member in map(nodes.member, group) if member is not None)
-    check = job.check
     timeout = job.policy.heartbeat_timeout
-    return NodeTest(node.id, nodes.round, check.number, len(check.results), members, timeout)
+    return NodeTest(node_id, nodes.round, check.number, len(check.results), members, timeout)
 
 
-def waiting(job: Job, node: Node) -> Waiting:
-    """The reply to a node that has to wait."""
-    return Waiting(node.id, _wait_reason(job), job.policy.heartbeat_timeout)
+def _waiting(job: Job, node_id: int) -> Waiting:
+    return Waiting(node_id, _wait_reason(job), job.policy.heartbeat_timeout)
 
 
 def _wait_reason(job: Job) -> str:
     nodes = job.rendezvous
-    if nodes is None:
-        return "no node has joined"
+    assert nodes is not None
     if job.check is not None:
         return f"check {job.check.number} is running"
     if nodes.active:
@@ -738,21 +747,22 @@ def _wait_reason(job: Job) -> str:
     )
 
 
-def beat_reply(job: Job, beat: Beat, now: float) -> BeatReply:
-    """The reply to a beat of a node that runs processes."""
-    nodes = job.rendezvous
-    if nodes is None:
-        return BeatReply(restart=Change.STALE, reason="the master knows no round")
-    if nodes.outcome is not None:
-        return BeatReply(outcome=nodes.outcome, reason=nodes.reason)
-    current = beat.round == nodes.round
-    member = nodes.member(beat.node_id)
-    if not current or member is None or member.incarnation != beat.incarnation:
-        reason = f"round {beat.round} is over for node {beat.node_id}"
-        return BeatReply(restart=Change.STALE, reason=reason)
-    dump = job.dump if job.hanging is not None else 0
-    change = ordered_change(job, beat.node_id, beat.round, now)
-    if change is not None:
-        return BeatReply(restart=change[0], reason=change[1], dump=dump)
-    awaits = awaits_checkpoint(job, now)
-    return BeatReply(save=awaits, grow=awaits and is_for_growth(job), dump=dump)
+def concerns_all(before: Job, after: Job) -> bool:
+    """True if nodes other than those that have sent something may have to do something else now."""
+    old, new = before.rendezvous, after.rendezvous
+    if old is None or new is None:
+        return old is not new
+    return (
+        (old.round, old.outcome, old.broken) != (new.round, new.outcome, new.broken)
+        or old.excluded is not new.excluded
+        or old.replaced is not new.replaced
+        or rendezvous.larger_size(old) != rendezvous.larger_size(new)
+        or _stage(before.check) != _stage(after.check)
+        or before.save_request != after.save_request
+        or (before.hanging, before.hang_restart) != (after.hanging, after.hang_restart)
+    )
+
+
+def _stage(check: RunningCheck | None) -> tuple[int, int] | None:
+    """Which tests a check has given to the nodes."""
+    return None if check is None else (check.number, len(check.results))

@@ -1,7 +1,7 @@
 """The master's journal: the whole job, in an SQLite file.
 
-It is written in one transaction after each batch of events, before the replies that follow from
-them are sent: a master that was killed continues where it was.
+It is written in one transaction after each batch of events, before the instructions that follow
+from them are sent: a master that was killed continues where it was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from remesh.elastic.job import Job, Policy
 from remesh.elastic.tables import decode_hook, encode_hook
 from remesh.errors import StorageError
 
-JOURNAL_VERSION = 3
+JOURNAL_VERSION = 4
 
 _encode = msgspec.json.Encoder(enc_hook=encode_hook).encode
 _decode = msgspec.json.Decoder(Job, dec_hook=decode_hook).decode

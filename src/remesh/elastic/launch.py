@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -27,7 +28,7 @@ from remesh.elastic.agent import EXIT_JOB_FAILED, REENTRY_SECONDS, Agent
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.directories import MEMORY, snapshot_directory, token_file
 from remesh.elastic.failures import read_patterns
-from remesh.elastic.handler import PATIENCE, Handler, check_address, default_name
+from remesh.elastic.handler import PATIENCE, Handler, check_address, default_name, open_store
 from remesh.elastic.job import HangAction, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
@@ -205,11 +206,11 @@ def _run(options: argparse.Namespace) -> None:
             url = stack.enter_context(_own_master(options, token)).url
             file = stack.enter_context(token_file(int(url.rpartition(":")[2]), token))
             log.warning("the job's page is at %s; it asks for the token in %s", url, file)
-        node = _make_node(options, config, url, token)
-        stack.callback(node.close)
+        handler = _make_handler(options, config, url, token)
+        stack.callback(handler.node.close)
         snapshots = stack.enter_context(snapshot_directory(options.snapshot_dir))
         command_line = [command, *command_arguments]
-        _run_agent(options, config, node, command_line, snapshots=snapshots, preload=preload)
+        _run_agent(options, config, handler, command_line, snapshots=snapshots, preload=preload)
 
 
 def _preload_of(options: argparse.Namespace) -> tuple[str, ...]:
@@ -254,9 +255,9 @@ def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
         raise StorageError(f"cannot listen on port {options.port}: {error}") from error
 
 
-def _make_node(
+def _make_handler(
     options: argparse.Namespace, config: LaunchConfig, url: str, token: str
-) -> NodeClient:
+) -> Handler:
     client = Client(
         url,
         token=token,
@@ -268,16 +269,20 @@ def _make_node(
         check_address(address)
     except ValueError as error:
         raise SystemExit(f"remesh run: {error}") from error
+    store = open_store(address)
     first = Join(
         name=options.node_name or default_name(options.node_id),
         node_id=options.node_id,
         incarnation=uuid.uuid4().hex,
         address=address,
+        port=store.port,
         num_processes=config.nproc_per_node,
         settings=_settings(options, config),
         max_restarts=config.max_restarts,
     )
-    return NodeClient(client, first, run_test, beat_seconds=options.beat_seconds)
+    test = functools.partial(run_test, store)
+    node = NodeClient(client, first, test, beat_seconds=options.beat_seconds)
+    return Handler(node, store, config.run_id)
 
 
 def _settings(options: argparse.Namespace, config: LaunchConfig) -> Settings:
@@ -296,7 +301,7 @@ def _settings(options: argparse.Namespace, config: LaunchConfig) -> Settings:
 def _run_agent(
     options: argparse.Namespace,
     config: LaunchConfig,
-    node: NodeClient,
+    handler: Handler,
     command: Sequence[str],
     *,
     snapshots: str,
@@ -307,7 +312,7 @@ def _run_agent(
         local_world_size=config.nproc_per_node,
         entrypoint=command[0],
         args=tuple(command[1:]),
-        rdzv_handler=Handler(node, config.run_id),
+        rdzv_handler=handler,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         local_addr=config.local_addr,

@@ -5,15 +5,13 @@ functions return events, which the job must not lose: a node is lost, a checkpoi
 hangs.
 
 When a process dies, its machine closes its connections at once, long before its silence is
-conspicuous. So an agent whose last connection was closed from its side is *suspected*. It is
-confirmed dead if it says nothing on another connection until its next heartbeat is overdue: an
-agent that lives connects again by then, whatever broke the connection. An agent never closes its
-last connection while it lives (`client`). If processes of its world have lost a peer, nothing is
-waited for: the world is broken, and the suspected agent is where.
+conspicuous. So an agent whose session was closed from its side is *suspected*. It is confirmed dead
+if it says nothing in another session until its next heartbeat is overdue: an agent that lives
+connects again by then, whatever broke the session. If processes of its world have lost a peer,
+nothing is waited for: the world is broken, and the suspected agent is where.
 
-No suspicion follows where the master itself closes connections, to make room or because they were
-idle, nor when it begins anew: then it knows no connection of any agent. A machine that dies closes
-nothing, and is found by its silence.
+No suspicion follows where the master itself closes a session, nor when it begins anew: then it
+knows no session of any agent. A machine that dies closes nothing, and is found by its silence.
 """
 
 from __future__ import annotations
@@ -68,44 +66,37 @@ FORGET_SECONDS = 3600.0
 class _Agent:
     """An agent."""
 
-    open: set[int]  # its open connections
+    session: int | None  # its newest session; None once that has ended
     heard: float  # when it said something last
     pause: float = BEAT_SECONDS  # seconds, at most, until its next heartbeat
-    suspected: float | None = None
-    """Since when it has no connection any more; None if that means nothing."""
+    suspected: float | None = None  # since when it has no session; None if that means nothing
 
 
 @dataclass(slots=True)
 class Presence:
-    """The agents that have sent something, by incarnation, and their connections, by number."""
+    """The agents that have sent something, by incarnation, and their sessions, by number."""
 
     _agents: dict[str, _Agent] = field(default_factory=dict)
     _suspects: set[str] = field(default_factory=set)
-    _spoke: dict[int, set[str]] = field(default_factory=dict)
 
-    def hear(
-        self, connection: int, incarnation: str, now: float, pause: float | None = None
-    ) -> None:
-        """A request of an agent has come."""
+    def hear(self, session: int, incarnation: str, now: float, pause: float | None = None) -> None:
+        """A message of an agent has come."""
         agent = self._agents.get(incarnation)
         if agent is None:
-            agent = self._agents[incarnation] = _Agent(set(), now)
-        if connection not in agent.open:
-            agent.open.add(connection)
-            self._spoke.setdefault(connection, set()).add(incarnation)
-            self._suspects.discard(incarnation)
-        agent.heard, agent.suspected = now, None
+            agent = self._agents[incarnation] = _Agent(session, now)
+        agent.session, agent.heard, agent.suspected = session, now, None
         agent.pause = agent.pause if pause is None else pause
+        self._suspects.discard(incarnation)
 
-    def close(self, connection: int, now: float, *, by_peer: bool) -> None:
-        """A connection was closed."""
-        for incarnation in self._spoke.pop(connection, ()):
-            agent = self._agents[incarnation]
-            agent.open.discard(connection)
-            if not agent.open:
-                agent.suspected = now if by_peer else None
-                if by_peer:
-                    self._suspects.add(incarnation)
+    def close(self, session: int, incarnation: str, now: float, *, by_peer: bool) -> None:
+        """A session has ended."""
+        agent = self._agents.get(incarnation)
+        if agent is None or agent.session != session:
+            return  # the agent has another one already
+        agent.session = None
+        if by_peer:
+            agent.suspected = now
+            self._suspects.add(incarnation)
 
     def is_dead(self, incarnation: str, now: float, *, lost_peer: bool = False) -> bool:
         """True if an agent is confirmed dead."""
@@ -133,7 +124,7 @@ class Presence:
         old = [
             incarnation
             for incarnation, agent in self._agents.items()
-            if not agent.open and now - agent.heard > FORGET_SECONDS
+            if agent.session is None and now - agent.heard > FORGET_SECONDS
         ]
         for incarnation in old:
             del self._agents[incarnation]
@@ -155,7 +146,7 @@ class Live:
     stacks: dict[int, str] = field(default_factory=dict)  # stacks of the last hang, by rank
     answered: set[int] = field(default_factory=set)  # nodes that have sent them
     presence: Presence = field(default_factory=Presence)
-    """Which agents have died, by their connections."""
+    """Which agents have died, by their sessions."""
     claims: dict[tuple[int, str], float] = field(default_factory=dict)
     """Since when other agents request a node id, by id and incarnation."""
     broken_round: int = 0  # the newest round of which a process has lost a peer
@@ -188,8 +179,7 @@ def hear(live: Live, node_id: int, incarnation: str, now: float) -> None:
 def is_over(live: Live, job: Job, now: float) -> bool:
     """True if the job has ended and its agents have stopped sending.
 
-    The agents learn of the end from the reply to a heartbeat. An agent that has sent nothing for
-    the heartbeat timeout has ended, or is lost.
+    An agent that has sent nothing for the heartbeat timeout has ended, or is lost.
     """
     if job.ended is None:
         return False

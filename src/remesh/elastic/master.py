@@ -1,9 +1,11 @@
-"""The master: how it answers requests, around the job's pure state machine.
+"""The master: it hears what agents say, and shows each what it has to do.
 
-A request that is an event is applied to the job, and answered when the journal has the job after
-it. Requests that come together share one write. While the journal cannot be written (the disk is
-full, say) the master goes on, reports it, and tries again every second. `Join` and `Get` are
-answered when the world changes, not polled.
+`hear` takes a message into a session. A message that is an event is applied to the job; messages
+that come together share one write of the journal. What a node has to do follows from the job as the
+journal has it (`job.content_of`). That is looked at after each message of the node that is no
+heartbeat, and for all nodes when the job has changed in what concerns them all. A session gets an
+instruction only if its content is another one than before. While the journal cannot be written (the
+disk is full, say) the master goes on, reports it, and tries again every second.
 
 Time is the wall clock's when the master starts, and steady from then on: setting the clock does
 not make nodes look dead. All state is in this object and its journal. Neither torch nor a GPU is
@@ -14,34 +16,30 @@ needed.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
 
 import msgspec
 
-from remesh.elastic.checks import RunningCheck
 from remesh.elastic.failures import FailureAction, FailureDecision
 from remesh.elastic.hooks import report_exclusions
 from remesh.elastic.job import (
     Event,
     HistoryLine,
     Job,
-    NodeEvent,
+    NodeLost,
     Policy,
     Tick,
     apply,
     assign_id,
     assignments_of,
-    beat_reply,
+    awaits_checkpoint,
+    concerns_all,
+    content_of,
     failure_record,
-    join_reply,
-    node_of,
-    waiting,
 )
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import (
@@ -57,18 +55,13 @@ from remesh.elastic.live import (
     long_pause,
 )
 from remesh.elastic.protocol import (
-    Accepted,
     Beat,
-    BeatReply,
-    Get,
+    Instruction,
     Join,
-    JoinReply,
-    NodeRequest,
-    Put,
+    Message,
     ReportFailures,
     ReportStacks,
-    Request,
-    Value,
+    Sender,
 )
 from remesh.errors import StorageError
 
@@ -82,13 +75,6 @@ WRITE_PAUSES = 4.0
 the job is, a fifth of a core writes it."""
 RETRY_SECONDS = 1.0
 """Seconds between two attempts to write a journal that could not be written."""
-MAX_WAIT = 30.0
-"""Longest time that a request may wait."""
-MAX_STORE_BYTES = 1 << 20
-"""Size of the round store."""
-
-_T = TypeVar("_T")
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -100,12 +86,24 @@ class _JournalFailure:
     retry_at: float  # when it is tried again
 
 
-class RequestError(Exception):
-    """A request that is refused; the text says what to do."""
+class RefusedError(Exception):
+    """A message that is refused; the text says what to do."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, text: str, *, again: bool = False) -> None:
         super().__init__(text)
-        self.status = status
+        self.again = again
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """An agent's connection, as the master sees it."""
+
+    number: int  # differs from those of all others
+    give: Callable[[Instruction], None]  # replaces the instruction that the agent is shown
+    end: Callable[[], None]  # ends the connection
+    sender: Sender | None = None  # the agent, as it has said last; None before its first message
+    failed: int | None = None  # the round of which it has reported failures, until it joins again
+    given: Instruction | None = None  # what it is shown
 
 
 class SteadyClock:
@@ -138,22 +136,17 @@ class Master:
         self._is_pausing = False  # whether it was logged that no steps are made
         self.clock = SteadyClock(last) if clock is None else clock
         self.live = Live.after_start(self.job, self.clock())
-        self._assignments = assignments_of(self.job)
-        self._waiting: set[asyncio.Future[bool]] = set()
         self._given = self.job  # the job that was last given to the journal
+        self._durable = self.job  # the job that the journal has; instructions follow from it
+        self._assignments = assignments_of(self._durable)
+        self._awaits = False  # whether a checkpoint was awaited when nodes were last shown so
+        self._sessions: dict[str, Session] = {}  # the newest session of each agent
+        self._due: set[Session] = set()  # those that are shown what follows from the next write
+        self._number = 0  # of the last instruction
         self._last_write: asyncio.Task[None] | None = None
         self._next_write: asyncio.Task[None] | None = None
         self._write_at = 0.0  # when the next write may begin, by the clock of the loop
-        self.num_requests = 0
-        # The answers to requests that are no events, or whose replies or limits are their own.
-        self._answers: dict[type, Callable[[Any], Awaitable[object]]] = {
-            Join: self._join,
-            Beat: self._beat,
-            ReportFailures: self._failures,
-            Put: self._put,
-            Get: self._get,
-            ReportStacks: self._stacks,
-        }
+        self.num_messages = 0
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -181,32 +174,38 @@ class Master:
         self.job = after
         for line in _new_lines(before, after):
             log.info(line.text)
-        if _is_assigned_anew(before, after):
-            self._assignments = assignments_of(after)
-        if _may_answer_waiting(before, after):
-            for change in self._waiting:
-                _wake(change, is_late=False)
+        if isinstance(event, NodeLost) and (session := self._sessions.get(event.incarnation)):
+            session.end()  # an agent that lives begins another one
 
     async def written(self) -> None:
         """Wait until the events up to now are in the journal, or cannot be written."""
-        is_due = self.job is not self._given or self._journal_failure is not None
-        if is_due and self._next_write is None:
-            self._next_write = asyncio.create_task(self._write(self._last_write))
+        self._begin_write()
         task = self._next_write or self._last_write
         if task is not None:
             await asyncio.shield(task)
 
+    def _begin_write(self) -> None:
+        is_due = self.job is not self._given or bool(self._due) or not self.is_written
+        if is_due and self._next_write is None:
+            self._next_write = asyncio.create_task(self._write(self._last_write))
+
     async def _write(self, before: asyncio.Task[None] | None) -> None:
-        """Write what is pending, after the write before it has ended."""
+        """Write what is pending, after the write before it has ended, and show what follows."""
         if before is not None:
             await asyncio.wait([before])
         await asyncio.sleep(self._write_at - asyncio.get_running_loop().time())
         self._last_write, self._next_write = self._next_write, None
-        self._given, now = self.job, self.clock()
-        if self._journal_failure is not None and now < self._journal_failure.retry_at:
-            return  # it is written later
+        job, due, now = self.job, self._due, self.clock()
+        self._given, self._due = job, set()
+        failure = self._journal_failure
+        is_due = job is not self._durable if failure is None else now >= failure.retry_at
+        if is_due:
+            await self._try_to_write(job, now)
+        self._follow(job, due)
+
+    async def _try_to_write(self, job: Job, now: float) -> None:
         try:
-            cost = await asyncio.to_thread(self._store, self._given, now)
+            cost = await asyncio.to_thread(self._store, job, now)
         except StorageError as error:
             self._record_journal_failure(str(error), now)
         else:
@@ -256,6 +255,8 @@ class Master:
         for event in events_of_time(self.live, self.job, self.clock()):
             self.apply(event)
         self.apply(Tick())
+        if awaits_checkpoint(self._durable, self.clock()) != self._awaits:
+            self._show_all()
         pause = long_pause(self.live, self.job, self.clock())
         if pause and not self._is_pausing:
             log.warning("%s; it may hang", pause)
@@ -275,155 +276,120 @@ class Master:
             ending.set()
             await telling
 
-    async def _until(self, answer: Callable[[], _T | None], seconds: float) -> _T | None:
-        """Wait for an answer, computed anew whenever the job has changed in what nodes wait for."""
-        deadline = self.clock() + min(seconds, MAX_WAIT)
-        loop = asyncio.get_running_loop()
-        while (reply := answer()) is None:
-            left = deadline - self.clock()
-            if left <= 0:
-                return None
-            change: asyncio.Future[bool] = loop.create_future()
-            timer = loop.call_later(left, functools.partial(_wake, change, is_late=True))
-            self._waiting.add(change)
-            try:
-                if await change:
-                    return answer()
-            finally:
-                timer.cancel()
-                self._waiting.discard(change)
-        return reply
-
-    def close_connection(self, number: int, *, by_peer: bool) -> None:
-        """A connection was closed, by its other end or by this one."""
-        self.live.presence.close(number, self.clock(), by_peer=by_peer)
-
-    async def answer(self, request: Request[R], connection: int | None = None) -> R:
-        """Answer a request."""
-        special = self._answers.get(type(request))
-        if connection is not None and isinstance(request, NodeRequest | Join):
-            pause = request.pause if isinstance(request, Beat) else None
-            self.live.presence.hear(connection, request.incarnation, self.clock(), pause)
-        if isinstance(request, NodeRequest):
-            self._hear(request.node_id, request.incarnation)
-        if special is not None:
-            reply = await special(request)
+    def _follow(self, job: Job, due: set[Session]) -> None:
+        """Let instructions follow from a job: for all nodes if it concerns them, or those due."""
+        before, self._durable = self._durable, job
+        old, new = before.rendezvous, job.rendezvous
+        if new is not None and (old is None or old.world is not new.world):
+            self._assignments = assignments_of(job)
+        if concerns_all(before, job) or self._awaits != awaits_checkpoint(job, self.clock()):
+            self._show_all()
         else:
-            assert isinstance(request, NodeEvent), "what is no event has an answer of its own"
-            self.apply(request)
-            reply = Accepted()
-            await self.written()
-        if isinstance(request, NodeRequest):
-            # A node that waits for the reply is alive, however long that takes.
-            self._hear(request.node_id, request.incarnation)
-        return cast("R", reply)
+            for session in due:
+                self._show(session)
 
-    def answer_now(self, request: Request[R], connection: int) -> R | None:
-        """Answer a heartbeat for which nothing has to be written; None if `answer` has to.
+    def _show_all(self) -> None:
+        self._awaits = awaits_checkpoint(self._durable, self.clock())
+        for session in list(self._sessions.values()):
+            self._show(session)
 
-        A heartbeat that is heard a second time has no further effect.
+    def hear(self, session: Session, message: Message) -> None:
+        """Take a message of an agent; one that is heard a second time has no further effect.
+
+        Raises:
+            RefusedError: If it cannot be accepted.
         """
-        if not isinstance(request, Beat) or not self._is_all_written():
+        now, job = self.clock(), self.job
+        pause = message.pause if isinstance(message, Beat) else None
+        self.live.presence.hear(session.number, message.incarnation, now, pause)
+        sender = session.sender
+        if isinstance(message, Join):
+            message = self._identify(message)
+            session.failed = None
+            round_of_node = message.after_round
+        else:
+            round_of_node = message.round
+        node_id = message.node_id
+        assert node_id is not None
+        hear(self.live, node_id, message.incarnation, now)
+        is_new = sender is None or (sender["node_id"], sender["round"]) != (node_id, round_of_node)
+        if is_new:
+            session.sender = Sender(
+                node_id=node_id, incarnation=message.incarnation, round=round_of_node
+            )
+            self._sessions[message.incarnation] = session
+        match message:
+            case Beat():
+                for event in hear_beat(self.live, job, message, now):
+                    self.apply(event)
+            case ReportStacks():
+                hear_stacks(self.live, job, message)
+            case ReportFailures():
+                hear_failures(self.live, job, message)
+                session.failed = message.round
+                self.apply(message)
+            case _:
+                self.apply(message)
+        if is_new or not isinstance(message, Beat):
+            self._due.add(session)
+        self._begin_write()
+
+    def end_session(self, session: Session, *, by_peer: bool) -> None:
+        """A session has ended, by its other end or by this one."""
+        if session.sender is None:
+            return
+        incarnation = session.sender["incarnation"]
+        if self._sessions.get(incarnation) is session:
+            del self._sessions[incarnation]
+        self.live.presence.close(session.number, incarnation, self.clock(), by_peer=by_peer)
+
+    def _show(self, session: Session) -> None:
+        """Give an agent its instruction, if it is another one than before."""
+        sender, job, now, old = session.sender, self._durable, self.clock(), session.given
+        assert sender is not None
+        content = content_of(job, sender, self._assignments, now)
+        dump = job.dump if job.hanging is not None else 0
+        decision = self._decision_on(sender["node_id"], session.failed)
+        if old is not None and (old.content, old.dump, old.decision) == (content, dump, decision):
+            return
+        self._number = max(self._number + 1, int(now * 1e6))  # higher also after a restart
+        new = Instruction(number=self._number, content=content, dump=dump, decision=decision)
+        session.given = new
+        session.give(new)
+
+    def _decision_on(self, node_id: int, failed: int | None) -> FailureDecision | None:
+        """The decision on the failures of a node in a round, if it has reported any."""
+        if failed is None:
             return None
-        now = self.clock()
-        self.live.presence.hear(connection, request.incarnation, now, request.pause)
-        hear(self.live, request.node_id, request.incarnation, now)
-        for event in hear_beat(self.live, self.job, request, now):
-            self.apply(event)
-        is_changed = self.job is not self._given
-        return None if is_changed else cast("R", beat_reply(self.job, request, now))
+        record = failure_record(self._durable, node_id, failed)
+        if record is not None:
+            return record.decision
+        reason = f"round {failed} is over"
+        return FailureDecision(action=FailureAction.RESTART, charged=False, reason=reason)
 
-    def _is_all_written(self) -> bool:
-        if self.job is not self._given or self._next_write is not None:
-            return False
-        if self._journal_failure is not None:
-            return False
-        return self._last_write is None or self._last_write.done()
-
-    def _hear(self, node_id: int, incarnation: str) -> None:
-        hear(self.live, node_id, incarnation, self.clock())
-
-    async def _join(self, request: Join) -> JoinReply:
-        """A node is ready; wait for its assignment.
-
-        Nothing here may keep a job while it waits: a thousand versions of a job of a thousand nodes
-        are many.
-        """
-        event = self._identify(request)
-        node = node_of(event)
-        self._hear(node.id, node.incarnation)
-        self.apply(event)
-
-        def answer() -> JoinReply | None:
-            return join_reply(self.job, node, self._assignments)
-
-        reply: JoinReply | None = await self._until(answer, request.wait)
-        await self.written()
-        self._hear(node.id, node.incarnation)
-        return waiting(self.job, node) if reply is None else reply
-
-    def _identify(self, request: Join) -> Join:
-        """The request with the id and the name of the node, if it fits to the job."""
+    def _identify(self, message: Join) -> Join:
+        """The message with the id and the name of the node, if it fits to the job."""
         nodes = self.job.rendezvous
-        if nodes is not None and nodes.settings != request.settings:
-            raise RequestError(
-                409,
-                f"node {request.name} wants {request.settings}, the job runs with "
-                f"{nodes.settings}; start all nodes with the same options",
+        if nodes is not None and nodes.settings != message.settings:
+            raise RefusedError(
+                f"node {message.name} wants {message.settings}, the job runs with "
+                f"{nodes.settings}; start all nodes with the same options"
             )
         now = self.clock()
 
         def lives(node_id: int) -> bool | None:
-            return has_living_agent(self.live, self.job, node_id, request.incarnation, now)
+            return has_living_agent(self.live, self.job, node_id, message.incarnation, now)
 
         try:
-            identity = assign_id(self.job, request.name, request.node_id, lives)
+            identity = assign_id(self.job, message.name, message.node_id, lives)
         except ValueError as error:
-            raise RequestError(409, f"{request.name}: {error}") from error
+            raise RefusedError(f"{message.name}: {error}") from error
         if identity is None:
-            raise RequestError(
-                503, f"{request.name} has an agent, which died or will be heard soon"
+            raise RefusedError(
+                f"{message.name} has an agent, which died or will be heard soon", again=True
             )
         node_id, name = identity
-        return msgspec.structs.replace(request, node_id=node_id, name=name, wait=0.0)
-
-    async def _beat(self, request: Beat) -> BeatReply:
-        now = self.clock()
-        for event in hear_beat(self.live, self.job, request, now):
-            self.apply(event)
-        await self.written()
-        return beat_reply(self.job, request, now)
-
-    async def _failures(self, request: ReportFailures) -> FailureDecision:
-        hear_failures(self.live, self.job, request)
-        self.apply(request)
-        await self.written()
-        record = failure_record(self.job, request.node_id, request.round)
-        if record is not None:
-            return record.decision
-        reason = f"round {request.round} is over"
-        return FailureDecision(action=FailureAction.RESTART, charged=False, reason=reason)
-
-    async def _put(self, request: Put) -> Accepted:
-        size = sum(len(key) + len(value) for key, value in self.job.round_store.items())
-        if size + len(request.key) + len(request.value) > MAX_STORE_BYTES:
-            raise RequestError(413, f"the round store would exceed {MAX_STORE_BYTES} bytes")
-        self.apply(request)
-        await self.written()
-        return Accepted()
-
-    async def _get(self, request: Get) -> Value:
-        def value() -> str | None:
-            nodes = self.job.rendezvous
-            if nodes is None or nodes.round != request.round:
-                raise RequestError(409, f"round {request.round} is over; join again")
-            return self.job.round_store.get(request.key)
-
-        return Value(await self._until(value, request.wait))
-
-    async def _stacks(self, request: ReportStacks) -> Accepted:
-        hear_stacks(self.live, self.job, request)
-        return Accepted()
+        return msgspec.structs.replace(message, node_id=node_id, name=name)
 
 
 def _new_lines(before: Job, after: Job) -> list[HistoryLine]:
@@ -435,35 +401,3 @@ def _new_lines(before: Job, after: Job) -> list[HistoryLine]:
             break
         lines.append(line)
     return lines[::-1]
-
-
-def _wake(change: asyncio.Future[bool], *, is_late: bool) -> None:
-    if not change.done():
-        change.set_result(is_late)
-
-
-def _is_assigned_anew(before: Job, after: Job) -> bool:
-    """True if nodes have other assignments than before."""
-    old, new = before.rendezvous, after.rendezvous
-    return old is None or new is None or new.world is not old.world
-
-
-def _may_answer_waiting(before: Job, after: Job) -> bool:
-    """True if many a waiting `Join` or `Get` may have its answer now.
-
-    All of them look. An agent that another one has replaced has time to learn of it.
-    """
-    old, new = before.rendezvous, after.rendezvous
-    if old is None or new is None:
-        return old is not new
-    return (
-        (old.round, old.outcome) != (new.round, new.outcome)
-        or old.excluded is not new.excluded
-        or _stage(before.check) != _stage(after.check)
-        or before.round_store is not after.round_store
-    )
-
-
-def _stage(check: RunningCheck | None) -> tuple[int, int] | None:
-    """Which tests a check has given to the nodes."""
-    return None if check is None else (check.number, len(check.results))

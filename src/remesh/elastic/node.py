@@ -1,12 +1,11 @@
-"""The master's client on a node: it joins until it has an assignment, and sends heartbeats.
+"""An agent as the master sees it: it joins until it has an assignment, reports, and leaves.
 
-A thread sends the heartbeats, so that the node is alive for the master while the launcher waits,
-starts processes, or is busy otherwise. They carry how far the processes are, from their heartbeat
-files, and the newest reply is kept. Everything else happens in the launcher's thread.
+Its session with the master (`session`) sends the heartbeats, which carry how far the processes are,
+from their heartbeat files. The newest instruction says what to do with them: `stop` is why they
+should stop, and None while they should go on.
 
-A node is lost after `heartbeat_timeout` seconds without a message. A heartbeat is given up after a
-quarter of that, and the next one is sent: one that gets lost does not make its node lost. Nothing
-that goes wrong with one heartbeat ends the thread, or the node would be lost while it works.
+A node is lost after `heartbeat_timeout` seconds without a message. Heartbeats follow each other in
+a quarter of that at most.
 """
 
 from __future__ import annotations
@@ -15,49 +14,41 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
 from remesh.elastic.client import Client
+from remesh.elastic.failures import FailureDecision, ProcessFailure
 from remesh.elastic.heartbeat import HeartbeatReader
-from remesh.elastic.job import Policy
 from remesh.elastic.protocol import (
+    HEARTBEAT_TIMEOUT,
     Assignment,
     Beat,
-    BeatReply,
-    Get,
+    Content,
+    Drain,
+    Instruction,
     JobEnded,
     Join,
     Leave,
     NodeTest,
-    Put,
     RankReport,
     Rejected,
+    ReportFailures,
+    ReportStacks,
     ReportTest,
     Sender,
+    Stop,
     TestResult,
     Waiting,
 )
-from remesh.elastic.rendezvous import Outcome
+from remesh.elastic.rendezvous import Change, Outcome
+from remesh.elastic.session import Session
 from remesh.errors import MasterError
 
 log = logging.getLogger(__name__)
 
-JOIN_WAIT = 10.0
-"""`Join.wait` of a node that has an id."""
 LEAVE_PATIENCE = 10.0
-"""Seconds for which a node that leaves in any case repeats a request."""
-
-
-def beat_limit(heartbeat_timeout: float) -> float:
-    """Seconds for the reply to a heartbeat, after which the next one is sent."""
-    return heartbeat_timeout / 4
-
-
-def next_beat(began: float, now: float, beat_seconds: float, heartbeat_timeout: float) -> float:
-    """Seconds until the next heartbeat."""
-    return max(began + min(beat_seconds, beat_limit(heartbeat_timeout)) - now, 0.0)
+"""Seconds for which a node that leaves in any case tries to say so."""
 
 
 class JobEndedError(Exception):
@@ -72,28 +63,14 @@ class NodeRejectedError(Exception):
     """The master does not use this node."""
 
 
-@dataclass(slots=True)
-class _Current:
-    """The state that the two threads share."""
-
-    assignment: Assignment | None = None  # the node's assignment in the current round
-    reply: BeatReply = field(default_factory=BeatReply)
-    """The reply to the newest heartbeat of that round."""
-    answered: float = field(default_factory=time.monotonic)  # when it came, or the round began
-    files: Mapping[int, str] = field(default_factory=dict)
-    """Heartbeat files of the processes, by rank."""
-    lost_peer: bool = False
-    """Whether one of them has left its training function because it lost a peer."""
-
-
 class NodeClient:
-    """The client of one node."""
+    """The agent of one node, towards the master."""
 
     def __init__(
         self,
         client: Client,
         first: Join,
-        test: Callable[[NodeClient, NodeTest], TestResult],
+        test: Callable[[NodeTest], TestResult],
         *,
         beat_seconds: float = 1.0,
     ) -> None:
@@ -105,37 +82,56 @@ class NodeClient:
         self._beat_seconds = beat_seconds
         self._node_id: int | None = None
         self._round = 0
-        self._heartbeat_timeout = Policy().heartbeat_timeout  # until the master says it
-        self._current = _Current()
+        self._heartbeat_timeout = HEARTBEAT_TIMEOUT  # until the master says it
+        self._session: Session | None = None
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._hurry = threading.Event()
-        self._beating: threading.Thread | None = None
+        self._assignment: Assignment | None = None
+        self._files: Mapping[int, str] = {}  # heartbeat files of the processes, by rank
+        self._lost_peer = False  # whether one of them has left its training because of that
 
     @property
     def assignment(self) -> Assignment | None:
         """The node's assignment in the round that it joined last."""
-        return self._current.assignment
+        return self._assignment
 
     @property
-    def reply(self) -> BeatReply:
-        """The reply to the newest heartbeat of the round."""
-        with self._lock:
-            return self._current.reply
+    def dump(self) -> int:
+        """The number of the request for stacks that stands; 0 if none does."""
+        newest = None if self._session is None else self._session.newest
+        return 0 if newest is None else newest.dump
+
+    @property
+    def content(self) -> Content | None:
+        """The content of the newest instruction."""
+        newest = None if self._session is None else self._session.newest
+        return None if newest is None else newest.content
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why the processes of the round should stop; None if they should go on, or end."""
+        match self.content:
+            case Stop() as stop:
+                return stop
+            case None | JobEnded():
+                return None
+            case Assignment(round=number) if number == self._round:
+                return None
+            case Rejected(reason):
+                return Stop(self._round, Change.STALE, reason)
+        return Stop(self._round, Change.STALE, f"round {self._round} is over for this node")
 
     @property
     def silence(self) -> float:
-        """Seconds since a heartbeat of the round was answered."""
-        with self._lock:
-            return time.monotonic() - self._current.answered
+        """Seconds without a session; 0 while there is one."""
+        return 0.0 if self._session is None else self._session.silence
 
-    def sender(self, round_of_node: int | None = None) -> Sender:
-        """The fields with which the requests of this node begin."""
-        assert self._node_id is not None, "the first request of a node is Join"
+    def sender(self) -> Sender:
+        """The fields with which the messages of this node begin."""
+        assert self._node_id is not None, "the first message of a node is Join"
         return {
             "node_id": self._node_id,
             "incarnation": self._first.incarnation,
-            "round": self._round if round_of_node is None else round_of_node,
+            "round": self._round,
         }
 
     def join(self) -> Assignment:
@@ -146,49 +142,56 @@ class NodeClient:
             NodeRejectedError: If the node is not used.
             MasterError: If the master does not answer.
         """
-        logged = ""
+        session, seen, tested, said = self._begin(), 0, (0, 0), ""
+        self._say_join(session)
+
+        def newer(instruction: Instruction) -> Instruction | None:
+            return instruction if instruction.number > seen else None
+
         while True:
-            request, patience = self._first, self.client.patience
-            if self._node_id is None:
-                # The URL may be wrong, as long as no master has answered. The first reply contains
-                # the node's id, which heartbeats need.
-                patience = min(patience, request.settings.join_timeout)
-            else:
-                request = msgspec.structs.replace(
-                    request, node_id=self._node_id, after_round=self._round, wait=JOIN_WAIT
-                )
-            reply = self.client.ask(request, patience=patience)
-            if isinstance(reply, Assignment | Waiting | NodeTest):
-                self._heartbeat_timeout = reply.heartbeat_timeout
-            match reply:
-                case Assignment():
-                    self._enter(reply)
-                    return reply
+            patience = self.client.patience
+            if self._node_id is None:  # the URL may be wrong, as long as no master has answered
+                patience = min(patience, self._first.settings.join_timeout)
+            newest = session.wait(newer, patience)
+            seen, content = newest.number, newest.content
+            if isinstance(content, Assignment | Waiting | NodeTest):
+                self._node_id = content.node_id
+                self._heartbeat_timeout = content.heartbeat_timeout
+            match content:
+                case Assignment(round=number) if number > self._round:
+                    return self._enter(session, content)
                 case Waiting(node_id, reason):
-                    self._node_id = node_id
-                    self._begin_to_beat()
-                    if reason != logged:
+                    if reason != said:
                         log.info("node %d waits: %s", node_id, reason)
-                    logged = reason
-                case NodeTest(check=check, test_round=test_round):
-                    self._node_id = reply.node_id
-                    self._begin_to_beat()
-                    result = self._test(self, reply)
-                    self.client.ask(
-                        ReportTest(
-                            **self.sender(), check=check, test_round=test_round, result=result
-                        )
+                    said = reason
+                case NodeTest(check=check, test_round=number) if (check, number) != tested:
+                    tested, result = (check, number), self._test(content)
+                    session.say(
+                        ReportTest(**self.sender(), check=check, test_round=number, result=result)
                     )
+                case Stop(round=number) if number > self._round:
+                    self._round = number  # it was over before this node had entered it
+                    self._say_join(session)
                 case Rejected(reason):
                     raise NodeRejectedError(reason)
                 case JobEnded(outcome, reason):
                     raise JobEndedError(outcome, reason)
 
-    def _enter(self, assignment: Assignment) -> None:
+    def _begin(self) -> Session:
+        if self._session is None:
+            self._session = Session(self.client, self._beat, self._beat_pause)
+        return self._session
+
+    def _say_join(self, session: Session) -> None:
+        session.forget()
+        node_id = self._first.node_id if self._node_id is None else self._node_id
+        session.say(msgspec.structs.replace(self._first, node_id=node_id, after_round=self._round))
+
+    def _enter(self, session: Session, assignment: Assignment) -> Assignment:
         with self._lock:
-            self._node_id, self._round = assignment.node_id, assignment.round
-            self._current = _Current(assignment)
-        self._begin_to_beat()
+            self._round, self._assignment = assignment.round, assignment
+            self._files, self._lost_peer = {}, False
+        session.forget()
         log.info(
             "round %d: node %d has node rank %d of %d",
             assignment.round,
@@ -196,60 +199,33 @@ class NodeClient:
             assignment.node_rank,
             assignment.num_nodes,
         )
+        return assignment
 
     def watch(self, files: Mapping[int, str]) -> None:
         """Send what the processes report with the heartbeats."""
         with self._lock:
-            self._current.files = dict(files)
+            self._files = dict(files)
 
     def beat_now(self, *, lost_peer: bool = False) -> None:
-        """Send the next heartbeat at once: its reply is needed."""
+        """Send the next heartbeat at once: what follows from it is needed."""
         with self._lock:
-            self._current.lost_peer |= lost_peer
-        self._hurry.set()
+            self._lost_peer |= lost_peer
+        self._begin().hurry()
 
-    def _begin_to_beat(self) -> None:
-        if self._beating is None:
-            self._beating = threading.Thread(target=self._beat, name="remesh-beat", daemon=True)
-            self._beating.start()
+    def _beat_pause(self) -> float:
+        return min(self._beat_seconds, self._heartbeat_timeout / 4)
 
-    def _beat(self) -> None:
-        pause = next_beat(0.0, 0.0, self._beat_seconds, self._heartbeat_timeout)
-        num_lost, said = 0, ""
-        while True:
-            self._hurry.wait(pause)
-            self._hurry.clear()
-            if self._stopping.is_set():
-                return
-            began, timeout = time.monotonic(), self._heartbeat_timeout
-            try:
-                self._beat_once(beat_limit(timeout))
-                if num_lost:
-                    log.warning("heartbeats are answered again; %d were not", num_lost)
-                num_lost, said = 0, ""
-            except MasterError as error:
-                # The training goes on without its master; the next heartbeat may reach it.
-                if num_lost == 0:
-                    log.warning("a heartbeat is not answered; the next one follows: %s", error)
-                num_lost += 1
-            except Exception as error:  # a fault of remesh or of the machine, perhaps a passing one
-                num_lost += 1
-                if repr(error) != said:
-                    said = repr(error)
-                    log.exception("a heartbeat is not sent; the next one follows")
-            pause = next_beat(began, time.monotonic(), self._beat_seconds, timeout)
-
-    def _beat_once(self, limit: float) -> None:
+    def _beat(self) -> Beat | None:
+        if self._node_id is None:
+            return None
         with self._lock:
-            current, sender = self._current, self.sender()
-            lost_peer = current.lost_peer
-        pause = min(self._beat_seconds, limit)
-        ranks = self._reports_of(current.files)
-        request = Beat(**sender, ranks=ranks, pause=pause, lost_peer=lost_peer)
-        reply = self.client.ask(request, limit=limit, patience=0.0)
-        with self._lock:
-            if self._current is current:
-                current.reply, current.answered = reply, time.monotonic()
+            files, sender, lost_peer = self._files, self.sender(), self._lost_peer
+        return Beat(
+            **sender,
+            ranks=self._reports_of(files),
+            pause=self._beat_pause(),
+            lost_peer=lost_peer,
+        )
 
     def _reports_of(self, files: Mapping[int, str]) -> dict[int, RankReport]:
         """The reports of the processes that make any."""
@@ -266,35 +242,46 @@ class NodeClient:
                 )
         return reports
 
-    def put(self, round_of_node: int, key: str, value: str) -> None:
-        """Write a value to the store of a round."""
-        self.client.ask(Put(**self.sender(round_of_node), key=key, value=value))
+    def report(self, failures: tuple[ProcessFailure, ...]) -> FailureDecision:
+        """Report failed processes; the decision on them.
 
-    def get(self, round_of_node: int, key: str, seconds: float) -> str:
-        """Wait for a value that another node puts into the store of a round."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            request = Get(**self.sender(round_of_node), key=key, wait=min(left, 10.0))
-            value = self.client.ask(request).value
-            if value is not None:
-                return value
-        raise MasterError(f"node {self._node_id}: no node has put {key!r} within {seconds:g} s")
+        Raises:
+            MasterError: If the master does not answer.
+        """
+        session = self._begin()
+        session.say(ReportFailures(**self.sender(), failures=failures))
+        return session.wait(lambda newest: newest.decision, self.client.patience)
+
+    def drain(self, seconds: float, reason: str) -> None:
+        """Announce that this node has to leave within some seconds."""
+        self._begin().say(Drain(**self.sender(), seconds=seconds, reason=reason))
+
+    def send_stacks(self, dump: int, stacks: dict[int, str]) -> None:
+        """Send the stacks of the processes."""
+        message = ReportStacks(**self.sender(), dump=dump, stacks=stacks)
+        self._begin().say(message, holds=False)
+
+    def finish(self, reason: str) -> None:
+        """Say that the processes have succeeded; the node stays until the job ends."""
+        self._begin().say(Leave(**self.sender(), outcome=Outcome.SUCCEEDED, reason=reason))
 
     def leave(self, outcome: Outcome, reason: str) -> None:
-        """Leave the job; heartbeats go on until `close`.
+        """Leave the job.
 
-        The master must know of success, or the others would start again: only that is repeated with
+        The master must know of success, or the others would start again: only that is tried with
         the full patience of the client.
+
+        Raises:
+            MasterError: If the master may not know it.
         """
-        if self._node_id is not None:
-            patience = None if outcome is Outcome.SUCCEEDED else LEAVE_PATIENCE
-            request = Leave(**self.sender(), outcome=outcome, reason=reason)
-            self.client.ask(request, patience=patience)
+        if self._session is None or self._node_id is None or isinstance(self.content, JobEnded):
+            return
+        self._session.say(Leave(**self.sender(), outcome=outcome, reason=reason))
+        is_success = outcome is Outcome.SUCCEEDED
+        if not self._session.end(self.client.patience if is_success else LEAVE_PATIENCE):
+            raise MasterError(f"the master at {self.client.url} has not confirmed that")
 
     def close(self) -> None:
-        """Stop the heartbeats."""
-        self._stopping.set()
-        self._hurry.set()
-        if self._beating is not None:
-            self._beating.join()
-        self.client.close()
+        """End the session."""
+        if self._session is not None:
+            self._session.end(0.0)

@@ -6,9 +6,9 @@ Then all processes of the group reduce a tensor together and compare the sum wit
 must be. A broken driver may hang or kill the process that finds it, so the test runs in a process
 of its own with a time limit; `run_test` and the process exchange lines.
 
-The nodes probe at the same time. Each then puts into the round store whether its probe passed. The
-first node puts the address where the others connect to it; or nothing, if a probe failed, because
-the others would wait for that node until the time limit.
+The nodes probe at the same time. Each then sets in the store of the first node's agent whether its
+probe passed. The first node sets the address where the others connect to its process; or nothing,
+if a probe failed, because the others would wait for that node until the time limit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
 
-from remesh.elastic.node import NodeClient
 from remesh.elastic.protocol import NodeTest, TestResult
-from remesh.errors import MasterError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
@@ -40,8 +38,8 @@ MEMORY_BYTES = 64 << 20
 REDUCE_BYTES = 16 << 20
 MEET_SECONDS = 30.0
 """How long the members of a group wait for each other after their probes have passed."""
-PASSED, FAILED = "passed", ""
-"""Values of the round store: results of the probe of a node."""
+PASSED, FAILED = "passed", "failed"
+"""Values of the store: results of the probe of a node."""
 
 COMMAND = (sys.executable, "-m", "remesh.elastic.script", "-m", "remesh.elastic.node_check")
 
@@ -57,9 +55,11 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_test(
-    node: NodeClient, test: NodeTest, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
+    store: TCPStore, test: NodeTest, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
 ) -> TestResult:
-    """Take part in a test."""
+    """Take part in a test; `store` is that of this node's agent."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
+
     ids = [member.id for member in test.group]
     rank = ids.index(test.node_id)
     deadline = time.monotonic() + seconds
@@ -68,15 +68,22 @@ def run_test(
         return f"check {test.check}.{test.test_round} of node {number}"
 
     def meet_at(passed: bool, address: str) -> str:
-        """The address where the group connects; empty if a probe failed."""
+        """The address where the group connects; `FAILED` if a probe failed."""
+
+        def value_of(number: int) -> str:
+            left = max(deadline - time.monotonic(), 0.001)
+            place.wait([key_of(number)], dt.timedelta(seconds=left))
+            return place.get(key_of(number)).decode()
+
         if rank > 0:
-            node.put(test.round, key_of(test.node_id), PASSED if passed else FAILED)
-            return node.get(test.round, key_of(ids[0]), deadline - time.monotonic())
-        others = [
-            node.get(test.round, key_of(number), deadline - time.monotonic()) for number in ids[1:]
-        ]
-        together = passed and all(other == PASSED for other in others)
-        node.put(test.round, key_of(ids[0]), address if together else FAILED)
+            limit = dt.timedelta(seconds=MEET_SECONDS)
+            first = test.group[0]
+            place = TCPStore(first.address, first.port, is_master=False, timeout=limit)
+            place.set(key_of(test.node_id), PASSED if passed else FAILED)
+            return value_of(ids[0])
+        place = store
+        together = passed and all(value_of(number) == PASSED for number in ids[1:])
+        place.set(key_of(ids[0]), address if together else FAILED)
         return address if together else FAILED
 
     arguments = [*command, "--rank", str(rank), "--size", str(len(ids))]
@@ -167,7 +174,7 @@ def _run(process: _Process, meet_at: Callable[[bool, str], str] | None) -> TestR
         return process.result(probed, None if probed.passed else probed)
     try:
         address = meet_at(probed.passed, probed.address)
-    except MasterError as error:
+    except RuntimeError as error:
         met = ProbeReport(stage="meet", passed=False, seconds=0.0, message=str(error))
     else:
         if address == FAILED:

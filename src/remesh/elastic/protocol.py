@@ -1,50 +1,46 @@
-"""The messages between agents and the master: JSON over HTTP, `POST /v<version>/<name>`.
+"""The messages between agents and the master.
 
-The requests of nodes also travel as frames (`remesh.elastic.frames`), in a second encoding of the
-same messages.
+Each agent has one session with the master: a WebSocket at `/v<version>/session`, with MessagePack
+in binary messages. The agent says what it observes; the master shows it an `Instruction`. The
+newest instruction is a state and not an event: it stands until one with a higher number replaces
+it, so nothing is lost if an agent misses one, or if a session breaks and the next one repeats it.
+Messages of an agent may be repeated as well: each names its node, the agent's incarnation and its
+round, and has no further effect the second time. A new session begins with those that still hold.
 
-An agent sends a request, the master replies; the master opens no connection. A request may be lost
-or repeated: each names its node, the agent's incarnation and its round, and has no further effect
-the second time. A reply with an HTTP status of 400 or above is a `Problem`. `GET
-/v<version>/status` returns a `remesh.elastic.status.Status`, and `GET /v<version>/overview` the
-part of it that the page shows, a `remesh.elastic.status.Overview`.
+A message that is one of the job's events (`remesh.elastic.job`) is applied as it is. The end of a
+session, closed by the agent after its last message, says that the master has that message. A
+message that cannot be accepted ends the session with a `Problem`.
 
-A message is a class here and a row in `PURPOSES`. The class says everything else: its tag is the
-request's name, its type parameter is the reply. `Client.ask` sends any request and returns its
-reply, typed; the server decodes by the same table. A request that is one of the job's events
-(`remesh.elastic.job`) is applied as it is, and accepted. The other requests have a
-method of the master each.
+HTTP is for people and other programs: `GET /v<version>/status` returns a
+`remesh.elastic.status.Status`, `GET /v<version>/overview` the part of it that the page shows, a
+`remesh.elastic.status.Overview`, and `POST /v<version>/check` takes a `RequestCheck`. A reply with
+an HTTP status of 400 or above is a `Problem`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Generic, TypeAlias, TypedDict, TypeVar, get_args
+from typing import Annotated, TypeAlias, TypedDict
 
 import msgspec
 
 from remesh.elastic.failures import FailureDecision, ProcessFailure
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEARTBEAT_TIMEOUT = 3.0
 """Seconds without a message after which a node is lost, if nothing else is said."""
 
-R = TypeVar("R")
 NodeId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
-# Replies ------------------------------------------------------------------------------------------
+# Instructions -------------------------------------------------------------------------------------
 
 
-class Accepted(msgspec.Struct, frozen=True):
-    """The request is durable."""
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """The problem with a request, and what to do."""
+class Problem(msgspec.Struct, frozen=True, tag=True):
+    """The problem with a message or a request, and what to do."""
 
     error: str
+    again: bool = False  # whether it may be accepted later
 
 
 class Assignment(msgspec.Struct, frozen=True, tag=True):
@@ -59,10 +55,14 @@ class Assignment(msgspec.Struct, frozen=True, tag=True):
     leader: Node  # the node of rank 0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     """Seconds without a message after which a node is lost."""
+    save: bool = False  # have the ranks save a checkpoint now, and wait
+    grow: bool = False
+    """That is only because the world can grow: it is enough that they wait, if all of them go on in
+    the next world."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """No assignment yet; join again."""
+    """No assignment yet."""
 
     node_id: int
     reason: str  # what the job waits for
@@ -70,7 +70,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeTest(msgspec.Struct, frozen=True, tag=True):
-    """Take part in a test, send `ReportTest`, and join again."""
+    """Take part in a test, and send `ReportTest`."""
 
     node_id: int
     round: int  # the round whose world is tested
@@ -78,6 +78,14 @@ class NodeTest(msgspec.Struct, frozen=True, tag=True):
     test_round: int  # number of the test round within it
     group: tuple[Node, ...]  # the nodes of the group, in the order of their ranks in the test
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Stop the processes of a round, and join again."""
+
+    round: int
+    change: Change
+    reason: str  # why, in a sentence
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -93,68 +101,52 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-JoinReply: TypeAlias = Assignment | Waiting | NodeTest | Rejected | JobEnded
+Content: TypeAlias = Assignment | Waiting | NodeTest | Stop | Rejected | JobEnded
 
 
-class BeatReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The instructions for the agent."""
+class Instruction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """What an agent has to do until another instruction takes the place of this one."""
 
-    restart: Change | None = None  # stop the processes and join again, because of this
-    reason: str = ""  # why, in a sentence; also for `outcome`
-    save: bool = False  # have the ranks save a checkpoint now
-    grow: bool = False
-    """That is only because the world can grow: it is enough that they wait, if all of them go on in
-    the next world."""
+    number: int  # higher than those of all instructions before
+    content: Content
     dump: int = 0  # send the stacks of all processes; a new request for stacks has a higher number
-    outcome: Outcome | None = None  # the job has ended so: stop
+    decision: FailureDecision | None = None  # on the failures that the node has reported last
 
 
-class Value(msgspec.Struct, frozen=True):
-    """A value of the round store; None if the key is not there yet."""
-
-    value: str | None
-
-
-# Requests -----------------------------------------------------------------------------------------
-
-
-class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, omit_defaults=True):
-    """A request that is answered by `R`."""
-
-    wait: float = 0.0
-    """Seconds that the master may wait for an answer before it replies without one."""
+# Messages of agents -------------------------------------------------------------------------------
 
 
 class Sender(TypedDict):
-    """The fields of `NodeRequest`."""
+    """The fields of `NodeMessage`."""
 
     node_id: int
     incarnation: str
     round: int
 
 
-class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
-    """A request of a node that has joined."""
+class NodeMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A message of a node that has joined."""
 
     node_id: NodeId
     incarnation: str  # its agent
     round: int  # the round whose processes it runs or ran; 0 before the first
 
 
-class Join(Request[JoinReply], frozen=True, kw_only=True, tag="join"):
+class Join(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="join"):
     """An agent has no processes running and is ready for the next round."""
 
     name: str  # the node's name; a node keeps its id under it
     node_id: NodeId | None  # its place in the order of ranks; None for the smallest free one
     incarnation: str  # differs for every agent process
     address: str  # where other nodes reach it
+    port: int = 0  # where they reach the store of its agent
     num_processes: Annotated[int, msgspec.Meta(ge=1)]  # training processes that it starts
     after_round: int = 0  # the last round that this agent was in; 0 before its first
     settings: Settings  # sizes of the world, and time limits; the same on all nodes
     max_restarts: int = 3  # how many restarts a node may be charged with
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How far one rank is."""
 
     step: int  # the last step that it finished
@@ -164,7 +156,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False  # whether it waits for the world to change
 
 
-class Beat(NodeRequest[BeatReply], frozen=True, kw_only=True, tag="beat"):
+class Beat(NodeMessage, frozen=True, kw_only=True, tag="beat"):
     """The agent lives."""
 
     ranks: dict[int, RankReport] = {}  # what its processes report, by rank; only those that report
@@ -173,38 +165,25 @@ class Beat(NodeRequest[BeatReply], frozen=True, kw_only=True, tag="beat"):
     """Whether a process has left its training function because it lost a peer."""
 
 
-class ReportFailures(NodeRequest[FailureDecision], frozen=True, kw_only=True, tag="failures"):
+class ReportFailures(NodeMessage, frozen=True, kw_only=True, tag="failures"):
     """Processes failed."""
 
     failures: tuple[ProcessFailure, ...]
     """All that failed on the node, before the agent stopped the others."""
 
 
-class Leave(NodeRequest[Accepted], frozen=True, kw_only=True, tag="leave"):
+class Leave(NodeMessage, frozen=True, kw_only=True, tag="leave"):
     """The agent leaves the job."""
 
     outcome: Outcome  # how its processes ended
     reason: str = ""  # why it leaves
 
 
-class Drain(NodeRequest[Accepted], frozen=True, kw_only=True, tag="drain"):
+class Drain(NodeMessage, frozen=True, kw_only=True, tag="drain"):
     """The node has to leave within some seconds; the ranks should save before."""
 
     seconds: float
     reason: str = ""
-
-
-class Put(NodeRequest[Accepted], frozen=True, kw_only=True, tag="put"):
-    """Write a value to the round store, for the other nodes of the round."""
-
-    key: str
-    value: str
-
-
-class Get(NodeRequest[Value], frozen=True, kw_only=True, tag="get"):
-    """Read a value from the round store."""
-
-    key: str
 
 
 class TestResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +202,7 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""  # what went wrong
 
 
-class ReportTest(NodeRequest[Accepted], frozen=True, kw_only=True, tag="test"):
+class ReportTest(NodeMessage, frozen=True, kw_only=True, tag="test"):
     """The result of a `NodeTest`."""
 
     check: int  # number of the check
@@ -231,40 +210,18 @@ class ReportTest(NodeRequest[Accepted], frozen=True, kw_only=True, tag="test"):
     result: TestResult
 
 
-class ReportStacks(NodeRequest[Accepted], frozen=True, kw_only=True, tag="stacks"):
+class ReportStacks(NodeMessage, frozen=True, kw_only=True, tag="stacks"):
     """The stacks of the processes of a node."""
 
-    dump: int  # `BeatReply.dump`, which this answers
+    dump: int  # `Instruction.dump`, which this answers
     stacks: dict[int, str]  # text by rank
 
 
-class RequestCheck(Request[Accepted], frozen=True, kw_only=True, tag="check"):
+Message: TypeAlias = Join | Beat | ReportFailures | Leave | Drain | ReportTest | ReportStacks
+"""What agents send."""
+
+
+class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Test all nodes before the next round (sent by `remesh check`)."""
 
     reason: str
-
-
-PURPOSES: Mapping[type[Request[Any]], str] = {
-    Join: "join the next round",
-    Beat: "send a heartbeat",
-    ReportFailures: "report failed processes",
-    Leave: "leave the job",
-    Drain: "announce that this node has to leave",
-    Put: "publish where the nodes of the round connect",
-    Get: "look up where the nodes of the round connect",
-    ReportTest: "report the result of a test",
-    ReportStacks: "send the stacks of the processes",
-    RequestCheck: "request a check of all nodes",
-}
-"""All requests, and what each is for, as the messages of a waiting client say it."""
-
-
-def name_of(kind: type[Request[Any]]) -> str:
-    """The name of a request, which is the last part of its path."""
-    return str(kind.__struct_config__.tag)
-
-
-def reply_of(kind: type[Request[R]]) -> Any:
-    """The type of the replies to a request, for a decoder."""
-    (base,) = vars(kind)["__orig_bases__"]
-    return get_args(base)[0]

@@ -73,6 +73,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str  # differs for every agent process
     name: str
     address: str  # where other nodes reach it
+    port: int = 0  # where they reach the store of its agent
     num_processes: int  # training processes that it starts
 
 

@@ -1,21 +1,23 @@
-"""The master's sockets: HTTP requests with JSON bodies, the page, and the metrics.
-
-Nodes send their requests as frames instead, on connections of the same port
-(`remesh.elastic.frame_server`).
+"""The master's sockets: the sessions of agents, the page, the status and the metrics.
 
 Any process that reaches the port can control the job, so the master listens on the loopback address
-unless a token is set. It refuses requests that are too large, and too many requests of one node, or
-of one address that is no node's. Requests without the token are limited by themselves, so they do
-not use up the limits of others. The page holds no secrets; it asks for the token when its requests
-are refused.
+unless a token is set. It refuses requests that are too large, and too many requests of one address;
+an agent that sends too much is read more slowly. Requests without the token are limited by
+themselves, so they do not use up the limits of others. Connections that send no request are closed
+after some seconds, or earlier if the limit of open files is reached. The page holds no secrets; it
+asks for the token when its requests are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import hmac
 import logging
+import resource
+import socket
 import ssl
 import threading
 import time
@@ -24,27 +26,38 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Self
+from weakref import WeakSet
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from remesh.elastic import connections, frame_server, frames
-from remesh.elastic.frame_server import (
-    TOO_MANY,
-    FrameServer,
-    Opening,
-    RateLimit,
-    is_trusted,
-    sender_of,
-)
-from remesh.elastic.master import Master, RequestError
+from remesh.elastic import agent_socket
+from remesh.elastic.agent_socket import AgentSocket
+from remesh.elastic.master import Master
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
-from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Problem, name_of
+from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, RequestCheck
 from remesh.elastic.status import Query, Status, overview_of, status_of
 
 log = logging.getLogger(__name__)
 
+BURST_SECONDS = 5.0
+"""A sender that was silent may send the requests of so many seconds at once."""
+MAX_SENDERS = 10_000
+"""Senders after which those that are silent are forgotten."""
+REQUEST_SECONDS = 10.0
+"""Time for a connection's first request, TLS included, and for the body of each."""
+IDLE_SECONDS = 75.0
+"""How long a connection of HTTP may wait for the next request."""
+SWEEP_SECONDS = 1.0
+"""Time between two looks at which connections have sent no request."""
+MAX_WAITING = 4096
+"""Connections that the system keeps until they are accepted."""
+MAX_ACCEPTED = 16
+"""Connections that are accepted before those that were accepted can say something."""
+KEPT_FILES = 64
+"""Open files that are not for connections."""
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 MAX_WRONG_TOKENS = 2.0
 """Wrong tokens a second from one address that are answered as such."""
 QUIET_SECONDS = 60.0
@@ -69,8 +82,7 @@ class ServerOptions:
     token: str = ""  # what requests must carry; empty: nothing, on the loopback address only
     tls: ssl.SSLContext | None = None  # certificate and key, if it speaks HTTPS
     max_requests_per_second: float = 2000.0
-    """More of one node, or of one address that is no node's, are refused, to be sent again later.
-    """
+    """More of one address are refused, to be sent again later; more of one agent are read later."""
 
     def __post_init__(self) -> None:
         if not self.token and self.host not in ("127.0.0.1", "::1", "localhost"):
@@ -117,49 +129,194 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
     )
 
 
-def make_app(
-    master: Master, options: ServerOptions, listener: connections.Listener, limit: RateLimit
-) -> web.Application:
-    """The web application of a server."""
+class RateLimit:
+    """A bucket of requests for each sender, filled at a steady rate.
 
-    def seen() -> Status:
+    It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+        self._most = MAX_SENDERS
+
+    def allows(self, sender: str) -> bool:
+        """True if a request that a sender makes now is answered."""
+        now, most = self._clock(), self._per_second * BURST_SECONDS
+        if len(self._buckets) >= self._most:
+            # A sender that was silent for so long has a full bucket again, as an unknown one.
+            self._buckets = {
+                other: (left, at)
+                for other, (left, at) in self._buckets.items()
+                if now - at < BURST_SECONDS
+            }
+            self._most = max(MAX_SENDERS, 2 * len(self._buckets))
+        left, at = self._buckets.get(sender, (most, now))
+        left = min(left + (now - at) * self._per_second, most)
+        allowed = left >= 1
+        self._buckets[sender] = (left - allowed, now)
+        return allowed
+
+
+def is_trusted(given: str, token: str) -> bool:
+    """True if a request carries the server's token."""
+    if not token:
+        return True
+    # Bytes that are no text are kept in this way.
+    sent = given.encode(errors="surrogateescape")
+    return hmac.compare_digest(sent, f"Bearer {token}".encode())
+
+
+class Server:
+    """What the master answers at its port."""
+
+    def __init__(self, master: Master, options: ServerOptions) -> None:
+        self._master = master
+        self._options = options
+        self._limit = RateLimit(options.max_requests_per_second)
+        self._wrong = RateLimit(MAX_WRONG_TOKENS)
+        self._sockets: WeakSet[AgentSocket] = WeakSet()
+        self._known: set[Any] = set()  # connections with a valid request, or that are being closed
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        is_unlimited = soft == resource.RLIM_INFINITY
+        self._most = 1 << 20 if is_unlimited else max(soft - KEPT_FILES, 16)  # connections
+
+    def make_app(self) -> web.Application:
+        """The web application."""
+        app = web.Application(
+            middlewares=[self._make_guard()], client_max_size=agent_socket.MAX_MESSAGE_BYTES
+        )
+        prefix = f"/v{PROTOCOL_VERSION}"
+        app.router.add_get(f"{prefix}/session", self._session, name="session")
+        app.router.add_get(f"{prefix}/status", self._status)
+        app.router.add_get(f"{prefix}/overview", self._overview)
+        app.router.add_post(f"{prefix}/check", self._check)
+        app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_other)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/", _page, name="page")
+        return app
+
+    def _make_guard(self) -> Middleware:
+        """Refuses requests without the token, too many of one address, and late ones."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._master.num_messages += 1
+            given, name = request.headers.get("Authorization", ""), request.match_info.route.name
+            if name != "page" and not is_trusted(given, self._options.token):
+                if not self._wrong.allows(request.remote or ""):
+                    return _too_many()
+                log.warning("a request from %s has not the token", request.remote)
+                text = "the token is missing or wrong (Authorization: Bearer ...)"
+                return _reply(Problem(text), 401)
+            # Agents are limited one by one.
+            if name not in ("page", "session") and not self._limit.allows(request.remote or ""):
+                return _too_many()
+            try:
+                if name != "session":
+                    await asyncio.wait_for(request.read(), REQUEST_SECONDS)
+            except TimeoutError:
+                reply = _reply(Problem("the request took too long to come"), 408)
+                reply.force_close()
+                return reply
+            self._known.add(request.protocol)
+            return await handler(request)
+
+        return guard
+
+    async def _session(self, request: web.Request) -> web.StreamResponse:
+        if "Upgrade" not in request.headers:
+            text = "a session is a WebSocket; a proxy before the master must forward its upgrade"
+            return _reply(Problem(text), 426)
+        agent = AgentSocket(self._master, self._limit)
+        self._sockets.add(agent)
+        return await agent.serve(request)
+
+    def end_sessions(self) -> None:
+        """End the sessions of all agents."""
+        for agent in list(self._sockets):
+            agent.end()
+
+    def _seen(self) -> Status:
+        master = self._master
         return status_of(master.job, master.live, master.clock(), master.warnings)
 
-    async def status(_request: web.Request) -> web.StreamResponse:
-        return _reply(seen())
+    async def _status(self, _request: web.Request) -> web.StreamResponse:
+        return _reply(self._seen())
 
-    async def overview(request: web.Request) -> web.StreamResponse:
+    async def _overview(self, request: web.Request) -> web.StreamResponse:
         try:
             query = msgspec.convert(dict(request.query), Query, strict=False)
         except msgspec.ValidationError as error:
             return _reply(Problem(f"overview: {error}"), 400)
-        now = master.clock()
-        return _reply(overview_of(master.job, master.live, now, master.warnings, query))
+        master = self._master
+        seen = overview_of(master.job, master.live, master.clock(), master.warnings, query)
+        return _reply(seen)
 
-    async def page(_request: web.Request) -> web.StreamResponse:
-        return web.Response(text=PAGE, content_type="text/html")
+    async def _check(self, request: web.Request) -> web.StreamResponse:
+        # Browsers send this type across sites only if they are allowed to, which they are not.
+        if request.content_type != "application/json":
+            return _reply(Problem("send application/json"), 415)
+        try:
+            asked = msgspec.json.decode(await request.read(), type=RequestCheck)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return _reply(Problem(f"check: {error}"), 400)
+        self._master.apply(asked)
+        await self._master.written()
+        return _reply({})
 
-    async def metrics(_request: web.Request) -> web.StreamResponse:
-        failing = not master.is_written
-        text = render_metrics(seen(), master.num_requests, journal_failing=failing)
+    async def _metrics(self, _request: web.Request) -> web.StreamResponse:
+        failing = not self._master.is_written
+        text = render_metrics(self._seen(), self._master.num_messages, journal_failing=failing)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
-    app = web.Application(
-        middlewares=[_make_guard(master, options, listener, limit)],
-        client_max_size=frame_server.MAX_REQUEST_BYTES,
-    )
-    app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
-    app.router.add_get(f"/v{PROTOCOL_VERSION}/overview", overview)
-    app.router.add_get(f"/v{PROTOCOL_VERSION}/{frames.NAME}", _refuse_frames)
-    app.router.add_post(f"/v{PROTOCOL_VERSION}/{{name}}", _make_post(master, limit, listener))
-    app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_version)
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/", page, name="page")
-    return app
+    def accept(self, server: web.Server) -> asyncio.Protocol:
+        """The protocol of a new connection, for which another one may have to be closed."""
+        connections = server.connections
+        if len(connections) >= self._most:
+            # In the order in which they were accepted.
+            silent = next((each for each in connections if each not in self._known), None)
+            if silent is None:
+                log.warning("all %d connections are in use; further ones are refused", self._most)
+                return _Refused()
+            log.warning("too many connections are open: those without a request are closed")
+            self._close(silent)
+        return server()
+
+    def _close(self, connection: Any) -> None:
+        self._known.add(connection)
+        connection.force_close()
+
+    async def close_silent(self, server: web.Server) -> None:
+        """Close connections that have not sent a request in time, until this is cancelled."""
+        since: dict[Any, float] = {}
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            now, connections = time.monotonic(), set(server.connections)
+            self._known &= connections
+            since = {each: since.get(each, now) for each in connections - self._known}
+            for each, at in since.items():
+                if now - at > REQUEST_SECONDS:
+                    self._close(each)
 
 
-async def _refuse_version(request: web.Request) -> web.StreamResponse:
-    version = request.match_info["version"]
+class _Refused(asyncio.Protocol):
+    """A connection for which there is no room."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+async def _page(_request: web.Request) -> web.StreamResponse:
+    return web.Response(text=PAGE, content_type="text/html")
+
+
+async def _refuse_other(request: web.Request) -> web.StreamResponse:
+    version, name = request.match_info["version"], request.match_info["name"]
+    if version == str(PROTOCOL_VERSION):
+        return _reply(Problem(f"there is no request {request.method} {name!r}"), 404)
     text = (
         f"the request is of version {version} of the protocol, this master speaks "
         f"{PROTOCOL_VERSION}; install the same remesh everywhere"
@@ -167,81 +324,8 @@ async def _refuse_version(request: web.Request) -> web.StreamResponse:
     return _reply(Problem(text), 400)
 
 
-async def _refuse_frames(_request: web.Request) -> web.StreamResponse:
-    """A valid request for frames does not come here."""
-    text = f"this master speaks the frames {frames.UPGRADE} to those that ask for them, or HTTP"
-    return _reply(Problem(text), 426, {"Upgrade": frames.UPGRADE})
-
-
 def _too_many() -> web.Response:
-    return _reply(Problem(TOO_MANY), 429, {"Retry-After": "1"})
-
-
-def _make_guard(
-    master: Master, options: ServerOptions, listener: connections.Listener, limit: RateLimit
-) -> Middleware:
-    """Refuses requests without the token, too many of one address, and those that come too late."""
-    wrong = RateLimit(MAX_WRONG_TOKENS)
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        master.num_requests += 1
-        given = request.headers.get("Authorization", "")
-        trusted = is_trusted(given, options.token)
-        is_page = request.match_info.route.name == "page"
-        if not trusted and not is_page:
-            if not wrong.allows(request.remote or ""):
-                return _too_many()
-            log.warning("a request from %s has not the token", request.remote)
-            return _reply(Problem("the token is missing or wrong (Authorization: Bearer ...)"), 401)
-        # What nodes send is limited by node.
-        if request.method == "GET" and not is_page and not limit.allows(request.remote or ""):
-            return _too_many()
-        try:
-            await asyncio.wait_for(request.read(), connections.REQUEST_SECONDS)
-        except TimeoutError:
-            reply = _reply(Problem("the request took too long to come"), 408)
-            reply.force_close()
-            return reply
-        connection = listener.of(request.transport) if trusted else None
-        if connection is not None:
-            connection.begin_request()
-        try:
-            return await handler(request)
-        finally:
-            if connection is not None:
-                connection.end_request(asyncio.get_running_loop().time())
-
-    return guard
-
-
-def _make_post(master: Master, limit: RateLimit, listener: connections.Listener) -> Handler:
-    """Decodes a request, has the master answer it, and encodes the reply."""
-    decoders: dict[str, Callable[[bytes], Any]] = {
-        name_of(kind): msgspec.json.Decoder(kind).decode for kind in PURPOSES
-    }
-
-    async def post(request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        if name not in decoders:
-            return _reply(Problem(f"there is no request {name!r}"), 404)
-        # Browsers send this type across sites only if they are allowed to, which they are not.
-        if request.content_type != "application/json":
-            return _reply(Problem("send application/json"), 415)
-        try:
-            asked = decoders[name](await request.read())
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            return _reply(Problem(f"{name}: {error}"), 400)
-        if not limit.allows(sender_of(master, asked, request.remote or "")):
-            return _too_many()
-        try:
-            connection = listener.of(request.transport)
-            number = None if connection is None else connection.number
-            return _reply(await master.answer(asked, number))
-        except RequestError as error:
-            return _reply(Problem(f"{name}: {error}"), error.status)
-
-    return post
+    return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
 
 
 async def serve(
@@ -264,27 +348,58 @@ async def serve(
 @contextlib.asynccontextmanager
 async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[int]:
     """Listen as long as the context lasts; gives the port."""
-    requests_log = logging.getLogger("remesh.elastic.requests")
-    once = RepeatFilter()
-    quiet = (requests_log, log, connections.log, frame_server.log)
+    requests_log, once = logging.getLogger("remesh.elastic.requests"), RepeatFilter()
+    quiet = (requests_log, log, agent_socket.log, logging.getLogger("asyncio"))
     for logger in quiet:
         logger.addFilter(once)
-    listener = connections.Listener(options.tls, master.close_connection)
-    limit = RateLimit(options.max_requests_per_second)
-    app = make_app(master, options, listener, limit)
-    runner = web.AppRunner(app, access_log=None, logger=requests_log)
+    server = Server(master, options)
+    runner = web.AppRunner(
+        server.make_app(),
+        access_log=None,
+        logger=requests_log,
+        keepalive_timeout=IDLE_SECONDS,
+        shutdown_timeout=1.0,
+    )
     await runner.setup()
     assert runner.server is not None
-    frame = FrameServer(master=master, token=options.token, limit=limit, listener=listener)
-    accept = functools.partial(Opening, frame, runner.server)
+    sweep = asyncio.create_task(server.close_silent(runner.server))
+    listeners: list[asyncio.Server] = []
     try:
-        yield listener.listen(accept, options.host, options.port)
+        make = functools.partial(server.accept, runner.server)
+        yield await _listen(make, options, listeners)
     finally:
-        await listener.close()
-        frame.close()
+        for listener in listeners:
+            listener.close()
+        sweep.cancel()
+        server.end_sessions()
         await runner.cleanup()
         for logger in quiet:
             logger.removeFilter(once)
+
+
+async def _listen(
+    make: Callable[[], asyncio.Protocol], options: ServerOptions, listeners: list[asyncio.Server]
+) -> int:
+    """Listen at all addresses of a host, on one port; the port."""
+    loop, host, port = asyncio.get_running_loop(), options.host, options.port
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    limit = None if options.tls is None else REQUEST_SECONDS
+    for family, _kind, _proto, _name, address in dict.fromkeys(found):
+        try:
+            opened = socket.create_server((str(address[0]), port), family=family)
+        except OSError as error:
+            if error.errno in _NO_SUCH_ADDRESS:
+                continue  # a name may have addresses of a family that the machine has not
+            raise
+        listener = await loop.create_server(
+            make, sock=opened, ssl=options.tls, ssl_handshake_timeout=limit, backlog=MAX_ACCEPTED
+        )
+        opened.listen(MAX_WAITING)  # for asyncio, both numbers are one
+        listeners.append(listener)
+        port = port or opened.getsockname()[1]
+    if not listeners:
+        raise OSError(f"this machine has no address {host}")
+    return port
 
 
 class ServerThread:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def _create(parameters: RendezvousParameters) -> Handler:
-    from remesh.elastic.handler import Handler, make_node
+    from remesh.elastic.handler import make_handler
     from remesh.elastic.node_check import run_test
 
-    return Handler(make_node(parameters, run_test), parameters.run_id)
+    return make_handler(parameters, run_test)
 
 
 def create() -> Callable[[RendezvousParameters], Handler]:

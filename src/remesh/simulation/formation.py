@@ -18,10 +18,26 @@ from typing import Final
 import numpy as np
 
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import CheckpointSaved, Job, Policy, Tick, apply, beat_reply
+from remesh.elastic.job import (
+    CheckpointSaved,
+    Job,
+    Policy,
+    Tick,
+    apply,
+    assignments_of,
+    content_of,
+)
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat
 from remesh.elastic.master import TICK_SECONDS
-from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Beat, Join, ReportFailures
+from remesh.elastic.protocol import (
+    HEARTBEAT_TIMEOUT,
+    Assignment,
+    Beat,
+    Join,
+    ReportFailures,
+    Sender,
+    Stop,
+)
 from remesh.elastic.rendezvous import Settings
 from remesh.simulation.cluster import Cluster, FailureKind
 
@@ -113,6 +129,7 @@ class _Play:
         self.leaving: set[int] = set()
         self.is_saving = False
         self.live = Live.after_start(job, _EPOCH)
+        self.assignments = assignments_of(job)
         assert job.rendezvous is not None
         self.round = job.rendezvous.round
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -180,20 +197,20 @@ class _Play:
         self.later(BEAT_SECONDS, functools.partial(self._beat, node))
 
     def _hear(self, node: int) -> None:
-        """A heartbeat reaches the master, which replies."""
+        """A heartbeat reaches the master, and the node the newest instruction."""
         now = self.now + _EPOCH
         hear(self.live, node, str(node), now)
-        beat = Beat(node_id=node, incarnation=str(node), round=self.round)
-        for event in hear_beat(self.live, self.job, beat, now):
+        sender = Sender(node_id=node, incarnation=str(node), round=self.round)
+        for event in hear_beat(self.live, self.job, Beat(**sender), now):
             self._apply(event)
         nodes = self.job.rendezvous
         assert nodes is not None
         if node not in nodes.active:
             return  # it waits for a world already
-        reply = beat_reply(self.job, beat, now)
-        if reply.restart is not None:
+        content = content_of(self.job, sender, self.assignments, now)
+        if isinstance(content, Stop):
             self._leave(node)
-        elif reply.save and not self.is_saving:
+        elif isinstance(content, Assignment) and content.save and not self.is_saving:
             self.is_saving = True
             self.later(0.0, lambda: self._apply(CheckpointSaved(1)))
 

@@ -1,0 +1,114 @@
+"""An agent's session on the master's side: a WebSocket.
+
+What comes is taken to the master as it comes. An agent that does not read is not waited for: the
+newest instruction replaces one that has not been sent. When the agent closes the session, the
+master closes it too as soon as it has written what the agent has said. An agent that sends too
+much is read more slowly. What is no message ends the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import count
+from typing import Protocol
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from remesh.elastic.master import Master, RefusedError, Session
+from remesh.elastic.protocol import Instruction, Message, Problem
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Larger messages are refused."""
+TOO_MANY_PAUSE = 0.5
+"""Seconds for which an agent that has sent too much is not read."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Message).decode
+_numbers = count()
+
+
+class Limit(Protocol):
+    """Limits the messages of each sender."""
+
+    def allows(self, sender: str) -> bool:
+        """True if a message of a sender is taken now."""
+
+
+class AgentSocket:
+    """The session of one agent."""
+
+    def __init__(self, master: Master, limit: Limit) -> None:
+        self._master = master
+        self._limit = limit
+        self._socket = web.WebSocketResponse(
+            autoclose=False, compress=False, max_msg_size=MAX_MESSAGE_BYTES
+        )
+        self._session = Session(next(_numbers), self._give, self.end)
+        self._unsent = b""
+        self._is_ended = False
+        self._changed = asyncio.Event()
+
+    def _give(self, what: Instruction | Problem) -> None:
+        self._unsent = _encode(what)
+        self._changed.set()
+
+    def end(self) -> None:
+        """End the session, after what is not sent yet."""
+        self._is_ended = True
+        self._changed.set()
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        """Let the agent speak until one side ends the session."""
+        await self._socket.prepare(request)
+        sending = asyncio.create_task(self._send())
+        try:
+            async for message in self._socket:
+                if self._is_ended:
+                    break
+                if message.type is not WSMsgType.BINARY:
+                    raise msgspec.DecodeError("it is no binary message")
+                await self._hear(message.data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            log.warning("a session with %s is ended, it sent no message: %s", request.remote, error)
+            self._refuse(Problem(str(error)))
+        except RefusedError as error:
+            self._refuse(Problem(str(error), error.again))
+        finally:
+            self._master.end_session(self._session, by_peer=not self._is_ended)
+            if not self._is_ended:
+                await self._master.written()
+            self.end()
+            await sending
+        return self._socket
+
+    async def _hear(self, data: bytes) -> None:
+        message = _decode(data)
+        self._master.num_messages += 1
+        if not self._limit.allows(message.incarnation):
+            await asyncio.sleep(TOO_MANY_PAUSE)
+        self._master.hear(self._session, message)
+
+    def _refuse(self, problem: Problem) -> None:
+        self._give(problem)
+        self.end()
+
+    async def _send(self) -> None:
+        """Send the newest instruction whenever there is another one."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            unsent, self._unsent = self._unsent, b""
+            try:
+                if unsent:
+                    await self._socket.send_bytes(unsent)
+                elif self._is_ended:
+                    await self._socket.close()
+                    return
+            except ConnectionError:  # the other end has gone, as the reader learns
+                return
+            if self._is_ended:
+                self._changed.set()

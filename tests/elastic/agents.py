@@ -1,0 +1,215 @@
+"""Agents without processes: real sessions with a master, which say what a test wants said."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from remesh.elastic.client import Client
+from remesh.elastic.failures import FailureDecision, ProcessFailure
+from remesh.elastic.job import Policy
+from remesh.elastic.journal import Journal
+from remesh.elastic.master import Master
+from remesh.elastic.protocol import (
+    PROTOCOL_VERSION,
+    Assignment,
+    Beat,
+    Content,
+    Join,
+    Leave,
+    RankReport,
+    ReportFailures,
+    Sender,
+    Waiting,
+)
+from remesh.elastic.rendezvous import Outcome, Settings
+from remesh.elastic.server import ServerOptions, ServerThread
+from remesh.elastic.session import Session
+from tests.waiting import wait_until
+
+SETTINGS = Settings(min_nodes=2, max_nodes=4, node_unit=1, last_call=0.2, join_timeout=60)
+PATIENCE = 120.0
+
+K = TypeVar("K")
+
+
+class Clock:
+    """Time that passes as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SilentAgent:
+    """An agent that sends nothing by itself."""
+
+    def __init__(self, url: str, number: int, *, token: str = "", incarnation: str = "") -> None:
+        self.number = number
+        self.incarnation = incarnation or f"{number}a"
+        self.round = self._seen = 0
+        client = Client(url, token=token)
+        self.session = Session(client, lambda: None, lambda: 3600.0)
+
+    def sender(self) -> Sender:
+        return Sender(node_id=self.number, incarnation=self.incarnation, round=self.round)
+
+    def say_join(self, **changes: Any) -> None:
+        join = Join(
+            name=f"host-{self.number}",
+            node_id=self.number,
+            incarnation=self.incarnation,
+            address="127.0.0.1",
+            num_processes=2,
+            after_round=self.round,
+            settings=SETTINGS,
+        )
+        self.session.say(msgspec.structs.replace(join, **changes))
+
+    def next_content(self) -> Content:
+        """The content of an instruction that came since this was called last."""
+        seen = self._seen
+        newest = self.session.wait(lambda one: one if one.number > seen else None, PATIENCE)
+        self._seen = newest.number
+        return newest.content
+
+    def shown(self, kind: type[K]) -> K:
+        """The content of the newest instruction, once it is of a kind."""
+
+        def content(newest: Any) -> K | None:
+            return newest.content if isinstance(newest.content, kind) else None
+
+        return self.session.wait(content, PATIENCE)
+
+    def placed(self) -> Assignment:
+        """The assignment to the next round."""
+
+        def next_one(newest: Any) -> Assignment | None:
+            content = newest.content
+            is_next = isinstance(content, Assignment) and content.round > self.round
+            return content if is_next else None
+
+        found = self.session.wait(next_one, PATIENCE)
+        self.round = found.round
+        self.session.forget()
+        return found
+
+    def join(self, **changes: Any) -> Assignment:
+        self.say_join(**changes)
+        return self.placed()
+
+    def beat(self, ranks: dict[int, RankReport] | None = None) -> None:
+        self.session.say(Beat(**self.sender(), ranks=ranks or {}), holds=False)
+
+    def report(self, *failures: ProcessFailure) -> FailureDecision:
+        self.session.say(ReportFailures(**self.sender(), failures=failures))
+        return self.session.wait(lambda newest: newest.decision, PATIENCE)
+
+    def failure(self, rank: int, exit_code: int = -9, **changes: Any) -> ProcessFailure:
+        failure = ProcessFailure(
+            node_id=self.number,
+            round=self.round,
+            rank=rank,
+            local_rank=rank % 2,
+            exit_code=exit_code,
+            time=1.0,
+        )
+        return msgspec.structs.replace(failure, **changes)
+
+    def leave(self, outcome: Outcome) -> None:
+        self.session.say(Leave(**self.sender(), outcome=outcome))
+
+    def waiting(self) -> Waiting:
+        return self.shown(Waiting)
+
+
+class Served:
+    """A master that serves, and agents of it."""
+
+    def __init__(self, server: ServerThread, master: Master, token: str) -> None:
+        self.server = server
+        self.master = master
+        self.url = server.url
+        self.token = token
+        self.agents: dict[int, SilentAgent] = {}
+
+    def agent(self, number: int, incarnation: str = "") -> SilentAgent:
+        """An agent of a node; another one if it has another incarnation."""
+        known = self.agents.get(number)
+        if known is None or (incarnation and known.incarnation != incarnation):
+            if known is not None:
+                known.session.end(0.0)
+            agent = SilentAgent(self.url, number, token=self.token, incarnation=incarnation)
+            self.agents[number] = agent
+        return self.agents[number]
+
+    def join_all(self, numbers: Iterable[int], **changes: Any) -> dict[int, Assignment]:
+        """Let nodes join the next round together."""
+        agents = [self.agent(number) for number in numbers]
+        for agent in agents:
+            agent.session.forget()
+            agent.say_join(**changes)
+        return {agent.number: agent.placed() for agent in agents}
+
+    def beat(self, number: int, ranks: dict[int, RankReport] | None = None) -> None:
+        """Let a node send a heartbeat, and wait until the master has it."""
+        before = self.master.num_messages
+        self.agent(number).beat(ranks)
+        wait_until(lambda: self.master.num_messages > before, "the heartbeat")
+
+    def get(self, name: str) -> tuple[int, Any]:
+        return ask(self.url, name, token=self.token)
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            agent.session.end(0.0)
+
+
+@contextlib.contextmanager
+def serving(
+    journal: Any = ":memory:",
+    options: ServerOptions | None = None,
+    *,
+    clock: Clock | None = None,
+    on_excluded: str | None = None,
+    **policy: Any,
+) -> Iterator[Served]:
+    """A master with its sockets."""
+    made: list[Master] = []
+
+    def make() -> Master:
+        made.append(Master(Policy(**policy), Journal(journal), clock, on_excluded))
+        return made[0]
+
+    options = options or ServerOptions()
+    with ServerThread(make, options) as server:
+        served = Served(server, made[0], options.token)
+        try:
+            yield served
+        finally:
+            served.close()
+
+
+def ask(
+    url: str, name: str, body: object = None, token: str = "", version: int = PROTOCOL_VERSION
+) -> tuple[int, Any]:
+    """The HTTP status and the body of a reply to a person's request."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=900)
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    with contextlib.closing(connection):
+        method = "GET" if body is None else "POST"
+        sent = None if body is None else json.dumps(body)
+        connection.request(method, f"{parts.path}/v{version}/{name}", sent, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())

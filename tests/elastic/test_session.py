@@ -1,0 +1,429 @@
+"""Sessions of agents: what breaks them, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remesh.elastic.client import Client
+from remesh.elastic.heartbeat import Heartbeat, write_heartbeat
+from remesh.elastic.node import NodeClient
+from remesh.elastic.protocol import (
+    PROTOCOL_VERSION,
+    Beat,
+    Instruction,
+    Join,
+    Leave,
+    Message,
+    Problem,
+    RankReport,
+    TestResult,
+    Waiting,
+)
+from remesh.elastic.rendezvous import Outcome, Settings
+from remesh.elastic.server import ServerOptions
+from remesh.elastic.session import Session
+from remesh.errors import MasterError, StorageError
+from tests.elastic.agents import serving
+from tests.elastic.test_secure import OPENSSL, SUBJECT
+from tests.waiting import wait_until
+
+SETTINGS = Settings(min_nodes=2, max_nodes=2)
+JOIN = Join(
+    name="n",
+    node_id=0,
+    incarnation="a",
+    address="127.0.0.1",
+    num_processes=8,
+    settings=SETTINGS,
+)
+BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankReport(step=1, age=0.1)})
+LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
+ENCODED = [msgspec.msgpack.encode(message) for message in (JOIN, BEAT)]
+
+NO_MESSAGES = {
+    "no MessagePack": b"\xc1\xc1",
+    "half of a message": ENCODED[1][:-3],
+    "nested lists": b"\x82\xa4type\xa4beat\xa4else" + b"\x91" * 200_000 + b"\x90",
+    "another message": msgspec.msgpack.encode({"type": "dance"}),
+    "a wrong field": msgspec.msgpack.encode({"type": "beat", "node_id": "x"}),
+    "text": "beat",
+}
+
+
+def talk(url: str, sent: list[bytes | str]) -> list[Instruction | Problem]:
+    """What the master says to an agent until it ends the session."""
+
+    async def main() -> list[Instruction | Problem]:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.ws_connect(f"{url}/v{PROTOCOL_VERSION}/session") as wire,
+        ):
+            for one in sent:
+                await (wire.send_str(one) if isinstance(one, str) else wire.send_bytes(one))
+            said = [message.data async for message in wire]
+        return [msgspec.msgpack.decode(one, type=Instruction | Problem) for one in said]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("data", NO_MESSAGES.values(), ids=NO_MESSAGES.keys())
+def test_what_is_no_message_ends_its_session_and_no_other(
+    data: bytes | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(heartbeat_timeout=600.0) as served, caplog.at_level(logging.WARNING):
+        served.agent(0).say_join()
+        served.agent(0).waiting()
+        (problem,) = talk(served.url, [data])
+        assert isinstance(problem, Problem)
+        assert not problem.again
+        served.beat(0)
+        assert served.agent(0).session.silence == 0
+    assert "a session with 127.0.0.1 is ended, it sent no message" in caplog.text
+
+
+DAMAGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4)
+
+
+def damaged(data: bytes, damages: list[tuple[int, int]]) -> bytes:
+    """Bytes of which some are others."""
+    changed = bytearray(data)
+    for place, value in damages:
+        changed[place % len(data)] = value
+    return bytes(changed)
+
+
+def test_any_messages_harm_nothing() -> None:
+    with serving(heartbeat_timeout=600.0) as served:
+        sound = st.sampled_from(ENCODED)
+
+        @given(st.binary(max_size=100) | st.builds(damaged, sound, DAMAGES))
+        def play(data: bytes) -> None:
+            talk(served.url, [data, b"\xc1"])
+
+        play()
+        assert served.get("status")[0] == 200
+
+
+def test_any_bytes_after_the_upgrade_harm_nothing() -> None:
+    head = f"GET /v{PROTOCOL_VERSION}/session HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
+    head += "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    head += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    with serving(heartbeat_timeout=600.0) as served:
+        parts = urlsplit(served.url)
+
+        @given(st.binary(max_size=100))
+        def play(data: bytes) -> None:
+            with socket.create_connection((str(parts.hostname), parts.port or 0), 120) as wire:
+                wire.sendall(head.encode() + data)
+                wire.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    while wire.recv(1 << 16):
+                        pass
+
+        play()
+        assert served.get("status")[0] == 200
+
+
+def test_one_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remesh.elastic.agent_socket.MAX_MESSAGE_BYTES", 1000)
+    with serving() as served:
+        assert talk(served.url, [bytes(2000)]) == []
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="no openssl")
+def test_a_session_over_https(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate", tmp_path / "key"
+    assert OPENSSL is not None
+    command = [OPENSSL, "req", "-x509", "-nodes", "-days", "2", *SUBJECT, "-newkey", "ec"]
+    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    with serving(options=ServerOptions(token="right", tls=tls)) as served:
+        for trusted, error in ((str(certificate), ""), (None, "is not trusted: .*certificate")):
+            client = Client(served.url, token="right", tls_ca=trusted)
+            with session_of(client) as session:
+                session.say(JOIN)
+                if error:
+                    with pytest.raises(MasterError, match=error):
+                        session.wait(lambda newest: newest, 60.0)
+                else:
+                    assert session.wait(lambda newest: newest, 60.0).content == WAITS
+
+
+WAITS = Waiting(0, "1 nodes are ready, the world has 2 to 2 in multiples of 1")
+
+
+@contextlib.contextmanager
+def session_of(client: Client, beat: Callable[[], Beat | None] = lambda: None) -> Iterator[Session]:
+    session = Session(client, beat, lambda: 3600.0)
+    try:
+        yield session
+    finally:
+        session.end(0.0)
+
+
+def test_a_wrong_token_is_refused() -> None:
+    with (
+        serving(options=ServerOptions(token="right")) as served,
+        session_of(Client(served.url, token="wrong")) as session,
+    ):
+        session.say(JOIN)
+        with pytest.raises(MasterError, match="the token is missing or wrong"):
+            session.wait(lambda newest: newest, 60.0)
+
+
+class Fake:
+    """A master that takes messages, and says what the test says."""
+
+    def __init__(self, says: Callable[[Message], Any], port: int = 0) -> None:
+        self._says = says
+        self.heard: list[Message] = []
+        self.num_sessions = 0
+        self._ready = threading.Event()
+        self._over: asyncio.Event
+        self._loop: asyncio.AbstractEventLoop
+        self._port = port
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self._thread.start()
+        self._ready.wait()
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    async def _session(self, request: aiohttp.web.Request) -> aiohttp.web.WebSocketResponse:
+        wire = aiohttp.web.WebSocketResponse()
+        await wire.prepare(request)
+        self.num_sessions += 1
+        async for message in wire:
+            self.heard.append(msgspec.msgpack.decode(message.data, type=Message))
+            said = self._says(self.heard[-1])
+            if said is None:
+                break
+            await wire.send_bytes(msgspec.msgpack.encode(said))
+        return wire
+
+    async def _main(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        app = aiohttp.web.Application()
+        app.router.add_get(f"/v{PROTOCOL_VERSION}/session", self._session)
+        async with self._serving(app):
+            self._ready.set()
+            await self._over.wait()
+
+    @contextlib.asynccontextmanager
+    async def _serving(self, app: aiohttp.web.Application) -> AsyncIterator[None]:
+        runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = aiohttp.web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True)
+        await site.start()
+        self._port = site.port
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+
+def numbered(*contents: Any) -> Callable[[Message], Instruction]:
+    """Says these contents one after the other, and the last again and again."""
+    left = list(contents)
+    number = 0
+
+    def says(_message: Message) -> Instruction:
+        nonlocal number
+        number += 1
+        return Instruction(number=number, content=left.pop(0) if len(left) > 1 else left[0])
+
+    return says
+
+
+class TestRepeats:
+    def test_what_holds_is_said_again_in_a_new_session(self) -> None:
+        broken = iter([None, None])
+
+        def says(message: Message) -> Instruction | None:
+            return next(broken, Instruction(number=1, content=WAITS))
+
+        with Fake(says) as master, session_of(Client(master.url)) as session:
+            session.say(JOIN)
+            assert session.wait(lambda newest: newest.content, 60.0) == WAITS
+            session.say(BEAT, holds=False)
+            assert master.heard[:3] == [JOIN] * 3
+            assert master.num_sessions == 3
+
+    def test_an_older_instruction_replaces_no_newer_one(self) -> None:
+        numbers = iter([5, 3, 7])
+
+        def says(_message: Message) -> Instruction:
+            number = next(numbers)
+            return Instruction(number=number, content=Waiting(0, str(number)))
+
+        with Fake(says) as master, session_of(Client(master.url)) as session:
+            for number in range(3):
+                session.say(BEAT, holds=False)
+                wait_until(lambda: len(master.heard) > number, "the message")  # noqa: B023
+            found = session.wait(lambda one: one if one.number == 7 else None, 60.0)
+            assert found.content == Waiting(0, "7")
+
+    def test_what_is_said_before_the_end_is_confirmed(self) -> None:
+        with Fake(numbered(WAITS)) as master:
+            session = Session(Client(master.url), lambda: None, lambda: 3600.0)
+            session.say(LEAVE)
+            assert session.end(60.0)
+            assert master.heard == [LEAVE]
+
+    def test_without_a_master_it_is_not(self) -> None:
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            session = Session(Client(url), lambda: None, lambda: 3600.0)
+            session.say(LEAVE)
+            with pytest.raises(MasterError, match="is it running, and can this machine reach it"):
+                session.wait(lambda newest: newest, 0.0)
+            assert not session.end(0.0)
+
+    def test_a_master_that_comes_back_elsewhere_is_found(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = tmp_path / "url"
+        with Fake(numbered(WAITS)) as first:
+            file.write_text(first.url)
+            session = Session(Client(str(file)), lambda: None, lambda: 3600.0)
+            session.say(JOIN)
+            session.wait(lambda newest: newest, 60.0)
+        with Fake(numbered(WAITS)) as second, caplog.at_level(logging.WARNING):
+            file.write_text(second.url)
+            wait_until(lambda: "the master answers again, after" in caplog.text, "the session")
+            assert second.heard == [JOIN]
+            assert session.end(60.0)
+        assert "; trying again" in caplog.text
+        assert f"the master is at {second.url} now; it was at {first.url}" in caplog.text
+
+
+def test_an_agent_that_does_not_read_is_not_waited_for() -> None:
+    with serving(heartbeat_timeout=600.0) as served:
+        parts = urlsplit(served.url)
+        head = f"GET /v{PROTOCOL_VERSION}/session HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
+        head += "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        head += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        with socket.create_connection((str(parts.hostname), parts.port or 0), 120) as wire:
+            wire.sendall(head.encode())
+            places = served.join_all([0, 1])
+            assert {place.round for place in places.values()} == {1}
+
+
+def waiting_node(url: str) -> NodeClient:
+    """A node that has an id and sends heartbeats, as often as its master wants."""
+    first = Join(
+        name="a",
+        node_id=None,
+        incarnation="a",
+        address="x",
+        num_processes=1,
+        settings=Settings(min_nodes=1, max_nodes=2),
+    )
+    result = TestResult(passed=True, broken=False, seconds=0.0)
+    # Longer than a node may be silent.
+    node = NodeClient(Client(url), first, lambda _test: result, beat_seconds=3600.0)
+
+    def join() -> None:
+        with contextlib.suppress(MasterError):
+            node.join()
+
+    threading.Thread(target=join, daemon=True).start()
+    wait_until(lambda: node.content is not None, "the first instruction")
+    return node
+
+
+def beats_of(master: Fake) -> list[Beat]:
+    return [message for message in master.heard if isinstance(message, Beat)]
+
+
+QUICK = Waiting(0, "more nodes", heartbeat_timeout=0.4)
+
+
+class TestBeats:
+    @pytest.mark.parametrize("error", [StorageError("no file"), ValueError("no sense"), OSError(5)])
+    def test_an_error_of_one_does_not_end_the_next(
+        self,
+        error: Exception,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        failing = iter([error, error])
+        make = NodeClient._reports_of
+
+        def reports_of(node: NodeClient, files: Any) -> Any:
+            for problem in failing:
+                raise problem
+            return make(node, files)
+
+        monkeypatch.setattr(NodeClient, "_reports_of", reports_of)
+        with Fake(numbered(QUICK)) as master, caplog.at_level(logging.WARNING):
+            node = waiting_node(master.url)
+            wait_until(lambda: len(beats_of(master)) >= 2, "heartbeats after those that failed")
+            node.close()
+        (said,) = caplog.records
+        assert said.getMessage() == "a heartbeat is not sent; the next one follows"
+        assert said.exc_info is not None
+
+    def test_a_file_that_cannot_be_read_keeps_no_other_rank_silent(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        unreadable, good = tmp_path / "0.json", tmp_path / "1.json"
+        unreadable.mkdir()
+        write_heartbeat(good, Heartbeat(7, None, 0.0, None))
+        with Fake(numbered(QUICK)) as master, caplog.at_level(logging.WARNING):
+            node = waiting_node(master.url)
+            node.watch({0: str(unreadable), 1: str(good)})
+            wait_until(
+                lambda: sum(beat.ranks.keys() == {1} for beat in beats_of(master)) > 1, "rank 1"
+            )
+            node.close()
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith(
+            f"a process is taken for one that reports nothing: cannot read {unreadable}: "
+        )
+
+    def test_each_says_that_the_next_follows_in_a_quarter_of_the_time_for_silence(self) -> None:
+        with Fake(numbered(QUICK)) as master:
+            node = waiting_node(master.url)
+            wait_until(lambda: len(beats_of(master)) >= 3, "three heartbeats")
+            node.close()
+        assert {beat.pause for beat in beats_of(master)} == {0.1}
+
+
+def test_agents_that_send_too_much_are_read_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remesh.elastic.agent_socket.TOO_MANY_PAUSE", 3600.0)
+    # A bucket for one message, which is full again after five seconds.
+    with serving(options=ServerOptions(max_requests_per_second=0.2)) as served:
+        flooding, other = served.agent(0), served.agent(1)
+        for _ in range(100):
+            flooding.say_join()
+        flooding.waiting()
+        other.say_join()
+        other.waiting()
+        assert served.master.num_messages < 20
+        del served.agents[0]  # its last words are not read
