@@ -18,11 +18,11 @@ from remesh.elastic.rendezvous import (
     Outcome,
     Rendezvous,
     Settings,
+    listed,
     restart_reason,
     start,
     tick,
 )
-from remesh.elastic.tables import decode_hook, encode_hook
 
 Event = Callable[..., Rendezvous]
 """A function of a rendezvous and, by keyword, the time."""
@@ -213,8 +213,7 @@ class TestChanging:
 def test_a_state_survives_its_encoding() -> None:
     state = running(Settings(min_nodes=1, max_nodes=4), [0, 3])
     state = step(step(state, joined(5), 30), excluded(3), 31)
-    text = msgspec.json.encode(state, enc_hook=encode_hook)
-    assert msgspec.json.decode(text, type=Rendezvous, dec_hook=decode_hook) == state
+    assert msgspec.json.decode(msgspec.json.encode(state), type=Rendezvous) == state
 
 
 class Agents(RuleBasedStateMachine):
@@ -320,3 +319,12 @@ def test_a_clock_that_is_set_back_delays_no_world() -> None:
     state = rendezvous.tick(state, 900.0)
     assert not state.world
     assert len(rendezvous.tick(state, 906.0).world) == 2
+
+
+def test_many_numbers_are_listed_as_ranges() -> None:
+    assert listed([3, 1, 2]) == "1, 2, 3"
+    assert listed(range(10_000)) == "0 to 9999"
+    assert listed([*range(50), 60, *range(70, 80)]) == "0 to 49, 60, 70 to 79"
+    text = listed(range(0, 1000, 2))
+    assert text.startswith("0, 2, 4, ")
+    assert text.endswith(", 38 and 480 more")

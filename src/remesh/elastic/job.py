@@ -53,7 +53,6 @@ from remesh.elastic.protocol import (
     Waiting,
 )
 from remesh.elastic.rendezvous import Change, Node, Outcome, Rendezvous
-from remesh.elastic.tables import Table
 
 MAX_RECORDS = 500
 """Failures, and lines of history, that are kept."""
@@ -221,7 +220,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 0  # restarts that each node may be charged with
     charges: dict[int, Charges] = {}  # restarts that each node was charged with, by node id
     hang_charges: Charges = Charges()  # restarts after hangs
-    names: Table[str, int] = Table()  # node ids by name
+    names: dict[str, int] = {}  # node ids by name
     ids_below: int = 0  # all node ids below this are taken
     suspect: tuple[int, str] | None = None
     """The node whose processes failed as those of others do when one fails, and what was said of
@@ -395,7 +394,7 @@ def _join(job: Job, event: Join, now: float) -> Job:
         )
         job = _note(_replace(job, missing_rounds=text), now, text)
     if job.names.get(node.name) != node.id:
-        job = _replace(job, names=job.names.plus(node.name, node.id))
+        job = _replace(job, names={**job.names, node.name: node.id})
     current = job.rendezvous
     assert current is not None
     member = current.member(node.id)

@@ -12,13 +12,12 @@ from pathlib import Path
 import msgspec
 
 from remesh.elastic.job import Job, Policy
-from remesh.elastic.tables import decode_hook, encode_hook
 from remesh.errors import StorageError
 
 JOURNAL_VERSION = 4
 
-_encode = msgspec.json.Encoder(enc_hook=encode_hook).encode
-_decode = msgspec.json.Decoder(Job, dec_hook=decode_hook).decode
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Job).decode
 
 
 class Journal:
