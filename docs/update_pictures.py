@@ -31,7 +31,7 @@ from remesh.demo import picture
 from remesh.demo.model import ModelConfig
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, assignments_of, content_of
-from remesh.elastic.live import Live
+from remesh.elastic.liveness import Liveness
 from remesh.elastic.protocol import (
     Drain,
     Join,
@@ -297,7 +297,7 @@ class Nodes:
     def send(self, event: Event, what: str) -> None:
         """Apply an event, and note the states that it changes; `what` is what it means."""
         self.job = apply(self.job, event, self.now)
-        status = status_of(self.job, Live.after_start(self.job, self.now), self.now)
+        status = status_of(self.job, Liveness.after_start(self.job, self.now), self.now)
         for node in status.nodes:
             before, after = self.states.get(node.id, ""), node.state
             self.states[node.id] = after

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from remesh.elastic.job import HangDetected, Job, NodeLost, StacksCollected, Tick, apply, charges_of
-from remesh.elastic.live import Live, events_of_time, hear, hear_beat, long_pause
+from remesh.elastic.liveness import Liveness, events_of_time, long_pause, on_beat, on_message
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.protocol import Beat, Drain, Leave, RankReport, ReportTest, TestResult
 from remesh.elastic.rendezvous import Outcome
@@ -103,17 +103,17 @@ class TestCharges:
         assert "no restart left: 1 of 1 restarts charged to its node" in state.rendezvous.reason
 
 
-def beat(live: Live, state: Job, now: float, **ranks: RankReport) -> Job:
+def beat(live: Liveness, state: Job, now: float, **ranks: RankReport) -> Job:
     """Both nodes are heard; the ranks of one say how far they are."""
     for number in (0, 1):
-        hear(live, number, "a", now)
+        on_message(live, number, "a", now)
     request = Beat(
         node_id=0,
         incarnation="a",
         round=1,
         ranks={int(name[1:]): rank for name, rank in ranks.items()},
     )
-    for event in hear_beat(live, state, request, now):
+    for event in on_beat(live, state, request, now):
         state = apply(state, event, now)
     for event in events_of_time(live, state, now):
         state = apply(state, event, now)
@@ -122,7 +122,7 @@ def beat(live: Live, state: Job, now: float, **ranks: RankReport) -> Job:
 
 def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     state = run(msgspec.structs.replace(POLICY, hang_timeout=30.0), num_nodes=2)
-    live = Live.after_start(state, 100.0)
+    live = Liveness.after_start(state, 100.0)
     for now in (101.0, 102.0, 131.0):
         step = min(int(now), 102)
         state = beat(live, state, now, r0=RankReport(step=step, age=now - step))
@@ -138,7 +138,7 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
 
 def test_a_hang_ends_without_a_limit_that_somebody_gave() -> None:
     state = run(num_nodes=2)
-    live = Live.after_start(state, 100.0)
+    live = Liveness.after_start(state, 100.0)
     for now in (101.0, 102.0, 103.0):
         state = beat(live, state, now, r0=RankReport(step=int(now), age=0.0))
     state = beat(live, state, 3702.0, r0=RankReport(step=103, age=3599.0))
@@ -149,7 +149,7 @@ def test_a_hang_ends_without_a_limit_that_somebody_gave() -> None:
 
 def test_a_pause_between_steps_is_seen() -> None:
     state = run(num_nodes=2)
-    live = Live.after_start(state, 100.0)
+    live = Liveness.after_start(state, 100.0)
     assert status_of(state, live, 100.0).step_age is None
     for now in (101.0, 102.0):
         state = beat(live, state, now, r0=RankReport(step=int(now), age=0.0))
@@ -169,7 +169,7 @@ def test_a_pause_between_steps_is_seen() -> None:
 
 def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
     state = run(num_nodes=2)
-    live = Live.after_start(state, 100.0)
+    live = Liveness.after_start(state, 100.0)
     ranks = {
         f"r{rank}": RankReport(step=7, age=0.0, step_seconds=seconds)
         for rank, seconds in enumerate((0.5, 0.5, 0.625, 2.0))

@@ -17,7 +17,7 @@ import pytest
 
 from remesh.elastic.client import LOG_EVERY, Client, read_token
 from remesh.elastic.job import Job, Policy
-from remesh.elastic.live import Live
+from remesh.elastic.liveness import Liveness
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.status import status_of
 from remesh.errors import MasterError, StorageError
@@ -103,7 +103,7 @@ def wire(answers: Callable[[str], object], **options: Any) -> Iterator[Wire]:
 
 
 def always_well(_name: str) -> object:
-    return status_of(WAITING, Live.after_start(WAITING, 0.0), 0.0)
+    return status_of(WAITING, Liveness.after_start(WAITING, 0.0), 0.0)
 
 
 class Time:

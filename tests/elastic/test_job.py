@@ -25,7 +25,7 @@ from remesh.elastic.job import (
     content_of,
 )
 from remesh.elastic.journal import Journal
-from remesh.elastic.live import Live, events_of_time, hear, hear_beat, is_over
+from remesh.elastic.liveness import Liveness, events_of_time, is_over, on_beat, on_message
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
@@ -85,7 +85,7 @@ class Jobs(RuleBasedStateMachine):
         super().__init__()
         self.state = Job(policy=POLICY)
         self.now = 1000.0
-        self.live = Live.after_start(self.state, self.now)
+        self.live = Liveness.after_start(self.state, self.now)
         self.journal = Journal(":memory:")
         self.agents: dict[int, Agent] = {}
         self.num_started = 0
@@ -101,7 +101,7 @@ class Jobs(RuleBasedStateMachine):
 
     def ask_to_join(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
-        hear(self.live, node.id, node.incarnation, self.now)
+        on_message(self.live, node.id, node.incarnation, self.now)
         self.send(joining(node, after_round=agent.round, max_restarts=1_000_000))
         if not answered:
             return
@@ -138,8 +138,8 @@ class Jobs(RuleBasedStateMachine):
             round=agent.round,
             ranks={node.id: report} if agent.runs else {},
         )
-        hear(self.live, node.id, node.incarnation, self.now)
-        for event in hear_beat(self.live, self.state, request, self.now):
+        on_message(self.live, node.id, node.incarnation, self.now)
+        for event in on_beat(self.live, self.state, request, self.now):
             self.deliver(event)
         content = self.shown_to(agent)
         assert isinstance(content, Assignment | Stop | Waiting)
@@ -270,7 +270,7 @@ class Jobs(RuleBasedStateMachine):
         loaded, _ = self.journal.load(POLICY)
         assert loaded == self.state
         self.state = loaded
-        self.live = Live.after_start(self.state, self.now)
+        self.live = Liveness.after_start(self.state, self.now)
 
     @invariant()
     def nobody_healthy_is_excluded(self) -> None:
@@ -354,7 +354,7 @@ def shown_to(state: Job, number: int, now: float) -> Content:
 
 
 def seen(state: Job, now: float) -> Status:
-    return status_of(state, Live.after_start(state, now), now)
+    return status_of(state, Liveness.after_start(state, now), now)
 
 
 def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
@@ -381,13 +381,13 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
 
 def test_a_world_whose_ranks_all_wait_grows_without_a_checkpoint() -> None:
     state = apply(apply(run(num_nodes=2), joining(node(2)), 200.0), joining(node(3)), 200.0)
-    live = Live.after_start(state, 200.0)
+    live = Liveness.after_start(state, 200.0)
     shown = []
     for now, waits in ((201.0, [False, False]), (202.0, [True, False]), (203.0, [True, True])):
         for number in (0, 1):
             ranks = {number: RankReport(step=5, age=0.0, waits=waits[number])}
             beat = Beat(node_id=number, incarnation="a", round=1, ranks=ranks)
-            for event in hear_beat(live, state, beat, now):
+            for event in on_beat(live, state, beat, now):
                 state = apply(state, event, now)
             shown.append(shown_to(state, number, now))
     for content in shown[:5]:
@@ -489,11 +489,11 @@ class TestCause:
 
 def test_goodput_does_not_fall_after_the_end() -> None:
     state = run(num_nodes=2)
-    live = Live.after_start(state, 100.0)
+    live = Liveness.after_start(state, 100.0)
     for step in range(1, 101):
         now = 100.0 + step
         beat = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankReport(step=step, age=0.0)})
-        assert hear_beat(live, state, beat, now) == []
+        assert on_beat(live, state, beat, now) == []
     for number in (0, 1):
         leave = Leave(
             node_id=number, incarnation="a", round=1, outcome=Outcome.SUCCEEDED, reason="done"
@@ -515,7 +515,7 @@ def test_goodput_does_not_fall_after_the_end() -> None:
 def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
     state = run(num_nodes=2)
     silence = state.policy.heartbeat_timeout
-    live = Live.after_start(state, 100.0)
+    live = Liveness.after_start(state, 100.0)
     assert not is_over(live, state, 1e9)
     for number in (0, 1):
         leave = Leave(
@@ -523,7 +523,7 @@ def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
         )
         state = apply(state, leave, 200.0)
     assert not is_over(live, state, 200.0 + silence / 2)
-    hear(live, 1, "a", 201.0)  # it is told that the job has ended
+    on_message(live, 1, "a", 201.0)  # it is told that the job has ended
     assert not is_over(live, state, 200.5 + silence)
     assert is_over(live, state, 201.0 + silence)
 

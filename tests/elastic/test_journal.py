@@ -39,7 +39,7 @@ def after(number: int) -> Job:
 
 async def join(master: Master, number: int) -> None:
     shown: list[Instruction] = []
-    master.hear(
+    master.on_message(
         Session(number, shown.append, lambda: None),
         Join(
             name=f"host-{number}" + "x" * 5000,

@@ -15,11 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from remesh.cli import cli
+from remesh.elastic.agent_socket import MAX_SENDERS, RateLimit
 from remesh.elastic.client import Client
 from remesh.elastic.failures import FailureAction
 from remesh.elastic.job import Job, Policy
 from remesh.elastic.journal import Journal
-from remesh.elastic.live import ALIVE_SECONDS, hear
+from remesh.elastic.liveness import ALIVE_SECONDS, on_message
 from remesh.elastic.master import Master, Session
 from remesh.elastic.protocol import (
     Assignment,
@@ -34,7 +35,7 @@ from remesh.elastic.protocol import (
     TestResult,
 )
 from remesh.elastic.rendezvous import Change, Outcome, Settings
-from remesh.elastic.server import MAX_SENDERS, RateLimit, ServerOptions
+from remesh.elastic.server import ServerOptions
 from remesh.errors import MasterError, StorageError
 from tests.elastic.agents import SETTINGS, Clock, Served, SilentAgent, ask, serving
 from tests.waiting import wait_until
@@ -207,7 +208,7 @@ class TestNodesOfAMasterThatStoodStill:
                 max_restarts=0,
             )
             master.apply(request)
-            hear(master.live, number, f"{number}a", clock())
+            on_message(master.live, number, f"{number}a", clock())
         assert active_in(master) == {0, 1}
         return master
 
@@ -219,7 +220,7 @@ class TestNodesOfAMasterThatStoodStill:
             master.tick(late=59.75)
             assert active_in(master) == {0, 1}
             clock.now += 11
-            hear(master.live, 0, "0a", clock())
+            on_message(master.live, 0, "0a", clock())
             master.tick()
             assert active_in(master) == {0}
 
@@ -234,11 +235,11 @@ class TestNodesOfAMasterThatStoodStill:
         async def beat_both(master: Master) -> None:
             for number in (0, 1):
                 session = Session(number, lambda _: None, lambda: None)
-                master.hear(session, Beat(node_id=number, incarnation=f"{number}a", round=1))
+                master.on_message(session, Beat(node_id=number, incarnation=f"{number}a", round=1))
             await master.written()
             for number in (0, 1):
                 session = Session(number, lambda _: None, lambda: None)
-                master.hear(session, Beat(node_id=number, incarnation=f"{number}a", round=1))
+                master.on_message(session, Beat(node_id=number, incarnation=f"{number}a", round=1))
             master.tick()
 
         with closing(SlowJournal(":memory:")) as journal:

@@ -16,7 +16,7 @@ from remesh.elastic.job import (
     ProgressRecorded,
     apply,
 )
-from remesh.elastic.live import Live
+from remesh.elastic.liveness import Liveness
 from remesh.elastic.progress import (
     MAX_SAMPLES,
     RankProgress,
@@ -54,13 +54,13 @@ def job_of(num_nodes: int, num_processes: int = 8) -> Job:
     return job
 
 
-def seen(job: Job, live: Live, query: Query) -> Overview:
+def seen(job: Job, live: Liveness, query: Query) -> Overview:
     return overview_of(job, live, 2000.0, (), query)
 
 
 def test_a_job_of_a_thousand_nodes_has_a_small_overview() -> None:
     job = job_of(1000)
-    live = Live.after_start(job, 1000.0)
+    live = Liveness.after_start(job, 1000.0)
     live.round = 1
     live.ranks = {
         rank: RankProgress(step=9 if rank == 77 else 10, time=1999.0, step_seconds=1.0)
@@ -101,7 +101,7 @@ def test_a_job_of_a_thousand_nodes_has_a_small_overview() -> None:
 
 def test_nodes_are_found_by_what_they_show() -> None:
     job = apply(job_of(120, 1), NodeLost(node_id=77, incarnation="77a"), 1001.0)
-    live = Live.after_start(job, 1001.0)
+    live = Liveness.after_start(job, 1001.0)
 
     def found(find: str, page: int = 1) -> list[int]:
         return [node.id for node in seen(job, live, Query(find, page)).job.nodes]
@@ -147,7 +147,7 @@ def test_the_newest_checkpoints_are_remembered() -> None:
     for step in range(10, 1000, 10):
         job = apply(job, CheckpointSaved(step), 1000.0 + step)
     job = apply(job, CheckpointSaved(500), 3000.0)  # reported late
-    live = Live.after_start(job, 3000.0)
+    live = Liveness.after_start(job, 3000.0)
     saved = seen(job, live, Query()).checkpoints
     assert len(saved) == MAX_CHECKPOINTS
     assert (saved[0].step, saved[0].time) == (990, 1990.0)

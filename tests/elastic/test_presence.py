@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Job, NodeLost, Policy, apply
-from remesh.elastic.live import (
+from remesh.elastic.liveness import (
     BEAT_SECONDS,
     CONFIRM_SECONDS,
-    Live,
+    Liveness,
     Presence,
     events_of_time,
-    hear_beat,
-    hear_failures,
+    on_beat,
+    on_failures,
 )
 from remesh.elastic.protocol import Beat, Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
@@ -30,8 +30,8 @@ LATE = BEAT_SECONDS + CONFIRM_SECONDS
 
 def test_a_death_is_confirmed_when_the_next_heartbeat_is_overdue() -> None:
     presence = Presence()
-    presence.hear(1, "a", 0.0)
-    presence.hear(2, "a", 0.5, pause=0.2)
+    presence.on_message(1, "a", 0.0)
+    presence.on_message(2, "a", 0.5, pause=0.2)
     presence.close(1, "a", 0.6, by_peer=True)
     assert not presence.is_dead("a", 99.0)  # it has another session
     presence.close(2, "a", 100.0, by_peer=True)
@@ -48,16 +48,16 @@ def test_a_restart_of_the_master_is_no_death() -> None:
 
 def test_a_suspected_agent_is_dead_if_processes_of_its_world_have_lost_a_peer() -> None:
     presence = Presence()
-    presence.hear(1, "a", 0.0)
-    presence.hear(2, "b", 0.0)
-    presence.hear(3, "c", 0.0)
+    presence.on_message(1, "a", 0.0)
+    presence.on_message(2, "b", 0.0)
+    presence.on_message(3, "c", 0.0)
     presence.close(1, "a", 0.1, by_peer=True)
     presence.close(2, "b", 0.1, by_peer=False)
     dead = [name for name in "abc" if presence.is_dead(name, 0.1, lost_peer=True)]
     assert dead == ["a"]
 
 
-def _world_of_two() -> tuple[Job, Live]:
+def _world_of_two() -> tuple[Job, Liveness]:
     """A job that trains on two nodes, which have a session each, of the same number."""
     job = Job(policy=Policy(heartbeat_timeout=100.0))
     settings = Settings(min_nodes=1, max_nodes=2)
@@ -72,9 +72,9 @@ def _world_of_two() -> tuple[Job, Live]:
             settings=settings,
         )
         job = apply(job, join, 0.0)
-    live = Live.after_start(job, 0.0)
+    live = Liveness.after_start(job, 0.0)
     for node in (0, 1):
-        live.presence.hear(node, str(node), 0.0)
+        live.presence.on_message(node, str(node), 0.0)
     return job, live
 
 
@@ -101,20 +101,20 @@ def test_a_lost_peer_is_that_of_the_ended_session(how: str) -> None:
     def says(round_of_node: int, *, lost_peer: bool) -> None:
         if how == "goes on":
             beat = Beat(node_id=0, incarnation="0", round=round_of_node, lost_peer=lost_peer)
-            hear_beat(live, job, beat, 1.0)
+            on_beat(live, job, beat, 1.0)
         else:
             text = "Connection reset by peer" if lost_peer else "ValueError"
-            hear_failures(live, job, _fails(text, round_of_node))
+            on_failures(live, job, _fails(text, round_of_node))
 
     live.presence.close(1, "1", 1.0, by_peer=True)
     says(this_round - 1, lost_peer=True)  # of another world
     says(this_round, lost_peer=False)
-    hear_failures(live, job, _fails("", this_round, exit_code=-signal.SIGTERM))  # it was stopped
+    on_failures(live, job, _fails("", this_round, exit_code=-signal.SIGTERM))  # it was stopped
     assert events_of_time(live, job, 1.0) == []
     says(this_round, lost_peer=True)
     lost = NodeLost(node_id=1, incarnation="1", is_closed=True)
     assert events_of_time(live, job, 1.0) == [lost]
-    live.presence.hear(7, "1", 1.0)  # it lives and has connected again
+    live.presence.on_message(7, "1", 1.0)  # it lives and has connected again
     assert events_of_time(live, job, 1.0) == []
 
 
@@ -147,7 +147,7 @@ class Agents(RuleBasedStateMachine):
             self.number += 1
             number = self.session[name] = self.number
         self.spoke[name] = self.now
-        self.presence.hear(number, name, self.now, BEAT_SECONDS)
+        self.presence.on_message(number, name, self.now, BEAT_SECONDS)
 
     def _close(self, name: str, *, by_peer: bool) -> None:
         number = self.session[name]

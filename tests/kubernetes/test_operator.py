@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from remesh.elastic.job import Job as ElasticJob
 from remesh.elastic.job import Policy
-from remesh.elastic.live import Live
+from remesh.elastic.liveness import Liveness
 from remesh.elastic.status import RoundFailures, status_of
 from remesh.errors import ClusterError
 from remesh.kubernetes import operator
@@ -180,7 +180,7 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reas
 )
 def test_an_answer_with_numbers_that_cannot_be_is_not_used(changes: dict[str, Any]) -> None:
     elastic = ElasticJob(policy=Policy())
-    said = status_of(elastic, Live.after_start(elastic, 0.0), 0.0)
+    said = status_of(elastic, Liveness.after_start(elastic, 0.0), 0.0)
     assert seen_of_master(said, 0, START).training.step is None
     with pytest.raises(ClusterError, match="the master's answer is not used"):
         seen_of_master(msgspec.structs.replace(said, **changes), 0, START)

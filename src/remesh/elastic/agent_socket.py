@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from itertools import count
-from typing import Protocol
 
 import msgspec
 from aiohttp import WSMsgType, web
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Larger messages are refused."""
+BURST_SECONDS = 5.0
+"""A sender that was silent may send the requests of so many seconds at once."""
+MAX_SENDERS = 10_000
+"""Senders after which those that are silent are forgotten."""
 TOO_MANY_PAUSE = 0.5
 """Seconds for which an agent that has sent too much is not read."""
 
@@ -31,17 +36,40 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 _numbers = count()
 
 
-class Limit(Protocol):
-    """Limits the messages of each sender."""
+class RateLimit:
+    """A bucket of requests for each sender, filled at a steady rate.
+
+    It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+        self._most = MAX_SENDERS
 
     def allows(self, sender: str) -> bool:
-        """True if a message of a sender is taken now."""
+        """True if a request that a sender makes now is answered."""
+        now, most = self._clock(), self._per_second * BURST_SECONDS
+        if len(self._buckets) >= self._most:
+            # A sender that was silent for so long has a full bucket again, as an unknown one.
+            self._buckets = {
+                other: (left, at)
+                for other, (left, at) in self._buckets.items()
+                if now - at < BURST_SECONDS
+            }
+            self._most = max(MAX_SENDERS, 2 * len(self._buckets))
+        left, at = self._buckets.get(sender, (most, now))
+        left = min(left + (now - at) * self._per_second, most)
+        allowed = left >= 1
+        self._buckets[sender] = (left - allowed, now)
+        return allowed
 
 
 class AgentSocket:
     """The session of one agent."""
 
-    def __init__(self, master: Master, limit: Limit) -> None:
+    def __init__(self, master: Master, limit: RateLimit) -> None:
         self._master = master
         self._limit = limit
         self._socket = web.WebSocketResponse(
@@ -90,7 +118,7 @@ class AgentSocket:
         self._master.num_messages += 1
         if not self._limit.allows(message.incarnation):
             await asyncio.sleep(TOO_MANY_PAUSE)
-        self._master.hear(self._session, message)
+        self._master.on_message(self._session, message)
 
     def _refuse(self, problem: Problem) -> None:
         self._give(problem)

@@ -2,8 +2,8 @@
 
 `apply` takes a job, an event and the time, and returns the job after it, which the journal keeps.
 Most events are messages of agents, applied as they came: a `Join` with the id and the name that the
-master has given to the node. What changes with every heartbeat is in `remesh.elastic.live`, and the
-master makes an event of it when a node is lost, a checkpoint is saved, or the job hangs.
+master has given to the node. What changes with every heartbeat is in `remesh.elastic.liveness`, and
+the master makes an event of it when a node is lost, a checkpoint is saved, or the job hangs.
 `content_of` is the other direction: what a node has to do, as follows from the job and the time.
 
 A world that the rendezvous has formed may have to be *checked* before its processes start: its

@@ -1,11 +1,11 @@
-"""The master: it hears what agents say, and shows each what it has to do.
+"""The master: it takes what agents say, and shows each what it has to do.
 
-`hear` takes a message into a session. A message that is an event is applied to the job; messages
-that come together share one write of the journal. What a node has to do follows from the job as the
-journal has it (`job.content_of`). That is looked at after each message of the node that is no
-heartbeat, and for all nodes when the job has changed in what concerns them all. A session gets an
-instruction only if its content is another one than before. While the journal cannot be written (the
-disk is full, say) the master goes on, reports it, and tries again every second.
+`on_message` takes a message of a session. A message that is an event is applied to the job;
+messages that come together share one write of the journal. What a node has to do follows from the
+job as the journal has it (`job.content_of`). That is looked at after each message of the node that
+is no heartbeat, and for all nodes when the job has changed in what concerns them all. A session
+gets an instruction only if its content is another one than before. While the journal cannot be
+written (the disk is full, say) the master goes on, reports it, and tries again every second.
 
 Time is the wall clock's when the master starts, and steady from then on: setting the clock does
 not make nodes look dead. All state is in this object and its journal. Neither torch nor a GPU is
@@ -42,17 +42,17 @@ from remesh.elastic.job import (
     failure_record,
 )
 from remesh.elastic.journal import Journal
-from remesh.elastic.live import (
-    Live,
+from remesh.elastic.liveness import (
+    Liveness,
     events_of_time,
     extend_deadlines,
     has_living_agent,
-    hear,
-    hear_beat,
-    hear_failures,
-    hear_stacks,
     is_over,
     long_pause,
+    on_beat,
+    on_failures,
+    on_message,
+    on_stacks,
 )
 from remesh.elastic.protocol import (
     Beat,
@@ -135,7 +135,7 @@ class Master:
         self._journal_failure: _JournalFailure | None = None
         self._is_pausing = False  # whether it was logged that no steps are made
         self.clock = SteadyClock(last) if clock is None else clock
-        self.live = Live.after_start(self.job, self.clock())
+        self.live = Liveness.after_start(self.job, self.clock())
         self._given = self.job  # the job that was last given to the journal
         self._durable = self.job  # the job that the journal has; instructions follow from it
         self._assignments = assignments_of(self._durable)
@@ -293,7 +293,7 @@ class Master:
         for session in list(self._sessions.values()):
             self._show(session)
 
-    def hear(self, session: Session, message: Message) -> None:
+    def on_message(self, session: Session, message: Message) -> None:
         """Take a message of an agent; one that is heard a second time has no further effect.
 
         Raises:
@@ -301,7 +301,7 @@ class Master:
         """
         now, job = self.clock(), self.job
         pause = message.pause if isinstance(message, Beat) else None
-        self.live.presence.hear(session.number, message.incarnation, now, pause)
+        self.live.presence.on_message(session.number, message.incarnation, now, pause)
         sender = session.sender
         if isinstance(message, Join):
             message = self._identify(message)
@@ -311,7 +311,7 @@ class Master:
             round_of_node = message.round
         node_id = message.node_id
         assert node_id is not None
-        hear(self.live, node_id, message.incarnation, now)
+        on_message(self.live, node_id, message.incarnation, now)
         is_new = sender is None or (sender["node_id"], sender["round"]) != (node_id, round_of_node)
         if is_new:
             session.sender = Sender(
@@ -320,12 +320,12 @@ class Master:
             self._sessions[message.incarnation] = session
         match message:
             case Beat():
-                for event in hear_beat(self.live, job, message, now):
+                for event in on_beat(self.live, job, message, now):
                     self.apply(event)
             case ReportStacks():
-                hear_stacks(self.live, job, message)
+                on_stacks(self.live, job, message)
             case ReportFailures():
-                hear_failures(self.live, job, message)
+                on_failures(self.live, job, message)
                 session.failed = message.round
                 self.apply(message)
             case _:

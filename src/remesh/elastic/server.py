@@ -33,7 +33,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from remesh.elastic import agent_socket
-from remesh.elastic.agent_socket import AgentSocket
+from remesh.elastic.agent_socket import AgentSocket, RateLimit
 from remesh.elastic.master import Master
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
 from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, RequestCheck
@@ -41,10 +41,6 @@ from remesh.elastic.status import Query, Status, overview_of, status_of
 
 log = logging.getLogger(__name__)
 
-BURST_SECONDS = 5.0
-"""A sender that was silent may send the requests of so many seconds at once."""
-MAX_SENDERS = 10_000
-"""Senders after which those that are silent are forgotten."""
 REQUEST_SECONDS = 10.0
 """Time for a connection's first request, TLS included, and for the body of each."""
 IDLE_SECONDS = 75.0
@@ -127,36 +123,6 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
     return web.Response(
         body=_encode(body), status=status, content_type="application/json", headers=headers
     )
-
-
-class RateLimit:
-    """A bucket of requests for each sender, filled at a steady rate.
-
-    It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
-    """
-
-    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_second = per_second
-        self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}
-        self._most = MAX_SENDERS
-
-    def allows(self, sender: str) -> bool:
-        """True if a request that a sender makes now is answered."""
-        now, most = self._clock(), self._per_second * BURST_SECONDS
-        if len(self._buckets) >= self._most:
-            # A sender that was silent for so long has a full bucket again, as an unknown one.
-            self._buckets = {
-                other: (left, at)
-                for other, (left, at) in self._buckets.items()
-                if now - at < BURST_SECONDS
-            }
-            self._most = max(MAX_SENDERS, 2 * len(self._buckets))
-        left, at = self._buckets.get(sender, (most, now))
-        left = min(left + (now - at) * self._per_second, most)
-        allowed = left >= 1
-        self._buckets[sender] = (left - allowed, now)
-        return allowed
 
 
 def is_trusted(given: str, token: str) -> bool:

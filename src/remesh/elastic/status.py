@@ -25,7 +25,7 @@ from remesh.elastic.job import (
     num_ranks,
     restart_budget,
 )
-from remesh.elastic.live import Live
+from remesh.elastic.liveness import Liveness
 from remesh.elastic.rendezvous import exclusion_of
 
 __all__ = ["FailureStatus", "NodeStatus", "RankStatus", "RoundFailures", "Status"]
@@ -187,7 +187,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 def status_of(
     job: Job,
-    live: Live,
+    live: Liveness,
     now: float,
     warnings: tuple[str, ...] = (),
     shown: tuple[Survey, Sequence[int], Sequence[int]] | None = None,
@@ -231,7 +231,7 @@ def status_of(
     )
 
 
-def _trains(job: Job, live: Live) -> bool:
+def _trains(job: Job, live: Liveness) -> bool:
     """True if what is known of the steps is of the round that runs."""
     nodes = job.rendezvous
     return job.ended is None and nodes is not None and live.round == nodes.round
@@ -261,7 +261,7 @@ class Survey:
     slow: Mapping[int, float]  # ranks that are slow, and how many times the median their steps take
     behind: frozenset[int]  # ranks that have finished fewer steps than others
 
-    def ranks(self, live: Live) -> list[int]:
+    def ranks(self, live: Liveness) -> list[int]:
         """All ranks that report steps, those in trouble first."""
         troubled = self.slow.keys() | self.behind
 
@@ -272,7 +272,7 @@ class Survey:
         return [*sorted(troubled, key=trouble), *others]
 
 
-def survey_of(job: Job, live: Live) -> Survey:
+def survey_of(job: Job, live: Liveness) -> Survey:
     """The survey of a job."""
     behind = frozenset(progress.lagging_ranks(live.ranks))
     return Survey(_states(job), progress.slow_ranks(live.ranks), behind)
@@ -302,7 +302,7 @@ def _most_troubled(survey: Survey) -> list[int]:
 
 
 def _node_rows(
-    job: Job, live: Live, now: float, survey: Survey, ids: Iterable[int]
+    job: Job, live: Liveness, now: float, survey: Survey, ids: Iterable[int]
 ) -> Iterator[NodeStatus]:
     nodes = job.rendezvous
     if nodes is None:
@@ -335,7 +335,7 @@ def _node_rows(
 
 
 def _rank_rows(
-    live: Live, now: float, survey: Survey, ranks: Iterable[int]
+    live: Liveness, now: float, survey: Survey, ranks: Iterable[int]
 ) -> Iterator[RankStatus]:
     for rank in ranks:
         heard = live.ranks[rank]
@@ -349,7 +349,7 @@ def _rank_rows(
         )
 
 
-def _stacks(live: Live) -> dict[int, str]:
+def _stacks(live: Liveness) -> dict[int, str]:
     """The stacks of the first ranks, as many as fit."""
     shown, size = {}, 0
     for rank, text in sorted(live.stacks.items()):
@@ -426,7 +426,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def overview_of(
-    job: Job, live: Live, now: float, warnings: tuple[str, ...], query: Query
+    job: Job, live: Liveness, now: float, warnings: tuple[str, ...], query: Query
 ) -> Overview:
     """The overview of a job."""
     survey = survey_of(job, live)
@@ -457,14 +457,14 @@ def overview_of(
     )
 
 
-def _present(job: Job, live: Live, now: float) -> list[progress.Sample]:
+def _present(job: Job, live: Liveness, now: float) -> list[progress.Sample]:
     """A sample of now, of a job that runs."""
     if job.rendezvous is None or job.ended is not None:
         return []
     return [progress.sample(live.progress, num_ranks(job.rendezvous), now)]
 
 
-def _found(job: Job, live: Live, now: float, survey: Survey, find: str) -> list[int]:
+def _found(job: Job, live: Liveness, now: float, survey: Survey, find: str) -> list[int]:
     """The nodes that show all of some words."""
     words = find.casefold().split()
     if not words:

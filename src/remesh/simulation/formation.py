@@ -27,7 +27,7 @@ from remesh.elastic.job import (
     assignments_of,
     content_of,
 )
-from remesh.elastic.live import Live, events_of_time, hear, hear_beat
+from remesh.elastic.liveness import Liveness, events_of_time, on_beat, on_message
 from remesh.elastic.master import TICK_SECONDS
 from remesh.elastic.protocol import (
     HEARTBEAT_TIMEOUT,
@@ -128,7 +128,7 @@ class _Play:
         self.noticed: float | None = None
         self.leaving: set[int] = set()
         self.is_saving = False
-        self.live = Live.after_start(job, _EPOCH)
+        self.live = Liveness.after_start(job, _EPOCH)
         self.assignments = assignments_of(job)
         assert job.rendezvous is not None
         self.round = job.rendezvous.round
@@ -143,7 +143,7 @@ class _Play:
         assert nodes is not None
         for node in (*sorted(nodes.active), *sorted(nodes.ready)):
             before = self.rng.uniform(0.0, BEAT_SECONDS)
-            hear(self.live, node, str(node), _EPOCH - before)
+            on_message(self.live, node, str(node), _EPOCH - before)
             if node not in lost:
                 self.later(BEAT_SECONDS - before, functools.partial(self._beat, node))
         self.later(self.rng.uniform(0.0, TICK_SECONDS), self._tick)
@@ -161,7 +161,7 @@ class _Play:
 
     def join(self, node: int) -> None:
         self._apply(_join(self.cluster, node, self.round if node in self.leaving else 0))
-        hear(self.live, node, str(node), self.now + _EPOCH)
+        on_message(self.live, node, str(node), self.now + _EPOCH)
 
     def fail(self, node: int) -> None:
         """The agent of a node finds that a process has died."""
@@ -199,9 +199,9 @@ class _Play:
     def _hear(self, node: int) -> None:
         """A heartbeat reaches the master, and the node the newest instruction."""
         now = self.now + _EPOCH
-        hear(self.live, node, str(node), now)
+        on_message(self.live, node, str(node), now)
         sender = Sender(node_id=node, incarnation=str(node), round=self.round)
-        for event in hear_beat(self.live, self.job, Beat(**sender), now):
+        for event in on_beat(self.live, self.job, Beat(**sender), now):
             self._apply(event)
         nodes = self.job.rendezvous
         assert nodes is not None

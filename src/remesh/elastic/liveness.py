@@ -79,7 +79,9 @@ class Presence:
     _agents: dict[str, _Agent] = field(default_factory=dict)
     _suspects: set[str] = field(default_factory=set)
 
-    def hear(self, session: int, incarnation: str, now: float, pause: float | None = None) -> None:
+    def on_message(
+        self, session: int, incarnation: str, now: float, pause: float | None = None
+    ) -> None:
         """A message of an agent has come."""
         agent = self._agents.get(incarnation)
         if agent is None:
@@ -131,7 +133,7 @@ class Presence:
 
 
 @dataclass(slots=True)
-class Live:
+class Liveness:
     """The nodes as they are known now."""
 
     heard: dict[int, tuple[str, float]]  # incarnation and time of the last message, by node id
@@ -153,7 +155,7 @@ class Live:
     look_at: float = 0.0  # when a node may be silent for too long, at the earliest
 
     @classmethod
-    def after_start(cls, job: Job, now: float) -> Live:
+    def after_start(cls, job: Job, now: float) -> Liveness:
         """At the start of a master: the nodes of the job count as just heard."""
         nodes = job.rendezvous
         known = {} if nodes is None else {node.id: node for node in nodes.world} | dict(nodes.ready)
@@ -171,12 +173,12 @@ def _num_ranks(nodes: Rendezvous) -> int:
     return sum(node.num_processes for node in nodes.world)
 
 
-def hear(live: Live, node_id: int, incarnation: str, now: float) -> None:
+def on_message(live: Liveness, node_id: int, incarnation: str, now: float) -> None:
     """Record a message of a node."""
     live.heard[node_id] = (incarnation, now)
 
 
-def is_over(live: Live, job: Job, now: float) -> bool:
+def is_over(live: Liveness, job: Job, now: float) -> bool:
     """True if the job has ended and its agents have stopped sending.
 
     An agent that has sent nothing for the heartbeat timeout has ended, or is lost.
@@ -188,7 +190,7 @@ def is_over(live: Live, job: Job, now: float) -> bool:
 
 
 def has_living_agent(
-    live: Live, job: Job, node_id: int, incarnation: str, now: float
+    live: Liveness, job: Job, node_id: int, incarnation: str, now: float
 ) -> bool | None:
     """True if another agent than the given one holds a node id and is alive.
 
@@ -215,7 +217,7 @@ def has_living_agent(
     return True if at > since else None
 
 
-def extend_deadlines(live: Live, seconds: float) -> None:
+def extend_deadlines(live: Liveness, seconds: float) -> None:
     """Do not count seconds in which the master itself was stopped and received nothing."""
     live.heard = {
         node_id: (incarnation, at + seconds) for node_id, (incarnation, at) in live.heard.items()
@@ -224,7 +226,7 @@ def extend_deadlines(live: Live, seconds: float) -> None:
     live.progress = msgspec.structs.replace(live.progress, moved=live.progress.moved + seconds)
 
 
-def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
+def on_beat(live: Liveness, job: Job, beat: Beat, now: float) -> list[Event]:
     """Record how far the ranks of a node are; the events that follow."""
     nodes = job.rendezvous
     if nodes is None or beat.round != nodes.round or beat.node_id not in nodes.active:
@@ -262,21 +264,21 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
     return events[-1:]
 
 
-def hear_failures(live: Live, job: Job, request: ReportFailures) -> None:
+def on_failures(live: Liveness, job: Job, request: ReportFailures) -> None:
     """Record whether the processes of a node failed because they lost a peer."""
     kinds = [classify(failure, job.policy.patterns) for failure in request.failures]
     if Kind.COLLATERAL in kinds:
         live.broken_round = max(live.broken_round, request.round)
 
 
-def hear_stacks(live: Live, job: Job, request: ReportStacks) -> None:
+def on_stacks(live: Liveness, job: Job, request: ReportStacks) -> None:
     """Record the stacks of a node, if they belong to the last hang."""
     if request.dump == job.dump:
         live.stacks.update(request.stacks)
         live.answered.add(request.node_id)
 
 
-def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
+def events_of_time(live: Liveness, job: Job, now: float) -> list[Event]:
     """The events that the passing of time causes."""
     nodes = job.rendezvous
     if nodes is None:
@@ -293,7 +295,7 @@ def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
     return events
 
 
-def _lost_nodes(live: Live, nodes: Rendezvous, limit: float, now: float) -> list[Event]:
+def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> list[Event]:
     """The nodes that are lost; all are looked at only if one of them can be."""
     lost_peer = live.broken_round == nodes.round
     has_died = live.presence.finds_dead(now, lost_peer=lost_peer)
@@ -322,7 +324,7 @@ def _lost_nodes(live: Live, nodes: Rendezvous, limit: float, now: float) -> list
     return events
 
 
-def _hang_events(live: Live, job: Job, now: float) -> list[Event]:
+def _hang_events(live: Liveness, job: Job, now: float) -> list[Event]:
     nodes = job.rendezvous
     assert nodes is not None
     if job.hanging is not None:
@@ -338,14 +340,14 @@ def _hang_events(live: Live, job: Job, now: float) -> list[Event]:
     return []
 
 
-def _pause_text(live: Live, now: float) -> str:
+def _pause_text(live: Liveness, now: float) -> str:
     silent = now - live.progress.moved
     lagging = lagging_ranks(live.ranks)
     behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
     return f"no rank has finished a step for {silent:.0f} s{behind}"
 
 
-def long_pause(live: Live, job: Job, now: float) -> str:
+def long_pause(live: Liveness, job: Job, now: float) -> str:
     """That the job makes no steps, for longer than usual and without a reason; empty otherwise."""
     nodes = job.rendezvous
     if nodes is None or live.round != nodes.round or nodes.broken is not None:
