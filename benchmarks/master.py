@@ -169,7 +169,7 @@ async def measure(url: str, pid: int, num_nodes: int, seconds: float) -> dict[st
         beaten = usage_of(pid)
         status, page = [
             await asyncio.to_thread(size_of, f"{url}/v{PROTOCOL_VERSION}/{name}")
-            for name in ("status", "overview")
+            for name in ("status", "status?nodes=1")
         ]
         shown = usage_of(pid)
         again = await nodes.rendezvous()

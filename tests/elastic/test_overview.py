@@ -27,7 +27,7 @@ from remesh.elastic.progress import (
 )
 from remesh.elastic.protocol import Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
-from remesh.elastic.status import MAX_ROWS, PAGE_ROWS, Overview, Query, overview_of, status_of
+from remesh.elastic.status import MAX_ROWS, PAGE_ROWS, Query, Status, status_of
 
 MAX_BYTES = 300_000
 
@@ -54,8 +54,8 @@ def job_of(num_nodes: int, num_processes: int = 8) -> Job:
     return job
 
 
-def seen(job: Job, live: Liveness, query: Query) -> Overview:
-    return overview_of(job, live, 2000.0, (), query)
+def seen(job: Job, live: Liveness, query: Query) -> Status:
+    return status_of(job, live, 2000.0, (), query)
 
 
 def test_a_job_of_a_thousand_nodes_has_a_small_overview() -> None:
@@ -91,12 +91,16 @@ def test_a_job_of_a_thousand_nodes_has_a_small_overview() -> None:
     assert {4321, 77} < {rank.rank for rank in status.ranks}
     assert (len(status.ranks), status.num_ranks) == (MAX_ROWS, 8000)
     assert (len(status.nodes), status.nodes_by_state["active"]) == (1000, 1000)
-    assert shown.nodes.num_found == 1000
-    assert len(shown.job.nodes) == len(shown.job.ranks) == PAGE_ROWS
+    assert shown.nodes_part.num_found == 1000
+    assert len(shown.nodes) == len(shown.ranks) == PAGE_ROWS
     # Ranks in trouble come first.
-    assert [rank.rank for rank in shown.job.ranks[:3]] == [4321, 77, 0]
+    assert [rank.rank for rank in shown.ranks[:3]] == [4321, 77, 0]
     assert (shown.num_slow, shown.num_behind, shown.num_stacks) == (1, 1, 8000)
-    assert shown.more_failures == (235,)
+    (failed,) = shown.failures
+    assert (len(failed.failures), failed.num_more) == (5, 235)
+    assert {len(one.message) for one in failed.failures} == {4000}
+    (failed,) = status.failures
+    assert (len(failed.failures), failed.num_more) == (240, 0)
 
 
 def test_nodes_are_found_by_what_they_show() -> None:
@@ -104,7 +108,7 @@ def test_nodes_are_found_by_what_they_show() -> None:
     live = Liveness.after_start(job, 1001.0)
 
     def found(find: str, page: int = 1) -> list[int]:
-        return [node.id for node in seen(job, live, Query(find, page)).job.nodes]
+        return [node.id for node in seen(job, live, Query(find, page)).nodes]
 
     assert found("gone") == [77]
     assert found("HOST-77 gone") == [77]
@@ -112,7 +116,7 @@ def test_nodes_are_found_by_what_they_show() -> None:
     assert found("10.0.0.11") == [11, *range(110, 120)]
     assert found("", 3) == [*range(100, 120)]
     assert found("", 9) == found("", 3)  # there are no more pages
-    assert seen(job, live, Query()).job.nodes_by_state["gone"] == 1
+    assert seen(job, live, Query()).nodes_by_state["gone"] == 1
 
 
 def test_a_trend_covers_the_whole_job_with_few_samples() -> None:

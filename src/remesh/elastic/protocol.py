@@ -12,9 +12,9 @@ session, closed by the agent after its last message, says that the master has th
 message that cannot be accepted ends the session with a `Problem`.
 
 HTTP is for people and other programs: `GET /v<version>/status` returns a
-`remesh.elastic.status.Status`, `GET /v<version>/overview` the part of it that the page shows, a
-`remesh.elastic.status.Overview`, and `POST /v<version>/check` takes a `RequestCheck`. A reply with
-an HTTP status of 400 or above is a `Problem`.
+`remesh.elastic.status.Status`, or with a query the part of it that the page shows, and `POST
+/v<version>/check` takes a `RequestCheck`. A reply with an HTTP status of 400 or above is a
+`Problem`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from remesh.elastic.agent_socket import AgentSocket, RateLimit
 from remesh.elastic.master import Master
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
 from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, RequestCheck
-from remesh.elastic.status import Query, Status, overview_of, status_of
+from remesh.elastic.status import Query, Status, status_of
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,6 @@ class Server:
         prefix = f"/v{PROTOCOL_VERSION}"
         app.router.add_get(f"{prefix}/session", self._session, name="session")
         app.router.add_get(f"{prefix}/status", self._status)
-        app.router.add_get(f"{prefix}/overview", self._overview)
         app.router.add_post(f"{prefix}/check", self._check)
         app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_other)
         app.router.add_get("/metrics", self._metrics)
@@ -204,21 +203,16 @@ class Server:
         for agent in list(self._sockets):
             agent.end()
 
-    def _seen(self) -> Status:
+    def _seen(self, query: Query | None = None) -> Status:
         master = self._master
-        return status_of(master.job, master.live, master.clock(), master.warnings)
+        return status_of(master.job, master.live, master.clock(), master.warnings, query)
 
-    async def _status(self, _request: web.Request) -> web.StreamResponse:
-        return _reply(self._seen())
-
-    async def _overview(self, request: web.Request) -> web.StreamResponse:
+    async def _status(self, request: web.Request) -> web.StreamResponse:
         try:
             query = msgspec.convert(dict(request.query), Query, strict=False)
         except msgspec.ValidationError as error:
-            return _reply(Problem(f"overview: {error}"), 400)
-        master = self._master
-        seen = overview_of(master.job, master.live, master.clock(), master.warnings, query)
-        return _reply(seen)
+            return _reply(Problem(f"status: {error}"), 400)
+        return _reply(self._seen(query if request.query else None))
 
     async def _check(self, request: web.Request) -> web.StreamResponse:
         # Browsers send this type across sites only if they are allowed to, which they are not.

@@ -1,12 +1,14 @@
 """The status of a job, which `remesh status`, the page and the metrics show.
 
 A job of a thousand nodes has some megabytes of status, and a page asks for it every second. So the
-page gets an overview: one page of the nodes that match a filter, and one page of the ranks, those
-in trouble first; the others are counted. Of failures, stacks and history it has what is newest.
+page asks with a `Query`: it gets one page of the nodes that match a filter, and one page of the
+ranks, those in trouble first; the others are counted. Of failures, stacks and history it gets what
+is newest.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,20 +38,22 @@ MAX_STACKS_SIZE = 8 << 20
 """Characters of the stacks of a status."""
 PAGE_ROWS = 50
 """Nodes, or ranks, on a page."""
-MAX_ROUNDS = 10
-"""Rounds with failures that an overview shows."""
-MAX_FAILURES = 5
-"""Failures of a round that are shown."""
-MAX_STACKS = 10
-"""Ranks whose stacks are shown."""
-MAX_LINES = 100
-"""Lines of history that are shown."""
-MAX_LINE = 500
-"""Characters of such a line."""
-MAX_TEXT = 4000
-"""Characters of a message, a log or a stack."""
-
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How much of long lists and texts is shown."""
+
+    rounds: int = sys.maxsize  # rounds with failures
+    failures: int = sys.maxsize  # of each of them
+    stacks: int = sys.maxsize  # ranks
+    lines: int = sys.maxsize  # of the history
+    line: int = sys.maxsize  # characters of each of them
+    text: int = sys.maxsize  # characters of a message, a log or a stack
+
+
+OF_A_PAGE = _Limits(rounds=10, failures=5, stacks=10, lines=100, line=500, text=4000)
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +127,34 @@ class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
     processes does; otherwise empty."""
     failures: tuple[FailureStatus, ...]
     """The processes that failed, the likeliest root cause first."""
+    num_more: int = 0
+    """Processes that failed and are not shown."""
+
+    __repr__ = short_repr
+
+
+class Query(msgspec.Struct, frozen=True):
+    """The query of a page."""
+
+    find: str = ""  # words that a node shows, in its id, name, address, state or check
+    nodes: int = 1  # which page of them; the first is 1
+    ranks: int = 1  # which page of the ranks
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a list that is shown."""
+
+    page: int
+    """Number of the page."""
+    num_pages: int
+    """Pages that there are."""
+    num_found: int
+    """Rows on all of them."""
+
+    @classmethod
+    def whole(cls, num_found: int) -> Part:
+        """A list that is no part of another."""
+        return cls(page=1, num_pages=1, num_found=num_found)
 
     __repr__ = short_repr
 
@@ -179,8 +211,22 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     that has ended."""
     nodes_by_state: dict[str, int] = {}
     """How many nodes there are in each state."""
+    nodes_part: Part
+    """Which part of the nodes `nodes` is."""
+    ranks_part: Part
+    """Which part of the ranks that report steps `ranks` is."""
     num_ranks: int = 0
     """How many there are."""
+    num_slow: int = 0
+    """Ranks that are slow."""
+    num_behind: int = 0
+    """Ranks that have finished fewer steps than others."""
+    num_stacks: int = 0
+    """Ranks that have sent their stacks."""
+    trend: tuple[progress.Sample, ...] = ()
+    """How the training went, oldest first; the last sample is of now."""
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    """The newest checkpoints, newest first."""
 
     __repr__ = short_repr
 
@@ -190,25 +236,27 @@ def status_of(
     live: Liveness,
     now: float,
     warnings: tuple[str, ...] = (),
-    shown: tuple[Survey, Sequence[int], Sequence[int]] | None = None,
+    query: Query | None = None,
 ) -> Status:
-    """The status of a job.
-
-    `shown` is a survey, and the nodes and the ranks of it that are shown; by default `MAX_ROWS` of
-    each, those in trouble first.
-    """
-    nodes = job.rendezvous
+    """The status of a job, as a page shows it if there is a query."""
+    nodes, limits = job.rendezvous, _Limits() if query is None else OF_A_PAGE
     phase, reason = phase_of(job)
-    if shown is None:
-        survey = survey_of(job, live)
-        shown = survey, _most_troubled(survey), sorted(survey.ranks(live)[:MAX_ROWS])
-    survey, shown_nodes, shown_ranks = shown
+    survey = survey_of(job, live)
+    shown_nodes: Sequence[int]
+    shown_ranks: Sequence[int]
+    if query is None:
+        shown_nodes, nodes_part = _most_troubled(survey), Part.whole(len(survey.states))
+        shown_ranks = sorted(survey.ranks(live)[:MAX_ROWS])
+        ranks_part = Part.whole(len(live.ranks))
+    else:
+        shown_nodes, nodes_part = _page(_found(job, live, now, survey, query.find), query.nodes)
+        shown_ranks, ranks_part = _page(survey.ranks(live), query.ranks)
     return Status(
         time=now,
         began=job.began,
         ended=job.ended,
         phase=phase,
-        reason=reason,
+        reason=reason[: limits.text],
         round=0 if nodes is None else nodes.round,
         num_restarts=0 if nodes is None else max(nodes.round - 1, 0),
         min_nodes=0 if nodes is None else nodes.settings.min_nodes,
@@ -218,15 +266,25 @@ def status_of(
         restart_budget="" if nodes is None else restart_budget(job),
         nodes=tuple(_node_rows(job, live, now, survey, shown_nodes)),
         nodes_by_state=dict(Counter(survey.states.values()).most_common()),
+        nodes_part=nodes_part,
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
         step_age=progress.pause_of(live.progress, now) if _trains(job, live) else None,
         saved_step=job.saved_step,
         ranks=tuple(_rank_rows(live, now, survey, shown_ranks)),
+        ranks_part=ranks_part,
         num_ranks=len(live.ranks),
-        failures=_failures(job),
-        stacks=_stacks(live),
-        history=tuple(reversed(job.history)),
+        num_slow=len(survey.slow),
+        num_behind=len(survey.behind),
+        failures=_failures(job, limits),
+        stacks=_stacks(live, limits),
+        num_stacks=len(live.stacks),
+        history=tuple(
+            HistoryLine(line.time, line.text[: limits.line])
+            for line in job.history[: -limits.lines - 1 : -1]
+        ),
+        trend=(*job.trend.samples, *_present(job, live, now)),
+        checkpoints=job.checkpoints[::-1],
         warnings=warnings,
     )
 
@@ -349,10 +407,11 @@ def _rank_rows(
         )
 
 
-def _stacks(live: Liveness) -> dict[int, str]:
+def _stacks(live: Liveness, limits: _Limits) -> dict[int, str]:
     """The stacks of the first ranks, as many as fit."""
     shown, size = {}, 0
-    for rank, text in sorted(live.stacks.items()):
+    for rank, whole in sorted(live.stacks.items())[: limits.stacks]:
+        text = whole[: limits.text]
         size += len(text)
         if size > MAX_STACKS_SIZE:
             break
@@ -360,13 +419,14 @@ def _stacks(live: Liveness) -> dict[int, str]:
     return shown
 
 
-def _failures(job: Job) -> tuple[RoundFailures, ...]:
+def _failures(job: Job, limits: _Limits) -> tuple[RoundFailures, ...]:
     rounds = {record.round for record in job.failures}
     rounds |= {departure.round for departure in job.departures if departure.lost}
-    return tuple(_failures_of(job, number) for number in sorted(rounds, reverse=True))
+    newest = sorted(rounds, reverse=True)[: limits.rounds]
+    return tuple(_failures_of(job, number, limits) for number in newest)
 
 
-def _failures_of(job: Job, number: int) -> RoundFailures:
+def _failures_of(job: Job, number: int, limits: _Limits) -> RoundFailures:
     records = [record for record in job.failures if record.round == number]
     departures = [departure for departure in job.departures if departure.round == number]
     decisions = {record.node_id: record.decision.reason for record in records}
@@ -381,80 +441,20 @@ def _failures_of(job: Job, number: int) -> RoundFailures:
         cause="" if explained or not departures else departures[0].text,
         failures=tuple(
             FailureStatus(
-                **msgspec.structs.asdict(failure),
+                **msgspec.structs.asdict(_cut(failure, limits)),
                 signal=failure.signal_name,
                 decision=decisions[failure.node_id],
             )
-            for failure in ordered
+            for failure in ordered[: limits.failures]
         ),
+        num_more=max(len(ordered) - limits.failures, 0),
     )
 
 
-class Query(msgspec.Struct, frozen=True):
-    """The query of a page."""
-
-    find: str = ""  # words that a node shows, in its id, name, address, state or check
-    nodes: int = 1  # which page of them; the first is 1
-    ranks: int = 1  # which page of the ranks
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a list is shown."""
-
-    page: int
-    """Number of the page."""
-    num_pages: int
-    """Pages that there are."""
-    num_found: int
-    """Rows on all of them."""
-
-
-class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as its page shows it."""
-
-    job: Status  # its status, without what other pages show
-    nodes: Part  # which nodes are in `job`
-    ranks: Part  # which ranks are in `job`; slow ranks and those behind the others come first
-    num_slow: int  # ranks that are slow
-    num_behind: int  # ranks that have finished fewer steps than others
-    trend: tuple[
-        progress.Sample, ...
-    ]  # how the training went, oldest first; the last sample is of now
-    checkpoints: tuple[SavedCheckpoint, ...]  # the newest checkpoints, newest first
-    num_stacks: int  # ranks that have sent their stacks
-    more_failures: tuple[int, ...]  # for each round in `job`, the failures that are not shown
-
-
-def overview_of(
-    job: Job, live: Liveness, now: float, warnings: tuple[str, ...], query: Query
-) -> Overview:
-    """The overview of a job."""
-    survey = survey_of(job, live)
-    nodes, nodes_part = _page(_found(job, live, now, survey, query.find), query.nodes)
-    ranks, ranks_part = _page(survey.ranks(live), query.ranks)
-    status = status_of(job, live, now, warnings, (survey, nodes, ranks))
-    rounds = status.failures[:MAX_ROUNDS]
-    stacks = sorted(status.stacks.items())[:MAX_STACKS]
-    shown = msgspec.structs.replace(
-        status,
-        failures=tuple(_cut_round(failed) for failed in rounds),
-        stacks={rank: text[:MAX_TEXT] for rank, text in stacks},
-        reason=status.reason[:MAX_TEXT],
-        history=tuple(
-            HistoryLine(line.time, line.text[:MAX_LINE]) for line in status.history[:MAX_LINES]
-        ),
-    )
-    return Overview(
-        job=shown,
-        nodes=nodes_part,
-        ranks=ranks_part,
-        num_slow=len(survey.slow),
-        num_behind=len(survey.behind),
-        trend=(*job.trend.samples, *_present(job, live, now)),
-        checkpoints=job.checkpoints[::-1],
-        num_stacks=len(live.stacks),
-        more_failures=tuple(max(len(one.failures) - MAX_FAILURES, 0) for one in rounds),
-    )
+def _cut(failure: ProcessFailure, limits: _Limits) -> ProcessFailure:
+    """A failure with the beginning of its message and the end of its log."""
+    message, log_tail = failure.message[: limits.text], failure.log_tail[-limits.text :]
+    return msgspec.structs.replace(failure, message=message, log_tail=log_tail)
 
 
 def _present(job: Job, live: Liveness, now: float) -> list[progress.Sample]:
@@ -484,14 +484,3 @@ def _page(rows: Sequence[_T], number: int) -> tuple[tuple[_T, ...], Part]:
     number = min(max(number, 1), num_pages)
     shown = tuple(rows[(number - 1) * PAGE_ROWS : number * PAGE_ROWS])
     return shown, Part(page=number, num_pages=num_pages, num_found=len(rows))
-
-
-def _cut_round(failed: RoundFailures) -> RoundFailures:
-    failures = tuple(map(_cut_failure, failed.failures[:MAX_FAILURES]))
-    return msgspec.structs.replace(failed, failures=failures)
-
-
-def _cut_failure(failure: FailureStatus) -> FailureStatus:
-    """A failure with the beginning of its message and the end of its log."""
-    message, log_tail = failure.message[:MAX_TEXT], failure.log_tail[-MAX_TEXT:]
-    return msgspec.structs.replace(failure, message=message, log_tail=log_tail)
