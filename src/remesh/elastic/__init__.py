@@ -10,9 +10,10 @@ event and the time, without sockets and clocks:
 - `progress`: useful time, hanging and slow ranks
 - `job`: all of it together, as one state that events change
 
-`protocol` defines the messages. The shells around them are the master (`master`, with its `journal`
-and page) and, on the nodes, the handler for torchrun, the agent and the node check. Only these last
-three import torch.
+`protocol` defines the messages of an agent's session with the master, whose two ends are `session`
+and `agent_socket`. The shells around them are the master (`master`, with its `journal` and page)
+and, on the nodes, the handler for torchrun, the agent and the node check. Only these last three
+import torch.
 
 `entries` is what a training script uses: a function that is entered again in the same process when
 the world changes. `reentry` is its pure part, `orders` and `collectives` are its connections to the
