@@ -437,6 +437,12 @@ def test_outputs_beside_the_targets() -> None:
     assert resolved.sources_of("opt.state.head.exp_avg") == ("opt.state.embed.exp_avg",)
 
 
+def test_placeholders_find_states_whose_slot_has_a_number() -> None:
+    state = {"l.0.w": np.zeros(2), "l.0.w.moment1_0": np.ones(2)}
+    text = "l.$LAYER_ID.w.moment1_0 -> m.$LAYER_ID.moment"
+    assert set(Transform(text).apply(state)) == {"l.0.w", "m.0.moment"}
+
+
 def test_a_plain_value_can_be_renamed() -> None:
     assert Transform("a -> b").apply({"a": 3, "c": 4}) == {"b": 3, "c": 4}
 
