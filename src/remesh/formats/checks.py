@@ -8,7 +8,7 @@ the file and what is wrong in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +16,9 @@ import msgspec
 from remesh._repr import shown
 from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS
 from remesh.core.state import MAX_PATH, Path
+from remesh.core.values import UnresolvedValue
 from remesh.errors import CorruptCheckpointError, FormatVersionError
+from remesh.formats.pickle_records import Record
 
 T = TypeVar("T")
 
@@ -41,11 +43,29 @@ def decode_json(data: bytes, where: str, wanted: type[T]) -> T:
 
 def integers(value: Any, where: str, what: str) -> tuple[int, ...]:
     """A shape or an offset: no negative numbers, none too large for 64 bits."""
+    if type(value) is Record and value.name == "torch.Size" and len(value.args) == 1:
+        value = value.args[0]
+    elif isinstance(value, UnresolvedValue):  # a torch.Size where torch is not loaded
+        value = value.payload
     is_sequence = isinstance(value, list | tuple) and len(value) <= MAX_DIMS
     # Not isinstance: True is no extent.
     if is_sequence and all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value):
         return tuple(value)
     raise damaged(where, f"{shown(value)} is not {what}")
+
+
+def mapping(value: object, where: str, what: str) -> Mapping[Any, Any]:
+    """A value that has to be a dict."""
+    if not isinstance(value, Mapping):
+        raise damaged(where, f"{what} is {shown(value)}, which is no dict")
+    return value
+
+
+def sequence(value: object, where: str, what: str) -> Sequence[Any]:
+    """A value that has to be a list."""
+    if not isinstance(value, list | tuple):
+        raise damaged(where, f"{what} is {shown(value)}, which is no list")
+    return value
 
 
 def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:

@@ -53,11 +53,10 @@ import numpy as np
 from remesh._repr import shown
 from remesh.core.geometry import Box
 from remesh.core.state import Path, name_of
-from remesh.core.values import UnresolvedValue
 from remesh.errors import FormatVersionError
 from remesh.formats.archive import Archive
 from remesh.formats.building import FlatPart, IndexBuilder, add_flat_parts
-from remesh.formats.checks import check_name, damaged, integers
+from remesh.formats.checks import check_name, damaged, integers, mapping, sequence
 from remesh.formats.place import Place, Trackers
 from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.formats.torch_file import open_archive
@@ -340,7 +339,7 @@ class _Reader:
         first = files[0]
         stored = first.content.get("frozen_param_shapes")
         for name, value in mapping(stored or {}, first.where, "frozen_param_shapes").items():
-            shape = shape_of(value, f"{first.where}: {name!s:.200}")
+            shape = integers(value, f"{first.where}: {name!s:.200}", "a shape")
             fragments = [
                 mapping(
                     file.content.get("frozen_param_fragments") or {},
@@ -484,27 +483,6 @@ class RankFile:
         return FlatPart(self.path, self.archive.position(value), value.shape[0], value.dtype)
 
 
-def mapping(value: object, where: str, what: str) -> Mapping[Any, Any]:
-    """A value that has to be a dict."""
-    if not isinstance(value, Mapping):
-        raise damaged(where, f"{what} is {shown(value)}, which is no dict")
-    return value
-
-
-def sequence(value: object, where: str, what: str) -> Sequence[Any]:
-    """A value that has to be a list."""
-    if not isinstance(value, list | tuple):
-        raise damaged(where, f"{what} is {shown(value)}, which is no list")
-    return value
-
-
-def shape_of(value: object, where: str) -> tuple[int, ...]:
-    """A value that has to be a shape."""
-    # Pickled shapes are of a class of torch, which may not be there.
-    numbers = value.payload if isinstance(value, UnresolvedValue) else value
-    return integers(numbers, where, "the shape of a parameter")
-
-
 def param_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
     """The parameters of each group, in the order in which they lie flattened."""
     found = file.content.get("param_shapes")
@@ -514,7 +492,7 @@ def param_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
     groups = [found] if isinstance(found, Mapping) else sequence(found, file.where, "param_shapes")
     return [
         {
-            check_name(name, file.where): shape_of(shape, f"{file.where}: {name!s:.200}")
+            check_name(name, file.where): integers(shape, f"{file.where}: {name!s:.200}", "a shape")
             for name, shape in mapping(group, file.where, "param_shapes").items()
         }
         for group in groups

@@ -28,11 +28,10 @@ from typing import Any
 from remesh._repr import shown
 from remesh.core.dtypes import BY_NAME
 from remesh.core.state import name_of
-from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
 from remesh.formats.building import FlatPart, IndexBuilder, add_flat_parts
-from remesh.formats.checks import check_name, damaged, decode_json, integers
+from remesh.formats.checks import check_name, damaged, decode_json, integers, mapping, sequence
 from remesh.formats.place import Listing, Place
 from remesh.formats.safetensors_files import StoredArray, read_arrays
 from remesh.storage import Storage
@@ -157,33 +156,25 @@ def _check_version(
 
 def _read_slices(storage: Storage, path: str, allow: Collection[str]) -> dict[str, ParameterSlice]:
     where = f"{storage.url}/{path}"
-    document = _mapping(_plain(storage, path, allow), where)
-    units = _mapping(document.get("flat_param_meta", {}), where)
-    if any("expert_ranks" in _mapping(unit, where) for unit in units.values()):
+    document = mapping(_plain(storage, path, allow), where, "its content")
+    units = mapping(document.get("flat_param_meta", {}), where, "flat_param_meta")
+    if any("expert_ranks" in mapping(unit, where, "a unit") for unit in units.values()):
         raise FormatVersionError(
             f"{where}: checkpoints with expert parallelism are not read\n"
             "There, ranks have different tensors of one name"
         )
-    slices = _mapping(document.get("param_meta", document), where)
+    slices = mapping(document.get("param_meta", document), where, "param_meta")
     return {check_name(name, where): _slice_of(meta, where) for name, meta in slices.items()}
 
 
 def _slice_of(value: Any, where: str) -> ParameterSlice:
-    meta = _mapping(value, where)
+    meta = mapping(value, where, "a slice")
     shape, offsets = meta.get("param_shapes"), meta.get("param_offsets")
-    # Pickled shapes are of a class of torch, which may not be there.
-    numbers = shape.payload if isinstance(shape, UnresolvedValue) else shape
     bounds = integers(offsets, where, "the range of a slice")
     if len(bounds) != 2:
         raise damaged(where, f"{shown(offsets)} is not the range of a slice")
     unit = check_name(meta.get("striped_fsdp_name"), where)
-    return ParameterSlice(integers(numbers, where, "a shape"), unit, *bounds)
-
-
-def _mapping(value: Any, where: str) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise damaged(where, f"not a flat meta file: {shown(value)} is no dict")
-    return value
+    return ParameterSlice(integers(shape, where, "a shape"), unit, *bounds)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -238,9 +229,8 @@ def _add_optimizer(
 
 def _names(value: Any, storage: Storage) -> list[str]:
     where = f"{storage.url}/{OPTIMIZER_META}"
-    if not isinstance(value, list | tuple):
-        raise damaged(where, f"the parameters of a group are {shown(value)}")
-    return [check_name(name if isinstance(name, str) else str(name), where) for name in value]
+    names = sequence(value, where, "params")
+    return [check_name(name if isinstance(name, str) else str(name), where) for name in names]
 
 
 # ---------------------------------------------------------------------------------------------

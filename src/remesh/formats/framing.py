@@ -15,10 +15,8 @@ import msgspec
 import numpy as np
 
 from remesh.core.geometry import Box, IntArray
-from remesh.core.index import Index
 from remesh.core.integrity import WrittenFile
 from remesh.core.tables import BoxTable, Cuts
-from remesh.errors import CheckpointError
 from remesh.formats.native import ValuesDocument
 from remesh.storage import Storage
 
@@ -199,17 +197,3 @@ class Writer(ABC):
     @abstractmethod
     def existing(self, storage: Storage, options: Mapping[str, object]) -> Existing | None:
         """The checkpoint of this format at a place; a `CheckpointError` if it cannot be read."""
-
-
-def existing_files(
-    storage: Storage, mark: str, read_index: Callable[[], Index], small: Sequence[str]
-) -> Existing | None:
-    """The checkpoint that a mark makes exist: with the data files of its index, and small ones."""
-    if not storage.exists(mark):
-        return None
-    try:
-        files = (file.path for file in read_index().files)
-    except CheckpointError:
-        return Existing(mark)  # what it refers to is unknown, and stays
-    beside = (path for path in small if storage.exists(path))
-    return Existing(mark, paths=tuple(dict.fromkeys((mark, *beside, *files))))

@@ -46,12 +46,12 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.place import Place
 from remesh.formats.whole_tensors import (
     FileTensor,
-    SafetensorsContent,
     WholeFile,
     WholeFiles,
     WholeWriter,
     decode_files,
     file_names,
+    safetensors_header,
     split_into_files,
     written_name,
 )
@@ -231,17 +231,14 @@ def plan_files(
         for number, name in enumerate(tensors.names)
     ]
     shards = split_into_files(weights, max_shard_bytes)
-    contents = [SafetensorsContent(shard) for shard in shards]
-    names = file_names(stem, SUFFIX, len(shards))
-    files = [
-        WholeFile(name, content.num_bytes, [(0, content.header)])
-        for name, content in zip(names, contents, strict=True)
-    ]
-    places = {
-        weight.name: (number, position)
-        for number, (shard, content) in enumerate(zip(shards, contents, strict=True))
-        for weight, position in zip(shard, content.positions, strict=True)
-    }
+    files: list[WholeFile] = []
+    places: dict[str, tuple[int, int]] = {}
+    for name, shard in zip(file_names(stem, SUFFIX, len(shards)), shards, strict=True):
+        header, positions = safetensors_header(shard)
+        for weight, position in zip(shard, positions, strict=True):
+            places[weight.name] = len(files), position
+        num_bytes = len(header) + sum(weight.num_bytes for weight in shard)
+        files.append(WholeFile(name, num_bytes, [(0, header)]))
     return WholeFiles(files, places, index_name(stem)).encode()
 
 

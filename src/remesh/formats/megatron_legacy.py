@@ -36,7 +36,7 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.formats.archive import Archive
 from remesh.formats.building import IndexBuilder, Nested, take_apart
-from remesh.formats.checks import damaged
+from remesh.formats.checks import mapping
 from remesh.formats.place import Place, Trackers
 from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.formats.torch_file import open_archive
@@ -91,9 +91,7 @@ def read(place: Place, builder: IndexBuilder) -> None:
         found = _FILE.fullmatch(path.removeprefix(base)) if path.startswith(base) else None
         if found is not None:
             archive = open_archive(storage, path, files, allow=allow)
-            content = archive.value()
-            if not isinstance(content, Mapping):
-                raise damaged(archive.where, f"{shown(content)} is no dict")
+            content = mapping(archive.value(), archive.where, "its content")
             at = int(found["pp"] or 0), int(found["tp"])
             parts.append(_Part(found["folder"], at, path, archive, content))
     if len(parts) == 1:

@@ -289,7 +289,7 @@ def read(place: Place, builder: IndexBuilder) -> None:
         dtype, shape = _tensor_of(f"{storage.url}/{path}: {name}", boxes)
         rows[name] = (builder.add_tensor(name, dtype, shape), BY_NAME[dtype].itemsize)
         builder.set_path(name, metadata.flat_mapping.get(name) or (name,))
-    arrays = _Arrays(storage, files, allow)
+    arrays: dict[str, dict[str, StoredArray]] = {}
     for index, file in metadata.storage_metadata.items():
         where = f"{storage.url}/{file}: {index.tensor_key}"
         if index.tensor_key not in rows:
@@ -299,35 +299,15 @@ def read(place: Place, builder: IndexBuilder) -> None:
         row, itemsize = rows[index.tensor_key]
         box = _box_of(metadata, index, where)
         start, stop = _range_of(index, box, where)
-        array = arrays.find(file, index.tensor_key)
+        if file not in arrays:
+            sizes = {file: builder.size_of(file)}
+            arrays[file] = find_arrays(storage, sizes, file, allow=allow)
+        array = arrays[file].get(index.tensor_key)
+        if array is None:
+            raise CorruptCheckpointError(f"{where}: missing, though the metadata name it")
         _check_array(array, itemsize, stop - start, where)
         builder.add_range(row, box, (start, stop), file, array.position)
     builder.described_by = f"{storage.url}/{path}"
-
-
-@dataclass(slots=True)
-class _Arrays:
-    """The arrays of data files; each file is looked into once."""
-
-    storage: Storage
-    files: Listing
-    allow: Collection[str]
-    known: dict[str, dict[str, StoredArray]] = field(default_factory=dict)
-
-    def find(self, path: str, name: str) -> StoredArray:
-        """Where an array lies."""
-        if path not in self.known:
-            try:
-                self.known[path] = find_arrays(self.storage, self.files, path, allow=self.allow)
-            except CheckpointNotFoundError:
-                raise CorruptCheckpointError(
-                    f"{self.storage.url}/{path}: missing, though the metadata name it"
-                ) from None
-        if name not in self.known[path]:
-            raise CorruptCheckpointError(
-                f"{self.storage.url}/{path}: {name} is missing, though the metadata name it"
-            )
-        return self.known[path][name]
 
 
 def _tensor_of(where: str, boxes: list[LocalTensorMetadata]) -> tuple[str, tuple[int, ...]]:

@@ -110,7 +110,7 @@ class _Machine:
         readers = {  # of runs of like objects, by the class of the first one
             form.objects[0][0]: RowReader(form, data, memo, is_taken) for form in forms
         }
-        steps, numbers, uint32 = _STEPS, _NUMBERS, _UINT32.unpack_from
+        steps, numbers, texts, uint32 = _STEPS, _NUMBERS, _TEXTS, _UINT32.unpack_from
         file, at = io.BytesIO(data), 0
         while True:
             opcode = data[at]
@@ -120,40 +120,38 @@ class _Machine:
                     memo[number] = stack[-1]
                 self.count = self.memoized = number + 1
                 at += 1
-            elif opcode == _BINGET:
+                continue
+            if opcode == _BINGET:
                 stack.append(memo[data[at + 1]])
                 at += 2
-            elif opcode == _LONG_BINGET:
+                continue
+            if opcode == _LONG_BINGET:
                 stack.append(memo[uint32(data, at + 1)[0]])
                 at += 5
+                continue
+            read, step = steps[opcode]
+            at += 1
+            if read is None:
+                if opcode == _STOP:
+                    return
+                step(self, None)
+                if opcode == _NEWOBJ and stack[-1].name in readers and not stack[-1].args:
+                    at = self.read_rows(readers[stack[-1].name], at)
             elif opcode in numbers:
                 form = numbers[opcode]
-                stack.append(form.unpack_from(data, at + 1)[0])
-                at += 1 + form.size
-            elif opcode == _LONG_BINPUT:
-                self.put(uint32(data, at + 1)[0])
-                at += 5
-            elif opcode in {_SHORT_BINUNICODE, _BINUNICODE}:
-                begin, size = at + 2, data[at + 1]
-                if opcode == _BINUNICODE:
-                    begin, size = at + 5, uint32(data, at + 1)[0]
-                at = begin + size
+                step(self, form.unpack_from(data, at)[0])
+                at += form.size
+            elif opcode in texts:
+                form = texts[opcode]
+                begin = at + form.size
+                at = begin + form.unpack_from(data, at)[0]
                 if at > len(data):
                     raise MalformedError("it ends in the middle")
                 stack.append(str(data[begin:at], "utf-8", "surrogatepass"))
-            elif opcode == _STOP:
-                return
             else:
-                read, step = steps[opcode]
-                at += 1
-                argument = None
-                if read is not None:
-                    file.seek(at)
-                    argument = read(file)
-                    at = file.tell()
-                step(self, argument)
-                if opcode == _NEWOBJ and stack[-1].name in readers and not stack[-1].args:
-                    at = self.read_rows(readers[stack[-1].name], at)
+                file.seek(at)
+                step(self, read(file))
+                at = file.tell()
 
     def read_rows(self, reader: RowReader, at: int) -> int:
         """Read the run that a new object on the stack begins, if it begins one."""
@@ -468,10 +466,13 @@ for _opcode in pickletools.opcodes:
         _reader = _decimal
     _STEPS[ord(_opcode.code)] = _reader, _BY_NAME[_opcode.name]
 
+_MEMOIZE, _BINGET, _LONG_BINGET, _NEWOBJ, _STOP = b"\x94hj\x81."
 _UINT32 = struct.Struct("<I")
-_MEMOIZE, _BINGET, _LONG_BINGET, _LONG_BINPUT, _NEWOBJ, _STOP = b"\x94hjr\x81."
-_SHORT_BINUNICODE, _BINUNICODE = b"\x8cX"
 _NUMBERS = {
-    ord(code): struct.Struct(form)
-    for code, form in zip("KMJG", ("<B", "<H", "<i", ">d"), strict=True)
+    **{code: struct.Struct("<B") for code in b"Kq"},  # BININT1, BINPUT
+    **{code: struct.Struct(form) for code, form in zip(b"MJG", ("<H", "<i", ">d"), strict=True)},
+    ord("r"): _UINT32,  # LONG_BINPUT
 }
+"""Opcodes with a number of a fixed size, decoded in place: BININT2, BININT and BINFLOAT too."""
+_TEXTS = {0x8C: struct.Struct("<B"), ord("X"): _UINT32}
+"""SHORT_BINUNICODE and BINUNICODE: what the length of their text looks like."""

@@ -37,7 +37,6 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.state import Path
 from remesh.errors import (
-    CorruptCheckpointError,
     FormatVersionError,
 )
 from remesh.formats import restricted_pickle
@@ -137,9 +136,10 @@ def read_metadata(storage: Storage, base: str = "", rows: Sequence[RowForm] = ()
     where = f"{storage.url}/{base}{METADATA_NAME}"
     data = storage.read(base + METADATA_NAME)
     metadata = restricted_pickle.loads(data, where, also=METADATA_CLASSES, rows=rows).root
-    if not isinstance(metadata, Record) or not isinstance(metadata.field("storage_data"), dict):
-        raise damaged(where, "not the metadata of a checkpoint")
-    return metadata
+    parts = ("storage_data", "state_dict_metadata")
+    if isinstance(metadata, Record) and all(type(metadata.field(part)) is dict for part in parts):
+        return metadata
+    raise damaged(where, "not the metadata of a checkpoint")
 
 
 # -- chunks as columns -----------------------------------------------------------------------------
@@ -237,8 +237,8 @@ def boxes_of(value: object, num_dims: int, where: str) -> Iterator[tuple[Numbers
         if isinstance(item, Rows) and item.form is _CHUNKS:
             offsets, shapes = item.columns
         elif isinstance(item, Record):
-            offsets = [integers(size_of(item.field("offsets")), where, "the offset of a chunk")]
-            shapes = [integers(size_of(item.field("sizes")), where, "the shape of a chunk")]
+            offsets = [integers(item.field("offsets"), where, "the offset of a chunk")]
+            shapes = [integers(item.field("sizes"), where, "the shape of a chunk")]
         else:
             raise damaged(where, f"{shown(value)} are not the chunks of a tensor")
         for offset, shape in zip(offsets, shapes, strict=True):
@@ -271,14 +271,8 @@ def places_of(key: object, info: object, where: str) -> Sequence[PlaceRow] | Ite
     )
     offset = key.field("offset")
     if offset is not None:
-        offset = integers(size_of(offset), f"{where}: {name}", "the offset of a chunk")
+        offset = integers(offset, f"{where}: {name}", "the offset of a chunk")
     return [(name, offset, path, start, num_bytes)]
-
-
-def size_of(value: object) -> object:
-    """The numbers of a `torch.Size`; anything else as it is."""
-    is_size = isinstance(value, Record) and value.name == "torch.Size" and len(value.args) == 1
-    return value.args[0] if is_size else value  # type: ignore[attr-defined]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -314,6 +308,7 @@ class _Reader:
     base: str
     storage: Storage = field(init=False)
     places: Places = field(default_factory=Places)
+    entries: Mapping[str, Any] = field(init=False)  # what is stored, by name
     flat_shapes: Mapping[str, Any] = field(init=False)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tensors: dict[bytes, object] = field(default_factory=dict)
@@ -323,18 +318,11 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.storage = self.builder.storage
+        self.entries = self.metadata.field("state_dict_metadata")
         for key, info in self.metadata.field("storage_data").items():
             self._add_places(places_of(key, info, self.where))
         flat_shapes = self.metadata.field(FLAT_SHAPES)
         self.flat_shapes = flat_shapes if isinstance(flat_shapes, dict) else {}
-
-    @property
-    def entries(self) -> Mapping[str, Record]:
-        """Stored entries, by name."""
-        entries = self.metadata.field("state_dict_metadata")
-        if not isinstance(entries, dict):
-            raise self._malformed()
-        return entries
 
     @property
     def paths(self) -> Mapping[str, Path]:
@@ -346,9 +334,6 @@ class _Reader:
     def where(self) -> str:
         """The metadata file, for error messages."""
         return f"{self.storage.url}/{self.base}{METADATA_NAME}"
-
-    def _malformed(self) -> CorruptCheckpointError:
-        return damaged(self.where, "not the metadata of a checkpoint")
 
     def _path_of(self, name: str) -> Path:
         return check_path(self.paths.get(name, (name,)), f"{self.where}: {name}")
@@ -396,7 +381,7 @@ class _Reader:
             if kind_of(entry) != "TensorStorageMetadata":
                 continue
             where = f"{self.where}: {check_name(name, self.where)}"
-            dtype, size = dtype_of(entry), integers(size_of(entry.field("size")), where, "a shape")
+            dtype, size = dtype_of(entry), integers(entry.field("size"), where, "a shape")
             if dtype is None:
                 raise damaged(where, "its dtype is not known")
             row = self.builder.add_tensor(name, dtype, self._true_shape(name, size))
@@ -469,7 +454,7 @@ class _Reader:
         shape = data.get(FLAT_SHAPE) if isinstance(data, dict) else None
         if shape is None:
             return size
-        shape = integers(size_of(shape), f"{self.where}: {name}", "a shape")
+        shape = integers(shape, f"{self.where}: {name}", "a shape")
         if not is_flattened(size, shape):
             raise damaged(
                 self.where,

@@ -20,10 +20,9 @@ import numpy as np
 from remesh.core import values
 from remesh.core.dtypes import DType
 from remesh.core.geometry import Box, IntArray, row_products
-from remesh.core.index import Index
 from remesh.core.state import Path, assemble, name_of
 from remesh.core.tables import BoxTable, Cuts
-from remesh.errors import StateError
+from remesh.errors import CheckpointError, StateError
 from remesh.formats.archive import ArchiveLayout, archive_of, tensor_record
 from remesh.formats.building import IndexBuilder
 from remesh.formats.framing import (
@@ -33,7 +32,6 @@ from remesh.formats.framing import (
     Saved,
     SmallFile,
     Writer,
-    existing_files,
 )
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_records import Name, Record
@@ -308,14 +306,17 @@ class DcpWriter(Writer):
 
     def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
         """The checkpoint that is there, of torch or of Megatron."""
-
-        def read_index() -> Index:
-            builder = IndexBuilder(storage, place.listing)
-            read(place, builder)
-            return builder.build()
-
+        if not storage.exists(METADATA_NAME):
+            return None
         place = Place(storage)
-        return existing_files(storage, METADATA_NAME, read_index, (COMMON_NAME, CONFIG_NAME))
+        builder = IndexBuilder(storage, place.listing)
+        try:
+            read(place, builder)
+            files = [file.path for file in builder.build().files]
+        except CheckpointError:
+            return Existing(METADATA_NAME)  # what it refers to is unknown, and stays
+        beside = (path for path in (COMMON_NAME, CONFIG_NAME) if storage.exists(path))
+        return Existing(METADATA_NAME, paths=tuple(dict.fromkeys((METADATA_NAME, *beside, *files))))
 
 
 class TorchDistWriter(DcpWriter):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -175,27 +175,18 @@ class FileTensor:
         return self.num_elements * BY_NAME[self.dtype].itemsize
 
 
-@dataclass(slots=True)
-class SafetensorsContent:
-    """The bytes of a safetensors file before its tensors."""
-
-    tensors: Sequence[FileTensor]  # the tensors, in the order of the file
-    num_bytes: int = field(init=False)  # size of the file
-    positions: list[int] = field(init=False)  # byte at which each tensor begins
-    header: bytes = field(init=False)  # the first bytes of the file
-
-    def __post_init__(self) -> None:
-        rows = []
-        for tensor in self.tensors:
-            dtype = BY_NAME[tensor.dtype]
-            if dtype.pairs:
-                raise UnsupportedValueError(
-                    f"{tensor.name}: a safetensors file has no name for elements of type "
-                    f"{tensor.dtype}\nLeave it out, or export with format='pth'"
-                )
-            rows.append((tensor.name, dtype.safetensors, tensor.shape, tensor.num_bytes))
-        self.header, self.positions = encode_header(rows, {"format": "pt"})
-        self.num_bytes = len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+def safetensors_header(tensors: Sequence[FileTensor]) -> tuple[bytes, list[int]]:
+    """The first bytes of a safetensors file, and the byte at which each tensor begins."""
+    rows = []
+    for tensor in tensors:
+        dtype = BY_NAME[tensor.dtype]
+        if dtype.pairs:
+            raise UnsupportedValueError(
+                f"{tensor.name}: a safetensors file has no name for elements of type "
+                f"{tensor.dtype}\nLeave it out, or export with format='pth'"
+            )
+        rows.append((tensor.name, dtype.safetensors, tensor.shape, tensor.num_bytes))
+    return encode_header(rows, {"format": "pt"})
 
 
 def split_into_files(
