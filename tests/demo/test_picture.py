@@ -99,9 +99,10 @@ def test_replicas_are_one_striped_box() -> None:
     assert [bar.attrib["class"] for bar in pattern] == ["r0", "r3"]
 
 
-def test_tensors_of_three_dims_are_refused() -> None:
-    with pytest.raises(ValueError, match="w: only vectors and matrices"):
-        picture.layout_svg([Column("t", "s", {"w": rows_of((2, 3, 4), 2)})])
+def test_the_last_dims_of_a_tensor_lie_beside_each_other() -> None:
+    column = Column("t", "s", {"w": rows_of((2, 3, 4), 2)})
+    first, second = drawn_boxes(picture.layout_svg([column]))["w"]
+    assert (tooltip(first), area(first)) == ("w [0:1, 0:12] on rank 0", area(second))
 
 
 def test_the_page_is_xml_and_keeps_odd_characters() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -39,7 +38,8 @@ def columns_of(index: Index, names: Sequence[str], mesh: Mesh | None) -> list[Co
     stored = {
         name: [(numbers[piece.path], piece.box) for piece in index.pieces(name)] for name in names
     }
-    columns = [_column("as stored", output.plural(len(index.files), "file"), index, stored, "file")]
+    num_files = output.plural(len(index.files), "file")
+    columns = [Column("as stored", num_files, _placed(index, stored), "file")]
     if mesh is not None:
         held: dict[str, list[tuple[int, Box]]] = {name: [] for name in names}
         for rank in range(mesh.num_ranks):
@@ -48,40 +48,13 @@ def columns_of(index: Index, names: Sequence[str], mesh: Mesh | None) -> list[Co
             for name in names:
                 if name in rows:
                     held[name].append((rank, boxes.box(rows[name])))
-        columns.append(_column(str(mesh), output.plural(mesh.num_ranks, "rank"), index, held))
+        num_ranks = output.plural(mesh.num_ranks, "rank")
+        columns.append(Column(str(mesh), num_ranks, _placed(index, held)))
     return columns
 
 
-def _column(
-    title: str,
-    subtitle: str,
-    index: Index,
-    held: dict[str, list[tuple[int, Box]]],
-    holder: str = "rank",
-) -> Column:
-    tensors = {}
-    for name, boxes in held.items():
-        shape = index[name].shape
-        tensors[name] = PlacedTensor(
-            _flat_shape(shape),
-            tuple((rank, part) for rank, box in boxes for part in _flat_boxes(shape, box)),
-        )
-    return Column(title, subtitle, tensors, holder)
-
-
-def _flat_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape of at most two dims: the first, and all others together."""
-    return shape if len(shape) < 3 else (shape[0], math.prod(shape[1:]))
-
-
-def _flat_boxes(shape: tuple[int, ...], box: Box) -> list[Box]:
-    """A box in the shape of at most two dims; one that is cut further in is drawn as its hull."""
-    if len(shape) < 3:
-        return [box]
-    start, stop = 0, 0
-    for extent, offset, length in zip(shape[1:], box.offset[1:], box.shape[1:], strict=True):
-        start, stop = start * extent + offset, stop * extent + offset + length - 1
-    return [Box((box.offset[0], start), (box.shape[0], stop + 1 - start))]
+def _placed(index: Index, held: Mapping[str, Sequence[tuple[int, Box]]]) -> dict[str, PlacedTensor]:
+    return {name: PlacedTensor(index[name].shape, tuple(boxes)) for name, boxes in held.items()}
 
 
 def drawing(columns: Sequence[Column]) -> list[str]:

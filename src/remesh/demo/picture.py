@@ -1,7 +1,7 @@
 """Pages that show layouts: HTML with drawings in SVG, in one file.
 
 Every drawing is a pure function from plain data to text. A tensor is drawn as a rectangle, its
-first dim downwards and its last dim to the right (a vector lies along the right), cut into the
+first dim downwards and all others to the right (a vector lies along the right), cut into the
 boxes that the ranks hold and coloured by rank. A box that several ranks hold alike is drawn once,
 striped in their colours.
 
@@ -11,6 +11,7 @@ Colours are CSS variables with a light and a dark set, so the page follows the r
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,14 +60,11 @@ class Column:
 
 
 def layout_svg(columns: Sequence[Column]) -> str:
-    """Vectors and matrices of the first column, as they lie in each of the columns.
+    """The tensors of the first column, as they lie in each of the columns.
 
     Each has a scale of its own, so that all are as wide and none is too high or low to be read.
     """
-    shapes = {name: placed.shape for name, placed in columns[0].tensors.items()}
-    for name, shape in shapes.items():
-        if len(shape) not in (1, 2):
-            raise ValueError(f"{name}: only vectors and matrices can be drawn, not shape {shape}")
+    shapes = {name: _flat_shape(placed.shape) for name, placed in columns[0].tensors.items()}
     tensor_width = tensor_width_of(len(columns))
     groups = sorted({ranks for column in columns for ranks in _shared_groups(column)})
     parts = [_stripes(ranks) for ranks in groups]
@@ -102,6 +100,21 @@ def rank_legend(num_ranks: int) -> str:
         for rank in range(num_ranks)
     ]
     return f'<p class="legend">{" ".join(swatches)}</p>'
+
+
+def _flat_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape of at most two dims: the first, and all others together."""
+    return shape if len(shape) < 3 else (shape[0], math.prod(shape[1:]))
+
+
+def _flat_box(shape: tuple[int, ...], box: Box) -> Box:
+    """A box in the shape of at most two dims; one that is cut further in is drawn as its hull."""
+    if len(shape) < 3:
+        return box
+    start, stop = 0, 0
+    for extent, offset, length in zip(shape[1:], box.offset[1:], box.shape[1:], strict=True):
+        start, stop = start * extent + offset, stop * extent + offset + length - 1
+    return Box((box.offset[0], start), (box.shape[0], stop + 1 - start))
 
 
 def _holders(placed: PlacedTensor) -> dict[Box, tuple[int, ...]]:
@@ -160,7 +173,8 @@ def _tensor(
     name: str, placed: PlacedTensor, x: float, y: float, scale: _Scale, holder: str
 ) -> list[str]:
     parts = []
-    for box, ranks in _holders(placed).items():
+    for whole, ranks in _holders(placed).items():
+        box = _flat_box(placed.shape, whole)
         width, height = _extent(box.shape, scale)
         left = x + box.offset[-1] * scale[0]
         top = y + (box.offset[0] * scale[1] if box.ndim == 2 else 0)
