@@ -178,8 +178,8 @@ def advise(
         f"{format_bytes(round(state_size))} on {output.plural(nodes, 'node')}, "
         f"{sum(rates.values()):.3g} failures a day"
     )
-    output.print_table(_COLUMNS, [_row(one) for one in estimates])
-    output.line(f"recommended: {best.strategy.name}\n  {_arguments(best)}")
+    output.print_table(_COLUMNS, estimates, _row)
+    output.line(f"recommended: {best.strategy.name}", f"  {_arguments(best)}")
 
 
 _COLUMNS = (

@@ -156,11 +156,11 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
     others = f", {output.plural(report.num_values, 'value')}" if report.num_values else ""
     checked = "compared with its digests" if report.verified.has_digests else "no digests"
     output.line(
-        f"{output.printable(shown_url(target))}: {report.source_format} to {report.format}, "
+        f"{shown_url(target)}: {report.source_format} to {report.format}, "
         f"{counts}{others}; read again, {checked}"
     )
     if report.unchecked:
-        names = output.printable(output.listed(report.unchecked, show_all=False))
+        names = output.listed(report.unchecked, show_all=False)
         text = f"  repaired; no digest proves that these are what was saved: {names}"
         output.line(text, style="yellow")
 

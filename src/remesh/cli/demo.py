@@ -50,10 +50,7 @@ def demo(*, out: Path, as_json: bool) -> None:
         console.print(
             f"\n[bold]$ {escape(shlex.join(['remesh', 'ls', str(path), *patterns]))}[/bold]"
         )
-        context.invoke(
-            ls, path=str(path), patterns=patterns, with_values=False, with_pieces=False,
-            with_statistics=False, with_usage=False, as_json=False,
-        )  # fmt: skip
+        ls.main([str(path), *patterns], standalone_mode=False)
 
     try:
         result = story.tell(out, console, list_path)

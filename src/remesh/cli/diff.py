@@ -8,8 +8,7 @@ the second; casts that it asks for are left out, so a tolerance should be given.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,9 +28,6 @@ from remesh.storage import shown_url
 from remesh.transform import Region, Resolved, Transform, arranged
 
 _Array = summary.Array
-
-MAX_BATCH = 4096
-"""Boxes that are read together at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,61 +86,38 @@ def compare(
     resolved = None
     if transform is not None:
         resolved = transform.resolve(first.index, second.index, aliases=first.index.aliases)
-    found = _names_of(first, second, resolved)
+    only_first, only_second, both = _names_of(first.index, second.index, resolved)
     pairs = [
         name
-        for name in found.both
+        for name in both
         if resolved is not None or first.index[name].shape == second.index[name].shape
     ]
-    compared = {}
+    compared: Mapping[str, tuple[int, float]] = {}
     if tolerance is not None:
         compared = _compare_values(first, second, pairs, resolved, tolerance, on_read)
     differences, num_equal = [], 0
-    for name in found.both:
-        if resolved is None:
-            left = first.index[name]
-            difference = TensorDifference(
-                name,
-                (left.dtype, second.index[name].dtype),
-                (left.shape, second.index[name].shape),
-            )
+    for name in both:
+        right = second.index[name]
+        left = right if resolved is not None else first.index[name]
+        count, largest = compared.get(name, (None, None))
+        if count or (left.dtype, left.shape) != (right.dtype, right.shape):
+            dtypes, shapes = (left.dtype, right.dtype), (left.shape, right.shape)
+            differences.append(TensorDifference(name, dtypes, shapes, count, largest))
         else:
-            stored = second.index[name]
-            difference = TensorDifference(
-                name, (stored.dtype, stored.dtype), (stored.shape, stored.shape)
-            )
-        equal_kind = len(set(difference.dtypes)) == len(set(difference.shapes)) == 1
-        if name in compared:
-            count, largest = compared[name]
-            if count or not equal_kind:
-                differences.append(
-                    TensorDifference(name, difference.dtypes, difference.shapes, count, largest)
-                )
-            else:
-                num_equal += 1
-        elif equal_kind:
             num_equal += 1
-        else:
-            differences.append(difference)
     values = _compare_plain(first, second) if resolved is None else ((), (), {})
-    return Comparison(found.only_first, found.only_second, tuple(differences), num_equal, *values)
+    return Comparison(only_first, only_second, tuple(differences), num_equal, *values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    both: tuple[str, ...]
-
-
-def _names_of(first: Checkpoint, second: Checkpoint, resolved: Resolved | None) -> _Names:
+def _names_of(
+    first: Index, second: Index, resolved: Resolved | None
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Names that only the first has, that only the second has, and that both have."""
     if resolved is None:
-        left, right = set(first.index), set(second.index)
-        both = tuple(name for name in second.index if name in left)
-        return _Names(tuple(sorted(left - right)), tuple(sorted(right - left)), both)
-    made = tuple(name for name in second.index if resolved.sources_of(name))
-    rest = tuple(sorted(set(second.index) - set(made)))
-    return _Names(resolved.unused, rest, made)
+        both = tuple(name for name in second if name in first)
+        return tuple(sorted({*first} - {*second})), tuple(sorted({*second} - {*first})), both
+    made = tuple(name for name in second if resolved.sources_of(name))
+    return resolved.unused, tuple(sorted({*second} - {*made})), made
 
 
 def _compare_values(
@@ -157,7 +130,8 @@ def _compare_values(
 ) -> dict[str, tuple[int, float]]:
     """The elements of each tensor that differ, and the largest difference of finite ones."""
     found = dict.fromkeys(names, (0, 0.0))
-    for batch in _batches(second.index, names):
+    whole = ((name, Box.whole(second.index[name].shape)) for name in names)
+    for batch in summary.batches_of(second.index, whole):
         parts = [list(_parts(name, chunk, resolved)) for name, chunk in batch]
         sources = [(part.source, part.source_box) for own in parts for part in own]
         blocks = iter(_numbers(first, sources))
@@ -173,28 +147,8 @@ def _compare_values(
                 left[place] = block
             count, distance = _difference(left, right, tolerance)
             found[name] = (found[name][0] + count, max(found[name][1], distance))
-            on_read(right.nbytes)
+            on_read(chunk.size * BY_NAME[second.index[name].dtype].itemsize)
     return found
-
-
-def _batches(index: Index, names: Iterable[str]) -> Iterator[list[tuple[str, Box]]]:
-    """Boxes of tensors, as many at a time as are read together."""
-    batch: list[tuple[str, Box]] = []
-    room = summary.CHUNK_BYTES
-    for name in names:
-        stored = index[name]
-        if not math.prod(stored.shape):
-            continue
-        itemsize = BY_NAME[stored.dtype].itemsize
-        for chunk in summary.chunks_of(Box.whole(stored.shape), summary.CHUNK_BYTES // itemsize):
-            num_bytes = chunk.size * itemsize
-            if batch and (num_bytes > room or len(batch) == MAX_BATCH):
-                yield batch
-                batch, room = [], summary.CHUNK_BYTES
-            batch.append((name, chunk))
-            room -= num_bytes
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,27 +278,18 @@ def _print_comparison(found: Comparison, *, show_all: bool) -> None:
     def names(title: str, listed: Sequence[str]) -> None:
         if listed:
             output.line(f"{title}: {len(listed)}", style="bold")
-            shown = output.capped(listed, show_all=show_all)
-            output.line("\n".join(f"  {output.printable(name)}" for name in shown))
-            output.print_rest(len(listed), show_all=show_all)
+            output.print_list(listed, show_all=show_all)
 
     names("tensors only in A", found.only_first)
     names("tensors only in B", found.only_second)
     if found.tensors:
         output.line(f"tensors that differ: {len(found.tensors)}", style="bold")
-        rows = [_row(one) for one in output.capped(found.tensors, show_all=show_all)]
         columns = ("<dtype", "<shape", ">elements", ">largest", "<name")
-        output.print_table(columns, rows, "  ")
-        output.print_rest(len(found.tensors), show_all=show_all)
+        output.print_table(columns, found.tensors, _row, indent="  ", show_all=show_all)
     names("values only in A", found.only_first_values)
     names("values only in B", found.only_second_values)
-    if found.values:
-        output.line(f"values that differ: {len(found.values)}", style="bold")
-        items = output.capped(list(found.values.items()), show_all=show_all)
-        for name, (left, right) in items:
-            text = f"{name}: {_short(left)} | {_short(right)}"
-            output.line(f"  {output.printable(text)}")
-        output.print_rest(len(found.values), show_all=show_all)
+    texts = [f"{name}: {_short(a)} | {_short(b)}" for name, (a, b) in found.values.items()]
+    names("values that differ", texts)
     equal = output.plural(found.num_equal, "tensor")
     output.line(f"equal: {equal}" + ("" if not found.is_equal else "; nothing differs"))
 
@@ -356,7 +301,7 @@ def _row(one: TensorDifference) -> tuple[str, ...]:
     count = "-" if one.num_different is None else str(one.num_different)
     largest = "-" if one.max_difference is None else f"{one.max_difference:.3g}"
     shapes = both(*(output.format_shape(shape) for shape in one.shapes))
-    return both(*one.dtypes), shapes, count, largest, output.printable(one.name)
+    return both(*one.dtypes), shapes, count, largest, one.name
 
 
 def _short(text: str) -> str:

@@ -116,8 +116,12 @@ def _print(place: str | None, trials: Sequence[Trial]) -> None:
     ]
     output.print_facts(facts)
     if place is None:
-        output.line("\nremesh doctor DIR tries out a place for checkpoints.")
+        output.line("", "remesh doctor DIR tries out a place for checkpoints.")
         return
-    output.line(f"\n{output.printable(shown_url(place))}", style="bold")
-    rows = [(trial.status, trial.name, output.printable(trial.detail)) for trial in trials]
-    output.print_table(("<result", "<tried", "<seen"), rows, "  ")
+    output.line("", shown_url(place), style="bold")
+    output.print_table(
+        ("<result", "<tried", "<seen"),
+        trials,
+        lambda trial: (trial.status, trial.name, trial.detail),
+        indent="  ",
+    )

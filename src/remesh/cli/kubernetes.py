@@ -40,7 +40,8 @@ def manifests(
 
     That is the definition of the resource, the operator's account and rights, and its deployment.
     """
-    made = output.needs_kubernetes("remesh.kubernetes.manifests")
+    with output.needs("this command", "kubernetes"):
+        from remesh.kubernetes import manifests as made
     parts: dict[str, list[dict[str, object]]] = {"crd": [], "rbac": [], "deployment": []}
     for each in made.manifests(image=image, namespace=namespace, watched=watch):
         kinds = {"CustomResourceDefinition": "crd", "Deployment": "deployment"}
@@ -84,7 +85,8 @@ def operator(
 
     Runs in the cluster (see `remesh manifests`), or anywhere with a KUBECONFIG. Run one at a time.
     """
-    running = output.needs_kubernetes("remesh.kubernetes.operator")
+    with output.needs("this command", "kubernetes"):
+        from remesh.kubernetes import operator as running
     options = running.OperatorOptions(
         namespace=namespace, metrics_port=metrics_port, master_host=master_host
     )

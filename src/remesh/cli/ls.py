@@ -12,7 +12,6 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
-from remesh.cli.output import piece_document, piece_lines
 from remesh.cli.summary import (
     USAGE_COLUMNS,
     Statistics,
@@ -79,9 +78,20 @@ def ls(
     """
     storage = open_storage(path)
     if places.is_checkpoint(path):
-        shown = _Shown(with_values, with_pieces, with_statistics, depth if with_usage else None)
-        listing = native.begin_anew(lambda: _Listing.of(path, patterns, shown))
-        _list_checkpoint(listing, show_all, as_json)
+        usage_depth = depth if with_usage else None
+        listing = native.begin_anew(
+            lambda: _Listing.of(path, patterns, with_statistics, usage_depth)
+        )
+        if as_json:
+            output.print_json(_listing_document(listing, with_values, with_pieces))
+        else:
+            # What a pattern chose is shown; by default there may be too many.
+            _print_listing(listing, with_values or bool(patterns), with_pieces, show_all)
+        if listing.findings:
+            raise CorruptCheckpointError(
+                f"{listing.path}: damaged: {catalog.describe_findings(listing.findings)}. "
+                f"{repair_advice(listing.path)}"
+            )
         return
     steps = catalog.scan(storage)
     if not steps:
@@ -104,31 +114,25 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -> None:
-    columns = ("<status", "<committed", ">ranks", ">size", "<name")
-    rows = [
-        (
+    styles = {"committed": None, "unfinished": "dim", "damaged": "red", "unreadable": "red"}
+    output.print_table(
+        ("<status", "<committed", ">ranks", ">size", "<name"),
+        steps,
+        lambda step: (
             step.status,
             output.format_time(step.created) if step.created else "-",
             str(step.world_size) if step.world_size else "-",
             format_bytes(step.num_bytes),
-            output.printable(step.name) + _marks(step, newest),
-        )
-        for step in steps
-    ]
-    titles, *lines = output.table_lines(columns, rows)
-    output.line(titles, style="bold")
-    styles = {"committed": None, "unfinished": "dim", "damaged": "red", "unreadable": "red"}
-    for step, line in zip(steps, lines, strict=True):
-        style = "bold green" if step is newest else styles[step.status]
-        output.line(line, style=style)
-    reasons = [step for step in steps if step.reason]
+            step.name + _marks(step, newest),
+        ),
+        style=lambda step: "bold green" if step is newest else styles[step.status],
+    )
+    reasons = [f"{step.name}: {step.reason}" for step in steps if step.reason]
     if reasons:
-        output.line()
-    for step in reasons:
-        output.line(output.printable(f"{step.name}: {step.reason}"))
+        output.line("", *reasons)
     broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
     if broken:
-        output.line(output.printable(repair_advice(broken[-1].path)))
+        output.line(repair_advice(broken[-1].path))
 
 
 def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
@@ -141,23 +145,11 @@ def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
     return "".join(marks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """The wishes beside names, types and shapes."""
-
-    values: bool
-    pieces: bool
-    statistics: bool
-    depth: int | None  # of the parts whose bytes are shown
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Listing:
     """A checkpoint, and the names in it that were asked for."""
 
     path: str  # what the user called it
-    patterns: tuple[str, ...]  # what chose the names; empty if all are chosen
-    shown: _Shown  # what is asked for
     checkpoint: Checkpoint
     findings: list[Finding]  # files that are missing or have another size
     totals: dict[str, int]  # counts over the whole checkpoint, whatever was chosen
@@ -168,22 +160,22 @@ class _Listing:
     objects: dict[str, object]  # chosen elements of sharded objects
 
     @classmethod
-    def of(cls, path: str, patterns: tuple[str, ...], shown: _Shown) -> _Listing:
+    def of(
+        cls, path: str, patterns: Sequence[str], with_statistics: bool, depth: int | None
+    ) -> _Listing:
         checkpoint = Checkpoint(places.source(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         index = checkpoint.index
         tensors = _chosen(index, patterns)
-        own = [name for name in tensors if shown.statistics and name not in index.aliases]
+        own = [name for name in tensors if with_statistics and name not in index.aliases]
         listing = cls(
             shown_url(path),
-            patterns,
-            shown,
             checkpoint,
-            places.findings_of(open_storage(path), checkpoint),
+            places.findings_of(path, checkpoint),
             _totals(checkpoint, values, objects),
             tensors,
             statistics_of(path, checkpoint, own),
-            [] if shown.depth is None else usages_of(index, shown.depth),
+            [] if depth is None else usages_of(index, depth),
             {name: values[name] for name in _chosen(values, patterns)},
             {name: objects[name] for name in _chosen(objects, patterns)},
         )
@@ -215,34 +207,7 @@ def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return sorted((name for name in names if _matches(name, patterns)), key=catalog.natural_key)
 
 
-def _list_checkpoint(listing: _Listing, show_all: bool, as_json: bool) -> None:
-    if as_json:
-        output.print_json(_listing_document(listing))
-    else:
-        # What a pattern chose is shown; by default there may be too many.
-        shows_values = listing.shown.values or bool(listing.patterns)
-        _print_head(listing, shows_values)
-        if listing.usages:
-            output.line()
-            rows = output.capped(usage_rows(listing.usages), show_all=show_all)
-            output.print_table(USAGE_COLUMNS, rows)
-            output.print_rest(len(listing.usages), show_all=show_all)
-        elif listing.statistics:
-            output.line()
-            print_statistics(listing.statistics, listing.checkpoint.index)
-        else:
-            _print_tensors(listing, listing.shown.pieces, show_all)
-        if shows_values:
-            _print_values("value", listing.values, show_all)
-            _print_values("object", listing.objects, show_all)
-    if listing.findings:
-        raise CorruptCheckpointError(
-            f"{listing.path}: damaged: {catalog.describe_findings(listing.findings)}. "
-            f"{repair_advice(listing.path)}"
-        )
-
-
-def _listing_document(listing: _Listing) -> dict[str, object]:
+def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -> dict[str, object]:
     index = listing.checkpoint.index
     tensors = []
     for name in listing.tensors:
@@ -258,14 +223,14 @@ def _listing_document(listing: _Listing) -> dict[str, object]:
         if name in listing.statistics:
             found = listing.statistics[name]
             entry["statistics"] = None if found is None else asdict(found)
-        if listing.shown.pieces:
-            entry["pieces"] = [piece_document(piece) for piece in index.pieces(name)]
+        if with_pieces:
+            entry["pieces"] = [output.piece_document(piece) for piece in index.pieces(name)]
         tensors.append(entry)
 
     def listed(values: Mapping[str, object]) -> list[dict[str, object]]:
         return [
             {"name": name, "type": output.type_name(value)}
-            | ({"value": value} if listing.shown.values else {})
+            | ({"value": value} if with_values else {})
             for name, value in values.items()
         ]
 
@@ -286,9 +251,9 @@ def _listing_document(listing: _Listing) -> dict[str, object]:
 
 def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
     """The content of the commit record; nothing for other systems' checkpoints, which have none."""
-    if checkpoint.format != native.FORMAT_NAME:
+    record = places.record_of(checkpoint)
+    if record is None:
         return {}
-    record = checkpoint.record
     return {
         "created": record.created,
         "world_size": record.world_size,
@@ -296,6 +261,21 @@ def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
         "format_version": record.version,
         "metadata": record.metadata,
     }
+
+
+def _print_listing(listing: _Listing, with_values: bool, with_pieces: bool, show_all: bool) -> None:
+    _print_head(listing, with_values)
+    if listing.usages:
+        output.line()
+        output.print_table(USAGE_COLUMNS, usage_rows(listing.usages), tuple, show_all=show_all)
+    elif listing.statistics:
+        output.line()
+        print_statistics(listing.statistics, listing.checkpoint.index)
+    else:
+        _print_tensors(listing, with_pieces, show_all)
+    if with_values:
+        _print_values("value", listing.values, show_all)
+        _print_values("object", listing.objects, show_all)
 
 
 def _print_head(listing: _Listing, shows_values: bool) -> None:
@@ -322,7 +302,7 @@ def _print_head(listing: _Listing, shows_values: bool) -> None:
     ]
     if checkpoint.metadata:
         facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
-    output.line(output.printable(listing.path), style="bold")
+    output.line(listing.path, style="bold")
     output.print_facts(facts)
 
 
@@ -333,7 +313,7 @@ def _elements(checkpoint: Checkpoint) -> str:
     if len(parts) < 2:
         return text
     largest = sorted(parts.items(), key=lambda part: -part[1])
-    shown = [f"{output.printable(name)} {output.format_count(n)}" for name, n in largest[:4]]
+    shown = [f"{name} {output.format_count(n)}" for name, n in largest[:4]]
     others = sum(count for _, count in largest[4:])
     return f"{text}: {', '.join(shown)}" + (
         f", others {output.format_count(others)}" if others else ""
@@ -342,9 +322,9 @@ def _elements(checkpoint: Checkpoint) -> str:
 
 def _origin(checkpoint: Checkpoint) -> tuple[str, str]:
     """The origin of a checkpoint, as far as it says."""
-    if checkpoint.format != native.FORMAT_NAME:
+    record = places.record_of(checkpoint)
+    if record is None:
         return "format", f"{checkpoint.format}, without digests"
-    record = checkpoint.record
     ranks = output.plural(record.world_size, "rank")
     version = f"remesh {record.remesh_version}, format {record.version}"
     return "saved", f"{output.format_time(record.created)} by {ranks}, {version}"
@@ -352,41 +332,32 @@ def _origin(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def _print_tensors(listing: _Listing, with_pieces: bool, show_all: bool) -> None:
     """The chosen tensors, a line each, with their pieces below."""
-    if not listing.tensors:
-        return
     index = listing.checkpoint.index
-    rows = []
-    names = output.capped(listing.tensors, show_all=show_all)
-    for name in names:
-        stored, tied_to = index[name], index.aliases.get(name)
-        shown = output.printable(name) + (f" -> {output.printable(tied_to)}" if tied_to else "")
-        size = format_bytes(stored.num_bytes)
-        shape = output.format_shape(stored.shape)
-        rows.append((stored.dtype, shape, str(stored.num_pieces), size, shown))
-    output.line()
-    columns = ("<dtype", "<shape", ">pieces", ">size", "<name")
-    if not with_pieces:
-        output.print_table(columns, rows)
-        output.print_rest(len(listing.tensors), show_all=show_all)
-        return
-    titles, *lines = output.table_lines(columns, rows)
-    output.line(titles, style="bold")
-    shown_lines = []
-    for name, line in zip(names, lines, strict=True):
-        shown_lines.append(line)
-        if name not in index.aliases:
-            shown_lines += piece_lines(index.pieces(name), "    ")[1:]
-    output.line("\n".join(shown_lines))
-    output.print_rest(len(listing.tensors), show_all=show_all)
+
+    def row(name: str) -> tuple[str, ...]:
+        stored = index[name]
+        shown = f"{name} -> {index.aliases[name]}" if name in index.aliases else name
+        size, shape = format_bytes(stored.num_bytes), output.format_shape(stored.shape)
+        return stored.dtype, shape, str(stored.num_pieces), size, shown
+
+    def pieces(name: str) -> list[str]:
+        if not with_pieces or name in index.aliases:
+            return []
+        rows = [output.piece_row(piece) for piece in index.pieces(name)]
+        return output.table_lines(output.PIECE_COLUMNS, rows, "    ")[1:]
+
+    if listing.tensors:
+        output.line()
+        columns = ("<dtype", "<shape", ">pieces", ">size", "<name")
+        output.print_table(columns, listing.tensors, row, show_all=show_all, below=pieces)
 
 
 def _print_values(kind: str, values: Mapping[str, object], show_all: bool) -> None:
-    if not values:
-        return
-    rows = [
-        (output.type_name(value), output.printable(name), output.format_value_short(value))
-        for name, value in output.capped(list(values.items()), show_all=show_all)
-    ]
-    output.line()
-    output.print_table(("<type", f"<{kind}", "<content"), rows)
-    output.print_rest(len(values), show_all=show_all)
+    if values:
+        output.line()
+        output.print_table(
+            ("<type", f"<{kind}", "<content"),
+            list(values.items()),
+            lambda one: (output.type_name(one[1]), one[0], output.format_value_short(one[1])),
+            show_all=show_all,
+        )

@@ -107,12 +107,8 @@ def master(
     Needs neither torch nor a GPU. Its URL is printed on stdout; there it shows a page. A master
     that is killed and started again with the same `--state` goes on where it was.
     """
-    try:
+    with output.needs("the master", "elastic"):
         from remesh.elastic.server import ServerOptions
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"the master needs {error.name}: pip install 'remesh[elastic]'"
-        ) from error
     try:
         options = ServerOptions(
             host=given["host"],
@@ -208,43 +204,39 @@ def _last_step(now: Status) -> str:
 
 
 def _print_status(now: Status) -> None:
-    for text in now.warnings:
-        click.echo(f"warning: {output.printable(text)}")
-    click.echo(f"{now.phase}: {output.printable(now.reason)}")
-    facts = [
-        ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
-        ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
-        ("restart budget", now.restart_budget or "not known before the first node"),
-        ("step", _last_step(now)),
-        ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
-        ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
-    ]
-    output.print_facts(facts)
-    rows = [
-        (
+    output.line(*(f"warning: {text}" for text in now.warnings), f"{now.phase}: {now.reason}")
+    output.print_facts(
+        [
+            ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
+            ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
+            ("restart budget", now.restart_budget or "not known before the first node"),
+            ("step", _last_step(now)),
+            ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
+            ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
+        ]
+    )
+    output.print_table(
+        (">id", "<state", ">rank", ">processes", ">heard", ">charged restarts", "<name"),
+        now.nodes,
+        lambda node: (
             str(node.id),
             node.state,
             "" if node.node_rank is None else str(node.node_rank),
             str(node.num_processes),
             "" if node.last_heard is None else f"{node.last_heard:.1f} s",
             f"{node.num_charged} of {now.max_restarts}",
-            output.printable(f"{node.name} {node.reason}".strip()),
-        )
-        for node in now.nodes
-    ]
-    columns = (">id", "<state", ">rank", ">processes", ">heard", ">charged restarts", "<name")
-    output.print_table(columns, rows)
+            f"{node.name} {node.reason}".strip(),
+        ),
+    )
     if sum(now.nodes_by_state.values()) > len(now.nodes):
         states = ", ".join(f"{count} {state}" for state, count in now.nodes_by_state.items())
-        click.echo(f"{len(now.nodes)} nodes are shown, of {states}; the page finds the others")
+        output.line(f"{len(now.nodes)} nodes are shown, of {states}; the page finds the others")
     for failed in now.failures[:3]:
         if failed.cause:
-            click.echo(f"round {failed.round}: {output.printable(failed.cause)}")
+            output.line(f"round {failed.round}: {failed.cause}")
             continue
         first = failed.failures[0]
         message = first.message.splitlines()[-1] if first.message else ""
         how = first.signal or f"exit code {first.exit_code}"
-        click.echo(
-            f"round {failed.round}: rank {first.rank} on node {first.node_id}, {how} "
-            + output.printable(message)
-        )
+        where = f"rank {first.rank} on node {first.node_id}"
+        output.line(f"round {failed.round}: {where}, {how} {message}")

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
+import itertools
 import json
 import math
 import pprint
 import sys
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TextIO, TypeVar
 
 import click
 import numpy as np
@@ -30,7 +31,7 @@ from remesh.errors import CorruptCheckpointError, CoverageError, MismatchError, 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 """The option that all commands have."""
 
-_Row = TypeVar("_Row")
+_Item = TypeVar("_Item")
 
 all_option = click.option("--all", "show_all", is_flag=True, help="Do not cut long lists.")
 """The option of commands whose lists may be long; JSON is always complete."""
@@ -72,14 +73,14 @@ def example(*lines: str) -> str:
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
 
 
-def needs_kubernetes(module: str) -> Any:
-    """A module that needs what the extra `kubernetes` installs."""
+@contextmanager
+def needs(command: str, extra: str) -> Iterator[None]:
+    """Name the extra that installs what the imports of a command do not find."""
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"this command needs {error.name}: pip install 'remesh[kubernetes]'"
-        ) from error
+        text = f"{command} needs {error.name}: pip install 'remesh[{extra}]'"
+        raise click.ClickException(text) from error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -102,11 +103,6 @@ def format_shape(shape: Sequence[int]) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def capped(rows: Sequence[_Row], *, show_all: bool) -> Sequence[_Row]:
-    """The rows of a long table that are printed."""
-    return rows if show_all else rows[:MAX_ROWS]
 
 
 def listed(names: Sequence[str], *, show_all: bool) -> str:
@@ -150,7 +146,7 @@ def format_value(value: object) -> str:
 def format_value_short(value: object, length: int = 60) -> str:
     """A stored value in one line, cut after `length` characters."""
     text = repr(_with_bare_text(value))
-    return printable(text if len(text) <= length else f"{text[: length - 3]}...")
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _with_bare_text(value: object) -> object:
@@ -247,16 +243,16 @@ def _console(stream: TextIO) -> Console:
     return _Console(file=stream, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-def line(text: str = "", style: str | None = None) -> None:
-    """Print a result; `style` is one of rich."""
-    _console(sys.stdout).out(text, style=style)
+def line(*texts: str, style: str | None = None) -> None:
+    """Print results, a line each, with control characters escaped; `style` is one of rich."""
+    _console(sys.stdout).out("\n".join(map(printable, texts)), style=style)
 
 
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[str]], indent: str = ""
 ) -> list[str]:
     """The lines of a table; each title follows `<` or `>`, the side to which it is aligned."""
-    cells = [[column[1:] for column in columns], *rows]
+    cells = [[column[1:] for column in columns], *(list(map(printable, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligned = [
         "  ".join(
@@ -268,26 +264,43 @@ def table_lines(
     return [f"{indent}{line}".rstrip() for line in aligned]
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> None:
-    """Print what `table_lines` made, the titles in bold."""
-    titles, *lines = table_lines(columns, rows, indent)
+def print_table(
+    columns: Sequence[str],
+    items: Sequence[_Item],
+    row: Callable[[_Item], Sequence[str]],
+    *,
+    indent: str = "",
+    show_all: bool = True,
+    style: Callable[[_Item], str | None] = lambda _: None,
+    below: Callable[[_Item], Sequence[str]] = lambda _: (),
+) -> None:
+    """Print a table of items, the titles in bold; `below` gives the lines that follow an item's."""
+    shown = items if show_all else items[:MAX_ROWS]
+    titles, *lines = table_lines(columns, [row(item) for item in shown], indent)
     line(titles, style="bold")
-    if lines:
-        line("\n".join(lines))
+    printed = zip(shown, lines, strict=True)
+    for each, alike in itertools.groupby(printed, lambda one: style(one[0])):
+        line(*(text for item, own in alike for text in (own, *below(item))), style=each)
+    _print_rest(len(items), show_all=show_all)
+
+
+def print_list(texts: Sequence[str], *, show_all: bool) -> None:
+    """Print texts, a line each, the first of many."""
+    if texts:
+        line(*(f"  {text}" for text in (texts if show_all else texts[:MAX_ROWS])))
+    _print_rest(len(texts), show_all=show_all)
+
+
+def _print_rest(num_rows: int, *, show_all: bool) -> None:
+    rest = 0 if show_all else num_rows - MAX_ROWS
+    if rest > 0:
+        line(f"  ... and {rest} more; --all lists them")
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print names of facts and what they are, a line each."""
     width = max(len(name) for name, _ in facts)
-    for name, fact in facts:
-        line(f"  {name.ljust(width)}  {fact}")
-
-
-def print_rest(num_rows: int, *, show_all: bool) -> None:
-    """Print how many rows `capped` has left out, if any."""
-    rest = 0 if show_all else num_rows - MAX_ROWS
-    if rest > 0:
-        line(f"  ... and {rest} more; --all lists them")
+    line(*(f"  {name.ljust(width)}  {fact}" for name, fact in facts))
 
 
 def piece_document(piece: Piece) -> dict[str, object]:
@@ -301,15 +314,10 @@ def piece_document(piece: Piece) -> dict[str, object]:
     }
 
 
-def piece_lines(pieces: Sequence[Piece], indent: str) -> list[str]:
-    """A line of titles and one for each piece."""
-    rows = [
-        (
-            str(piece.box),
-            format_bytes(piece.num_bytes),
-            f"{piece.position}:{piece.position + piece.num_bytes}",
-            printable(piece.path),
-        )
-        for piece in pieces
-    ]
-    return table_lines(("<box", ">size", "<bytes", "<file"), rows, indent)
+PIECE_COLUMNS = ("<box", ">size", "<bytes", "<file")
+
+
+def piece_row(piece: Piece) -> tuple[str, ...]:
+    """The cells of `PIECE_COLUMNS`."""
+    stop = piece.position + piece.num_bytes
+    return str(piece.box), format_bytes(piece.num_bytes), f"{piece.position}:{stop}", piece.path

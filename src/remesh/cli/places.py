@@ -18,7 +18,7 @@ from remesh.core.integrity import Finding
 from remesh.errors import StateError
 from remesh.formats import native
 from remesh.formats.table import FORMATS, Source, formats_at, place_of
-from remesh.storage import Storage, shown_url
+from remesh.storage import open_storage, shown_url
 from remesh.transform import Transform
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -99,17 +99,29 @@ def is_checkpoint(path: str) -> bool:
     return catalog.is_checkpoint(place_of(source(path)))
 
 
-def findings_of(storage: Storage, checkpoint: Checkpoint) -> list[Finding]:
+def record_of(checkpoint: Checkpoint) -> native.CommitRecord | None:
+    """The commit record; checkpoints of other systems have none."""
+    return checkpoint.record if checkpoint.format == native.FORMAT_NAME else None
+
+
+def findings_of(path: str, checkpoint: Checkpoint) -> list[Finding]:
     """Files that are missing or have another size; other systems record no sizes."""
-    is_native = checkpoint.format == native.FORMAT_NAME
-    return catalog.read_record_and_sizes(storage)[1] if is_native else []
+    if checkpoint.format != native.FORMAT_NAME:
+        return []
+    return catalog.read_record_and_sizes(open_storage(path))[1]
+
+
+def files_of(checkpoint: Checkpoint) -> list[tuple[str, int, str]]:
+    """Path, size and digest of all files that a checkpoint is known to have; "" for no digest."""
+    record = record_of(checkpoint)
+    if record is None:
+        return [(file.path, file.num_bytes, "") for file in checkpoint.index.files]
+    return [(file.path, file.num_bytes, file.digest) for file in catalog.files_of(record)]
 
 
 def num_file_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of all files that a checkpoint is known to have."""
-    if checkpoint.format != native.FORMAT_NAME:
-        return sum(file.num_bytes for file in checkpoint.index.files)
-    return sum(file.num_bytes for file in catalog.files_of(checkpoint.record))
+    return sum(num_bytes for _, num_bytes, _ in files_of(checkpoint))
 
 
 def shown_compression(index: Index) -> str:

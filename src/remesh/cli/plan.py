@@ -133,11 +133,11 @@ def plan(
             ("other shapes", mismatched),
         ):
             if names:
-                shown = output.printable(output.listed(names, show_all=show_all))
+                shown = output.listed(names, show_all=show_all)
                 output.line(f"{title}: {shown}", style="yellow")
         _print_ranks(ranks, mesh, show_all=show_all)
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
-        output.line(output.printable(verdict), style="bold")
+        output.line(verdict, style="bold")
     if draw is not None:
         drawn = _drawn(path, stored, patterns)
         _draw(path, columns_of(stored, drawn, mesh if layout_text else None), draw)
@@ -208,22 +208,20 @@ def _plan_rank(rank: int, held: BoxTable, reads: LoadPlan, index_bytes: int) -> 
 def _print_ranks(ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool) -> None:
     if not ranks:
         return
-    rows = [
-        (
+
+    def row(rank: RankPlan) -> tuple[str, ...]:
+        place = reversed(mesh.coordinates(rank.rank).items())
+        return (
             str(rank.rank),
-            ",".join(
-                f"{kind}={place}" for kind, place in reversed(mesh.coordinates(rank.rank).items())
-            ),
+            ",".join(f"{kind}={number}" for kind, number in place),
             str(rank.num_tensors),
             format_bytes(rank.state_bytes),
             format_bytes(rank.bytes_read),
             str(rank.num_reads),
             format_bytes(rank.peak_bytes),
         )
-        for rank in output.capped(ranks, show_all=show_all)
-    ]
+
     columns = (">rank", "<place", ">tensors", ">holds", ">reads", ">requests", ">peak memory")
-    output.print_table(columns, rows)
-    output.print_rest(len(ranks), show_all=show_all)
+    output.print_table(columns, ranks, row, show_all=show_all)
     total = sum(rank.bytes_read for rank in ranks)
     output.line(f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all")

@@ -50,7 +50,7 @@ def latest(*, root: str, as_json: bool) -> None:
     if as_json:
         output.print_json(_facts(newest))
     else:
-        click.echo(output.printable(newest.path))
+        output.line(newest.path)
 
 
 @click.command(epilog=output.example("remesh pin runs/step_00001000"))
@@ -59,7 +59,7 @@ def pin(*, checkpoint: str) -> None:
     """Keep a checkpoint, whatever retention policies say."""
     Checkpoint(checkpoint)
     catalog.pin(checkpoint)
-    click.echo(f"{output.printable(checkpoint)}: pinned")
+    output.line(f"{checkpoint}: pinned")
 
 
 @click.command(epilog=output.example("remesh unpin runs/step_00001000"))
@@ -68,7 +68,7 @@ def unpin(*, checkpoint: str) -> None:
     """Let retention policies decide about a checkpoint again."""
     Checkpoint(checkpoint)
     catalog.unpin(checkpoint)
-    click.echo(f"{output.printable(checkpoint)}: not pinned")
+    output.line(f"{checkpoint}: not pinned")
 
 
 def parse_best(
@@ -143,22 +143,20 @@ def _facts(info: CheckpointInfo) -> dict[str, object]:
 def _print_decisions(
     decisions: Sequence[RetentionDecision], removed: set[str], *, removes: bool
 ) -> None:
-    rows = []
-    for decision in decisions:
+    def row(decision: RetentionDecision) -> tuple[str, ...]:
         info = decision.info
-        gone = info.name in removed
-        rest = "removed" if gone else "in use" if removes else "superfluous"
-        what = "kept" if decision.is_kept else rest
-        why = f"  ({output.printable('; '.join(decision.reasons))})" if decision.is_kept else ""
-        size = format_bytes(info.num_bytes)
-        rows.append((what, str(info.step), size, f"{output.printable(info.path)}{why}"))
-    output.print_table(("<what", ">step", ">size", "<path"), rows)
+        rest = "in use" if removes else "superfluous"
+        what = "removed" if info.name in removed else "kept" if decision.is_kept else rest
+        why = f"  ({'; '.join(decision.reasons)})" if decision.is_kept else ""
+        return what, str(info.step), format_bytes(info.num_bytes), f"{info.path}{why}"
+
+    output.print_table(("<what", ">step", ">size", "<path"), decisions, row)
     chosen = [
-        decision
+        decision.info.num_bytes
         for decision in decisions
         if (decision.info.name in removed if removes else not decision.is_kept)
     ]
-    _print_sum([one.info.num_bytes for one in chosen], "checkpoint", removes=removes)
+    _print_sum(chosen, "checkpoint", removes=removes)
 
 
 def _print_sum(sizes: Sequence[int], noun: str, *, removes: bool) -> None:
@@ -273,13 +271,13 @@ def _print_leftovers(leftovers: Sequence[Orphan], removed: set[str], *, removes:
     if not leftovers:
         output.line("nothing is left of dead saves")
         return
-    rows = []
-    for one in leftovers:
+
+    def row(one: Orphan) -> tuple[str, ...]:
         what = "removed" if one.path in removed else "kept" if one.kept or removes else "garbage"
-        where = output.printable(one.path)
-        why = f"  ({output.printable(one.kept)})" if one.kept else ""
-        rows.append((what, _age(one.age), format_bytes(one.num_bytes), f"{where}{why}"))
-    output.print_table(("<what", ">age", ">size", "<path"), rows)
+        why = f"  ({one.kept})" if one.kept else ""
+        return what, _age(one.age), format_bytes(one.num_bytes), f"{one.path}{why}"
+
+    output.print_table(("<what", ">age", ">size", "<path"), leftovers, row)
     chosen = [one for one in leftovers if (one.path in removed if removes else not one.kept)]
     _print_sum([one.num_bytes for one in chosen], "leftover", removes=removes)
 

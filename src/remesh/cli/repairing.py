@@ -76,19 +76,18 @@ def repair(
 
 
 def _print_report(report: RepairReport, save_id: str | None) -> None:
-    def line(text: str, style: str | None = None) -> None:
-        output.line(output.printable(text), style)
-
-    line(f"{report.source}: save {report.save_id}", "bold")
+    line = output.line
+    line(f"{report.source}: save {report.save_id}", style="bold")
     output.print_facts(
         [("record", report.record), ("index", report.index), ("values", report.values)],
     )
     if report.files:
-        rows = [
-            (file.state, output.printable(file.path), output.printable(file.problem))
-            for file in report.files
-        ]
-        output.print_table(("<state", "<file", "<problem"), rows, "  ")
+        output.print_table(
+            ("<state", "<file", "<problem"),
+            report.files,
+            lambda file: (file.state, file.path, file.problem),
+            indent="  ",
+        )
     size = format_bytes(report.num_bytes)
     can_be = "saved" if report.target else "can be saved"
     line(
@@ -96,21 +95,24 @@ def _print_report(report: RepairReport, save_id: str | None) -> None:
         f"{output.plural(report.num_values, 'value')}"
     )
     if report.unchecked:
-        line(f"  of which no digest proves: {', '.join(report.unchecked)}", "yellow")
+        line(f"  of which no digest proves: {', '.join(report.unchecked)}", style="yellow")
     if report.left_out:
         line(
             f"left out, because no digest proves them: {', '.join(report.left_out)}",
-            "yellow",
+            style="yellow",
         )
-        line("  they may be right or wrong; --keep-unchecked saves them, too", "yellow")
+        line("  they may be right or wrong; --keep-unchecked saves them, too", style="yellow")
     if report.lost or report.lost_aliases:
-        line(f"lost: {output.plural(len(report.lost) + len(report.lost_aliases), 'tensor')}", "red")
+        line(
+            f"lost: {output.plural(len(report.lost) + len(report.lost_aliases), 'tensor')}",
+            style="red",
+        )
         for tensor in report.lost:
             line(f"  {tensor.name} {output.format_shape(tensor.shape)}: {_holes(tensor.holes)}")
         for alias in report.lost_aliases:
             line(f"  {alias}: tied to one of these")
     if report.values in {"damaged", "missing"}:
-        line("lost: all plain values and objects", "red")
+        line("lost: all plain values and objects", style="red")
     for note in report.notes:
         line(f"note: {note}")
     if report.target:

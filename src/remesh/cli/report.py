@@ -24,7 +24,7 @@ from remesh.cli.summary import (
 from remesh.core.index import Index
 from remesh.demo import picture
 from remesh.formats import native
-from remesh.storage import open_storage, shown_url
+from remesh.storage import shown_url
 
 MAX_DRAWN = 8
 MAX_USAGES = 40
@@ -85,7 +85,7 @@ def _collect(path: str, checkpoint: Checkpoint, *, with_statistics: bool) -> Rep
         tuple(_facts(path, checkpoint, len(values))),
         tuple(usages_of(index, 2)),
         statistics_of(path, checkpoint, names),
-        tuple(_files(checkpoint)),
+        tuple(places.files_of(checkpoint)),
         tuple(_provenance(path, checkpoint)),
         tuple(
             (name, output.type_name(value), output.format_value_short(value, 120))
@@ -107,30 +107,23 @@ def _facts(path: str, checkpoint: Checkpoint, num_values: int) -> list[tuple[str
         ("bytes of files", in_files),
         ("plain values", str(num_values)),
     ]
-    if checkpoint.format == native.FORMAT_NAME:
-        record = checkpoint.record
+    record = places.record_of(checkpoint)
+    if record is not None:
         facts += [
             ("saved", output.format_time(record.created)),
             ("ranks", str(record.world_size)),
             ("remesh", f"{record.remesh_version}, format {record.version}"),
             ("save id", record.save_id),
         ]
-        findings = places.findings_of(open_storage(path), checkpoint)
+        findings = places.findings_of(path, checkpoint)
         facts.append(("files", catalog.describe_findings(findings) or "all there, sizes as saved"))
     return facts
 
 
-def _files(checkpoint: Checkpoint) -> list[tuple[str, int, str]]:
-    if checkpoint.format != native.FORMAT_NAME:
-        return [(file.path, file.num_bytes, "") for file in checkpoint.index.files]
-    files = catalog.files_of(checkpoint.record)
-    return [(file.path, file.num_bytes, file.digest) for file in files]
-
-
 def _provenance(path: str, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    if checkpoint.format != native.FORMAT_NAME:
+    record = places.record_of(checkpoint)
+    if record is None:
         return []
-    record = checkpoint.record
     facts = [
         (name, output.format_value_short(value, 200))
         for name, value in record.metadata.items()

@@ -28,14 +28,10 @@ def run(*, arguments: tuple[str, ...]) -> None:
         raise click.ClickException(
             "remesh run needs Linux; save, load, convert and the other commands work here too"
         )
-    try:
+    with output.needs("remesh run", "elastic,torch"):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         from remesh.elastic import launch
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"remesh run needs {error.name}: pip install 'remesh[elastic,torch]'"
-        ) from error
     try:
         launch.main(arguments)
     except ChildFailedError as error:
@@ -61,7 +57,7 @@ def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_
 
         client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
         client.request_check("remesh check")
-        click.echo("the nodes will be tested before the next round")
+        output.line("the nodes will be tested before the next round")
         return
     from remesh.elastic.node_check import run_alone
 
@@ -75,8 +71,8 @@ def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_
             }
         )
     elif outcome.passed:
-        click.echo(f"healthy: the probe took {outcome.seconds:.1f} s")
+        output.line(f"healthy: the probe took {outcome.seconds:.1f} s")
     else:
-        click.echo(f"faulty: {outcome.message}")
+        output.line(f"faulty: {outcome.message}")
     if not outcome.passed:
         raise SystemExit(output.EXIT_DAMAGED)

@@ -12,13 +12,11 @@ import numpy as np
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.output import piece_document, piece_lines
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.core.state import TENSOR_RECORD
 from remesh.errors import StateError
-from remesh.events import progress
 from remesh.formats import native
 from remesh.storage import shown_url
 
@@ -114,7 +112,7 @@ def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool
         shown = {"type": output.type_name(value), "value": value}
         output.print_json({"kind": kind, "path": shown_url(path), "name": name, **shown})
     else:
-        output.line(output.format_value(value))
+        output.line(*output.format_value(value).splitlines())
 
 
 def _open_and_look(
@@ -140,11 +138,7 @@ class _Looked:
 def _look_at(checkpoint: Checkpoint, name: str, box_text: BoxText | None) -> _Looked:
     stored = checkpoint.tensor(name)
     box = Box.whole(stored.shape) if box_text is None else box_text.in_shape(name, stored.shape)
-    statistics = None
-    if summary.is_summarised(stored.dtype):
-        num_bytes = stored.num_bytes // max(Box.whole(stored.shape).size, 1) * box.size
-        with progress(f"reading {name}", num_bytes) as on_read:
-            (statistics,) = summary.statistics_of_each(checkpoint, [(name, box)], on_read)
+    statistics = summary.statistics_of(name, checkpoint, [name], box)[name]
     whole_box = box_text is not None and box.size <= NUM_BOX_ELEMENTS
     count = NUM_BOX_ELEMENTS if whole_box else NUM_FIRST_ELEMENTS
     elements = summary.first_elements(checkpoint, name, box, count)
@@ -163,7 +157,7 @@ def _tensor_document(path: str, looked: _Looked) -> dict[str, object]:
         "shape": stored.shape,
         "num_bytes": stored.num_bytes,
         "box": {"offset": looked.box.offset, "shape": looked.box.shape},
-        "pieces": [piece_document(piece) for piece in _pieces_in(looked)],
+        "pieces": [output.piece_document(piece) for piece in _pieces_in(looked)],
         "statistics": None if looked.statistics is None else asdict(looked.statistics),
         "elements": looked.elements,
     }
@@ -186,17 +180,15 @@ def _print_tensor(looked: _Looked) -> None:
         ("size", format_bytes(stored.num_bytes)),
     ]
     if tied_to is not None:
-        facts.append(("tied to", output.printable(tied_to)))
+        facts.append(("tied to", tied_to))
     if box != Box.whole(stored.shape):
         facts.append(("box", f"{box}, {output.plural(box.size, 'element')}"))
-    output.line(output.printable(looked.name), style="bold")
+    output.line(looked.name, style="bold")
     output.print_facts(facts)
     pieces = _pieces_in(looked)
     if pieces:
         output.line()
-        titles, *lines = piece_lines(pieces, "  ")
-        output.line(titles, style="bold")
-        output.line("\n".join(lines))
+        output.print_table(output.PIECE_COLUMNS, pieces, output.piece_row, indent="  ")
     output.line()
     if looked.statistics is None:
         reason = "only its bits are known" if BY_NAME[stored.dtype].is_opaque else "it has no order"
@@ -234,5 +226,5 @@ def _print_elements(looked: _Looked) -> None:
     else:
         title, shown = f"first {elements.size} of {box.size} elements", elements
     text = np.array2string(shown, max_line_width=78, threshold=NUM_BOX_ELEMENTS + 1, precision=6)
-    output.line(f"\n  {title}", style="bold")
-    output.line("\n".join(f"  {line}" for line in text.splitlines()))
+    output.line("", f"  {title}", style="bold")
+    output.line(*(f"  {line}" for line in text.splitlines()))

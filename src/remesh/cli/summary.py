@@ -33,6 +33,8 @@ Array = npt.NDArray[Any]
 
 CHUNK_BYTES = 32 << 20
 """Read at a time. Digest blocks at the ends of a chunk are read again, so chunks are large."""
+MAX_BATCH = 4096
+"""Boxes that are read together at most."""
 _FOLD_ELEMENTS = 1 << 18
 """Folded at a time, which bounds the float64 copies that this needs."""
 _NOT_SUMMARISED = frozenset({"complex32", "complex64", "complex128"})
@@ -71,41 +73,54 @@ def is_summarised(dtype: str) -> bool:
     return dtype not in _NOT_SUMMARISED and not BY_NAME[dtype].is_opaque
 
 
+def statistics_of(
+    what: str, checkpoint: Checkpoint, names: Iterable[str], box: Box | None = None
+) -> dict[str, Statistics | None]:
+    """The statistics of tensors, or of a box of each; None where a type has none."""
+    index = checkpoint.index
+    boxes = {name: box or Box.whole(index[name].shape) for name in names}
+    counted = [one for one in boxes.items() if is_summarised(index[one[0]].dtype)]
+    num_bytes = sum(box.size * BY_NAME[index[name].dtype].itemsize for name, box in counted)
+    with progress(f"reading {what}", num_bytes) as on_read:
+        found = statistics_of_each(checkpoint, counted, on_read)
+    return dict.fromkeys(boxes) | {name: one for (name, _), one in zip(counted, found, strict=True)}
+
+
 def statistics_of_each(
-    checkpoint: Checkpoint, boxes: Iterable[tuple[str, Box]], on_read: Callable[[int], None]
+    checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]], on_read: Callable[[int], None]
 ) -> list[Statistics]:
-    """The statistics of boxes of tensors, small ones read together; `on_read` gets bytes."""
-    folded: list[_Folded] = []
-    batch: list[tuple[_Folded, str, Box]] = []
-    num_bytes = 0
+    """The statistics of a box of each of some tensors; `on_read` gets bytes."""
+    index, folded = checkpoint.index, {name: _Folded() for name, _ in boxes}
+    parts = (
+        (name, part)
+        for name, box in boxes
+        for piece in index.pieces(name)
+        if (part := piece.box.intersect(box)) is not None
+    )
+    for batch in batches_of(index, parts):
+        for (name, _), array in zip(batch, checkpoint.read_arrays(batch), strict=True):
+            elements, dtype = array.reshape(-1), index[name].dtype
+            for start in range(0, elements.size, _FOLD_ELEMENTS):
+                folded[name].add(true_values(elements[start : start + _FOLD_ELEMENTS], dtype))
+            on_read(elements.nbytes)
+    return [one.result() for one in folded.values()]
+
+
+def batches_of(index: Index, boxes: Iterable[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]]:
+    """Boxes of tensors, cut into chunks, as many at a time as are read together."""
+    batch: list[tuple[str, Box]] = []
+    room = CHUNK_BYTES
     for name, box in boxes:
-        folded.append(_Folded())
-        itemsize = BY_NAME[checkpoint.tensor(name).dtype].itemsize
-        for piece in checkpoint.index.pieces(name):
-            common = piece.box.intersect(box)
-            for chunk in [] if common is None else chunks_of(common, CHUNK_BYTES // itemsize):
-                size = chunk.size * itemsize
-                if num_bytes + size > CHUNK_BYTES:
-                    _fold(checkpoint, batch, on_read)
-                    batch, num_bytes = [], 0
-                batch.append((folded[-1], name, chunk))
-                num_bytes += size
-    _fold(checkpoint, batch, on_read)
-    return [one.result() for one in folded]
-
-
-def _fold(
-    checkpoint: Checkpoint,
-    batch: Sequence[tuple[_Folded, str, Box]],
-    on_read: Callable[[int], None],
-) -> None:
-    """Read chunks of tensors, and fold them into the numbers so far."""
-    arrays = checkpoint.read_arrays([(name, chunk) for _, name, chunk in batch]) if batch else []
-    for (folded, name, _), array in zip(batch, arrays, strict=True):
-        elements, dtype = array.reshape(-1), checkpoint.tensor(name).dtype
-        for start in range(0, elements.size, _FOLD_ELEMENTS):
-            folded.add(true_values(elements[start : start + _FOLD_ELEMENTS], dtype))
-        on_read(elements.nbytes)
+        itemsize = BY_NAME[index[name].dtype].itemsize
+        for chunk in chunks_of(box, CHUNK_BYTES // itemsize) if box.size else ():
+            num_bytes = chunk.size * itemsize
+            if batch and (num_bytes > room or len(batch) == MAX_BATCH):
+                yield batch
+                batch, room = [], CHUNK_BYTES
+            batch.append((name, chunk))
+            room -= num_bytes
+    if batch:
+        yield batch
 
 
 def chunks_of(box: Box, max_elements: int) -> Iterator[Box]:
@@ -285,23 +300,10 @@ def usage_rows(usages: Sequence[Usage]) -> list[tuple[str, ...]]:
             f"{100 * usage.num_bytes / total:.1f} %",
             output.format_count(usage.num_elements),
             str(usage.num_tensors),
-            output.printable(usage.prefix),
+            usage.prefix,
         )
         for usage in usages
     ]
-
-
-def statistics_of(
-    path: str, checkpoint: Checkpoint, names: Sequence[str]
-) -> dict[str, Statistics | None]:
-    """The statistics of tensors, which are read in chunks; None where a type has none."""
-    index = checkpoint.index
-    found: dict[str, Statistics | None] = dict.fromkeys(names)
-    counted = [name for name in names if is_summarised(index[name].dtype)]
-    boxes = [(name, Box.whole(index[name].shape)) for name in counted]
-    with progress(f"reading {path}", sum(index[name].num_bytes for name in counted)) as on_read:
-        measured = statistics_of_each(checkpoint, boxes, on_read)
-    return found | dict(zip(counted, measured, strict=True))
 
 
 def statistics_cells(found: Statistics | None) -> list[str]:
@@ -316,11 +318,11 @@ def statistics_cells(found: Statistics | None) -> list[str]:
 def print_statistics(statistics: Mapping[str, Statistics | None], index: Index) -> None:
     """Print the numbers in tensors, a line each."""
     columns = ("<dtype", ">min", ">max", ">mean", ">std", ">zeros", ">NaN", ">inf", "<name")
-    rows = [
-        (index[name].dtype, *statistics_cells(found), output.printable(name))
-        for name, found in statistics.items()
-    ]
-    output.print_table(columns, rows)
+    output.print_table(
+        columns,
+        list(statistics),
+        lambda name: (index[name].dtype, *statistics_cells(statistics[name]), name),
+    )
 
 
 def format_number(number: float | None) -> str:

@@ -69,7 +69,7 @@ def _check_all(paths: Sequence[str]) -> Iterator[Verdict]:
 
 
 def _print_verdict(verdict: Verdict, *, show_all: bool) -> None:
-    path = output.printable(verdict.path)
+    path = verdict.path
     if verdict.status == "sound":
         files = output.plural(verdict.num_files, "file")
         size = format_bytes(verdict.num_bytes)
@@ -77,31 +77,32 @@ def _print_verdict(verdict: Verdict, *, show_all: bool) -> None:
         word = "sound" if verdict.has_digests else "readable, no digests to compare with"
         output.line(f"{path}: {word}, {files} with tensors, {size}")
         if verdict.unchecked:
-            names = output.printable(output.listed(verdict.unchecked, show_all=show_all))
+            names = output.listed(verdict.unchecked, show_all=show_all)
             text = f"  repaired; no digest proves that these are what was saved: {names}"
             output.line(text, style="yellow")
         return
     if verdict.status == "unfinished":
         output.line(f"{path}: {verdict.error}", style="dim")
-        output.line(f"  {output.printable(verdict.advice)}")
+        output.line(f"  {verdict.advice}")
         return
     if verdict.status != "damaged":
         output.print_error(verdict.error)
         return
     output.line(f"{path}: damaged", style="red")
-    words = {"missing": "missing", "size": "wrong size", "content": "wrong bytes"}
-    rows = [
-        (
-            words[finding.problem],
-            f"{finding.start}:{finding.stop}",
-            output.printable(finding.file),
-            output.printable(output.listed(finding.tensors, show_all=show_all)) or "-",
+    if verdict.damages:
+        words = {"missing": "missing", "size": "wrong size", "content": "wrong bytes"}
+        output.print_table(
+            ("<problem", "<bytes", "<file", "<tensors"),
+            verdict.damages,
+            lambda finding: (
+                words[finding.problem],
+                f"{finding.start}:{finding.stop}",
+                finding.file,
+                output.listed(finding.tensors, show_all=show_all) or "-",
+            ),
+            indent="  ",
+            show_all=show_all,
         )
-        for finding in output.capped(verdict.damages, show_all=show_all)
-    ]
-    if rows:
-        output.print_table(("<problem", "<bytes", "<file", "<tensors"), rows, "  ")
-        output.print_rest(len(verdict.damages), show_all=show_all)
     texts = []
     if verdict.incomplete:
         names = output.listed(verdict.incomplete, show_all=show_all)
@@ -109,7 +110,7 @@ def _print_verdict(verdict: Verdict, *, show_all: bool) -> None:
     # An error may say the same.
     advice = "" if "remesh repair" in verdict.error else verdict.advice
     for text in [*texts, *filter(None, [verdict.error, advice])]:
-        output.line(f"  {output.printable(text)}")
+        output.line(f"  {text}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,6 +334,14 @@ def check_path(path: str) -> str:
     return path
 
 
+def is_hidden(path: str) -> bool:
+    """True if a path is not that of a file: of a writer's mark, or of a folder that a console made.
+
+    Consoles make empty objects for folders; that of the root itself has no relative path.
+    """
+    return not path or path.rpartition("/")[2].startswith(HIDDEN)
+
+
 def prefix_directory(prefix: str) -> str:
     """The directory, "" for the root, that holds every path that begins with `prefix`."""
     directory = prefix.rpartition("/")[0]

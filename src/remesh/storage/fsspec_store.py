@@ -30,6 +30,7 @@ from remesh.storage.base import (
     Directory,
     FileFacts,
     check_path,
+    is_hidden,
     prefix_directory,
 )
 from remesh.storage.parts import StreamWriter
@@ -64,8 +65,7 @@ class FsspecStorage(RemoteStorage):
         sizes = {}
         for path, entry in found.items():
             relative = path[len(self._root) :].lstrip("/")
-            hidden = relative.rpartition("/")[2].startswith(HIDDEN)
-            if relative and relative.startswith(prefix) and not hidden:
+            if relative.startswith(prefix) and not is_hidden(relative):
                 sizes[relative] = int(entry["size"])
         return sizes
 

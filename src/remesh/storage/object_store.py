@@ -47,6 +47,7 @@ from remesh.storage.base import (
     FileFacts,
     Storage,
     check_path,
+    is_hidden,
     prefix_directory,
 )
 from remesh.storage.buckets import FAILURES, Bucket
@@ -125,7 +126,7 @@ class ObjectStorage(RemoteStorage):
         return {
             path: size
             for path, size in sizes.items()
-            if path.startswith(prefix) and not _is_hidden(path)
+            if path.startswith(prefix) and not is_hidden(path)
         }
 
     def list_directory(self, path: str = "") -> Directory:
@@ -425,14 +426,6 @@ def _keep_freed_memory() -> None:
     clears the pages of the next response. That takes longer than to receive it.
     """
     np.empty(READ_BYTES, np.uint8)
-
-
-def _is_hidden(path: str) -> bool:
-    """True if a path is not that of a file: of a writer's mark, or of a folder that a console made.
-
-    Consoles make empty objects for folders; that of the root itself has no relative path.
-    """
-    return not path or path.rpartition("/")[2].startswith(HIDDEN)
 
 
 def _rounded_up(num_bytes: int) -> int:
