@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from remesh.kubernetes.observed import Role
@@ -104,6 +104,7 @@ def make_pod(job: Job, role: Role, index: int) -> Manifest:
     containers = [dict(each) for each in given.get("containers") or [{}]]
     containers[0] = _main_container(job, role, index, containers[0])
     containers = [_secured(each) for each in containers]
+    volumes = [{"name": name, **source} for name, _, source in _volumes(job, role)]
     drain = MASTER_STOP_SECONDS if is_master else job.spec.drain_seconds + STOP_SECONDS
     spec: Manifest = {
         "terminationGracePeriodSeconds": drain,
@@ -121,7 +122,7 @@ def make_pod(job: Job, role: Role, index: int) -> Manifest:
             **(given.get("securityContext") or {}),
         },
         "tolerations": _tolerations(job, given.get("tolerations") or []),
-        "volumes": [*(given.get("volumes") or []), *_volumes(job, role)],
+        "volumes": [*(given.get("volumes") or []), *volumes],
     }
     hosts = [each.host for each in job.status.excluded_hosts]
     if hosts:
@@ -164,19 +165,15 @@ def _main_container(job: Job, role: Role, index: int, given: Mapping[str, Any]) 
         container["image"] = containers[0].get("image", "")
     container["args"] = _master_args(job) if is_master else _worker_args(job, index)
     container["env"] = [*_variables(job, role), *(given.get("env") or [])]
-    mounts: list[Manifest] = [
-        {"name": "remesh-tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
-        {"name": "remesh-token", "mountPath": TOKEN_MOUNT, "readOnly": True},
+    mounts = [
+        {"name": name, "mountPath": path, **({"readOnly": True} if "secret" in source else {})}
+        for name, path, source in _volumes(job, role)
     ]
-    if job.spec.tls is not None:
-        mounts.append({"name": "remesh-tls", "mountPath": TLS_MOUNT, "readOnly": True})
+    container["volumeMounts"] = [*(given.get("volumeMounts") or []), *mounts]
     if is_master:
-        mounts.append({"name": "remesh-state", "mountPath": STATE_MOUNT})
         _complete_master(job, container)
     else:
-        mounts.append({"name": "remesh-shm", "mountPath": "/dev/shm"})  # noqa: S108 - likewise
-        _complete_worker(job, container, mounts)
-    container["volumeMounts"] = [*(given.get("volumeMounts") or []), *mounts]
+        _complete_worker(job, container)
     return container
 
 
@@ -190,20 +187,15 @@ def _complete_master(job: Job, container: Manifest) -> None:
     container.setdefault("readinessProbe", probe)
 
 
-def _complete_worker(job: Job, container: Manifest, mounts: list[Manifest]) -> None:
-    checkpoint = job.spec.checkpoint
+def _complete_worker(job: Job, container: Manifest) -> None:
     if job.status.memory is not None:
         resources = {kind: dict(values) for kind, values in container["resources"].items()}
         for kind in ("limits", "requests"):
             if "memory" in resources.get(kind, {}):
                 resources[kind]["memory"] = str(job.status.memory)
         container["resources"] = resources
-    if checkpoint is None:
-        return
-    if checkpoint.claim is not None:
-        mounts.append({"name": "remesh-checkpoints", "mountPath": checkpoint.path})
-    if checkpoint.secret is not None:
-        source = {"secretRef": {"name": checkpoint.secret}}
+    if job.spec.checkpoint is not None and job.spec.checkpoint.secret is not None:
+        source = {"secretRef": {"name": job.spec.checkpoint.secret}}
         container["envFrom"] = [*(container.get("envFrom") or []), source]
 
 
@@ -242,25 +234,22 @@ def _worker_args(job: Job, index: int) -> list[str]:
     return [*args, *spec.worker.args, *spec.script]
 
 
-def _volumes(job: Job, role: Role) -> list[Manifest]:
-    """The volumes that the mounts of the main container name."""
+def _volumes(job: Job, role: Role) -> Iterator[tuple[str, str, Manifest]]:
+    """Name, path in the main container and source of each volume of a pod."""
     spec = job.spec
-    volumes: list[Manifest] = [
-        {"name": "remesh-tmp", "emptyDir": {}},
-        {"name": "remesh-token", "secret": {"secretName": secret_name(job.name)}},
-    ]
+    yield "remesh-tmp", "/tmp", {"emptyDir": {}}  # noqa: S108 - the pod's own
+    yield "remesh-token", TOKEN_MOUNT, {"secret": {"secretName": secret_name(job.name)}}
     if spec.tls is not None:
         source: Manifest = {"secretName": spec.tls.secret}
         if role is Role.WORKER:
             source["items"] = [{"key": "ca.crt", "path": "ca.crt"}]  # not the master's key
-        volumes.append({"name": "remesh-tls", "secret": source})
+        yield "remesh-tls", TLS_MOUNT, {"secret": source}
     if role is Role.MASTER:
-        volumes.append({"name": "remesh-state", **_claimed(spec.master.state_claim)})
-        return volumes
-    volumes.append({"name": "remesh-shm", "emptyDir": {"medium": "Memory"}})
+        yield "remesh-state", STATE_MOUNT, _claimed(spec.master.state_claim)
+        return
+    yield "remesh-shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}  # noqa: S108 - likewise
     if spec.checkpoint is not None and spec.checkpoint.claim is not None:
-        volumes.append({"name": "remesh-checkpoints", **_claimed(spec.checkpoint.claim)})
-    return volumes
+        yield "remesh-checkpoints", spec.checkpoint.path, _claimed(spec.checkpoint.claim)
 
 
 def _claimed(claim: str | None) -> Manifest:
