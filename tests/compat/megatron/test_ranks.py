@@ -88,6 +88,17 @@ class _Foreign(LoadShardedStrategy):
         return self._inner.load_tensors_metadata(checkpoint_dir)
 
 
+class _Derived(RemeshLoadShardedStrategy):
+    """A strategy of the engine with a load of its own."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        self.asked = sorted(item.key for item in sharded_state_dict.values())
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
 def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
     rank = exchange.rank
     found: dict[str, Any] = {}
@@ -108,8 +119,8 @@ def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
         found["distribution"][writer] += described.local_shape[0] * described.dtype.itemsize
     found["replicas"] = {key: item.replica_id for key, item in shared.items() if key[0] == "w"}
     found["shared"] = bytes_by_rank(folder / "shared")
-    foreign = _Foreign()
-    for base in (RemeshLoadShardedStrategy(), foreign):
+    foreign, derived = _Foreign(), _Derived()
+    for base in (RemeshLoadShardedStrategy(), foreign, derived):
         strategy = FullyParallelLoadStrategyWrapper(base, exchange_algo="gather_rounds")
         loaded = load(replicated(rank, values=False), folder / "shared", strategy)
         for n in range(4):
@@ -117,6 +128,7 @@ def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
         assert ("own" in loaded) == (rank == 0)
         assert loaded["rng"] == {"rank": rank}
         assert loaded["step"] == 2
+    assert derived.asked == foreign.asked
     found["asked"] = [key for key in foreign.asked if key[0] == "w"]
     return found
 

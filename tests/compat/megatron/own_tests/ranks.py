@@ -127,7 +127,8 @@ def prepare(package: str) -> None:
     dist.init_process_group = init_with_timeout
     # The data of other tests would be downloaded.
     stub = ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
-    stub.get_oldest_release_and_assets = lambda **_: None  # type: ignore[attr-defined]
+    for name in ("get_oldest_release_and_assets", "download_and_extract_asset"):
+        setattr(stub, name, lambda *_, **__: None)
     for name in ("tests.test_utils", "tests.test_utils.python_scripts", stub.__name__):
         sys.modules[name] = stub
     torch.set_num_threads(1)

@@ -129,13 +129,17 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         group = self.parallelization_group
-        if isinstance(self.base_strategy, EngineLoadShardedStrategy):
-            return self.base_strategy.load(
+        base = self.base_strategy
+        # One that derives from the engine's and loads in a way of its own is as any other.
+        if isinstance(base, EngineLoadShardedStrategy) and (
+            type(base).load is EngineLoadShardedStrategy.load
+        ):
+            return base.load_together(
                 sharded_state_dict, checkpoint_dir, group=group, share_reads=True
             )
         partners = exchange_of(group)
         if partners.world_size == 1:
-            return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
+            return base.load(sharded_state_dict, checkpoint_dir)
         return self._load_and_pass_on(sharded_state_dict, checkpoint_dir, partners.rank)
 
     def _load_and_pass_on(self, sharded_state_dict: Any, checkpoint_dir: Any, rank: int) -> Any:

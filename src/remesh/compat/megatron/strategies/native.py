@@ -199,7 +199,10 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def load(
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        return self.load_together(sharded_state_dict, checkpoint_dir)
+
+    def load_together(
         self,
         sharded_state_dict: Any,
         checkpoint_dir: Any,

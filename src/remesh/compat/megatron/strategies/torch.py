@@ -208,10 +208,10 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
                 self._loaded_layout = LoadedLayout.of(stored.index)
         return self._loaded_layout
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, **sharing: Any) -> Any:
+    def load_together(self, sharded_state_dict: Any, checkpoint_dir: Any, **sharing: Any) -> Any:
         """As the class above, with errors that are torch's `CheckpointException` as well."""
         try:
-            loaded = super().load(sharded_state_dict, checkpoint_dir, **sharing)
+            loaded = super().load_together(sharded_state_dict, checkpoint_dir, **sharing)
         except CheckpointingException as error:
             raise TorchDistException(str(error)) from error.__cause__
         self._loaded_dir, self._loaded_layout = checkpoint_dir, None
