@@ -22,6 +22,8 @@ from remesh.elastic.job import (
     Tick,
     apply,
     assignments_of,
+    awaits_checkpoint,
+    concerns_all,
     content_of,
 )
 from remesh.elastic.journal import Journal
@@ -75,6 +77,15 @@ class Agent:
     waits: bool = False
 
 
+def awaits(state: Job, now: float) -> bool:
+    return state.rendezvous is not None and awaits_checkpoint(state, now)
+
+
+def without_text(content: Content) -> object:
+    """What a node has to do; the reason may be one that was true before."""
+    return msgspec.structs.replace(content, reason="") if hasattr(content, "reason") else content
+
+
 class Jobs(RuleBasedStateMachine):
     """Agents that join, beat, fail, leave and die; a network that loses, repeats and reorders.
 
@@ -93,7 +104,22 @@ class Jobs(RuleBasedStateMachine):
         self.failures: set[tuple[int, int]] = set()
 
     def deliver(self, event: Event) -> None:
-        self.state = apply(self.state, event, self.now)
+        """Apply an event; nodes that have not sent it are shown what follows if it concerns all."""
+        before, others = self.state, self.all_but(getattr(event, "node_id", None))
+        self.state = apply(before, event, self.now)
+        if concerns_all(before, self.state) or awaits(before, self.now) != awaits(
+            self.state, self.now
+        ):
+            return
+        assert others == self.all_but(getattr(event, "node_id", None)), event
+
+    def all_but(self, sender: int | None) -> dict[int, object]:
+        """What other nodes than a sender have to do, without the texts."""
+        return {
+            number: without_text(self.shown_to(agent))
+            for number, agent in self.agents.items()
+            if number != sender
+        }
 
     def send(self, event: Event) -> None:
         self.sent.append(event)

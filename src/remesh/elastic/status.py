@@ -211,9 +211,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     that has ended."""
     nodes_by_state: dict[str, int] = {}
     """How many nodes there are in each state."""
-    nodes_part: Part
+    nodes_part: Part = Part(page=1, num_pages=1, num_found=0)
     """Which part of the nodes `nodes` is."""
-    ranks_part: Part
+    ranks_part: Part = Part(page=1, num_pages=1, num_found=0)
     """Which part of the ranks that report steps `ranks` is."""
     num_ranks: int = 0
     """How many there are."""
