@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -168,19 +168,13 @@ class _Described(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls,
-        boxes: BoxesMessage,
-        document: bytes,
-        replicas: list[str],
-        storage: Storage,
-        options: SaveOptions,
-        num_bytes_to_keep: int,
+        cls, held: _Held, storage: Storage, options: SaveOptions, num_bytes_to_keep: int
     ) -> Self:
         space = storage.space()
         return cls(
-            boxes,
-            document,
-            replicas,
+            held.boxes,
+            held.document,
+            held.replicas,
             storage.url,
             (options.buffers, options.compares, options.format, options.compress),
             None if space is None else (space.identity, space.free_bytes, space.directory),
@@ -230,6 +224,22 @@ class _Held:
         boxes = encode_local_boxes(tensors.boxes, tensors.roles)
         return cls(tensors, boxes, document, replicas)
 
+    def fingerprint(self, key: bytes) -> bytes:
+        """The first message of the rank, given the key of its `PlanCache`."""
+        document = raw_digest(self.document)
+        return b"".join(_Fingerprint(self.boxes.layout, document, key, self.boxes.digest))
+
+    def unknown(self, fingerprints: Sequence[_Fingerprint], rank: int, *, is_known: bool) -> Self:
+        """What rank 0 does not know yet of it."""
+        boxes, document = self.boxes, self.document
+        if is_known:
+            boxes = BoxesMessage()
+        elif [one.shared for one in fingerprints].index(boxes.digest) != rank:
+            boxes = boxes.without_shared()
+        if rank and len({one.document for one in fingerprints}) == 1:
+            document = b""
+        return replace(self, boxes=boxes, document=document)
+
 
 def agree(
     exchange: Exchange,
@@ -259,17 +269,12 @@ def agree(
                 replaced.append(_existing(storage, options))
             held.append(_Held.of(state, options.buffers, exchange.rank))
         emit("save.described")
-        boxes = held[0].boxes
-        document = raw_digest(held[0].document)
-        return b"".join(_Fingerprint(boxes.layout, document, cache.key, boxes.digest))
+        return held[0].fingerprint(cache.key)
 
     def tell() -> bytes:
-        boxes = _boxes_to_tell(held[0].boxes, fingerprints, exchange.rank, is_known=is_known)
-        same_document = len({one.document for one in fingerprints}) == 1
-        document = b"" if exchange.rank and same_document else held[0].document
         kept = cache.history.num_bytes_to_keep(held[0].boxes.layout) if options.keeps else 0
-        told = _Described.of(boxes, document, held[0].replicas, storage, options, kept)
-        return msgspec.msgpack.encode(told)
+        unknown = held[0].unknown(fingerprints, exchange.rank, is_known=is_known)
+        return msgspec.msgpack.encode(_Described.of(unknown, storage, options, kept))
 
     def plan(replies: list[bytes]) -> list[bytes]:
         described = [msgspec.msgpack.decode(reply, type=_Described) for reply in replies]
@@ -287,7 +292,6 @@ def agree(
     [mine] = held
     _look_at_copies(exchange, mine.tensors, options, assignment, cache)
     _remember(cache, assignment, fingerprints, exchange.rank)
-    digest = _assignment_digest(cache.rows, cache.shared)
     return Agreement(
         assignment.save_id,
         exchange.rank,
@@ -295,7 +299,7 @@ def agree(
         mine.tensors,
         mine.boxes.layout,
         cache.rows,
-        digest == assignment.digest,
+        _assignment_digest(cache.rows, cache.shared) == assignment.digest,
         mine.document,
         assignment.grid,
         assignment.holders,
@@ -329,16 +333,6 @@ def _is_known(cache: PlanCache, fingerprints: Sequence[_Fingerprint]) -> bool:
     # On all ranks, so that none believes in the old plan if this save fails.
     cache.key, cache.plan, cache.local_boxes, cache.met_in = _NO_KEY, None, [], None
     return False
-
-
-def _boxes_to_tell(
-    boxes: BoxesMessage, fingerprints: Sequence[_Fingerprint], rank: int, *, is_known: bool
-) -> BoxesMessage:
-    """What rank 0 does not know yet of the boxes of a rank."""
-    if is_known:
-        return BoxesMessage()
-    is_first = [one.shared for one in fingerprints].index(boxes.digest) == rank
-    return boxes if is_first else boxes.without_shared()
 
 
 def _plan(

@@ -372,8 +372,9 @@ class Master:
         nodes = self.job.rendezvous
         if nodes is not None and nodes.settings != message.settings:
             raise RefusedError(
-                f"node {message.name} wants {message.settings}, the job runs with "
-                f"{nodes.settings}; start all nodes with the same options"
+                f"node {message.name} has other options than the job\n"
+                f"It wants {message.settings}, the job runs with {nodes.settings}; start all nodes "
+                "with the same options"
             )
         now = self.clock()
 
