@@ -24,7 +24,6 @@ MODULES = {
     "remesh.maintenance.repair": "[command line](cli.md#remesh-repair)",
     "remesh.formats": "[foreign formats](how-to/foreign-formats.md)",
     "remesh.core.index": "[guide](guide.md#looking-inside)",
-    "remesh.resharding": "[guide](guide.md#live-resharding)",
     "remesh.transform": "[transformations](transform.md#which-bytes-a-target-needs)",
     "remesh.recipes": "[recipes](how-to/recipes.md)",
     "remesh.training": (

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from remesh import exchange as exchange
     from remesh import formats as formats
     from remesh import recipes as recipes
-    from remesh import resharding as resharding
     from remesh import run_info as run_info
     from remesh import sharding as sharding
     from remesh import storage as storage
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
     from remesh.background import Saver as Saver
     from remesh.background import save_async as save_async
     from remesh.checkpoint import Checkpoint as Checkpoint
+    from remesh.checkpoint import Resharder as Resharder
     from remesh.checkpoint import load as load
+    from remesh.checkpoint import reshard as reshard
     from remesh.checkpoint import save as save
     from remesh.core.sharded import ShardedTensor as ShardedTensor
     from remesh.errors import CheckpointExistsError as CheckpointExistsError
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from remesh.errors import MismatchError as MismatchError
     from remesh.errors import RemeshError as RemeshError
     from remesh.errors import StorageError as StorageError
-    from remesh.resharding import Resharder as Resharder
-    from remesh.resharding import reshard as reshard
     from remesh.training.manager import Manager as Manager
     from remesh.transform import Transform as Transform
 else:
@@ -51,7 +50,7 @@ else:
         __name__,
         {
             "remesh.background": ("Saver", "save_async"),
-            "remesh.checkpoint": ("Checkpoint", "load", "save"),
+            "remesh.checkpoint": ("Checkpoint", "Resharder", "load", "reshard", "save"),
             "remesh.errors": (
                 "CheckpointExistsError",
                 "CheckpointNotFoundError",
@@ -60,7 +59,6 @@ else:
                 "RemeshError",
                 "StorageError",
             ),
-            "remesh.resharding": ("Resharder", "reshard"),
             "remesh.core.sharded": ("ShardedTensor",),
             "remesh.training.manager": ("Manager",),
             "remesh.transform": ("Transform",),
@@ -75,7 +73,6 @@ else:
             "exchange",
             "formats",
             "recipes",
-            "resharding",
             "run_info",
             "sharding",
             "storage",

@@ -49,7 +49,9 @@ def on_devices(message_bytes: int = 4000) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("remesh.adapters.memory_of", memory_of)
-        patched.setattr("remesh.resharding.agree_on_devices", lambda *_: TorchDevice("cpu"))
+        patched.setattr(
+            "remesh.checkpoint.resharding.agree_on_devices", lambda *_: TorchDevice("cpu")
+        )
         patched.setattr("remesh.pipeline.from_memory.DEVICE_MESSAGE_BYTES", message_bytes)
         yield
 

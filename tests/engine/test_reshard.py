@@ -359,7 +359,7 @@ def test_weights_are_pushed_again_and_again() -> None:
     """Planned once while the layouts stay; planned anew when one changes."""
     first = np.arange(600_000.0).reshape(600, 1000)
 
-    def run(exchange: Exchange) -> list[remesh.resharding.ReshardReport]:
+    def run(exchange: Exchange) -> list[remesh.checkpoint.ReshardReport]:
         source = {**grid("rows", exchange.rank, first), "step": 0}
         target = {**grid("columns", exchange.rank, first * 0), "step": -1}
         pushing = remesh.Resharder(source, target, group=exchange)
@@ -453,7 +453,7 @@ def test_a_push_sees_what_changed_on_one_rank(change: str, monkeypatch: pytest.M
         planned.append(1)
         return plan(*args, **options)
 
-    monkeypatch.setattr("remesh.resharding.plan_into", noted)
+    monkeypatch.setattr("remesh.checkpoint.resharding.plan_into", noted)
 
     def run(exchange: Exchange) -> None:
         rank = exchange.rank
@@ -488,7 +488,7 @@ def test_a_push_sees_what_changed_on_one_rank(change: str, monkeypatch: pytest.M
 def test_no_byte_travels_that_is_there_already_and_none_twice(source: Layout) -> None:
     target = next(layout for layout in LAYOUTS if layout.name == "mesh2x2x2")
 
-    def run(exchange: Exchange) -> tuple[int, remesh.resharding.ReshardReport]:
+    def run(exchange: Exchange) -> tuple[int, remesh.checkpoint.ReshardReport]:
         rank = exchange.rank
         held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
         wanted = target.state(rank, fill=False)

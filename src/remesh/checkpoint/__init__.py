@@ -1,12 +1,13 @@
 """The engine: save a state, open a checkpoint, load it into another layout. Start reading here.
 
 `saving` and `loading` each hold one function that reads from top to bottom as a save or a load
-happens; `opened` is a checkpoint that is looked at without a state to load it into. They only wire
-together what lies below: the state is described (`state`, `adapters`), planned (`planner`), moved
-(`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
+happens; `resharding` is both with the disk left out, and `opened` is a checkpoint that is looked at
+without a state to load it into. They only wire together what lies below: the state is described
+(`state`, `adapters`), planned (`planner`), moved (`pipeline`) and named on disk (`formats`), and
+errors reach every rank (`exchange`).
 
-`__all__` is what documentation names here; `save`, `load` and `Checkpoint`, which scripts type, it
-names at the top level. Names are resolved on first use.
+`__all__` is what documentation names here; `save`, `load`, `reshard` and `Checkpoint`, which
+scripts type, it names at the top level. Names are resolved on first use.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
     from remesh.checkpoint.report import RestoreReport as RestoreReport
     from remesh.checkpoint.report import SaveReport as SaveReport
+    from remesh.checkpoint.resharding import Resharder as Resharder
+    from remesh.checkpoint.resharding import ReshardReport as ReshardReport
+    from remesh.checkpoint.resharding import reshard as reshard
     from remesh.checkpoint.saving import save as save
 else:
     from remesh._lazy import lazy_names
@@ -35,6 +39,7 @@ else:
             "remesh.checkpoint.loading": ("load",),
             "remesh.checkpoint.opened": ("Checkpoint", "TensorSlice", "VerifyReport"),
             "remesh.checkpoint.report": ("RestoreReport", "SaveReport"),
+            "remesh.checkpoint.resharding": ("ReshardReport", "Resharder", "reshard"),
             "remesh.checkpoint.saving": ("save",),
         },
     )
@@ -42,6 +47,7 @@ else:
 __all__ = [
     "Buffers",
     "ConversionReport",
+    "ReshardReport",
     "RestoreReport",
     "SaveReport",
     "TensorSlice",

@@ -1,9 +1,10 @@
 """Transfers out of memory, between live layouts: planned once, executed as often as wanted.
 
 What a rank wants is planned against an index of imaginary files, each of which is what one rank
-holds (`remesh.resharding`). A region that the rank has itself, as the one that would send it or as
-a copy, is copied from tensor to tensor. It asks others for the rest, and from then on both sides
-know in which turns it comes. A task packs a message or copies as much from tensor to tensor.
+holds (`remesh.checkpoint.resharding`). A region that the rank has itself, as the one that would
+send it or as a copy, is copied from tensor to tensor. It asks others for the rest, and from then on
+both sides know in which turns it comes. A task packs a message or copies as much from tensor to
+tensor.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from remesh.catalog import CheckpointInfo, ManagerNote, step_name
 from remesh.checkpoint import Buffers
+from remesh.checkpoint.resharding import Resharder
 from remesh.core.host_memory import available_memory
 from remesh.core.sharded import ShardedTensor
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
-from remesh.resharding import Resharder
 from remesh.training import rng
 from remesh.training.fingerprints import (
     SMALL,

@@ -21,6 +21,7 @@ from remesh import catalog
 from remesh.background import Saver
 from remesh.checkpoint import load, save
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.resharding import reshard
 from remesh.compat.flex_checkpoint.shards import (
     check_dst_state_dict_validity,
     check_src_dst_state_dict_validity,
@@ -33,7 +34,6 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, State
 from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
 from remesh.formats import native, paddle
 from remesh.formats.paddle import Metadata
-from remesh.resharding import reshard
 from remesh.storage import Storage, open_storage
 from remesh.transform import Transform
 

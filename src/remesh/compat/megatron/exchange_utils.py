@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.resharding import reshard
 from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
 from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
 from remesh.compat.megatron.utils import ShardId, _sharded_tensor_shard_id
 from remesh.compat.megatron.validation import determine_global_metadata
 from remesh.core.sharded import ShardedTensor as EngineTensor
-from remesh.resharding import reshard
 
 Shard = TypeVar("Shard")
 

@@ -70,8 +70,6 @@ from remesh.pipeline import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
 from remesh.transform import Program, Transform, as_transform
 
-__all__ = ["ReshardReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
