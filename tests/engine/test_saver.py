@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -16,11 +18,12 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.background import saver as background
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
-from remesh.exchange import Exchange
+from remesh.exchange import Alone, Exchange
 from remesh.exchange.protocol import Buffers
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage, Storage
@@ -511,3 +514,23 @@ def test_errors_of_the_foreground_reach_all_at_once() -> None:
     for outcome in outcomes:
         assert isinstance(outcome, Raised)
         assert isinstance(outcome.error, remesh.errors.UnsupportedValueError)
+
+
+def test_save_async_gives_its_memory_back_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.01)
+    group, storage = Alone(), MemoryStorage()
+    for number in range(2):
+        state = {"w": np.full(10, float(number))}
+        remesh.save_async(state, storage, group=group, overwrite=True).result(240)
+        saver = background._SAVERS[group]
+        wait_until(lambda saver=saver: saver.num_arena_bytes == 0, "memory given back")  # type: ignore[misc]
+    assert (remesh.Checkpoint(storage).read_array("w") == 1).all()
+    assert saver.num_plans_reused == 1
+
+
+def test_the_saver_of_a_group_ends_with_it() -> None:
+    group = Alone()
+    remesh.save_async({"w": np.ones(10)}, MemoryStorage(), group=group).result(240)
+    kept = weakref.ref(background._SAVERS[group])
+    del group
+    wait_until(lambda: gc.collect() >= 0 and kept() is None, "end of the saver")

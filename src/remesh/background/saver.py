@@ -15,11 +15,11 @@ exchange, so it reaches every rank, even if only one of them knew.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
@@ -64,6 +64,9 @@ _LOGGER = logging.getLogger("remesh")
 
 ARENA_SHARE = 0.5
 """Part of the available memory that the arenas of a machine take at most, if nothing is said."""
+
+IDLE_SECONDS = 600.0
+"""Seconds after its last save when the saver of `save_async` gives its memory back."""
 
 
 class Saver:
@@ -144,6 +147,8 @@ class Saver:
         self._cache = PlanCache()
         self._in_flight: list[SaveHandle] = []
         self._warming: threading.Thread | None = None
+        self._using = threading.Lock()  # held while a save of `save_async` begins, or memory goes
+        self._idle: threading.Timer | None = None
         self._process: ServerProcess | None = None
         self._arena = self._new_arena()
         if self._has_process:
@@ -238,7 +243,7 @@ class Saver:
             RemeshError: As `remesh.save`; also why the save that it waited for failed.
         """
         options = self._options_of(overwrite, metadata, format_options, meets=True)
-        return self._begin(state, path, options, self._on_event)
+        return self._begin(state, path, options, self._group, self._on_event)
 
     def _options_of(
         self,
@@ -260,10 +265,12 @@ class Saver:
         )
         return replace(options, without=self._without, keeps=True)
 
-    def _begin(self, state: Any, path: Any, options: SaveOptions, on_event: OnEvent) -> SaveHandle:
+    def _begin(
+        self, state: Any, path: Any, options: SaveOptions, group: Any, on_event: OnEvent
+    ) -> SaveHandle:
         check_order("save_async", state, path)
         begun = time.monotonic()
-        exchange = exchange_of(self._group)
+        exchange = exchange_of(group)
         storage = open_storage(path)
         emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
 
@@ -406,6 +413,31 @@ class Saver:
         else:
             self._warming = warming
 
+    def _rest_later(self) -> None:
+        """Give the memory back when no save has begun for `IDLE_SECONDS`."""
+        if self._idle is not None:
+            self._idle.cancel()
+        rest = weakref.WeakMethod(self._rest)  # the saver does not live on for it
+
+        def rest_if_alive() -> None:
+            method = rest()
+            if method is not None:
+                method()
+
+        self._idle = threading.Timer(IDLE_SECONDS, rest_if_alive)
+        self._idle.daemon = True
+        with suppress(RuntimeError, MemoryError):  # without a thread the memory stays
+            self._idle.start()
+
+    def _rest(self) -> None:
+        with self._using:
+            is_warming = self._warming is not None and self._warming.is_alive()
+            if is_warming or not all(handle.done() for handle in self._in_flight):
+                self._rest_later()
+            else:
+                self._arena.close()
+                self._arena = self._new_arena()
+
     def _wait_for_turn(self, url: str) -> None:
         """Wait until another save may begin; raise the failure of one that had to be waited for.
 
@@ -471,10 +503,19 @@ def _place_for_process(path: Any, storage: Storage) -> str:
     )
 
 
-@functools.cache
+class _DefaultGroup:
+    """Stands for the default group among the keys of `_SAVERS`."""
+
+
+_SAVERS: weakref.WeakKeyDictionary[object, Saver] = weakref.WeakKeyDictionary()
+"""The savers that `save_async` keeps between calls, one for each group, as long as that lives."""
+
+
 def _saver_of(group: Any) -> Saver:
-    """The saver that `save_async` keeps between calls, one for each group of this process."""
-    return Saver(group=group)
+    key = _DefaultGroup if group is None else group
+    if key not in _SAVERS:
+        _SAVERS[key] = Saver()
+    return _SAVERS[key]
 
 
 def save_async(  # noqa: PLR0913 - each option stands for itself
@@ -493,8 +534,9 @@ def save_async(  # noqa: PLR0913 - each option stands for itself
 ) -> SaveHandle:
     """Save in the background. Collective until it returns.
 
-    The same as `save_async` of one `Saver` for the group, which lives as long as the process. Make
-    a `Saver` to choose its memory, its writer, or its behaviour at exit.
+    The same as `save_async` of one `Saver` for the group, which keeps memory and plan for the next
+    save: the memory for ten minutes, and both until the group ends. Make a `Saver` to choose its
+    memory, its writer, or its behaviour at exit.
 
     Args are those of `remesh.save`, and errors those of `Saver.save_async`.
     """
@@ -508,4 +550,8 @@ def save_async(  # noqa: PLR0913 - each option stands for itself
         compress=compress,
         meets=True,
     )
-    return _saver_of(group)._begin(state, path, options, on_event)  # noqa: SLF001 - this module
+    saver = _saver_of(group)
+    with saver._using:  # noqa: SLF001 - of this module, as what follows
+        handle = saver._begin(state, path, options, group, on_event)  # noqa: SLF001
+        saver._rest_later()  # noqa: SLF001
+    return handle
