@@ -18,11 +18,11 @@ SLACK = 60
 """Lines that a room may be below its budget before the budget must be lowered."""
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
-    "": (1480, 1200),
+    "": (1034, 1200),
     "adapters": (3322, 3200),
-    "background": (1938, 1400),
+    "background": (1984, 1400),
     "catalog": (874, 900),
-    "checkpoint": (6395, 4900),
+    "checkpoint": (6842, 4900),
     "cli": (4201, 3700),
     "compat": (5275, 4100),
     "core": (3878, 5000),
@@ -32,7 +32,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "formats": (8074, 7000),
     "kubernetes": (2403, 2000),
     "maintenance": (1264, 1100),
-    "pipeline": (3054, 2750),
+    "pipeline": (3055, 2750),
     "planner": (1532, 1450),
     "recipes": (496, 400),
     "simulation": (883, 700),
