@@ -41,7 +41,8 @@ model = torch.nn.Linear(4, 8)
 state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
 torch.save({"model": model.state_dict(), "epoch": 3}, "old.pt")
 
-old = remesh.load({"model": torch.nn.Linear(4, 8), "epoch": 0}, "old.pt")
+old = {"model": torch.nn.Linear(4, 8), "epoch": 0}
+remesh.load(old, "old.pt")
 print("epoch", old["epoch"])
 
 remesh.save(model, "alone")
