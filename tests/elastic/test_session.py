@@ -427,3 +427,4 @@ def test_agents_that_send_too_much_are_read_more_slowly(monkeypatch: pytest.Monk
         other.waiting()
         assert served.master.num_messages < 20
         del served.agents[0]  # its last words are not read
+    flooding.session.end(0.0)
