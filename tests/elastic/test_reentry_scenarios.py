@@ -101,11 +101,14 @@ def test_a_part_that_is_lost_comes_from_the_snapshot_of_the_same_step(tmp_path: 
         cluster.start(0, 1)
         before = cluster.until_trained(0, 1)
         pid = cluster.pid_of(0)
+        # The first world may have been one of a single node, if the other one was slow to start.
+        alone = [one for one in entries(cluster) if one["pid"] == pid and one["size"] == 1]
         die(cluster, "forward", 1)
         cluster.until_trained(0, 1, round_after=before)
         die(cluster, "backward", 1, victim="agent")
         cluster.stop(0)
-        assert [one["size"] for one in entries(cluster) if one["pid"] == pid] == [2, 2, 1]
+        sizes = [one["size"] for one in entries(cluster) if one["pid"] == pid]
+        assert sizes == [1] * len(alone) + [2, 2, 1]
         assert_no_step_lost(cluster)
 
 
