@@ -21,7 +21,7 @@ from remesh.elastic.failures import FailureAction
 from remesh.elastic.job import Job, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import ALIVE_SECONDS, on_message
-from remesh.elastic.master import Master, Session
+from remesh.elastic.master import Master, RefusedError, Session
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
@@ -246,6 +246,31 @@ class TestNodesOfAMasterThatStoodStill:
             master = self.master_of_two(clock, journal)
             asyncio.run(beat_both(master))
             assert active_in(master) == {0, 1}
+
+    def test_a_session_is_ended_when_its_agent_speaks_in_another(self) -> None:
+        """The first may look open for hours, if the network was cut."""
+        ended: list[int] = []
+
+        async def speak_twice(master: Master) -> None:
+            for number in (0, 1):
+                session = Session(number, lambda _: None, lambda n=number: ended.append(n))  # type: ignore[misc]
+                master.on_message(session, Beat(node_id=0, incarnation="0a", round=1))
+            await master.written()
+
+        with closing(Journal(":memory:")) as journal:
+            asyncio.run(speak_twice(self.master_of_two(Clock(), journal)))
+        assert ended == [0]
+
+    def test_an_agent_that_is_refused_is_not_remembered(self) -> None:
+        with closing(Journal(":memory:")) as journal:
+            master = self.master_of_two(Clock(), journal)
+            other = Settings(min_nodes=3, max_nodes=3)
+            message = Join(
+                name="", node_id=None, incarnation="x", address="x", num_processes=1, settings=other
+            )
+            with pytest.raises(RefusedError, match="other options"):
+                master.on_message(Session(0, lambda _: None, lambda: None), message)
+            assert "x" not in master.live.presence._agents
 
 
 def active_in(master: Master) -> set[int]:

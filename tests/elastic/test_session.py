@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from remesh.elastic.client import Client
 from remesh.elastic.heartbeat import Heartbeat, write_heartbeat
-from remesh.elastic.node import NodeClient
+from remesh.elastic.node import LEAVE_PATIENCE, NodeClient
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Beat,
@@ -63,6 +63,7 @@ NO_MESSAGES = {
     "another message": msgspec.msgpack.encode({"type": "dance"}),
     "a wrong field": msgspec.msgpack.encode({"type": "beat", "node_id": "x"}),
     "text": "beat",
+    "text that is no UTF-8": ENCODED[0].replace(b"\xa1n", b"\xa1\xff", 1),
 }
 
 
@@ -273,6 +274,65 @@ class TestRepeats:
             assert master.heard[:3] == [JOIN] * 3
             assert master.num_sessions == 3
 
+    def test_what_does_not_hold_is_said_once(self) -> None:
+        def says(_message: Message) -> Instruction | None:
+            return None if len(master.heard) == 2 else Instruction(number=1, content=WAITS)
+
+        with Fake(says) as master, session_of(Client(master.url)) as session:
+            session.say(JOIN)
+            session.wait(lambda newest: newest, 60.0)
+            session.say(BEAT, holds=False)
+            wait_until(lambda: master.num_sessions == 2, "another session")
+            wait_until(lambda: len(master.heard) == 3, "what holds")
+            assert master.heard == [JOIN, BEAT, JOIN]
+
+    def test_a_master_that_sends_an_agent_away_is_not_asked_again_at_once(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("remesh.elastic.session.PAUSE", 3600.0)
+        with (
+            Fake(lambda _message: Problem("later", again=True)) as master,
+            caplog.at_level(logging.WARNING),
+        ):
+            session = Session(Client(master.url), lambda: None, lambda: 3600.0)
+            session.say(JOIN)
+            wait_until(lambda: "later; trying again" in caplog.text, "the end of the session")
+            session.hurry()
+            wait_until(lambda: master.num_sessions == 2, "another session")
+            session.end(0.0)
+            assert master.num_sessions <= 3  # the end may begin one
+
+    def test_instructions_of_another_master_may_have_lower_numbers(self) -> None:
+        said = iter([Instruction(number=5, content=WAITS), None])
+
+        def says(_message: Message) -> Instruction | None:
+            return next(said, Instruction(number=3, content=Waiting(0, "anew")))
+
+        with Fake(says) as master, session_of(Client(master.url)) as session:
+            session.say(JOIN)
+            assert session.wait(lambda newest: newest, 60.0).number == 5
+            session.say(BEAT, holds=False)
+            found = session.wait(lambda newest: newest if newest.number == 3 else None, 60.0)
+            assert found.content == Waiting(0, "anew")
+
+    def test_text_that_cannot_be_sent_is_an_error_of_its_sender(self) -> None:
+        with Fake(numbered(WAITS)) as master, session_of(Client(master.url)) as session:
+            with pytest.raises(MasterError, match="Join cannot be sent"):
+                session.say(msgspec.structs.replace(JOIN, name="x\udcff"))
+            session.say(JOIN)
+            assert session.wait(lambda newest: newest.content, 60.0) == WAITS
+
+    def test_a_session_that_fails_is_told_to_those_who_wait(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(_session: Session, _http: object) -> None:
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(Session, "_try_once", fail)
+        session = Session(Client("http://127.0.0.1:1"), lambda: None, lambda: 3600.0)
+        with pytest.raises(MasterError, match=r"the session with the master is lost: .*injected"):
+            session.wait(lambda newest: newest, 60.0)
+
     def test_an_older_instruction_replaces_no_newer_one(self) -> None:
         numbers = iter([5, 3, 7])
 
@@ -355,6 +415,24 @@ def waiting_node(url: str) -> NodeClient:
     threading.Thread(target=join, daemon=True).start()
     wait_until(lambda: node.content is not None, "the first instruction")
     return node
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.FAILED])
+def test_a_node_that_goes_in_any_case_has_little_patience(
+    outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    end = Session.end
+
+    def end_at_once(session: Session, seconds: float) -> bool:
+        asked.append(seconds)
+        return end(session, 0.0) or True
+
+    with Fake(numbered(QUICK)) as master:
+        node = waiting_node(master.url)
+        monkeypatch.setattr(Session, "end", end_at_once)
+        node.leave(outcome, "")
+        assert asked == [node.client.patience if outcome is Outcome.SUCCEEDED else LEAVE_PATIENCE]
 
 
 def beats_of(master: Fake) -> list[Beat]:

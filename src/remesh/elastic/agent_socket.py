@@ -1,9 +1,9 @@
 """An agent's session on the master's side: a WebSocket.
 
-What comes is taken to the master as it comes. An agent that does not read is not waited for: the
-newest instruction replaces one that has not been sent. When the agent closes the session, the
-master closes it too as soon as it has written what the agent has said. An agent that sends too
-much is read more slowly. What is no message ends the session.
+Each message is passed to the master at once. The master does not wait for an agent that does not
+read: the newest instruction replaces one that has not been sent. When the agent closes the session,
+the master closes it too, as soon as the journal has what the agent has said. An agent that sends
+too much is read more slowly. Data that is no message ends the session.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class AgentSocket:
                 if message.type is not WSMsgType.BINARY:
                     raise msgspec.DecodeError("it is no binary message")
                 await self._hear(message.data)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             log.warning("a session with %s is ended, it sent no message: %s", request.remote, error)
             self._refuse(Problem(str(error)))
         except RefusedError as error:

@@ -219,7 +219,7 @@ class Client:
     def _decode(self, text: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise MasterError(
                 f"the reply from {self.url} is not of a master of this version: {error}"
             ) from error
@@ -275,7 +275,7 @@ def _problem_in(status: int, text: bytes) -> str:
     """The problem that a reply tells of."""
     try:
         return msgspec.json.decode(text, type=Problem).error
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return f"HTTP status {status}"
 
 

@@ -300,8 +300,6 @@ class Master:
             RefusedError: If it cannot be accepted.
         """
         now, job = self.clock(), self.job
-        pause = message.pause if isinstance(message, Beat) else None
-        self.live.presence.on_message(session.number, message.incarnation, now, pause)
         sender = session.sender
         if isinstance(message, Join):
             message = self._identify(message)
@@ -311,9 +309,14 @@ class Master:
             round_of_node = message.round
         node_id = message.node_id
         assert node_id is not None
+        pause = message.pause if isinstance(message, Beat) else None
+        self.live.presence.on_message(session.number, message.incarnation, now, pause)
         on_message(self.live, node_id, message.incarnation, now)
         is_new = sender is None or (sender["node_id"], sender["round"]) != (node_id, round_of_node)
         if is_new:
+            old = self._sessions.get(message.incarnation)
+            if old is not None and old is not session:
+                old.end()  # its connection may look open for hours
             session.sender = Sender(
                 node_id=node_id, incarnation=message.incarnation, round=round_of_node
             )

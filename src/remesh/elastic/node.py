@@ -97,14 +97,16 @@ class NodeClient:
     @property
     def dump(self) -> int:
         """The number of the request for stacks that stands; 0 if none does."""
-        newest = None if self._session is None else self._session.newest
-        return 0 if newest is None else newest.dump
+        return 0 if self._newest is None else self._newest.dump
 
     @property
     def content(self) -> Content | None:
         """The content of the newest instruction."""
-        newest = None if self._session is None else self._session.newest
-        return None if newest is None else newest.content
+        return None if self._newest is None else self._newest.content
+
+    @property
+    def _newest(self) -> Instruction | None:
+        return None if self._session is None else self._session.newest
 
     @property
     def stop(self) -> Stop | None:
@@ -146,7 +148,7 @@ class NodeClient:
         self._say_join(session)
 
         def newer(instruction: Instruction) -> Instruction | None:
-            return instruction if instruction.number > seen else None
+            return instruction if instruction.number != seen else None
 
         while True:
             patience = self.client.patience

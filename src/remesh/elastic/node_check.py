@@ -69,6 +69,10 @@ def run_test(
 
     def meet_at(passed: bool, address: str) -> str:
         """The address where the group connects; `FAILED` if a probe failed."""
+        place, first = store, test.group[0]
+        if rank > 0:
+            limit = dt.timedelta(seconds=MEET_SECONDS)
+            place = TCPStore(first.address, first.port, is_master=False, timeout=limit)
 
         def value_of(number: int) -> str:
             left = max(deadline - time.monotonic(), 0.001)
@@ -76,12 +80,8 @@ def run_test(
             return place.get(key_of(number)).decode()
 
         if rank > 0:
-            limit = dt.timedelta(seconds=MEET_SECONDS)
-            first = test.group[0]
-            place = TCPStore(first.address, first.port, is_master=False, timeout=limit)
             place.set(key_of(test.node_id), PASSED if passed else FAILED)
             return value_of(ids[0])
-        place = store
         together = passed and all(value_of(number) == PASSED for number in ids[1:])
         place.set(key_of(ids[0]), address if together else FAILED)
         return address if together else FAILED

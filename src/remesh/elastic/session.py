@@ -1,10 +1,10 @@
 """An agent's session with the master: one WebSocket, which a thread keeps open.
 
 The thread sends heartbeats, so that the node is alive for the master while the launcher waits,
-starts processes, or is busy otherwise, and takes the newest instruction. What the agent has said
-and still holds is said again in each new session: the old one may have broken before the master had
-it. While there is none (the master may be being restarted) the thread tries to begin one again and
-again; those who wait for an instruction give up after their patience.
+starts processes, or is busy otherwise, and takes the newest instruction. Messages that still hold
+are sent again in each new session: the old one may have broken before the master had them. While
+there is no session (the master may be restarting) the thread tries to begin one; `wait` gives up
+after its patience.
 
 Nothing that goes wrong with one heartbeat or one session ends the thread, or the node would be lost
 while it works.
@@ -63,8 +63,9 @@ class Session:
         self._pause = pause
         self._changed = threading.Condition()
         self._newest: Instruction | None = None
-        self._standing: dict[type, Message] = {}
-        self._unsent: list[Message] = []
+        self._is_new = True  # the session has brought no instruction yet
+        self._standing: dict[type, bytes] = {}
+        self._unsent: list[bytes] = []
         self._problem, self._is_final = "", False  # why there is no session
         self._down_since: float | None = time.monotonic()
         self._logged_at: float | None = None
@@ -88,15 +89,23 @@ class Session:
         return 0.0 if since is None else time.monotonic() - since
 
     def say(self, message: Message, *, holds: bool = True) -> None:
-        """Send a message; it `holds` if a later session has to repeat it."""
+        """Send a message; it `holds` if a later session has to repeat it.
+
+        Raises:
+            MasterError: If it has text that cannot be sent.
+        """
+        try:
+            data = _encode(message)
+        except UnicodeEncodeError as error:
+            raise MasterError(f"{type(message).__name__} cannot be sent: {error}") from error
         with self._changed:
             if holds:
-                self._standing[type(message)] = message
-            self._unsent.append(message)
+                self._standing[type(message)] = data
+            self._unsent.append(data)
         self.hurry()
 
     def forget(self) -> None:
-        """Nothing that was said holds any longer."""
+        """Let no earlier message hold any longer."""
         with self._changed:
             self._standing = {}
 
@@ -143,6 +152,9 @@ class Session:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._keep())
+        except Exception as error:  # raised to those who wait
+            log.exception("the session with the master is lost")
+            self._note_end(f"the session with the master is lost: {error!r}", is_final=True)
         finally:
             self._loop.close()
 
@@ -156,10 +168,10 @@ class Session:
                 ):
                     break
                 if not self._client.has_moved():
+                    self._wake.clear()  # the end of the session has set it
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(PAUSE):
                             await self._wake.wait()
-                    self._wake.clear()
         if self._client.endpoint.tls is not None:
             await asyncio.sleep(TLS_SECONDS)
 
@@ -202,12 +214,14 @@ class Session:
 
     async def _speak(self, wire: aiohttp.ClientWebSocketResponse) -> tuple[str, bool]:
         """Send and receive until the session ends; its problem, and whether that is final."""
-        url, found = self._client.url, ("", False)
+        url = self._client.url
+        problem = f"the master at {url} has ended the session"
+        self._is_new = True
         receiving = asyncio.create_task(self._receive(wire))
         with self._changed:
-            standing = self._standing
-            others = [each for each in self._unsent if standing.get(type(each)) is not each]
-            self._unsent = [*standing.values(), *others]
+            standing = list(self._standing.values())
+            others = [one for one in self._unsent if all(one is not held for held in standing)]
+            self._unsent = [*standing, *others]
         try:
             while not receiving.done():
                 self._wake.clear()
@@ -220,7 +234,7 @@ class Session:
                     async with asyncio.timeout(self._pause()):
                         await self._wake.wait()
         except (aiohttp.ClientError, OSError) as error:
-            found = no_answer(self._client.endpoint, error), False
+            problem = no_answer(self._client.endpoint, error)
         finally:
             await wire.close()
             refused = (await asyncio.gather(receiving, return_exceptions=True))[0]
@@ -228,32 +242,33 @@ class Session:
             return f"{url}: {refused.error}", not refused.again
         if isinstance(refused, BaseException):
             return f"the session with the master at {url} has broken: {refused}", False
-        return found if found[0] else (f"the master at {url} has ended the session", False)
+        return problem, False
 
     async def _send_all(self, wire: aiohttp.ClientWebSocketResponse) -> None:
         with self._changed:
             unsent, self._unsent = self._unsent, []
-        for message in unsent:
-            await wire.send_bytes(_encode(message))
         beat = self._next_beat()
-        if beat is not None:
-            await wire.send_bytes(_encode(beat))
+        for data in unsent if beat is None else [*unsent, beat]:
+            await wire.send_bytes(data)
 
-    def _next_beat(self) -> Beat | None:
+    def _next_beat(self) -> bytes | None:
         try:
             beat = self._beat()
+            data = None if beat is None else _encode(beat)
         except Exception as error:  # a fault of remesh or of the machine, perhaps a passing one
             if repr(error) != self._beat_problem:
                 self._beat_problem = repr(error)
                 log.exception("a heartbeat is not sent; the next one follows")
             return None
         self._beat_problem = ""
-        return beat
+        return data
 
     async def _receive(self, wire: aiohttp.ClientWebSocketResponse) -> Problem | None:
         """Take what the master shows, until the session ends; why it refuses the agent."""
         try:
             async for message in wire:
+                if message.type is aiohttp.WSMsgType.ERROR:
+                    raise message.data
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     continue
                 found = _decode(message.data)
@@ -261,7 +276,7 @@ class Session:
                     return found
                 self._take(found)
             return None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             text = f"what the master says is not of a master of this version: {error}"
             return Problem(text)
         finally:
@@ -273,7 +288,9 @@ class Session:
             self._logged_at = None
         with self._changed:
             self._down_since = None
-            if self._newest is None or instruction.number > self._newest.number:
+            # Another master may count from a lower number on.
+            is_first, self._is_new = self._is_new, False
+            if is_first or self._newest is None or instruction.number > self._newest.number:
                 self._newest = instruction
             self._changed.notify_all()
 
