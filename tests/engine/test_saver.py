@@ -12,10 +12,11 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 import remesh
 from remesh.background import saver as background
@@ -534,3 +535,20 @@ def test_the_saver_of_a_group_ends_with_it() -> None:
     kept = weakref.ref(background._SAVERS[group])
     del group
     wait_until(lambda: gc.collect() >= 0 and kept() is None, "end of the saver")
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_failure_while_several_files_are_staged_is_the_cause(
+    writer: Literal["thread", "process"], tmp_path: Path
+) -> None:
+    """Frozen parameters have a file of their own, which is staged only in part."""
+    frozen = torch.nn.Linear(2048, 2048, bias=False).requires_grad_(False)
+    state = {"frozen": frozen, "w": torch.ones(600_000)}
+    faults = FaultInjector().fail_at(0, "save.chunk_staged")
+    with remesh.Saver(writer=writer, on_event=faults) as saver:
+        handle = saver.save_async(state, tmp_path / "c")
+        with pytest.raises(InjectedError):
+            handle.result(240)
+        with pytest.raises(InjectedError):
+            saver.wait()
+    assert not [path for path in (tmp_path / "c").rglob("*") if path.suffix == ".safetensors"]

@@ -278,7 +278,7 @@ class SaveClient:
             try:
                 report = self._on_commit(parts)
                 with self._lock:
-                    self._kept_bytes = sum(part.num_bytes for part in parts if part.is_kept)
+                    self._kept_bytes = report.bytes_kept
                 self._emit("save.done")
             except BaseException as caught:  # noqa: BLE001 - raised by the handle
                 error = caught

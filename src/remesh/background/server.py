@@ -144,6 +144,8 @@ class SaveServer:
                 self._writer.put(Filled(number, num_bytes, self._chunk(slot)))
             case StagingEnded(error):
                 self._staging_error = error
+                if error is not None:
+                    self._writer.cancel()  # not all is staged
                 self._writer.end()
                 self.staged.set()
             case Cancel(error):
