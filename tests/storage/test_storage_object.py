@@ -39,7 +39,7 @@ from remesh.storage import (
 )
 from remesh.storage.buckets import CLIENT, RETRIES
 from remesh.storage.object_store import ObjectStorage
-from remesh.storage.parts import Parts
+from remesh.storage.parts import Parts, _clear_gaps
 from remesh.storage.shown import explain
 from tests.storage.faulty_proxy import Fault, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
@@ -115,6 +115,11 @@ class TestUploads:
         writer.finish()
         expected = bytes(12) + pattern(3).tobytes() + bytes(20)
         assert storage.read("file") == expected
+
+    def test_what_was_not_written_of_a_part_is_cleared(self) -> None:
+        part = np.full(10, 7, np.uint8)  # memory that had other bytes
+        _clear_gaps(part, [(6, 8), (2, 4)])
+        assert part.tolist() == [0, 0, 7, 7, 0, 0, 7, 7, 0, 0]
 
     def test_who_is_ahead_waits_for_the_beginning(self) -> None:
         storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)

@@ -96,15 +96,11 @@ class FsspecStorage(RemoteStorage):
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         assert start >= 0
         assert stop is None or stop >= 0
-        place = self._path(path)
         if stop is not None and stop <= start:
             self.size(path)  # raises if there is no such file
             return b""
         self._files.invalidate_cache()
-        found = self._answer(
-            path, start, lambda: self._files.cat_file(place, start=start, end=stop)
-        )
-        return bytes(found or b"")
+        return bytes(self._range(path, start, stop))
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         data = self.read_range(path, start, buffer.size, buffer)
@@ -114,16 +110,21 @@ class FsspecStorage(RemoteStorage):
     def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
         """See `Storage.read_range`; what the file system returned."""
         assert start >= 0
-        place = self._path(path)
         if num_bytes == 0:
+            check_path(path)
             return np.empty(0, np.uint8)
-        stop = start + num_bytes
+        found = self._range(path, start, start + num_bytes)
+        if len(found) > num_bytes:
+            raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
+        return np.frombuffer(found, np.uint8)
+
+    def _range(self, path: str, start: int, stop: int | None) -> bytes:
+        """The bytes [start, stop) of a file, fewer if it ends before."""
+        place = self._path(path)
         found = self._answer(
             path, start, lambda: self._files.cat_file(place, start=start, end=stop)
         )
-        if found is not None and len(found) > num_bytes:
-            raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
-        return np.frombuffer(found or b"", np.uint8)
+        return found or b""
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         # Some file systems in memory do not lock themselves.

@@ -245,7 +245,7 @@ def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
 def _is_cached(path: Path, descriptor: int, start: int, num_bytes: int) -> bool:
     """True if the page cache holds whole pages of a file; False where the system does not say.
 
-    Linux tells it those who may write the file, and says of all other files that it holds them.
+    Linux says this only to users who may write the file; to others it reports every page as held.
     """
     mincore = _function_of_c("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     if mincore is None or not os.access(path, os.W_OK, effective_ids=True):

@@ -111,23 +111,28 @@ class ObjectStorage(RemoteStorage):
         self._prefix = prefix
         self._part_bytes = part_bytes
         self._numbers = count(1)
+        self._own_latency = 0.0
         _keep_freed_memory()
 
     @property
     def latency(self) -> float:
-        return self._bucket.latency
+        # Its own, once it has asked: how far a bucket is may change while a process lives.
+        return self._own_latency or self._bucket.latency
 
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
         """Relative path → bytes of all files that begin with `prefix`; one request per 1000."""
-        directory = self._directory(prefix_directory(prefix))
-        with self._request("list", "LIST", prefix):
-            found = obstore.list(self._store, directory).collect()
-        sizes = {self._path(entry): entry["size"] for entry in found}
+        sizes = self._list(prefix_directory(prefix), prefix)
         return {
             path: size
             for path, size in sizes.items()
             if path.startswith(prefix) and not is_hidden(path)
         }
+
+    def _list(self, directory: str, shown: str) -> dict[str, int]:
+        """Relative path → bytes of all objects below a directory, hidden ones too."""
+        with self._request("list", "LIST", shown):
+            found = obstore.list(self._store, self._directory(directory)).collect()
+        return {self._path(entry): entry["size"] for entry in found}
 
     def list_directory(self, path: str = "") -> Directory:
         """See `Storage.list_directory`; one request per 1000 entries."""
@@ -272,7 +277,8 @@ class ObjectStorage(RemoteStorage):
         finally:
             if action == "read":
                 seconds = time.monotonic() - started
-                self._bucket.latency = min(self._bucket.latency or seconds, seconds)
+                self._own_latency = min(self._own_latency or seconds, seconds)
+                self._bucket.latency = self._own_latency
 
     def _count(self, method: str, path: str) -> None:
         _LOGGER.debug("%s: request %d, %s %s", self._url, next(self._numbers), method, path)
@@ -316,17 +322,16 @@ class ObjectStorage(RemoteStorage):
     def _put_exclusively(self, path: str, data: bytes) -> bool:
         """Put an object unless there is one, whatever the store does about conditions."""
         if self._bucket.honours_conditions is None:
-            self._find_conditions()
+            self._find_conditions(path)
         if self._bucket.honours_conditions:
             return self._put_first(path, data)
         folder, _, name = path.rpartition("/")
         claims = f"{folder}/{HIDDEN}{name}-" if folder else f"{HIDDEN}{name}-"
         mine = claims + secrets.token_hex(8)
-        self._put(mine, b"")
+        self._put(mine, b"", shown=path)
         try:
-            with self._request("list", "LIST", folder):
-                found = obstore.list(self._store, self._directory(folder)).collect()
-            others = {path for path in map(self._path, found) if path.startswith(claims)} - {mine}
+            found = self._list(folder, path)
+            others = {other for other in found if other.startswith(claims)} - {mine}
             if others:
                 raise CheckpointExistsError(
                     f"{self._name(path)} is being written by another process; if no such process "
@@ -336,13 +341,13 @@ class ObjectStorage(RemoteStorage):
         finally:
             self.delete(mine)
 
-    def _find_conditions(self) -> None:
-        """Find out whether a put of an object that exists is refused."""
+    def _find_conditions(self, shown: str) -> None:
+        """Find out whether a put of an object that exists is refused; errors name another one."""
         probe = f"{HIDDEN}probe-{secrets.token_hex(8)}"
 
         def is_refused() -> bool:
             try:
-                self._put(probe, b"12", mode="create")
+                self._put(probe, b"12", shown=shown, mode="create")
             except AlreadyExistsError:
                 return True
             return False
@@ -371,9 +376,9 @@ class ObjectStorage(RemoteStorage):
             if RANGES_ADVICE in str(error):
                 _LOGGER.warning("%s: %s", self._url, RANGES_ADVICE)
 
-    def _put(self, path: str, data: bytes | memoryview, **options: Any) -> None:
-        """Put an object by one request."""
-        with self._request("write", "PUT", path):
+    def _put(self, path: str, data: bytes | memoryview, *, shown: str = "", **options: Any) -> None:
+        """Put an object by one request; errors name it, or what it is put for."""
+        with self._request("write", "PUT", shown or path):
             obstore.put(self._store, self._key(path), data, use_multipart=False, **options)
 
     def _put_first(self, path: str, data: bytes | memoryview) -> bool:

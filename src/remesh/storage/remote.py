@@ -1,4 +1,4 @@
-"""The common part of storages that are reached through the client library of others.
+"""The common part of storages that are reached through a client library.
 
 What the library raises becomes an error of remesh, without secrets (see `remesh.storage.shown`). A
 file is a stream of parts (see `remesh.storage.parts`), and has one writer of a storage at a time.
@@ -25,9 +25,9 @@ class RemoteStorage(Storage):
     lists_sizes = True
     reads_own_memory = True
     failures: tuple[type[Exception], ...] = (Exception,)
-    """What the library raises, which becomes an error of remesh,"""
+    """Exceptions of the library that become errors of remesh."""
     results: tuple[type[Exception], ...] = (RemeshError,)
-    """except for these, which callers know."""
+    """Exceptions that are raised unchanged, because callers handle them."""
 
     def __init__(self, url: str) -> None:
         self._url = shown_url(url).rstrip("/")
