@@ -124,6 +124,14 @@ def test_delete_ignores_a_source_and_leaves_a_target_of_its_name_alone() -> None
     assert apply("a -> _", **t).keys() == {"b"}
 
 
+def test_a_deletion_among_renames_has_the_number_of_its_statement() -> None:
+    rules = Transform({"b": "x", "c": None})
+    sources = arrays.describe({"b": numbered(2), "c": numbered(2)})
+    targets = arrays.describe({"x": numbered(2), "c": numbered(2)})
+    assert str(rules.bind(sources)) == "c -> _\nb -> x"
+    assert rules.resolve(sources, targets).kept == {"c": "'c' is deleted by statement 1"}
+
+
 def test_a_name_can_be_bound_again() -> None:
     a = numbered(2, 3)
     result = apply("a -> a, permute='[1,0]'\n a -> b, c, d, axis=0", a=a)

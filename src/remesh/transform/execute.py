@@ -40,8 +40,9 @@ class Bindings:
         self.read_shapes: dict[tuple[int, str], Shape] = {}
 
     def rename(self, renames: Mapping[str, str | None]) -> None:
-        """Give sources new names, all at once; those that become None are deleted."""
-        for number, (old, new) in enumerate(renames.items(), 1):
+        """Delete the sources that become None, then give the others new names, all at once."""
+        in_order = sorted(renames.items(), key=lambda pair: pair[1] is not None)
+        for number, (old, new) in enumerate(in_order, 1):
             renaming = Renaming(number, old, new)
             leaf = self._sources.leaf(old)
             if leaf is None:
@@ -50,12 +51,11 @@ class Bindings:
             if new is None:
                 self.deleted[old] = number
                 continue
+            self.deleted.pop(new, None)
             self.values[new] = Value(leaf, (None,) * len(leaf.shape))
             self._made_by[new] = renaming
             self.unread[new] = None
             self.read[old] = None
-        for name in self.deleted.keys() & self.values.keys():
-            del self.deleted[name]
 
     def step_of(self, name: str) -> Step:
         """The step that assigned a name."""

@@ -130,10 +130,10 @@ class Renaming(NamedTuple):
     def statement(self, *, literal: bool = True) -> Statement:
         """What a text would say for it; if `literal`, names hold no placeholders."""
         left = _written(self.old, literal)
-        right = NOTHING if self.new is None else _written(self.new, literal)
+        new = NOTHING if self.new is None else self.new
+        right = new if self.new is None else _written(new, literal)
         text = f"{left} -> {right}"
         whole = Span(0, len(text))
-        new = NOTHING if self.new is None else self.new
         try:
             source = _name(self.old, left, 0, is_left=True)
             target = _name(new, right, len(left) + 4, is_left=False)
@@ -178,8 +178,8 @@ def rename_statements(renames: Renames, *, literal: bool) -> Statements:
         reassigned |= _reassigned_by_placeholders(old_of)
     sources = {old: f"_renamed.{old}" for old in renames if old in reassigned}
     pairs: list[tuple[str, str | None]] = [
-        *sources.items(),
         *((old, new) for old, new in renames.items() if new is None),
+        *sources.items(),
         *((sources.get(old, old), new) for old, new in renames.items() if new is not None),
     ]
     return tuple(

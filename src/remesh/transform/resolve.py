@@ -123,11 +123,11 @@ class Resolver:
 
     def execute(self) -> tuple[Bindings, list[tuple[Step, ...]]]:
         """Expand and execute all statements; the steps of each, too."""
-        states = self.sources.states
         if not isinstance(self.program, tuple):
             bindings = Bindings(self.sources, {})
             bindings.rename(self.program)
             return bindings, []
+        states = self.sources.states
         expander = Expander(
             dict.fromkeys([*self.infos, *states.by_parameter]),
             None if self.given_targets is None else self.parameter_targets,

@@ -122,8 +122,9 @@ class Transform:
                 digits of a cast.
         """
         self._refuse_rule()
-        turned = inverse.invert(self.statements)
-        return _fill(object.__new__(Transform), self.owners, None, turned, self.statements)
+        statements = self.statements  # made of renames at each call
+        turned = inverse.invert(statements)
+        return _fill(object.__new__(Transform), self.owners, None, turned, statements)
 
     def resolve(
         self,
