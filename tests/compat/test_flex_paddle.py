@@ -268,3 +268,12 @@ def test_metadata_says_what_the_data_files_hold() -> None:
     assert first.local_shape == first.global_shape == (2, 3, 4)
     assert sorted(metadata.storage_metadata.values()) == ["0_0.distcp", "1_0.distcp"]
     assert metadata.flat_mapping == {"m": ("m",)}
+
+
+def test_long_texts_beside_arrays_are_read() -> None:
+    array, names = np.arange(4, dtype="<f4"), {"w": "x" * 100_000}
+    data = pickle.dumps({"w": array, "StructuredToParameterName@@": names}, protocol=4)
+    storage = MemoryStorage()
+    storage.put("file", data, overwrite=False)
+    found = paddle.find_arrays(storage, {}, "file")["w"]
+    assert data[found.position : found.position + found.num_bytes] == array.tobytes()

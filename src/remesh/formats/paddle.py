@@ -197,7 +197,8 @@ def find_arrays(
     if storage.read(path, 8, 9) == b"{":  # behind the length of a header
         arrays = read_arrays(storage, [path], files)[path]
         return {name: _of_safetensors(array) for name, array in arrays.items()}
-    file = _SkippingFile(RangeFile(storage, path, 0, file_size(storage, files, path)))
+    raw = RangeFile(storage, path, 0, file_size(storage, files, path))
+    file = io.BufferedReader(raw, _READ_AT_ONCE)
     found = restricted_pickle.check_names(parse_file(file, where), where, allow=allow).root
     if not isinstance(found, dict) or not all(type(name) is str for name in found):
         raise damaged(where, "not a data file of Paddle: it holds no dict of names")
@@ -228,23 +229,6 @@ def _stored_array(array: Any, where: str) -> StoredArray:
             f"{where}: an array of shape {extents} is not row-major and little-endian"
         )
     return StoredArray(span.position, span.num_bytes, element.itemsize)
-
-
-class _SkippingFile(io.BufferedReader):
-    """A file of which long byte strings are not read."""
-
-    def __init__(self, raw: RangeFile) -> None:
-        super().__init__(raw, _READ_AT_ONCE)
-        self._size = raw.size
-
-    def read(self, length: int = -1) -> bytes | Span:  # type: ignore[override]
-        """The next bytes, or where they lie; fewer at the end of the file."""
-        if length <= _READ_AT_ONCE:
-            return super().read(length)
-        start = self.tell()
-        stop = min(start + length, self._size)
-        self.seek(stop)
-        return Span(start, stop - start)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -63,20 +63,24 @@ def parse(data: bytes, where: str, rows: Sequence[RowForm] = ()) -> Pickled:
 
 
 def parse_file(file: IO[bytes], where: str) -> Pickled:
-    """Read a pickle of which byte strings are not needed: each is a `Span`.
-
-    When more bytes of one are asked for than `file` likes to read, it may skip them and give a
-    `Span` as well.
-    """
+    """Read a pickle, but skip its byte strings: each is a `Span`."""
     machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(file):
-            _, step = _STEPS[ord(opcode.code)]
-            if opcode.name in _BYTES:
-                length = len(argument)  # type: ignore[arg-type]
-                step(machine, Span(file.tell() - length, length))
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        while (code := file.read(1)) != b".":
+            if not code:
+                raise MalformedError("it ends in the middle")
+            read, step = _STEPS[code[0]]
+            if code in _BYTES:
+                length = int.from_bytes(file.read(_BYTES[code]), "little")
+                position = file.tell()
+                if position + length > size:
+                    raise MalformedError("it ends in the middle")
+                file.seek(position + length)
+                step(machine, Span(position, length))
             else:
-                step(machine, argument)
+                step(machine, None if read is None else read(file))
         return machine.result(file.tell())
     except RemeshError:
         raise
@@ -407,11 +411,13 @@ def _decimal(file: IO[bytes]) -> int | bool:
 
 _EXTENSION = _refuse("an extension code, which only its writer knows")
 _BUFFER = _refuse("a buffer outside the pickle")
-_BYTES = frozenset({"SHORT_BINBYTES", "BINBYTES", "BINBYTES8"})
+_BYTES = {b"C": 1, b"B": 4, b"\x8e": 8}
+"""SHORT_BINBYTES, BINBYTES and BINBYTES8: how many bytes the length of each has."""
 _BY_NAME: dict[str, Step] = {
     **dict.fromkeys(("INT", "LONG", "BININT", "BININT1", "BININT2"), _Machine.push),
     **dict.fromkeys(("FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE"), _Machine.push),
-    **dict.fromkeys(("BINUNICODE", "BINUNICODE8", "BYTEARRAY8", *_BYTES), _Machine.push),
+    **dict.fromkeys(("BINUNICODE", "BINUNICODE8", "BYTEARRAY8"), _Machine.push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _Machine.push),
     **dict.fromkeys(("LONG1", "LONG4"), _push_long),
     **dict.fromkeys(("STRING", "SHORT_BINSTRING", "BINSTRING"), _push_ascii),
     "NONE": _Machine.push,

@@ -84,9 +84,6 @@ class Span:
     position: int  # byte of the file at which they begin
     num_bytes: int
 
-    def __len__(self) -> int:
-        return self.num_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
