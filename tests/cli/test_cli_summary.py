@@ -78,7 +78,8 @@ def test_every_type_is_summarised_or_said_not_to_be(name: str, tmp_path: Path) -
         return
     expected = tensor.numpy() if BY_NAME[name].is_native else tensor.to(torch.float32).numpy()
     np.testing.assert_array_equal(elements, expected)
-    (found,) = summary.statistics_of_each(checkpoint, [("w", Box.whole((6,)))], lambda _size: None)
+    boxes = [("w", Box.whole((6,)))]
+    (found,) = summary.statistics_of_each(checkpoint, boxes, lambda _size: None).values()
     finite = expected[np.isfinite(expected)]
     assert found.minimum == finite.min()
     assert found.maximum == finite.max()
@@ -128,7 +129,7 @@ def test_statistics_of_many_chunks_are_those_of_the_whole(
     region = values[box.slices]
     read: list[int] = []
 
-    (found,) = summary.statistics_of_each(checkpoint, [("w", box)], read.append)
+    (found,) = summary.statistics_of_each(checkpoint, [("w", box)], read.append).values()
 
     assert len(read) > 2
     assert max(read) <= 300

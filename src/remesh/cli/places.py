@@ -106,9 +106,14 @@ def record_of(checkpoint: Checkpoint) -> native.CommitRecord | None:
 
 def findings_of(path: str, checkpoint: Checkpoint) -> list[Finding]:
     """Files that are missing or have another size; other systems record no sizes."""
-    if checkpoint.format != native.FORMAT_NAME:
+    known = record_of(checkpoint)
+    if known is None:
         return []
-    return catalog.read_record_and_sizes(open_storage(path))[1]
+    storage = open_storage(path)
+    record, findings = catalog.read_record_and_sizes(storage)
+    if record != known:
+        native.check_current(storage, native.identity_of(known))
+    return findings
 
 
 def files_of(checkpoint: Checkpoint) -> list[tuple[str, int, str]]:

@@ -259,9 +259,11 @@ def prune(
         and orphans.remove_orphan(leftover, root, now=time.time(), older_than=older_than)
     }
     if as_json:
-        items = [{**asdict(one), "removed": one.path in removed} for one in leftovers]
-        for item in items:
-            del item["files"]
+        items = [
+            {key: value for key, value in asdict(one).items() if key != "files"}
+            | {"removed": one.path in removed}
+            for one in leftovers
+        ]
         output.print_json({"root": root, "leftovers": items})
         return
     _print_leftovers(leftovers, removed, removes=removes)

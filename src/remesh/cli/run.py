@@ -73,6 +73,6 @@ def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_
     elif outcome.passed:
         output.line(f"healthy: the probe took {outcome.seconds:.1f} s")
     else:
-        output.line(f"faulty: {outcome.message}")
+        output.line(*f"faulty: {outcome.message}".splitlines())
     if not outcome.passed:
         raise SystemExit(output.EXIT_DAMAGED)

@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 
 CHUNK_BYTES = 32 << 20
 """Read at a time. Digest blocks at the ends of a chunk are read again, so chunks are large."""
-MAX_BATCH = 4096
+_MAX_BATCH = 4096
 """Boxes that are read together at most."""
 _FOLD_ELEMENTS = 1 << 18
 """Folded at a time, which bounds the float64 copies that this needs."""
@@ -83,13 +83,13 @@ def statistics_of(
     num_bytes = sum(box.size * BY_NAME[index[name].dtype].itemsize for name, box in counted)
     with progress(f"reading {what}", num_bytes) as on_read:
         found = statistics_of_each(checkpoint, counted, on_read)
-    return dict.fromkeys(boxes) | {name: one for (name, _), one in zip(counted, found, strict=True)}
+    return dict.fromkeys(boxes) | found
 
 
 def statistics_of_each(
     checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]], on_read: Callable[[int], None]
-) -> list[Statistics]:
-    """The statistics of a box of each of some tensors; `on_read` gets bytes."""
+) -> dict[str, Statistics]:
+    """The statistics of a box of each of some tensors, by name; `on_read` gets bytes."""
     index, folded = checkpoint.index, {name: _Folded() for name, _ in boxes}
     parts = (
         (name, part)
@@ -103,7 +103,7 @@ def statistics_of_each(
             for start in range(0, elements.size, _FOLD_ELEMENTS):
                 folded[name].add(true_values(elements[start : start + _FOLD_ELEMENTS], dtype))
             on_read(elements.nbytes)
-    return [one.result() for one in folded.values()]
+    return {name: one.result() for name, one in folded.items()}
 
 
 def batches_of(index: Index, boxes: Iterable[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]]:
@@ -114,7 +114,7 @@ def batches_of(index: Index, boxes: Iterable[tuple[str, Box]]) -> Iterator[list[
         itemsize = BY_NAME[index[name].dtype].itemsize
         for chunk in chunks_of(box, CHUNK_BYTES // itemsize) if box.size else ():
             num_bytes = chunk.size * itemsize
-            if batch and (num_bytes > room or len(batch) == MAX_BATCH):
+            if batch and (num_bytes > room or len(batch) == _MAX_BATCH):
                 yield batch
                 batch, room = [], CHUNK_BYTES
             batch.append((name, chunk))
