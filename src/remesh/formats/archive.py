@@ -344,7 +344,7 @@ class ArchiveLayout:
             begin += len(filler) + size
             filler = _DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, 0, size, size)
         start = begin + len(filler)
-        end = _directory_end(len(lines) + _NUM_SMALL, len(directory), start - self.at)
+        end = _directory_end(len(lines) + 1 + len(_ALWAYS), len(directory), start - self.at)
         self.fillers.append((begin, filler + directory + end))
         self.num_bytes = start + len(directory) + len(end) - self.at
         self.checksums = [
@@ -368,15 +368,14 @@ class ArchiveLayout:
         return bytes(data)
 
 
-_NUM_SMALL = 3
+_ALWAYS = {"byteorder": b"little", "version": b"3\n"}
+"""Small entries of every archive, besides `data.pkl`."""
 
 
 def _small_entries(pickled: bytes) -> tuple[bytes, bytearray]:
     """The entries that are no storages, and their lines in the directory."""
     data, directory = b"", bytearray()
-    small = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
-    assert len(small) == _NUM_SMALL
-    for short, content in small.items():
+    for short, content in {"data.pkl": pickled, **_ALWAYS}.items():
         name, size = f"{_ROOT}/{short}".encode(), len(content)
         numbers = (0, _UTF8, 0, 0, _DATE, zlib.crc32(content), size, size, len(name), 0)
         directory += _DIRECTORY_LINE.pack(b"PK\1\2", 0, *numbers, 0, 0, 0, 0, len(data)) + name

@@ -183,10 +183,6 @@ class Writer(ABC):
     ) -> Sequence[Frame]:
         """The data files of a rank, which writes some rows of the boxes."""
 
-    def early_files(self, _saved: Saved) -> Sequence[SmallFile]:
-        """What rank 0 writes while the data files are written."""
-        return ()
-
     @abstractmethod
     def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
         """What rank 0 writes, or renames, when all data files are durable, in this order.

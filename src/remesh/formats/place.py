@@ -51,7 +51,7 @@ class Place:
         return {} if self.file else self.listing
 
 
-MAX_TRACKER_BYTES = 1 << 12
+_MAX_TRACKER_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Trackers:
         name = next((name for name in self.names if name in files), None)
         if name is None:
             raise CheckpointNotFoundError(f"{storage.url}: no checkpoint, and no {self.names[0]}")
-        text = storage.read(name, 0, MAX_TRACKER_BYTES).decode(errors="replace").strip()
+        text = storage.read(name, 0, _MAX_TRACKER_BYTES).decode(errors="replace").strip()
         base = f"{self.folder_of(text)}/"
         if not any(path.startswith(base) and self.is_mark(path[len(base) :]) for path in files):
             raise CorruptCheckpointError(

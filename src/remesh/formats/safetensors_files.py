@@ -160,7 +160,9 @@ def add_arrays(
             raise damaged(where, "its parts in several files differ in dtype or number of dims")
         boxes = [Box(part.offset or (0,) * len(part.shape), part.shape) for part in parts]
         whole = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
-        row = builder.add_tensor(name_of((*prefix, name)), first.dtype, whole)
-        builder.set_path(name_of((*prefix, name)), (*prefix, name))
+        path = (*prefix, name)
+        full = name_of(path)
+        row = builder.add_tensor(full, first.dtype, whole)
+        builder.set_path(full, path)
         for part, box in zip(parts, boxes, strict=True):
             builder.add_piece(row, box, part.path, part.position)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +81,7 @@ class Contents:
 class Format:
     """A module as a row of the table."""
 
-    module: ModuleType  # defines `NAME`, `MARKER`, `is_at` and `read`
+    module: ModuleType  # defines `NAME`, `MARKER`, `is_at` and, but for `native`, `read`
     writers: tuple[Writer, ...] = ()
     """How it is written: one writer, or several where files for several systems are read alike;
     none if it is only read."""
@@ -136,7 +136,15 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-WRITERS: Mapping[str, Writer] = {writer.name: writer for row in FORMATS for writer in row.writers}
+def _by_name(writers: Iterable[Writer]) -> dict[str, Writer]:
+    """Writers by name; one that comes later replaces none."""
+    found: dict[str, Writer] = {}
+    for writer in writers:
+        found.setdefault(writer.name, writer)
+    return found
+
+
+WRITERS: Mapping[str, Writer] = _by_name(writer for row in FORMATS for writer in row.writers)
 """How each format is written that can be, by name."""
 _EXPORTS = {writer.name: writer for writer in exported.WRITERS}
 

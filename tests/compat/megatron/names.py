@@ -88,7 +88,17 @@ def is_in_release(name: str, root: Path) -> bool:
     if not path.exists():
         return False
     tree = ast.parse(path.read_text())
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    bound = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    bound |= {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
     defined = {
         node.name
         for node in tree.body

@@ -51,7 +51,7 @@ class _Finder(MetaPathFinder):
 
 
 def _spec_from_release(place: str, name: str) -> ModuleSpec | None:
-    """The file of the installed Megatron at a place, for a module of a name; None without one."""
+    """The spec of a module `name` that runs the installed Megatron's file at `place`, if any."""
     above = sys.modules["megatron.core"]  # Python imports parents first
     folders = place.removeprefix(f"{above.__name__}.").split(".")[:-1]
     found = PathFinder.find_spec(place, ["/".join([root, *folders]) for root in above.__path__])
@@ -90,14 +90,14 @@ class _Alias(Loader):
 def _of_release(place: str, ours: ModuleType) -> ModuleType | None:
     """Megatron's module at a place, with the drop-in's in place of what both define."""
     name = place + _OF_RELEASE
-    is_new = name not in sys.modules
-    if is_new and importlib.util.find_spec(name) is None:
+    if name in sys.modules:
+        return importlib.import_module(name)  # waits if another thread imports it
+    if importlib.util.find_spec(name) is None:
         return None
     found = importlib.import_module(name)
-    if is_new:
-        for key, value in list(vars(found).items()):
-            if getattr(value, "__module__", None) == name and key in vars(ours):
-                setattr(found, key, vars(ours)[key])
+    for key, value in list(vars(found).items()):
+        if getattr(value, "__module__", None) == name and key in vars(ours):
+            setattr(found, key, vars(ours)[key])
     return found
 
 

@@ -240,13 +240,12 @@ def load(  # noqa: PLR0917 - the order is Megatron's
 
 
 def _taken_apart(sharded_state_dict: Any) -> tuple[Any, Any, Any]:
-    """A state dict to load taken apart; the state dict itself stays as it is.
+    """Take apart a state dict to load, which stays as it is.
 
-    What is sharded, with factories replaced by what they build; the local objects, unwrapped; and
-    the factories, with lists as dicts by position.
+    Returns what is sharded, with factories replaced by what they build; the local objects,
+    unwrapped; and the factories, with lists as dicts by position.
     """
-    copied, _ = extract_matching_values(sharded_state_dict, lambda _leaf: True)
-    copied = _without_empty_ranges(copied)
+    copied = _without_empty_ranges(sharded_state_dict)
     factories, _ = extract_matching_values(
         copied, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
     )
@@ -259,7 +258,7 @@ def _taken_apart(sharded_state_dict: Any) -> tuple[Any, Any, Any]:
 
 
 def _without_empty_ranges(sharded_state_dict: Any) -> Any:
-    """The state dict without tensors whose flattened range is empty."""
+    """A copy of the state dict without tensors whose flattened range is empty."""
     kept, _ = extract_matching_values(
         sharded_state_dict,
         lambda leaf: (

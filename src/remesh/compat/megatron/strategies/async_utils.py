@@ -87,7 +87,7 @@ class AsyncRequest(NamedTuple):
 
 
 def _copied(staged: Any) -> Any:
-    """What was staged, with copies of its tensors: Megatron's writer stages none of the CPU's."""
+    """The staged value with its tensors copied: Megatron's writer leaves those of the CPU."""
     if isinstance(staged, torch.Tensor):
         return staged.detach().clone()
     return type(staged)(map(_copied, staged)) if type(staged) in {list, tuple} else staged

@@ -130,7 +130,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         group = self.parallelization_group
         base = self.base_strategy
-        # One that derives from the engine's and loads in a way of its own is as any other.
+        # A derived strategy with a `load` of its own is treated like any other strategy.
         if isinstance(base, EngineLoadShardedStrategy) and (
             type(base).load is EngineLoadShardedStrategy.load
         ):

@@ -12,7 +12,7 @@ import importlib
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -161,21 +161,22 @@ _RANK_OF_FILE = re.compile(r"__(\d+)_\d+")
 class LoadedLayout:
     """The boxes that each rank has written of a checkpoint, by the names of its files."""
 
-    all_local_plans: dict[int, set[tuple[str, tuple[int, ...]]]] = field(default_factory=dict)
+    all_local_plans: dict[int, set[tuple[str, tuple[int, ...]]]]
     """Rank → keys and offsets of boxes. The name is Megatron's."""
 
     @classmethod
     def of(cls, index: Index) -> LoadedLayout:
-        layout = cls()
+        """The layout of a checkpoint, by its index."""
+        plans: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
         for name in index:
             for piece in index.pieces(name):
                 rank = _RANK_OF_FILE.search(piece.path)
                 if rank is not None:
-                    boxes = layout.all_local_plans.setdefault(int(rank[1]), set())
-                    boxes.add((name, tuple(piece.box.offset)))
-        return layout
+                    plans.setdefault(int(rank[1]), set()).add((name, tuple(piece.box.offset)))
+        return cls(plans)
 
     def of_rank(self, rank: int) -> set[tuple[str, tuple[int, ...]]]:
+        """What a rank has written."""
         return self.all_local_plans.get(rank, set())
 
 
