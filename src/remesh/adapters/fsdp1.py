@@ -62,9 +62,9 @@ def has_fsdp1(module: nn.Module) -> bool:
 def fsdp1_entries(
     leaf: nn.Module | NamedModule, where: str
 ) -> tuple[dict[str, Any], dict[str, Placed], dict[str, nn.Module]]:
-    """What `state_dict` would have of a module with FSDP1 in it, but of flat parameters the slices.
+    """The entries of a module with FSDP1, where each belongs, and the owners of extra state.
 
-    Also where each entry belongs, and the modules whose extra state some of them are.
+    The entries are those of `state_dict`, with this rank's slices in place of flat parameters.
     """
     module = module_of(leaf)
     originals = _originals(module, where)

@@ -125,11 +125,11 @@ def _describe_stored(
                     visit=visit,
                 )
             )
-        for suffix in targets.keys() - live.keys():
+        for suffix, target in targets.items():
             # State that is stored for other parameters of the tensor is found missing for this one.
             name = name_of((*path, *suffix))
-            if stored.tensor(name) is None and not stored.has_value(name):
-                visit((*path, *suffix), targets[suffix])
+            if suffix not in live and stored.tensor(name) is None and not stored.has_value(name):
+                visit((*path, *suffix), target)
         amend(walk, first, follows=place.full_name)
     return makes
 

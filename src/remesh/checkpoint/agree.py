@@ -92,8 +92,8 @@ class GlobalSavePlan:
     replaced: Existing | None  # the checkpoint that is going to be overwritten, if there is one
     grid: Grid  # what the writer of the format makes of the boxes
 
-    def saved(self, parts: Sequence[Sequence[Part]] = ()) -> Saved:
-        """The save as a writer sees it; with what each rank has written, once it has."""
+    def saved(self, parts: Sequence[Sequence[Part]]) -> Saved:
+        """The save as a writer sees it, with what each rank has written."""
         return Saved(
             self.save_id,
             self.cuts,

@@ -62,16 +62,15 @@ def finish(
         emit("save.parts_gathered", sum(part.num_bytes for part in written))
         emit("save.stored", sum(part.stored_size for part in written))
         emit("save.kept", sum(part.num_bytes for part in unchanged))
-        looks = [partial(_look, storage, save, parts)]
-        if not writer.has_folder:
-            # Small files may replace those of another checkpoint.
-            ask_together(storage, looks if any(parts[1:]) else [])
-            looks = []
+        look = partial(_look, storage, save, parts)
+        if not writer.has_folder and any(parts[1:]):
+            look()  # before small files replace those of another checkpoint
         others = list(last_steps(save, parts))
         mark = others.pop() if others else None
         small = [step for step in others if not isinstance(step, Rename)]
         renames = [step for step in others if isinstance(step, Rename)]
-        # Nothing refers to them yet.
+        # Nothing refers to the files in a folder yet.
+        looks = [look] if writer.has_folder else []
         ask_together(storage, [*looks, *(partial(put_one, *step) for step in small)])
         emit("save.index_written", sum(len(data) for _, data in small))
         storage.sync()

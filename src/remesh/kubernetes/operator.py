@@ -100,9 +100,9 @@ class Metrics:
         jobs = Gauge(f"{prefix}jobs", "Jobs by phase", ["phase"], registry=own)
         for phase in Phase:
             jobs.labels(phase.value).set_function(partial(self._count, phase))
-        self.look_seconds = Histogram(f"{prefix}look_seconds", "Durations of looks", registry=own)
+        self.look_seconds = Histogram(f"{prefix}look_seconds", "Durations of passes", registry=own)
         self.actions = Counter(f"{prefix}actions", "Actions by kind", ["kind"], registry=own)
-        self.errors = Counter(f"{prefix}errors", "Looks that failed", registry=own)
+        self.errors = Counter(f"{prefix}errors", "Passes that failed", registry=own)
 
     def _count(self, phase: Phase) -> float:
         return list(self.phases.values()).count(phase)

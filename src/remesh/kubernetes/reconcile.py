@@ -125,7 +125,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _Draft:
     """A decision in the making: what is seen, and what is decided so far."""
 
     job: Job
@@ -183,7 +183,7 @@ class _Pass:
 
 def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datetime) -> Decision:
     """Decide what happens next to a job that was read before its pods."""
-    this = _Pass(job, pods, master, now, job.status)
+    this = _Draft(job, pods, master, now, job.status)
     if job.deleting:
         _delete(this)
     elif FINALIZER not in job.finalizers:
@@ -193,7 +193,7 @@ def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datet
     return Decision(this.status, tuple(this.actions), min(this.wakes, default=None))
 
 
-def _go_on(this: _Pass) -> None:
+def _go_on(this: _Draft) -> None:
     _start(this)
     if this.master is not None and this.master.epoch != this.status.epoch:
         this.master = None
@@ -210,7 +210,7 @@ def _go_on(this: _Pass) -> None:
     _describe(this)
 
 
-def _start(this: _Pass) -> None:
+def _start(this: _Draft) -> None:
     """Note when the job began; let no wait last longer because the clock was set back."""
     status = this.status
     if status.started is None:
@@ -224,7 +224,7 @@ def _start(this: _Pass) -> None:
 # The end of a job -----------------------------------------------------------------------------
 
 
-def _delete(this: _Pass) -> None:
+def _delete(this: _Draft) -> None:
     """Stop the workers, then the master; let the job go when nothing of it is left."""
     if FINALIZER in this.job.finalizers and not this.pods:
         this.actions += [DeleteShared(), RemoveFinalizer()]
@@ -235,13 +235,13 @@ def _delete(this: _Pass) -> None:
                 this.actions.append(DeletePod(pod.name, force=True))
 
 
-def _finish(this: _Pass, phase: Phase, reason: str) -> None:
+def _finish(this: _Draft, phase: Phase, reason: str) -> None:
     this.set(phase=phase, reason=reason, finished=this.now)
     this.emit(phase.value, reason, warning=phase is Phase.FAILED)
     _clean(this)
 
 
-def _clean(this: _Pass) -> None:
+def _clean(this: _Draft) -> None:
     """Delete the pods of a finished job that its policy does not keep; workers first."""
     policy = this.job.spec.clean_policy
     if policy is CleanPolicy.NONE:
@@ -253,7 +253,7 @@ def _clean(this: _Pass) -> None:
     this.delete(living or unwanted)
 
 
-def _ends_by_itself(this: _Pass) -> bool:
+def _ends_by_itself(this: _Draft) -> bool:
     """True if the pods of a finished job are about to end, and their logs to be complete."""
     training, finished = this.status.training, this.status.finished
     known = training is not None and training.has_ended
@@ -262,7 +262,7 @@ def _ends_by_itself(this: _Pass) -> bool:
     return not this.passed(finished, END_SECONDS)
 
 
-def _suspend(this: _Pass) -> None:
+def _suspend(this: _Draft) -> None:
     """Stop the workers, then the master; what is remembered of hosts and budgets stays."""
     if this.status.phase is not Phase.SUSPENDED:
         this.set(phase=Phase.SUSPENDED, reason="spec.suspend is true", workers=())
@@ -270,7 +270,7 @@ def _suspend(this: _Pass) -> None:
     this.delete(this.living_workers() or this.pods)
 
 
-def _resume(this: _Pass) -> None:
+def _resume(this: _Draft) -> None:
     """Begin again with all workers, and with a new journal: the old world has ended."""
     this.set(
         phase=Phase.PENDING,
@@ -287,7 +287,7 @@ def _resume(this: _Pass) -> None:
 # A job that runs ------------------------------------------------------------------------------
 
 
-def _run(this: _Pass) -> None:
+def _run(this: _Draft) -> None:
     problem = problem_of(this.job.spec)
     if problem:
         _finish(this, Phase.FAILED, f"the spec is not valid: {problem}")
@@ -304,7 +304,7 @@ def _run(this: _Pass) -> None:
     _keep_logs(this)
 
 
-def _check_workers(this: _Pass) -> None:
+def _check_workers(this: _Draft) -> None:
     """Take workers whose pods have failed or are gone off the list.
 
     Those that have succeeded stay. That of one says nothing of the others: the master knows, or all
@@ -346,7 +346,7 @@ def _ending_of(worker: Worker, pod: Pod | None) -> Ending | None:
     return None if pod.expires is None else Ending(Cause.STOPPED, "its pod is being deleted")
 
 
-def _take_off(this: _Pass, index: int, pod: Pod | None, ending: Ending) -> None:
+def _take_off(this: _Draft, index: int, pod: Pod | None, ending: Ending) -> None:
     """Act on the end of a worker's pod, besides its replacement."""
     on_host = f" on {pod.host}" if pod is not None and pod.host else ""
     where = f"worker {index}{on_host}"
@@ -370,13 +370,13 @@ def _take_off(this: _Pass, index: int, pod: Pod | None, ending: Ending) -> None:
             this.emit("WorkerStopped", f"{text}; it is replaced, nothing is charged")
 
 
-def _charge(this: _Pass, text: str) -> None:
+def _charge(this: _Draft, text: str) -> None:
     number, most = this.status.replacements + 1, this.job.spec.max_replacements
     this.set(replacements=number, replaced_at=this.now)
     this.emit("WorkerFailed", f"{text}; {number} of {most} replacements are charged", warning=True)
 
 
-def _exclude(this: _Pass, host: str, reason: str) -> None:
+def _exclude(this: _Draft, host: str, reason: str) -> None:
     """Remember that a host is faulty."""
     known = {each.host for each in this.status.excluded_hosts}
     if not this.job.spec.exclude_faulty_hosts or not host or host in known:
@@ -386,7 +386,7 @@ def _exclude(this: _Pass, host: str, reason: str) -> None:
     this.emit("HostExcluded", f"no pod of this job will use {host}: {reason}", warning=True)
 
 
-def _raise_memory(this: _Pass, where: str, pod: Pod | None) -> bool:
+def _raise_memory(this: _Draft, where: str, pod: Pod | None) -> bool:
     """Give the next workers more memory; whether they will have more than this pod had."""
     spec = this.job.spec
     had = None if pod is None else pod.memory
@@ -404,7 +404,7 @@ def _raise_memory(this: _Pass, where: str, pod: Pod | None) -> bool:
     return True
 
 
-def _check_master(this: _Pass) -> None:
+def _check_master(this: _Draft) -> None:
     """Count a master that has ended, and choose the number of the next."""
     status = this.status
     pod = this.of(Role.MASTER).get(status.master)
@@ -431,7 +431,7 @@ def _check_master(this: _Pass) -> None:
     this.emit("MasterReplaced", f"master {status.master}: {text}", warning=True)
 
 
-def _place(this: _Pass) -> None:
+def _place(this: _Draft) -> None:
     """Bring the list of workers to its size, and the pods to what the list says."""
     status, pods = this.status, this.of(Role.WORKER)
     target = this.job.spec.replicas
@@ -459,7 +459,7 @@ def _runs(pod: Pod | None) -> bool:
     return pod is not None and pod.is_running
 
 
-def _backed_off(this: _Pass, replaced_at: datetime) -> bool:
+def _backed_off(this: _Draft, replaced_at: datetime) -> bool:
     """True if workers may be created: the more failed, the longer it takes."""
     return this.passed(replaced_at, _backoff(this.status.replacements))
 
@@ -468,7 +468,7 @@ def _backoff(failures: int) -> float:
     return min(2.0 ** min(failures - 1, 10), MAX_BACKOFF) if failures else 0.0
 
 
-def _place_master(this: _Pass) -> None:
+def _place_master(this: _Draft) -> None:
     status, pods = this.status, this.of(Role.MASTER)
     this.delete(pod for pod in pods.values() if pod.index != status.master and not pod.has_ended)
     if status.master in pods or status.master_seen:
@@ -478,7 +478,7 @@ def _place_master(this: _Pass) -> None:
         this.actions += [CreateShared(), CreatePod(Role.MASTER, status.master)]
 
 
-def _keep_logs(this: _Pass) -> None:
+def _keep_logs(this: _Draft) -> None:
     """Delete the ended pods but for the newest, whose logs may be wanted."""
     listed = {each.id for each in this.status.workers}
     for role in Role:
@@ -494,7 +494,7 @@ def _keep_logs(this: _Pass) -> None:
 # What users see -------------------------------------------------------------------------------
 
 
-def _note_training(this: _Pass) -> None:
+def _note_training(this: _Draft) -> None:
     """Take over from the master how far the training is; not often if that is all there is."""
     master, old = this.master, this.status.training
     if master is None:
@@ -533,7 +533,7 @@ def selector_of(job: Job) -> str:
     return f"{LABEL_JOB}={job.name},{LABEL_ROLE}={Role.WORKER}"
 
 
-def _describe(this: _Pass) -> None:
+def _describe(this: _Draft) -> None:
     """Show how many workers run, and the phase and the conditions that follow."""
     job, workers = this.job, tuple(this.of(Role.WORKER).values())
     running = sum(pod.is_running for pod in workers)

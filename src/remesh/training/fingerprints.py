@@ -126,7 +126,7 @@ class Fingerprint:
         return hex_digest(facts + b"".join(sample.tobytes() for sample in samples))
 
     def changed(self, state: Any, but: Collection[int] = ()) -> str:
-        """The name of the first tensor, besides those with these ids, that is another; or empty."""
+        """The name of the first tensor that has changed, but for those with these ids; or empty."""
         found: list[torch.Tensor] = []
         _walk(state, found)
         tensors = plain(found)

@@ -19,8 +19,8 @@ Snapshots. With `memory_every` the same is kept in the memory of the nodes as we
 restarted job that resumes from there saves the state to storage at once.
 
 Resuming. Rank 0 lists and all follow. A damaged checkpoint is passed over, with the reason in log
-and result. What processes that go on hold (`survivors`) is as good as a checkpoint of that step. A
-mismatch, a newer format or a failing storage is raised: going back would hide it.
+and result. The state in processes that go on (`survivors`) is as good as a checkpoint of that step.
+A mismatch, a newer format or a failing storage is raised: going back would hide it.
 
 The end. The step of the last call of `step` is saved, unless its state has changed since, which
 fingerprints of its tensors show (`fingerprints`). In one process one manager at a time saves to a

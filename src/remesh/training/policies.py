@@ -252,7 +252,7 @@ class RetentionDecision:
 def decide_retention(
     infos: Sequence[CheckpointInfo], policies: Sequence[KeepPolicy], *, run: str, now: float
 ) -> list[RetentionDecision]:
-    """The decision on each checkpoint of a run, in their order; those of other runs stay."""
+    """One decision for each checkpoint, in the order given; only those of `run` may go."""
     counted = [info for info in infos if info.run == run and not info.problem]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
     newest = catalog.newest_of([info for info in infos if not info.problem])
@@ -271,7 +271,7 @@ def decide_retention(
 def remove_unkept(
     storage: Storage, decisions: Sequence[RetentionDecision], *, now: float
 ) -> list[CheckpointInfo]:
-    """Remove those that are not kept nor read by now; returns those that were removed."""
+    """Remove what is neither kept nor being read; returns the checkpoints that were removed."""
     infos = [decision.info for decision in decisions if not decision.is_kept]
     removed = [info for info in infos if catalog.remove(storage, info.name, now=now)]
     for info in removed:

@@ -69,7 +69,7 @@ class Source:
     """A checkpoint in storage, a snapshot in the nodes' memory, or the memory of the processes."""
 
     info: CheckpointInfo
-    load: Callable[..., Any]
+    load: Callable[..., RestoreReport]
     """Loads it into a state; takes the further arguments of `remesh.load`. Collective."""
     kind: Literal["stored", "snapshot", "live"]
     random: Source | None = None
@@ -275,9 +275,9 @@ def _load(
     recorder: Recorder,
     options: Mapping[str, Any],
 ) -> tuple[tuple[str, ...], RestoreReport]:
-    """Load a source into a state and the random streams; which of these were seeded anew.
+    """Load a source into a state and the random streams; returns the streams seeded anew.
 
-    That are all if the roles have changed, and those that were not stored.
+    These are the streams that were not stored, or all of them if the roles have changed.
     """
     streams, roles = recorder.streams(), recorder.roles
     names = (source.random or source).note.streams if source.note.role_grid == roles.grid else ()

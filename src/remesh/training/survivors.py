@@ -38,7 +38,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from remesh.catalog import CheckpointInfo, ManagerNote, step_name
-from remesh.checkpoint import Buffers
+from remesh.checkpoint import Buffers, RestoreReport
 from remesh.checkpoint.resharding import Resharder
 from remesh.core.host_memory import available_memory
 from remesh.core.sharded import ShardedTensor
@@ -210,7 +210,7 @@ class SurvivorState:
             streams = boundary.streams if note.streams and is_first else {}
             source = with_rows(state, rng.rows_of(streams, replace(boundary.roles, replica=0)))
 
-        def load(target: Any, **options: Any) -> Any:
+        def load(target: Any, **options: Any) -> RestoreReport:
             recovery = _Recovery(
                 source,
                 target,
