@@ -90,7 +90,7 @@ def extents(given: Attribute) -> Extents:
         return "targets"
     found = integers(given)
     if min(found, default=0) < 0:
-        raise Problem(f"{given.name}: extents are not negative", given.span)
+        raise Problem(f"{given.name} must be a list whose extents are not negative", given.span)
     return found
 
 
