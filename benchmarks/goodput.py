@@ -2,7 +2,7 @@
 
 The job is about that of Llama 3 405B: 2,048 nodes, its failures, 54 days. Each strategy for the
 state runs over several intervals between checkpoints, once with a state that is fully sharded and
-once with two data-parallel replicas of it. The master's state machines are played with all nodes.
+once with two data-parallel replicas of it.
 Written are `bench-output/goodput.json` and `bench-output/goodput.svg`.
 """
 

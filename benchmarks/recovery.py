@@ -11,7 +11,7 @@ the longest time between two steps is measured.
 
 For processes that go on it is shown where the time goes: until the last process that lives has left
 the function, until all have entered it, have made their groups, their model and manager, have
-resumed, and until the first step. Beside it stands how long `remesh.simulation` takes to form the
+resumed, and until the first step. Beside it stands how long `remesh.simulation` expects to form the
 next world, with the time that processes took to leave.
 """
 
@@ -30,16 +30,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from benchmarks.elastic import BIN, OWN_STORE, Job, free_port
 from benchmarks.report import median, print_table, write_json
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
-from remesh.simulation.cluster import Cluster, FailureKind
-from remesh.simulation.formation import form_again
+from remesh.simulation.cluster import FailureKind
+from remesh.simulation.training import formation_seconds
 
 NUM_RANKS = 4
-NUM_PLAYS = 100
 KILL_AFTER = 70
 NUM_NODES_GROWN = 3
 Results: TypeAlias = dict[str, list[dict[str, float] | None]]
@@ -214,21 +211,7 @@ WORDS = {
 }
 SIMULATED = {"worker": FailureKind.PROCESS, "node": FailureKind.NODE}
 """A dead agent on a machine that lives is not simulated."""
-
-
-def simulate(victim: str, left: float) -> float:
-    """Seconds until the next world is formed in the simulation, median.
-
-    Args:
-        victim: What fails.
-        left: Seconds that processes take to leave.
-    """
-    num_nodes = 1 if victim == "worker" else 2
-    cluster = Cluster(num_nodes=num_nodes, ranks_per_node=NUM_RANKS // num_nodes)
-    dice = np.random.default_rng(0)
-    kind, lost = SIMULATED[victim], num_nodes - 1
-    plays = [form_again(cluster, kind, lost, dice, stop_seconds=left) for _ in range(NUM_PLAYS)]
-    return median([play.formed for play in plays])
+NUM_NODES = {"worker": 1, "node": 2}
 
 
 def compare_with_simulation(results: Results) -> dict[str, dict[str, float]]:
@@ -244,7 +227,9 @@ def compare_with_simulation(results: Results) -> dict[str, dict[str, float]]:
     return {
         WORDS[victim]: {
             "measured": median([one["left"] + one["entered"] for one in found]),
-            "simulated": simulate(victim, left),
+            "simulated": formation_seconds(
+                SIMULATED[victim], NUM_NODES[victim], NUM_NODES[victim] - 1, left
+            ),
         }
         for victim, found in formed.items()
         if found

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given
 
 from remesh.checkpoint.scattered import nodes_of, replica_distances
 from remesh.elastic.master import TICK_SECONDS
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.simulation.advice import best_interval, estimate, recommended, strategies
 from remesh.simulation.cluster import (
     DAY,
@@ -23,12 +23,12 @@ from remesh.simulation.cluster import (
     draw_failures,
     scaled,
 )
-from remesh.simulation.formation import form_again
 from remesh.simulation.training import (
     COPY_SHARE,
     Durations,
     Outcome,
     Strategy,
+    formation_seconds,
     memory_survives,
     simulate,
     snapshot_survives,
@@ -40,6 +40,7 @@ STORED = Strategy(name="storage", storage_every=100)
 LIVE = Strategy(name="live", storage_every=100, reenters=True)
 SNAPSHOTS = Strategy(name="snapshots", storage_every=100, snapshot_every=10, replicas=1)
 DURATIONS = Durations(start=60.0, stop=5.0, leave=1.0, enter=2.0, warm=10.0)
+NODE, PROCESS, RACK = FailureKind.NODE, FailureKind.PROCESS, FailureKind.RACK
 
 
 def run(
@@ -49,20 +50,11 @@ def run(
     cluster: Cluster = CLUSTER,
     workload: Workload = WORKLOAD,
 ) -> Outcome:
-    """A job in which each new world takes 7 seconds to form."""
-    return simulate(
-        cluster,
-        workload,
-        strategy,
-        failures,
-        seconds,
-        durations=DURATIONS,
-        formation=lambda _kind, _num_lost: 7.0,
-    )
+    return simulate(cluster, workload, strategy, failures, seconds, durations=DURATIONS)
 
 
-def node_fails(time: float, first_node: int = 0, moment: float = 0.5) -> Failure:
-    return Failure(time, FailureKind.NODE, first_node, moment)
+def node_fails(time: float, first_node: int = 0) -> Failure:
+    return Failure(time, NODE, first_node)
 
 
 def test_without_failures_only_saves_take_time() -> None:
@@ -80,7 +72,8 @@ def test_storage_loses_the_steps_since_the_newest_checkpoint_that_was_durable() 
     assert early.steps_lost == 502 - 400
     assert late.steps_lost == 579 - 500
     reading = 4e9 / CLUSTER.storage_read + 2e9 / CLUSTER.link
-    assert late.recoveries == [pytest.approx(7.0 + 60.0 + reading)]
+    formed = formation_seconds(NODE, 4, 1, DURATIONS.stop)
+    assert late.recoveries == [pytest.approx(formed + 60.0 + reading)]
     assert late.bytes_moved == 8e9
     assert late.sources == {"storage": 1}
 
@@ -89,13 +82,14 @@ def test_processes_that_go_on_lose_no_step_and_move_only_what_is_lacking() -> No
     outcome = run(LIVE, node_fails(580.0))
 
     assert outcome.steps_lost == 0
-    assert outcome.recoveries == [pytest.approx(7.0 + 10.0 + 2e9 / CLUSTER.link)]
+    formed = formation_seconds(NODE, 4, 1, DURATIONS.leave)
+    assert outcome.recoveries == [pytest.approx(formed + 10.0 + 2e9 / CLUSTER.link)]
     assert outcome.bytes_moved == 2e9
     assert outcome.sources == {"live memory": 1}
 
 
 def test_snapshots_survive_a_rack_and_not_a_node_with_its_replica() -> None:
-    rack = Failure(585.0, FailureKind.RACK, 2, 0.5)
+    rack = Failure(585.0, RACK, 2)
     survived = run(SNAPSHOTS, rack)
     lost = run(SNAPSHOTS, node_fails(585.0, 0), node_fails(586.0, 2))
 
@@ -112,23 +106,16 @@ def test_a_failure_during_a_recovery_begins_it_anew() -> None:
     assert apart.num_failures == 2
     assert both.sources == {"storage": 1}
     assert len(both.recoveries) == 1
-    assert both.recoveries[0] > 1.0 + 7.0
-
-
-def test_states_that_differ_among_ranks_are_not_taken_from_live_memory() -> None:
-    workload = Workload(state_bytes=4e9, step_seconds=1.0, copies=2, torn_share=0.2)
-
-    torn = run(LIVE, node_fails(580.0, moment=0.1), workload=workload)
-    whole = run(LIVE, node_fails(580.0, moment=0.3), workload=workload)
-
-    assert (torn.sources, whole.sources) == ({"storage": 1}, {"live memory": 1})
+    assert both.recoveries[0] > 1.0 + formation_seconds(NODE, 4, 2, DURATIONS.leave)
 
 
 def test_a_job_without_spares_shrinks_and_grows_again() -> None:
     cluster = Cluster(num_nodes=4, repair_seconds=400.0)
     outcome = run(LIVE, node_fails(100.0), cluster=cluster)
 
-    trained = 1000.0 - 2 * (7.0 + 10.0)
+    leave = DURATIONS.leave
+    formed = formation_seconds(NODE, 4, 1, leave) + formation_seconds(None, 3, 0, leave)
+    trained = 1000.0 - formed - 2 * 10.0
     slower = 400.0 / 4
     assert outcome.steps == pytest.approx(trained - slower, abs=10)
 
@@ -138,25 +125,8 @@ def test_a_job_that_has_too_few_nodes_waits_for_a_repair() -> None:
     outcome = run(LIVE, node_fails(100.0), cluster=cluster)
 
     assert outcome.waiting == pytest.approx(400.0)
-    assert outcome.steps == pytest.approx(1000 - 400 - 17, abs=5)
-
-
-def test_a_straggler_slows_the_job_until_it_is_replaced() -> None:
-    failure = Failure(0.0, FailureKind.STRAGGLER, 0, 0.5)
-    durations = Durations(straggler=500.0, straggler_factor=2.0, enter=2.0, warm=10.0)
-
-    def job(cluster: Cluster) -> Outcome:
-        return simulate(
-            cluster,
-            WORKLOAD,
-            LIVE,
-            [failure],
-            1000.0,
-            durations=durations,
-            formation=lambda _kind, _num_lost: 7.0,
-        )
-
-    assert job(CLUSTER).steps == pytest.approx(250 + 500 - 17, abs=5)
+    formed = formation_seconds(NODE, 4, 1, DURATIONS.leave)
+    assert outcome.steps == pytest.approx(1000 - 400 - formed - 10, abs=5)
 
 
 @pytest.mark.parametrize("replicas", [0, 1, 2])
@@ -217,30 +187,15 @@ def test_failures_come_at_their_rates() -> None:
     assert sorted(failures, key=lambda failure: failure.time) == list(failures)
 
 
-def play(kind: FailureKind | None, num_lost: int = 1, stop_seconds: float = 2.0) -> list[float]:
-    """When the change was noticed and when the world was formed, in ten plays."""
-    found = []
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        formation = form_again(
-            CLUSTER, kind, num_lost, rng, stop_seconds=stop_seconds, heartbeat_timeout=10.0
-        )
-        assert formation.num_nodes == CLUSTER.num_nodes
-        found += [formation.noticed, formation.formed]
-    return found
+@pytest.mark.parametrize("num_nodes", [2, 8, 2048])
+def test_silence_is_noticed_after_the_timeout_and_told_with_the_next_heartbeat(
+    num_nodes: int,
+) -> None:
+    formed = formation_seconds(NODE, num_nodes, 1, 2.0)
 
-
-def test_silence_is_noticed_after_the_heartbeat_timeout() -> None:
-    times = play(FailureKind.NODE)
-
-    for noticed, formed in zip(times[::2], times[1::2], strict=True):
-        assert 10.0 - 1.0 <= noticed <= 10.0 + TICK_SECONDS
-        # Each node learns of it with its next heartbeat, and stops its processes.
-        assert noticed + 2.0 <= formed <= noticed + 1.0 + 2.0 + 0.1
-
-
-def test_a_world_grows_once_the_others_have_saved() -> None:
-    assert max(play(None)[1::2]) <= 1.0 + 1.0 + 2.0 + 0.1
+    assert HEARTBEAT_TIMEOUT - 1.0 + 2.0 < formed < HEARTBEAT_TIMEOUT + TICK_SECONDS + 1.0 + 2.0
+    assert formation_seconds(PROCESS, num_nodes, 0, 2.0) <= 0.1 + 1.0 + 2.0
+    assert formation_seconds(None, num_nodes, 0, 2.0) <= 1.0 + 2.0
 
 
 def best_of(interval: int, factor: Callable[[int], int]) -> float:
@@ -283,7 +238,6 @@ def test_advice_prefers_what_is_simpler_if_it_is_as_good() -> None:
         (lambda: Cluster(num_nodes=0), "positive"),
         (lambda: Cluster(num_nodes=3, min_nodes=4), "3 nodes are fewer than 4"),
         (lambda: Workload(state_bytes=0, step_seconds=1.0), "positive"),
-        (lambda: Workload(state_bytes=1, step_seconds=1.0, torn_share=2.0), "part of a step"),
         (lambda: Strategy(name="x", storage_every=0), "1 at least"),
     ],
 )

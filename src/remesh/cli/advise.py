@@ -132,9 +132,9 @@ def advise(
     """Say how often to save where, and what goodput to expect.
 
     Goodput is the part of the time that goes into steps that count. Each way to keep the state is
-    given its best intervals (Young and Daly) and simulated against the same failures, with the
-    state machines of the master: checkpoints in storage, snapshots in the nodes' memory, and
-    processes that go on with the state that they hold. Sizes are bytes, such as 80GB or 1.5TiB.
+    given its best intervals (Young and Daly) and simulated against the same failures: checkpoints
+    in storage, snapshots in the nodes' memory, and processes that go on with the state that they
+    hold. Sizes are bytes, such as 80GB or 1.5TiB.
     """
     if (state_size is None) == (checkpoint is None):
         raise click.UsageError("give --state-size or --checkpoint, and not both")

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from remesh.simulation.cluster import (
     DAY,
     Cluster,
-    FailureKind,
     FailureRates,
     Workload,
     draw_failures,
@@ -28,7 +27,6 @@ from remesh.simulation.training import (
     Outcome,
     Strategy,
     blocked_seconds,
-    formation_seconds,
     simulate,
 )
 
@@ -36,8 +34,6 @@ STORAGE_SHARE = 0.25
 """Part of the time in which the storage may be busy with the saves of one job."""
 LEAST_SECONDS = 60.0
 """Between two checkpoints in storage, which are files to create, to commit and to remove."""
-PLAYED_NODES = 256
-"""Nodes with which the master's state machines are played at most."""
 EQUAL = 0.0005
 """Goodputs that differ by less count as equal."""
 
@@ -68,7 +64,7 @@ def best_interval(
 
 def strategies(cluster: Cluster, workload: Workload, rates: FailureRates) -> list[Strategy]:
     """The ways to keep a state, from the simplest on, with the best intervals of each."""
-    rate = sum(per_day for kind, per_day in rates.items() if kind is not FailureKind.STRAGGLER)
+    rate = sum(rates.values())
     between = DAY / rate if rate > 0 else math.inf
     node_bytes = workload.node_bytes(cluster.num_nodes)
     copy = node_bytes / cluster.memory
@@ -122,19 +118,11 @@ def estimate(
     durations: Durations | None = None,
 ) -> Estimate:
     """Simulate jobs with one strategy; jobs of the same number have the same failures."""
-    durations = durations or Durations()
-    formation = formation_seconds(cluster, strategy, durations, most_nodes=PLAYED_NODES)
+    seconds = days * DAY
+    drawn = [draw_failures(cluster, rates, seconds, seed) for seed in range(num_jobs)]
     outcomes = [
-        simulate(
-            cluster,
-            workload,
-            strategy,
-            draw_failures(cluster, rates, days * DAY, seed),
-            days * DAY,
-            durations=durations,
-            formation=formation,
-        )
-        for seed in range(num_jobs)
+        simulate(cluster, workload, strategy, failures, seconds, durations=durations)
+        for failures in drawn
     ]
     return _summary(cluster, workload, strategy, outcomes)
 

@@ -17,7 +17,6 @@ class FailureKind(StrEnum):
     PROCESS = "process"  # a training process dies; its node goes on
     NODE = "node"  # falls silent
     RACK = "rack"  # all its nodes fall silent at once
-    STRAGGLER = "straggler"  # a node gets slow, and the job with it, until it is replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +56,10 @@ class Workload:
     copies: int = 1
     """Nodes that hold each element in a step's course: 1 if the state is fully sharded, the
     number of data-parallel replicas if each of them holds all of it."""
-    torn_share: float = 0.0
-    """Part of a step in which an interruption leaves ranks with different states. Only an optimizer
-    that communicates has such a part: without, ranks that have begun to change their state end
-    it by themselves."""
 
     def __post_init__(self) -> None:
         if self.state_bytes <= 0 or self.step_seconds <= 0 or self.copies < 1:
             raise ValueError(f"sizes and times of a workload must be positive: {self}")
-        if not 0 <= self.torn_share <= 1:
-            raise ValueError(f"torn_share is a part of a step, from 0 to 1: {self.torn_share}")
 
     def node_bytes(self, num_nodes: int) -> float:
         """Bytes of the state that each of so many nodes holds."""
@@ -80,7 +73,6 @@ class Failure:
     time: float  # seconds since the start of the job
     kind: FailureKind  # what fails
     first_node: int  # the place of its node in the world, or of the rack's first node
-    moment: float  # where in a step it happens, from 0 to 1
 
 
 FailureRates = Mapping[FailureKind, float]
@@ -101,7 +93,7 @@ def draw_failures(
             node = int(rng.integers(cluster.num_nodes))
             if kind is FailureKind.RACK:
                 node -= node % cluster.nodes_per_rack
-            failures.append(Failure(time, kind, node, rng.random()))
+            failures.append(Failure(time, kind, node))
             time += rng.exponential(DAY / per_day)
     return tuple(sorted(failures, key=lambda failure: failure.time))
 

@@ -2,32 +2,30 @@
 
 Between two failures a job makes steps at a constant pace, so what it has done by then is computed
 and not played; only failures, repairs and changes of the world are events. What a failure costs is
-the time until the next world is formed (`formation`), the start of processes, the transfer of the
-state, and the steps that are made again because the newest state that is left is older.
+the time until the next world is formed (`formation_seconds`), the start of processes, the transfer
+of the state, and the steps that are made again because the newest state that is left is older.
 
 Where the state comes from follows the rules of `Manager.resume`: the newest step, and of one step
-live memory before snapshots before storage. Not modelled: background traffic that slows steps,
-failures of the storage and of the master, and lost heartbeats.
+live memory before snapshots before storage. Not modelled: background traffic that slows steps, slow
+nodes, failures of the storage and of the master, and lost heartbeats.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from remesh.checkpoint.scattered import replica_distances
+from remesh.elastic.liveness import BEAT_SECONDS
+from remesh.elastic.master import TICK_SECONDS
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.simulation.cluster import Cluster, Failure, FailureKind, Workload
-from remesh.simulation.formation import form_again
 
-FormationSeconds = Callable[[FailureKind | None, int], float]
-"""Seconds from a failure that takes so many nodes, or from a join (None), to the next world."""
-
+NOTICE_SECONDS = 0.1
+"""Time until an agent notices that its own process has died."""
 COPY_SHARE = 1.3
 """A background save blocks training for this part of the time of one copy: more than was measured
 (docs/performance.md)."""
@@ -74,8 +72,6 @@ class Durations:
     """Until it is ready to resume: process groups and what the function makes anew."""
     warm: float = 10.0
     """Until a process that takes the place of another is ready, if its interpreter is warm."""
-    straggler: float = 3600.0  # how long a slow node is borne
-    straggler_factor: float = 1.3  # by what steps take longer meanwhile
 
 
 @dataclass(slots=True)
@@ -97,40 +93,21 @@ class Outcome:
 
 
 def formation_seconds(
-    cluster: Cluster, strategy: Strategy, durations: Durations, *, most_nodes: int | None = None
-) -> FormationSeconds:
-    """Times until the next world, each the mean of three plays with fixed seeds.
-
-    Larger clusters are played with `most_nodes`. What a play does not have is a limit of the
-    master's requests a second, so that changes times by milliseconds.
-    """
-    stop_seconds = durations.leave if strategy.reenters else durations.stop
-    num_nodes = min(cluster.num_nodes, most_nodes or cluster.num_nodes)
-    played = Cluster(
-        num_nodes=num_nodes,
-        spares=min(cluster.spares, num_nodes),
-        ranks_per_node=cluster.ranks_per_node,
-    )
-
-    def mean(kind: FailureKind | None, num_lost: int) -> float:
-        if num_nodes == 1:
-            return stop_seconds  # there is no other node to tell
-        return _mean_formation(played, kind, min(num_lost, num_nodes - 1), stop_seconds)
-
-    return mean
-
-
-@functools.lru_cache(maxsize=256)
-def _mean_formation(
-    cluster: Cluster, kind: FailureKind | None, num_lost: int, stop_seconds: float
+    kind: FailureKind | None, num_nodes: int, num_lost: int, stop_seconds: float
 ) -> float:
-    plays = [
-        form_again(
-            cluster, kind, num_lost, np.random.default_rng(seed), stop_seconds=stop_seconds
-        ).formed
-        for seed in range(3)
-    ]
-    return sum(plays) / len(plays)
+    """Mean time in seconds from a failure, or from a join (None), to the next world.
+
+    The first node whose heartbeats end is noticed at the first tick of the master after the
+    timeout. The others learn of it with their next heartbeat, the last of them within nearly the
+    whole time between two; then their processes stop, and they join.
+    """
+    num_left = num_nodes - num_lost
+    told = 0.0 if num_nodes == 1 else BEAT_SECONDS * num_left / (num_left + 1)
+    noticed = 0.0 if kind is None else NOTICE_SECONDS
+    if num_lost:
+        first_overdue = BEAT_SECONDS * num_lost / (num_lost + 1)
+        noticed = HEARTBEAT_TIMEOUT - first_overdue + TICK_SECONDS / 2
+    return noticed + told + stop_seconds
 
 
 def snapshot_survives(num_nodes: int, replicas: int, lost: Sequence[int]) -> bool:
@@ -158,15 +135,11 @@ def simulate(
     seconds: float,
     *,
     durations: Durations | None = None,
-    formation: FormationSeconds | None = None,
 ) -> Outcome:
-    """Run a job; `failures` are in the order of time, `formation` is played if not given."""
-    durations = durations or Durations()
-    formation = formation or formation_seconds(cluster, strategy, durations)
-    outcome = Outcome(seconds)
+    """Run a job; `failures` are in the order of time."""
+    durations, outcome = durations or Durations(), Outcome(seconds)
     nodes, spares = cluster.num_nodes, cluster.spares
-    job = _Job(cluster, workload, strategy, durations, formation, outcome, nodes, spares)
-    job.run(failures)
+    _Job(cluster, workload, strategy, durations, outcome, nodes, spares).run(failures)
     return outcome
 
 
@@ -182,7 +155,6 @@ class _Job:
     workload: Workload
     strategy: Strategy
     durations: Durations
-    formation: FormationSeconds
     outcome: Outcome
     num_nodes: int  # nodes of the world
     spares: int  # further nodes that are ready
@@ -191,7 +163,6 @@ class _Job:
     part: float = 0.0  # part of the step after that which is done
     repairs: list[float] = field(default_factory=list)
     """When nodes come back that have failed: a heap."""
-    slow_until: float | None = None  # when the slow node is replaced; None if none is slow
     stored: int = 0  # the newest step in storage
     saving: tuple[int, float] | None = None  # a step whose save has not ended, and when it ends
     snapshot: int | None = None  # the step of the newest snapshot
@@ -200,29 +171,21 @@ class _Job:
         end, pending = self.outcome.seconds, list(reversed(failures))
         while True:
             changes = [end, *self.repairs[:1], *(failure.time for failure in pending[-1:])]
-            if self.slow_until is not None:
-                changes.append(self.slow_until)
             self._train(max(min(changes), self.now))
             if self.now >= end:
                 break
             if pending and pending[-1].time <= self.now:
                 self._fail(pending)
-            elif self.repairs and self.repairs[0] <= self.now:
+            else:
                 heapq.heappop(self.repairs)
                 self.spares += 1
-                self._change_as_planned(self.num_nodes)
-            else:
-                self.slow_until = None
-                heapq.heappush(self.repairs, self.now + self.cluster.repair_seconds)
-                self._change_as_planned(self.num_nodes - 1)
+                self._grow()
         self.outcome.steps = self.step
         self.outcome.goodput = self.step * self.workload.step_seconds / end
 
     def _pace(self) -> float:
         """Seconds of a step, with what saves and snapshots add to it."""
         seconds = self.workload.step_seconds * self.cluster.num_nodes / self.num_nodes
-        if self.slow_until is not None:
-            seconds *= self.durations.straggler_factor
         node_bytes = self.workload.node_bytes(self.num_nodes)
         return seconds + blocked_seconds(self.cluster, self.strategy, node_bytes)
 
@@ -254,30 +217,22 @@ class _Job:
         began_again = began
         lost: set[int] = set()  # nodes that are gone
         dead: set[int] = set()  # nodes with processes that are gone
-        is_torn = False
         while True:
             failure = pending.pop()
             self.outcome.num_failures += 1
-            if failure.kind is FailureKind.STRAGGLER:
-                if not dead:
-                    self.slow_until = self.now + self.durations.straggler
-                    return
-            else:
-                began_again = max(failure.time, began)
-                is_torn = is_torn or failure.moment < self.workload.torn_share
-                nodes = self._nodes_of(failure)
-                dead |= nodes
-                if failure.kind is not FailureKind.PROCESS and not nodes <= lost:
-                    lost |= nodes
-                    for _ in nodes:
-                        back = failure.time + self.cluster.repair_seconds
-                        heapq.heappush(self.repairs, back)
+            began_again = max(failure.time, began)
+            nodes = self._nodes_of(failure)
+            dead |= nodes
+            if failure.kind is not FailureKind.PROCESS and not nodes <= lost:
+                lost |= nodes
+                for _ in nodes:
+                    back = failure.time + self.cluster.repair_seconds
+                    heapq.heappush(self.repairs, back)
             size = self._size_without(lost)
             began_again = max(began_again, self.now)
-            state = self._newest_state(lost, dead, is_torn=is_torn)
-            kind = FailureKind.NODE if lost else FailureKind.PROCESS
+            state = self._newest_state(lost, dead)
             seconds, num_bytes = self._transfer(state, size, len(lost))
-            seconds += self.formation(kind, len(lost)) + self._start_seconds()
+            seconds += self._seconds_to_start(failure.kind, len(lost))
             if not (pending and pending[-1].time < began_again + seconds):
                 break
         self.spares += self.num_nodes - len(lost) - size
@@ -304,12 +259,12 @@ class _Job:
             self.spares += 1
         return size
 
-    def _newest_state(self, lost: set[int], dead: set[int], *, is_torn: bool) -> _State:
+    def _newest_state(self, lost: set[int], dead: set[int]) -> _State:
         states = [_State(self.stored, "storage")]
         replicas = self.strategy.replicas
         if self.snapshot is not None and snapshot_survives(self.num_nodes, replicas, sorted(lost)):
             states.append(_State(self.snapshot, "snapshot"))
-        copies = self.workload.copies if self.strategy.reenters and not is_torn else 0
+        copies = self.workload.copies if self.strategy.reenters else 0
         if copies and memory_survives(self.num_nodes, copies, sorted(dead)):
             states.append(_State(self.step, "live memory"))
         order = ("storage", "snapshot", "live memory")
@@ -332,22 +287,22 @@ class _Job:
         rank = share / self.cluster.ranks_per_node  # of the process that died
         return rank / self.cluster.link, rank
 
-    def _start_seconds(self) -> float:
-        times = self.durations
-        return max(times.enter, times.warm) if self.strategy.reenters else times.start
+    def _seconds_to_start(self, kind: FailureKind | None, num_lost: int) -> float:
+        """Seconds until processes of the next world can resume."""
+        times, reenters = self.durations, self.strategy.reenters
+        stop = times.leave if reenters else times.stop
+        start = max(times.enter, times.warm) if reenters else times.start
+        return formation_seconds(kind, self.num_nodes, num_lost, stop) + start
 
-    def _change_as_planned(self, num_staying: int) -> None:
-        """Form a larger world, or one without a slow node: after a save, so no step is lost."""
-        size = self.cluster.fitting(num_staying + self.spares)
-        if size == self.num_nodes == num_staying or not size:
+    def _grow(self) -> None:
+        """Form a larger world, if there can be one: after a save, so no step is lost."""
+        size = self.cluster.fitting(self.num_nodes + self.spares)
+        if size == self.num_nodes or not size:
             return
-        has_memory = self.strategy.reenters and self.workload.copies > 1
         source = "live memory" if self.strategy.reenters else "storage"
-        if num_staying < self.num_nodes and not has_memory:
-            source = "storage"
-        seconds, num_bytes = self._transfer(_State(self.step, source), size, size - num_staying)
-        seconds += self.formation(None, 1) + self._start_seconds()
-        self.spares += num_staying - size
+        seconds, num_bytes = self._transfer(_State(self.step, source), size, 0)
+        seconds += self._seconds_to_start(None, 0)
+        self.spares += self.num_nodes - size
         self.now += seconds
         self.num_nodes, self.part, self.snapshot, self.saving = size, 0.0, None, None
         if source == "storage":
