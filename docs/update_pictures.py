@@ -26,9 +26,9 @@ import numpy as np
 import remesh
 from remesh.cli.drawing import columns_of
 from remesh.cli.meshes import parse_mesh
+from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.demo import picture
-from remesh.demo.model import ModelConfig
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, assignments_of, content_of
 from remesh.elastic.liveness import Liveness
@@ -59,14 +59,13 @@ PICTURES = Path(__file__).parent / "pictures"
 
 
 def layout_picture(directory: Path) -> str:
-    """Weights of the demo's model as 4 ranks have saved them, and in two other layouts."""
-    config = ModelConfig()
+    """Weights of a model as 4 ranks have saved them, and in two other layouts."""
     shapes = {
-        "attention_norm.weight": (config.dim,),
-        "attention.q_proj.weight": (config.dim, config.dim),
-        "attention.o_proj.weight": (config.dim, config.dim),
-        "mlp.up_proj.weight": (config.hidden_dim, config.dim),
-        "mlp.down_proj.weight": (config.dim, config.hidden_dim),
+        "attention_norm.weight": (256,),
+        "attention.q_proj.weight": (256, 256),
+        "attention.o_proj.weight": (256, 256),
+        "mlp.up_proj.weight": (640, 256),
+        "mlp.down_proj.weight": (256, 640),
     }
 
     def save(exchange: ThreadExchange) -> None:
@@ -84,7 +83,42 @@ def layout_picture(directory: Path) -> str:
         stored, loaded = columns_of(index, list(shapes), parse_mesh(text, ()))
         columns.append(picture.Column(title, "loaded", loaded.tensors))
     saved = picture.Column("FSDP2, 4 ranks", "saved: a file each", stored.tensors)
-    return _svg_file(picture.layout_svg([saved, *columns]))
+    bars = [f'<rect class="r{rank}" x="{9 * rank}" width="9" height="20"/>' for rank in range(2)]
+    parts = [f'<pattern id="both" {STRIPED}>{"".join(bars)}</pattern>']
+    lefts = [160 + number * (TENSOR_WIDTH + 24) for number in range(3)]
+    for left, column in zip(lefts, [saved, *columns], strict=True):
+        parts += [_text(left, 18, column.title, "head"), _text(left, 34, column.subtitle, "soft")]
+    top = 46.0
+    for name, shape in shapes.items():
+        first, _, last = name.rpartition(".")
+        label = ((f"{first}.", "name"), (last, "name"), (picture.times(shape), "soft"))
+        parts += [_text(0, top + 11 + 14 * n, *line) for n, line in enumerate(label)]
+        height = 20.0 if len(shape) < 2 else shape[0] * min(TENSOR_WIDTH / shape[1], 240 / shape[0])
+        for left, column in zip(lefts, [saved, *columns], strict=True):
+            parts += _placed(column.tensors[name], column.holder, left, top, height)
+        top += max(height, 42) + 26
+    return _file(top - 24, "How the tensors lie on the ranks", parts)
+
+
+TENSOR_WIDTH = 177.0
+STRIPED = 'width="18" height="20" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
+
+
+def _placed(
+    placed: picture.PlacedTensor, holder: str, left: float, top: float, height: float
+) -> Iterator[str]:
+    """The boxes of a tensor; one that two ranks hold is striped in their colours."""
+    holders: dict[Box, list[int]] = {}
+    for rank, box in placed.boxes:
+        holders.setdefault(box, []).append(rank)
+    across, down = TENSOR_WIDTH / placed.shape[-1], height / placed.shape[0]
+    for box, ranks in holders.items():
+        y, high = (box.offset[0] * down, box.shape[0] * down) if box.ndim > 1 else (0, height)
+        x, wide = left + box.offset[-1] * across, box.shape[-1] * across
+        style = "both" if len(ranks) > 1 else f"r{ranks[0]}"
+        yield _cell(x, top + y, wide, high, style)
+        who = f"{holder}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        yield _text(x + wide / 2, top + y + high / 2 + 4, who, "in halo")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -250,7 +284,8 @@ def _stretch(stored: bytes, piece: Piece, first: int, block_size: int) -> list[s
 
 def _cell(x: float, y: float, width: float, height: float, style: str) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    fill = 'fill="var(--kill)"' if style == "kill" else 'fill="none"' if not style else ""
+    fills = {"kill": 'fill="var(--kill)"', "both": 'fill="url(#both)"', "": 'fill="none"'}
+    fill = fills.get(style, "")
     return f'<rect class="box {style}" {fill} {place}/>'
 
 
@@ -444,6 +479,24 @@ def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield _text(22, 20 * number + 11, text)
 
 
+STYLE = """
+text { font-size: 11px; fill: var(--ink); }
+.head { font-size: 14px; font-weight: 600; }
+.name { font-size: 12px; }
+.soft, .tick { fill: var(--soft); }
+.in, .middle { text-anchor: middle; }
+.right { text-anchor: end; }
+.halo { paint-order: stroke; stroke: var(--page); stroke-width: 4px; stroke-linejoin: round; }
+.box { stroke: var(--edge); stroke-width: 1; }
+.r0 { fill: var(--r0); } .r1 { fill: var(--r1); } .r2 { fill: var(--r2); } .r3 { fill: var(--r3); }
+.r4 { fill: var(--r4); } .r5 { fill: var(--r5); } .r6 { fill: var(--r6); } .r7 { fill: var(--r7); }
+.grid { stroke: var(--grid); }
+.line { fill: none; stroke-width: 1.8; }
+.line.b { stroke: var(--b); }
+.mark { stroke: var(--soft); stroke-dasharray: 3 3; }
+"""
+
+
 def _svg_file(drawing: str) -> str:
     """A drawing of `picture` as an SVG file of its own, in the light and the dark colours."""
     found = re.search(
@@ -453,7 +506,7 @@ def _svg_file(drawing: str) -> str:
     _, width, height, label, content = found.groups()
     margin = 14
     whole = f"{-margin} {-margin} {int(width) + 2 * margin} {int(height) + 2 * margin}"
-    style = f"{picture.COLOURS}text {{ font-family: {picture.FONTS}; }}{picture.DRAWING_STYLE}"
+    style = f"{picture.COLOURS}text {{ font-family: {picture.FONTS}; }}{STYLE}"
     ground = f'x="{-margin}" y="{-margin}" width="100%" height="100%" rx="6" fill="var(--page)"'
     return (
         f'<svg viewBox="{whole}"{label}>\n<style>{style}</style>\n<rect {ground}/>{content}</svg>\n'

@@ -15,7 +15,7 @@ from tests.demo.test_picture import rows_of
 MEASURE = """<script>
 const parts = [...document.querySelectorAll(".wide, body")];
 const wide = parts.filter(e => e.scrollWidth > e.clientWidth);
-const right = Math.max(...[...document.querySelectorAll("text")].map(
+const right = Math.max(...[...document.querySelectorAll(".box, th, td")].map(
   e => e.getBoundingClientRect().right));
 document.title = [innerWidth, wide.length, right < innerWidth].join(" ");
 </script>"""
@@ -42,7 +42,7 @@ def drawn_page() -> str:
         "killed",
     ]
     sections = [
-        [picture.rank_legend(4), picture.layout_svg(columns)],
+        [picture.rank_legend(4), picture.layout(columns)],
         [picture.table(RUN_HEADINGS, [row])],
     ]
     return picture.page("Layouts", [("heading", pieces) for pieces in sections])

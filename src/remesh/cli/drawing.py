@@ -60,7 +60,7 @@ def _placed(index: Index, held: Mapping[str, Sequence[tuple[int, Box]]]) -> dict
 def drawing(columns: Sequence[Column]) -> list[str]:
     """The pieces of HTML that show a layout."""
     ranks = {rank for column in columns for t in column.tensors.values() for rank, _ in t.boxes}
-    pieces = [picture.layout_svg(columns)]
+    pieces = [picture.layout(columns)]
     if len(ranks) > MAX_LEGEND:
         pieces.append(picture.paragraph("Colours repeat; point at a box to see who holds it."))
     return pieces

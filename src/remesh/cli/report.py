@@ -195,7 +195,7 @@ def _branch(label: str, node: object, index: Index, *, depth: int) -> str:
     if not isinstance(node, dict):
         stored, tied = index[label], index.aliases.get(label)
         last = label.rpartition(".")[2]
-        shape = " \u00d7 ".join(map(str, stored.shape)) or "scalar"
+        shape = picture.times(stored.shape)
         text = f"{last}: {stored.dtype}, {shape}, {format_bytes(stored.num_bytes)}"
         text += f", tied to {tied}" if tied else ""
         return f"<p>{html.escape(text)}</p>"

@@ -240,7 +240,7 @@ def draw(result: DemoResult, entries: Sequence[Sequence[Entry]]) -> str:
                 [
                     picture.paragraph(explained),
                     picture.rank_legend(num_ranks),
-                    picture.layout_svg(columns),
+                    picture.layout(columns),
                 ],
             ),
             ("The runs", [picture.table(RUN_HEADINGS, [run_row(run) for run in result.runs])]),
