@@ -39,10 +39,10 @@ def drawn_page() -> str:
         "10, 20, 30",
         "3.0e-07",
         "117.5 s",
-        "killed",
+        "rank 2 killed in the middle of the save of step 30",
     ]
     sections = [
-        [picture.rank_legend(4), picture.layout(columns)],
+        [picture.layout(columns)],
         [picture.table(RUN_HEADINGS, [row])],
     ]
     return picture.page("Layouts", [("heading", pieces) for pieces in sections])

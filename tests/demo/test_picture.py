@@ -108,7 +108,7 @@ def test_the_page_is_xml_and_keeps_odd_characters() -> None:
     text = picture.page(
         "A & B",
         [
-            ("first <one>", [picture.paragraph("x < y"), picture.rank_legend(2)]),
+            ("first <one>", [picture.paragraph("x < y")]),
             ("", [picture.table(["h&"], [["c<"]])]),
         ],
     )

@@ -165,9 +165,6 @@ def result_with(*, difference: float) -> DemoResult:
         half_written=Path("/x/y"),
         refusal="r",
         resumed_from=Path("/x/z"),
-        resumed_step=1,
-        num_tensors=1,
-        num_file_bytes=1,
         seconds=3.0,
     )
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
-from remesh.cli.ls import ls
 from remesh.cli.output import EXIT_USAGE, example, print_error
 
 EXIT_FAILED = 1
@@ -43,17 +40,8 @@ def demo(*, out: Path, as_json: bool) -> None:
 
     console = Console(stderr=as_json, highlight=False)
     context = click.get_current_context()
-
-    def list_path(path: Path, patterns: tuple[str, ...]) -> None:
-        if as_json:
-            return  # `ls` would print to where the result goes
-        console.print(
-            f"\n[bold]$ {escape(shlex.join(['remesh', 'ls', str(path), *patterns]))}[/bold]"
-        )
-        ls.main([str(path), *patterns], standalone_mode=False)
-
     try:
-        result = story.tell(out, console, list_path)
+        result = story.tell(out, console)
     except DemoError as error:
         print_error(str(error))
         refused = isinstance(error, DirectoryRefusedError)

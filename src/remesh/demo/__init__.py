@@ -8,7 +8,7 @@ their processes. All losses must be those of run A.
 
 `story` tells it, on the terminal and on a page that `picture` draws; `runs` plays a run with
 `remesh run` and says what must be true of it; `worker` is what each process does, with what it
-trains in `model` and `training`. Only the processes that train import torch.
+trains in `training`. Only the processes that train import torch.
 """
 
 from remesh.demo.runs import DemoResult

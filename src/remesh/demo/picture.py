@@ -25,8 +25,8 @@ _MAX_WIDTH = 240
 _VECTOR_HEIGHT = 20
 _MIN_HEIGHT, _MAX_HEIGHT = 48, 240
 _LINE_HEIGHT = 14
-_MIN_LABEL_WIDTH = 44
-"""Width of a box from which on the name of a rank fits in."""
+_LABEL_WIDTH = 40
+"""Width of a box into which the name of a rank fits; the shape of the box needs as much again."""
 _MAX_RANKS = 12
 """Ranks that are listed as the holders of a box."""
 
@@ -75,16 +75,6 @@ def times(shape: Sequence[int]) -> str:
     return " \u00d7 ".join(map(str, shape)) or "scalar"
 
 
-def rank_legend(num_ranks: int) -> str:
-    """A line of HTML that names the colours."""
-    swatches = [
-        f'<span class="key"><span class="swatch" style="background: {_fill([rank])}"></span>'
-        f"rank {rank}</span>"
-        for rank in range(num_ranks)
-    ]
-    return f'<p class="legend">{" ".join(swatches)}</p>'
-
-
 def _two_lines(first: str, second: str) -> str:
     return f"{html.escape(first)}<br/><small>{html.escape(second)}</small>"
 
@@ -106,10 +96,12 @@ def _tensor(name: str, placed: PlacedTensor, holder: str, width: int) -> str:
             f"left: {width * column / num_columns:.2f}px; top: {height * row / num_rows:.2f}px; "
             f"width: {own_width:.2f}px; height: {own_height:.2f}px; background: {_fill(ranks)}"
         )
-        who, size = _who(ranks, holder), times(box.shape)
+        who, label = _who(ranks, holder), ""
         # The tooltip has what does not fit in.
-        gap = "<br/>" if own_height > 2 * _LINE_HEIGHT else ": "
-        label = f"<span>{who}{gap}{size}</span>" if own_width >= _MIN_LABEL_WIDTH else ""
+        if own_width >= _LABEL_WIDTH:
+            gap = "<br/>" if own_height > 2 * _LINE_HEIGHT else ": "
+            size = gap + times(box.shape) if own_width >= 2 * _LABEL_WIDTH else ""
+            label = f"<span>{who}{size}</span>"
         style = "box" if len(ranks) == 1 else "box shared"
         title = html.escape(f"{name} {box} on {who}")
         boxes.append(
@@ -205,9 +197,6 @@ main {{ max-width: 1000px; margin: 0 auto; padding: 28px 20px 48px; }}
 h1 {{ font-size: 25px; margin: 0 0 8px; }}
 h2 {{ font-size: 18px; margin: 34px 0 6px; }}
 p {{ margin: 6px 0 10px; max-width: 78ch; }}
-.legend {{ display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 10px 0; }}
-.key {{ display: inline-flex; align-items: center; gap: 7px; }}
-.swatch {{ width: 14px; height: 14px; border-radius: 2px; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--grid); }}

@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from remesh import catalog
-from remesh.catalog import step_name
+from remesh.catalog import list_checkpoints, step_name
 from remesh.checkpoint import Checkpoint
 from remesh.errors import CheckpointNotFoundError
 from remesh.storage import open_storage
@@ -38,10 +37,7 @@ SILENCE_LIMIT = 120.0
 LOOK_SECONDS = 0.1
 """Time between two looks at what the processes have done."""
 PRELOAD = "numpy,torch,torch._dynamo,remesh.training.survivors,remesh.demo.training,remesh.elastic"
-MARKER = ".remesh-demo"
-PICTURE_NAME = "layout.html"
-RESULT_NAME = "result.json"
-LOGS_NAME = "logs"
+MARKER, PICTURE_NAME, RESULT_NAME, LOGS_NAME = ".remesh-demo", "layout.html", "result.json", "logs"
 
 Entry = Mapping[str, Any]
 """An event of a process, as `worker` writes it, with its process id."""
@@ -55,7 +51,7 @@ class DirectoryRefusedError(DemoError):
     """The output directory was not made by the demo."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """One run of the job, and what is planned for it."""
 
@@ -64,13 +60,11 @@ class Run:
     layout: str
     num_ranks: int
     logs: str
-    root: str
-    """Directory of the checkpoints: a run goes on from the newest, if there is one."""
+    root: str  # of the checkpoints: a run goes on from the newest, if there is one
     save_every: int | None = None
     killed_rank: int | None = None
     killed_step: int | None = None
-    dies_in_save: bool = False
-    """The rank dies while it writes the checkpoint of that step, and not after the step."""
+    dies_in_save: bool = False  # while it writes the checkpoint of that step, not after the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +76,10 @@ class Death:
     num_bytes: int = 0  # of its file that it had written
     num_went_on: int = 0  # processes that trained before and after it
     num_repeated: int = 0  # steps that a process made a second time
-    seconds: float | None = None
-    """Time from the kill to the end of the next new step; None if there was none."""
+    seconds: float | None = None  # from the kill to the end of the next new step, if there was one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """One run: its losses by the number of steps done, compared with those of the reference."""
 
@@ -116,9 +109,6 @@ class DemoResult:
     half_written: Path
     refusal: str  # the error that opening the half-written checkpoint raised
     resumed_from: Path
-    resumed_step: int
-    num_tensors: int
-    num_file_bytes: int
     seconds: float
     tolerance: float = TOLERANCE
 
@@ -132,10 +122,7 @@ def planned_runs(out: Path, elsewhere: Path) -> list[Run]:
 
     def plan(name: str, purpose: str, layout: str, num_ranks: int, **plans: Any) -> Run:
         logs, root = out / LOGS_NAME / f"run-{name.lower()}", plans.pop("root", elsewhere / name)
-        return Run(
-            name=name, purpose=purpose, layout=layout, num_ranks=num_ranks, logs=str(logs),
-            root=str(root), **plans,
-        )  # fmt: skip
+        return Run(name, purpose, layout, num_ranks, str(logs), str(root), **plans)
 
     killed = {"killed_rank": KILLED_RANK, "killed_step": SAVE_KILLED, "dies_in_save": True}
     return [
@@ -149,25 +136,23 @@ def planned_runs(out: Path, elsewhere: Path) -> list[Run]:
 
 def prepare_directory(out: Path) -> None:
     """Make the output directory, or clear what an earlier demo left in it."""
-    if out.exists() and not out.is_dir():
-        raise DirectoryRefusedError(f"{out} is a file; name a directory with --out")
-    marker = out / MARKER
-    if out.is_dir() and any(out.iterdir()) and not marker.exists():
-        raise DirectoryRefusedError(
-            f"{out} is not empty and was not made by the demo; name another directory with --out"
-        )
+    marker, problem = out / MARKER, ""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text("Made by `remesh demo`, which replaces its own files here.\n")
-        for path in (*out.glob("step_*"), out / LOGS_NAME):
-            if path.is_dir():
-                shutil.rmtree(path)
-        for name in (RESULT_NAME, PICTURE_NAME):
-            (out / name).unlink(missing_ok=True)
+        if out.exists() and not out.is_dir():
+            problem = "is a file"
+        elif out.is_dir() and any(out.iterdir()) and not marker.exists():
+            problem = "is not empty and was not made by the demo"
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+            marker.write_text("Made by `remesh demo`, which replaces its own files here.\n")
+            for path in (*out.glob("step_*"), out / LOGS_NAME):
+                shutil.rmtree(path, ignore_errors=not path.exists())
+            for name in (RESULT_NAME, PICTURE_NAME):
+                (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise DirectoryRefusedError(
-            f"{out} cannot be used ({error}); name another directory with --out"
-        ) from error
+        problem = f"cannot be used ({error})"
+    if problem:
+        raise DirectoryRefusedError(f"{out} {problem}; name another directory with --out")
 
 
 # Playing a run -----------------------------------------------------------------------------------
@@ -184,7 +169,7 @@ def play(run: Run, on_entry: Callable[[Entry], None]) -> list[Entry]:
         *("-m", "remesh.demo.worker", json.dumps(asdict(run))),
     )
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
     output = logs / "output.log"
     with output.open("wb") as file:
         # A session of its own: Ctrl-C is for this process, which ends the others.
@@ -192,7 +177,7 @@ def play(run: Run, on_entry: Callable[[Entry], None]) -> list[Entry]:
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
+            env=environment,
             start_new_session=True,
         )
         try:
@@ -237,13 +222,13 @@ def read_entries(logs: Path) -> list[Entry]:
 
 def newest_committed(root: Path) -> Path:
     """The newest directory under `root` that is a committed checkpoint."""
-    newest = catalog.newest_of(catalog.list_checkpoints(open_storage(root)))
-    if newest is None:
+    paths = [Path(info.path) for info in list_checkpoints(open_storage(root))]
+    if not paths:
         raise DemoError(f"{root}: there is no committed checkpoint")
-    path, expected = Path(newest.path), step_name(SAVE_KILLED - SAVE_EVERY)
-    if path.name != expected:
-        raise DemoError(f"{path}: the newest committed checkpoint should be {expected}")
-    return path
+    expected = step_name(SAVE_KILLED - SAVE_EVERY)
+    if paths[-1].name != expected:
+        raise DemoError(f"{paths[-1]}: the newest committed checkpoint should be {expected}")
+    return paths[-1]
 
 
 def refusal_of(path: Path) -> str:
@@ -267,18 +252,17 @@ def summarise(
 ) -> RunResult:
     """A run in numbers."""
     losses = losses_of(entries)
-    num_compared, max_difference = compare(losses, reference)
     first_step = min(entry["begins"] for entry in entries if "begins" in entry)
+    commits = tuple(sorted({entry["saved"] for entry in entries if "saved" in entry}))
     return RunResult(
-        run=run,
-        first_step=first_step,
-        last_step=max(losses, default=first_step),
-        losses=losses,
-        commits=tuple(sorted({entry["saved"] for entry in entries if "saved" in entry})),
-        death=death_in(entries),
-        num_compared=num_compared,
-        max_difference=max_difference,
-        seconds=seconds,
+        run,
+        first_step,
+        max(losses, default=first_step),
+        losses,
+        commits,
+        death_in(entries),
+        *compare(losses, reference),
+        seconds,
     )
 
 
@@ -307,6 +291,5 @@ def compare(losses: Mapping[int, float], reference: Mapping[int, float]) -> tupl
     The difference is 0 if there is no such step, and infinite if a loss is not a number.
     """
     differences = [abs(losses[step] - reference[step]) for step in losses.keys() & reference.keys()]
-    if any(math.isnan(difference) for difference in differences):
-        return len(differences), math.inf
-    return len(differences), max(differences, default=0.0)
+    largest = math.inf if any(map(math.isnan, differences)) else max(differences, default=0.0)
+    return len(differences), largest

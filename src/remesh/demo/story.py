@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from remesh.catalog import step_name
-from remesh.checkpoint import Checkpoint
 from remesh.core.geometry import Box
 from remesh.demo import picture
 from remesh.demo.runs import (
     LOGS_NAME,
-    NUM_STEPS,
     PICTURE_NAME,
     RESULT_NAME,
     SAVE_EVERY,
@@ -41,10 +40,10 @@ from remesh.demo.runs import (
 DRAWN = (
     "embedding.weight",
     "blocks.0.attention_norm.weight",
-    "blocks.0.attention.q_proj.weight",
-    "blocks.0.attention.o_proj.weight",
-    "blocks.0.mlp.gate_proj.weight",
-    "blocks.0.mlp.down_proj.weight",
+    "blocks.0.q_proj.weight",
+    "blocks.0.o_proj.weight",
+    "blocks.0.gate_proj.weight",
+    "blocks.0.down_proj.weight",
 )
 """Parameters that the page shows: one of each way to be cut."""
 LISTED = ("model.blocks.0.*", "num_steps_done")
@@ -52,28 +51,26 @@ LISTED = ("model.blocks.0.*", "num_steps_done")
 RUN_HEADINGS = ("run", "layout", "steps", "saved", "difference", "time", "end")
 
 
-def tell(
-    out: Path, console: Console, list_path: Callable[[Path, tuple[str, ...]], None]
-) -> DemoResult:
-    """Run the demo; `list_path` shows a directory, or the given names in a checkpoint."""
+def tell(out: Path, console: Console) -> DemoResult:
+    """Run the demo."""
     begin = time.monotonic()
     prepare_directory(out)
     played: list[tuple[Run, list[Entry], float]] = []
     with tempfile.TemporaryDirectory(prefix="remesh-demo-") as elsewhere:
         for run in planned_runs(out.absolute(), Path(elsewhere)):
-            with following(console, run) as show:
-                started = time.monotonic()
-                entries = play(run, show)
+            started = time.monotonic()
+            entries = play(run, teller(console, run))
             played.append((run, entries, time.monotonic() - started))
             if run.dies_in_save:
                 half_written = out / step_name(SAVE_KILLED)
                 refusal, newest = refusal_of(half_written), newest_committed(out)
-                show_half_written(console, half_written, refusal, newest)
-                list_path(out, ())
-                list_path(newest, LISTED)
+                console.print(f"\n[bold]{half_written.name}[/bold] is no checkpoint:")
+                console.print(f"  [dim]{escape(refusal)}[/dim]", soft_wrap=True)
+                list_path(console, str(out))
+                list_path(console, str(newest), *LISTED)
+                console.print()
     reference = losses_of(played[0][1])
     results = tuple(summarise(*one, reference) for one in played)
-    index = Checkpoint(newest).index
     result = DemoResult(
         passed=all(result.agrees for result in results[1:]),
         max_difference=max(result.max_difference for result in results if result.first_step),
@@ -81,9 +78,6 @@ def tell(
         half_written=half_written,
         refusal=refusal,
         resumed_from=newest,
-        resumed_step=SAVE_KILLED - SAVE_EVERY,
-        num_tensors=len(index),
-        num_file_bytes=sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()),
         seconds=time.monotonic() - begin,
     )
     page = draw(result, [entries for _, entries, _ in played])
@@ -95,68 +89,50 @@ def tell(
 # On the terminal ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def following(console: Console, run: Run) -> Iterator[Callable[[Entry], None]]:
-    """Show a run while the context lasts; yields what takes the entries of its processes."""
-    title = f"run {run.name}  {run.purpose}, {layout_of(run)}"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
+def teller(console: Console, run: Run) -> Callable[[Entry], None]:
+    """A function that takes the entries of a run's processes and prints what is worth it."""
+    console.print(f"run {run.name}  {run.purpose}, {layout_of(run)}")
+
+    def tell_entry(entry: Entry) -> None:
+        match entry:
+            case {"rank": 0, "step": step, "loss": loss} if step % SAVE_EVERY == 0:
+                said = f"step {step}: loss {loss:.4f}"
+            case {"rank": 0, "saved": step}:
+                said = f"saved {step_name(step)}"
+            case {"dies": step, "rank": rank, "num_bytes": num_bytes}:
+                written = f"with {num_bytes / 1e6:.1f} MB of its file written"
+                said = f"rank {rank} killed (SIGKILL) in the save of step {step}, {written}"
+            case {"dies": step, "rank": rank}:
+                said = f"rank {rank} killed (SIGKILL) after step {step}"
+            case _:
+                return
+        console.print(f"  [dim]{said}[/dim]", soft_wrap=True)
+
+    return tell_entry
+
+
+def list_path(console: Console, *arguments: str) -> None:
+    """Run `remesh ls`, and show how."""
+    command = ["remesh", "ls", *arguments]
+    console.print(f"\n[bold]$ {escape(shlex.join(command))}[/bold]", soft_wrap=True)
+    listed = subprocess.run(  # noqa: S603 - our own command
+        [sys.executable, "-m", *command], check=True, capture_output=True, text=True
     )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"{title:<36}", total=NUM_STEPS, note="starting")
-
-        def show(entry: Entry) -> None:
-            match entry:
-                case {"rank": 0, "step": step, "loss": loss}:
-                    progress.update(task, completed=step, note=f"loss {loss:.4f}")
-                case {"rank": 0, "begins": step}:
-                    progress.update(task, completed=step, note="training")
-                case {"rank": 0, "saved": step}:
-                    console.print(f"  [dim]saved {step_name(step)}[/dim]")
-                case {"dies": step, "rank": rank, "num_bytes": num_bytes}:
-                    written = f"with {num_bytes / 1e6:.1f} MB of its file written"
-                    said = f"rank {rank} killed (SIGKILL) in the save of step {step}, {written}"
-                    console.print(f"  [dim]{said}[/dim]", soft_wrap=True)
-                case {"dies": step, "rank": rank}:
-                    said = f"rank {rank} killed (SIGKILL) after step {step}"
-                    console.print(f"  [dim]{said}[/dim]", soft_wrap=True)
-
-        yield show
-
-
-def show_half_written(console: Console, left: Path, refusal: str, newest: Path) -> None:
-    """Say what became of the interrupted save."""
-    console.print(f"\n[bold]{left.name}[/bold] was never committed and is no checkpoint:")
-    console.print(f"  [dim]{escape(refusal)}[/dim]", soft_wrap=True)
-    console.print(f"The newest committed checkpoint is [bold]{newest.name}[/bold].", soft_wrap=True)
+    console.out(listed.stdout, end="")
 
 
 def show_result(console: Console, result: DemoResult, out: Path) -> None:
     """The closing table, the verdict, and where the files are."""
-    console.print("\n[bold]What happened[/bold]\n")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in RUN_HEADINGS:
-        table.add_column(heading)
+    table = Table(*RUN_HEADINGS, box=None, pad_edge=False, header_style="bold")
     for run in result.runs:
-        table.add_row(*(escape(cell) for cell in run_row(run)))
-    console.print(table)
-    console.print()
-    for text in closing_words(result):
-        console.print(escape(text), soft_wrap=True)
+        table.add_row(*map(escape, run_row(run)))
+    console.print("\n[bold]What happened[/bold]\n", table, "", sep="\n")
     verdict = "[bold green]Passed[/bold green]" if result.passed else "[bold red]Failed[/bold red]"
     console.print(f"{verdict}: {escape(verdict_text(result))}.", soft_wrap=True)
-    console.print(f"It took {result.seconds:.0f} s.\n")
-    for what, path in (
-        ("picture", out / PICTURE_NAME),
-        ("checkpoint", result.resumed_from),
-        ("numbers", out / RESULT_NAME),
-        ("output of ranks", out / LOGS_NAME),
-    ):
-        console.print(f"  {what:<16} {escape(str(path))}", soft_wrap=True)
+    console.print(f"It took {result.seconds:.0f} s. The page: {escape(str(out / PICTURE_NAME))}")
+    console.print(
+        f"Beside it: numbers ({RESULT_NAME}), output of ranks ({LOGS_NAME}), checkpoints."
+    )
 
 
 def layout_of(run: Run) -> str:
@@ -174,30 +150,18 @@ def run_row(result: RunResult) -> tuple[str, ...]:
         ", ".join(map(str, result.commits)) or "-",
         "-" if is_reference else f"{result.max_difference:.1e}".replace("0.0e+00", "0"),
         f"{result.seconds:.1f} s",
-        "killed" if result.run.dies_in_save else "done",
+        "done" if result.death is None else death_text(result.run, result.death),
     )
 
 
-def closing_words(result: DemoResult) -> list[str]:
-    """The results of the runs, a sentence each."""
-    deaths = [(run.run, run.death) for run in result.runs if run.death is not None]
-    told = [f"Run {run.name}: {death_text(run, death)}" for run, death in deaths]
-    resumed = " and ".join(run.run.name for run in result.runs if run.first_step)
-    stored = f"{result.num_tensors} tensors, {result.num_file_bytes / 1e6:.1f} MB on disk"
-    told.insert(1, f"Runs {resumed} resumed from step {result.resumed_step}: {stored}.")
-    return told
-
-
 def death_text(run: Run, death: Death) -> str:
-    """The end of a run with a killed rank, in a sentence."""
+    """The end of a run with a killed rank, in words."""
     if run.dies_in_save:
-        return f"rank {death.rank} was killed in the middle of the save of step {death.step}."
-    repeated = f"{death.num_repeated} steps were" if death.num_repeated else "no step was"
-    after = "no step was done" if death.seconds is None else f"{death.seconds:.2f} s"
+        return f"rank {death.rank} killed in the middle of the save of step {death.step}"
+    after = "never" if death.seconds is None else f"after {death.seconds:.2f} s"
     return (
-        f"rank {death.rank} was killed after step {death.step}; {death.num_went_on} others went on "
-        f"in their processes, and the next step was done {after} after the kill; {repeated} made "
-        "again."
+        f"rank {death.rank} killed after step {death.step}; {death.num_went_on} others went on, "
+        f"next step {after}, {death.num_repeated} repeated"
     )
 
 
@@ -229,21 +193,13 @@ def draw(result: DemoResult, entries: Sequence[Sequence[Entry]]) -> str:
         if run.commits or run.first_step
     ]
     explained = "Some parameters. Striped: every rank holds the whole."
-    num_ranks = max(run.run.num_ranks for run in result.runs)
-    words = [*closing_words(result), f"{verdict_text(result)}."]
+    runs = picture.table(RUN_HEADINGS, [run_row(run) for run in result.runs])
     return picture.page(
         "One training state in three layouts",
         [
-            ("", [picture.paragraph(text) for text in words]),
-            (
-                "Which rank holds what",
-                [
-                    picture.paragraph(explained),
-                    picture.rank_legend(num_ranks),
-                    picture.layout(columns),
-                ],
-            ),
-            ("The runs", [picture.table(RUN_HEADINGS, [run_row(run) for run in result.runs])]),
+            ("", [picture.paragraph(f"{verdict_text(result)}.")]),
+            ("Which rank holds what", [picture.paragraph(explained), picture.layout(columns)]),
+            ("The runs", [runs]),
         ],
     )
 

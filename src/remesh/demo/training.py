@@ -1,4 +1,9 @@
-"""The training of the demo: text, layouts, and steps whose losses do not depend on the layout.
+"""The training of the demo: model, text, layouts, and steps of the same losses in any layout.
+
+The model is a small Llama-style transformer over bytes, plain torch. Each block is attention and an
+MLP, each behind an RMSNorm and added to the residual stream. Attention is causal and has grouped
+queries; positions are not encoded; the MLP is SwiGLU. Nothing in it knows of parallelism: attention
+infers its number of heads from the width that its projections return.
 
 The text is Python's own help topics, which ship with the interpreter: real English, nothing to
 download. It is read as bytes, with an extra token after each topic. The batch of a step is a pure
@@ -11,7 +16,6 @@ gradients over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import Any
@@ -23,22 +27,91 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from remesh.demo.model import ModelConfig, Transformer
-
 END_OF_TOPIC = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes of the transformer: `dim` is cut evenly among heads, which share key-value heads."""
+
+    vocab_size: int = 257
+    dim: int = 256
+    num_layers: int = 2
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    hidden_dim: int = 640
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
+
+
+class Block(nn.Module):
+    """Causal attention with grouped queries, and a SwiGLU MLP."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q, k, v = (
+            projected.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        return projected
+
+    def transform(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.transform(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The whole model: tokens to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, seq) of token numbers to (batch, seq, vocab_size) of logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.output(self.norm(x))
+        return logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +127,8 @@ class TrainConfig:
     seed: int = 7
 
     def rate_factor(self, step: int) -> float:
-        """The learning rate of a step, as a fraction of the peak: a rise, then a straight fall."""
-        if step < self.num_warmup_steps:
-            return (step + 1) / self.num_warmup_steps
-        done = (step - self.num_warmup_steps) / (self.num_steps - self.num_warmup_steps)
-        return max(1 - 0.9 * done, 0.1)
+        """The learning rate of a step, as a fraction of the peak, to which it rises."""
+        return min((step + 1) / self.num_warmup_steps, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +175,11 @@ def build(config: TrainConfig, layout: str) -> Trainee:
         spread = DistributedDataParallel(model)
     else:
         mesh = init_device_mesh("cpu", (num_ranks,))
-        _shard(model, mesh) if layout == "FSDP2" else _parallelize(model, mesh)
+        if layout == "FSDP2":
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh)
+        else:
+            _parallelize(model, mesh)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [
@@ -119,44 +193,17 @@ def build(config: TrainConfig, layout: str) -> Trainee:
     return Trainee(config, num_slices, spread, optimizer, LambdaLR(optimizer, config.rate_factor))
 
 
-def _shard(model: Transformer, mesh: DeviceMesh) -> None:
-    """Each rank holds a slice of the first dim of every parameter."""
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def _parallelize(model: Transformer, mesh: DeviceMesh) -> None:
-    """Cut the matrices of a block, the first by their output, the last by their input.
-
-    Between them the residual stream is cut along the sequence, so the norms, whose weights every
-    rank holds whole, work on a part of it.
-    """
-    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    plan: Mapping[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "attention": whole,
-        "attention.q_proj": ColwiseParallel(),
-        "attention.k_proj": ColwiseParallel(),
-        "attention.v_proj": ColwiseParallel(),
-        "attention.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-        "mlp_norm": SequenceParallel(),
-        "mlp": whole,
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    """Cut the matrices, the first of a block by their output, the last by their input."""
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "output": ColwiseParallel(output_layouts=Replicate()),
     }
-    for block in model.blocks:
-        parallelize_module(block, mesh, dict(plan))
-    around = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, around)
-    if model.config.tied_embeddings:
-        # Cutting the two modules made two parameters of the one that they shared.
-        model.output.weight = model.embedding.weight
+    for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        plan[f"blocks.*.{name}"] = ColwiseParallel()
+    for name in ("o_proj", "down_proj"):
+        plan[f"blocks.*.{name}"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
 
 
 def train_step(trainee: Trainee, tokens: Tensor, step: int) -> float:
