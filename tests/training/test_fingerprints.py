@@ -12,7 +12,6 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from remesh.core.sharded import ShardedTensor
-from remesh.training import fingerprints
 from remesh.training.fingerprints import Fingerprints
 
 DTYPES = (
@@ -24,13 +23,6 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-
-
-@pytest.fixture(params=["host", "device"], autouse=True)
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample by addresses, and as on a device."""
-    if request.param == "device":
-        monkeypatch.setattr(fingerprints, "HOST", "none")
 
 
 def flip(tensor: torch.Tensor) -> None:
