@@ -12,7 +12,6 @@ import dataclasses
 import fnmatch
 import importlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,9 +151,16 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     options = options_of(
         overwrite, metadata, None, False, format, format_options, compress=compress
     )
-    share = _share_of(description, exchange.rank, exchange.world_size)
+    # All ranks have equal copies of everything, so a plan shares the work; none is compared.
+    options = dataclasses.replace(options, compares="sampled")
     save_agreed(
-        share, target, options, group=exchange, cache=PlanCache(), on_event=on_event, is_shown=True
+        description,
+        target,
+        options,
+        group=exchange,
+        cache=PlanCache(),
+        on_event=on_event,
+        is_shown=True,
     )
     index, verified = _read_again(target, writer, exchange)
     return ConversionReport(
@@ -205,27 +211,6 @@ def _warn_of_unchecked(description: Description, url: str, format_name: str) -> 
             listed(description.unchecked),
             format_name,
         )
-
-
-def _share_of(description: Description, rank: int, world_size: int) -> Description:
-    """A rank's share: tensors of about as many bytes as others', on rank 0 the values, too."""
-    if world_size == 1:
-        return description
-    weights: dict[object, int] = {}
-    for entry in description.tensors:  # a tensor and its other names stay together
-        key = entry.alias_key or entry.name
-        num_bytes = math.prod(entry.global_shape) * BY_NAME[entry.dtype].itemsize
-        weights[key] = max(weights.get(key, 0), num_bytes)
-    loads, rank_of = [0] * world_size, dict[object, int]()
-    for key in sorted(weights, key=lambda key: -weights[key]):
-        rank_of[key] = loads.index(min(loads))
-        loads[rank_of[key]] += weights[key]
-    mine = [one for one in description.tensors if rank_of[one.alias_key or one.name] == rank]
-    if rank == 0:
-        return dataclasses.replace(description, tensors=mine)
-    names = {entry.name for entry in mine}
-    paths = {name: at for name, at in description.paths.items() if name in names}
-    return Description(tensors=mine, paths=paths, sequences=description.sequences)
 
 
 def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
@@ -310,7 +295,9 @@ def describe_stored(
         key = None if copied is None else index.aliases.get(copied, copied)
         memory = cast("ArrayLike", StoredMemory(source, name, dtype, Box.whole(shape)))
         parts = (Part(Box.whole(shape), memory),)
-        description.tensors.append(TensorEntry(name, dtype, shape, parts, Role.MAIN, alias_key=key))
+        description.tensors.append(
+            TensorEntry(name, dtype, shape, parts, Role.EQUAL, alias_key=key)
+        )
     for name, old in plain.items():
         if name in renamed:
             description.merged_lists[name] = renamed[name]

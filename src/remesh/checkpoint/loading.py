@@ -151,9 +151,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     def load_once() -> RestoreReport:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
             stored = open_shared(exchange, place)
-            stored = with_parameter_names(
-                exchange, state, stored, storage.url, is_transformed=rules is not None
-            )
+            stored = with_parameter_names(exchange, state, stored, is_transformed=rules is not None)
             emit("load.opened")
 
             def read(reads: RankReads, on_read: OnRead) -> bool:

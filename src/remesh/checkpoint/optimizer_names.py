@@ -20,6 +20,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -47,64 +48,75 @@ class LiveOptimizer(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The stored name of its place."""
         return name_of(tuple(self.path))
 
 
 def with_parameter_names(
-    exchange: Exchange, state: Any, stored: StoredState, url: str, *, is_transformed: bool = False
+    exchange: Exchange, state: Any, stored: StoredState, *, is_transformed: bool
 ) -> StoredState:
     """The stored state, by the names that the optimizers of a state have for it. Collective.
 
     The state has the modules whose parameters are optimized. `is_transformed` says whether
     parameters may be stored under other names than the state has.
+
+    A stored optimizer belongs to the one of its name; the only one that is left over, to the only
+    one of the state that is left over, for a transformation may rename it.
     """
-    roots = unnamed_optimizers(stored)
+    lists = stored.document.lists
+    roots = [root for root in _roots(stored) if _list_name(root) not in lists]
     if not roots:
         return stored
     replies = run_on_all(
         exchange, lambda: msgspec.msgpack.encode(live_optimizers(describe_local(state)))
     )
-    found = [msgspec.msgpack.decode(reply, type=list[LiveOptimizer]) for reply in replies]
-    optimizers = _united([one for ranks in found for one in ranks])
+    live = _united([msgspec.msgpack.decode(reply, type=list[LiveOptimizer]) for reply in replies])
     if is_transformed:
-        _refuse_other_names(stored, roots, optimizers, url)
-    return named(stored, optimizers, url)
+        _refuse_other_names(stored, [live[root] for root in roots if root in live])
+    rest = [root for root in roots if root not in live]
+    others = [name for name in live if name not in roots and _list_name(name) not in lists]
+    pairs = {root: root for root in roots if root in live}
+    if len(rest) == len(others) == 1:
+        pairs[rest[0]] = others[0]
+    for root, name in pairs.items():
+        stored = _Renaming(stored, root, live[name]).result()
+    return stored
 
 
-def _refuse_other_names(
-    stored: StoredState, roots: Sequence[str], optimizers: Sequence[LiveOptimizer], url: str
-) -> None:
+def _roots(stored: StoredState) -> list[str]:
+    """The places of the optimizers of which something is stored that is no tensor."""
+    cut = (f".{name}.".partition(f".{_GROUPS}.") for name in stored.document.values)
+    return list(dict.fromkeys(root[1:] for root, groups, _ in cut if groups))
+
+
+def _list_name(root: str) -> str:
+    """The name of the first list of names of an optimizer, which has one if it has any."""
+    return _below(root, f"{_GROUPS}.0.params")
+
+
+def _refuse_other_names(stored: StoredState, optimizers: Sequence[LiveOptimizer]) -> None:
     """Refuse parameters that a transformation renames: their state would not follow."""
     known = {ending for name in stored.index for ending in _endings(name)}
     for one in optimizers:
-        other = [name for group in one.groups for name in group if name not in known]
-        if one.name in roots and other:
-            problem = f"{one.name}: the transformation makes {other[0]}, whose state has no name"
-            raise MismatchError(
-                f"the optimizer in {url} does not fit (nothing was changed)\n{problem}\n"
+        for name in (name for group in one.groups for name in group if name not in known):
+            raise _misfit(
+                stored,
+                f"{one.name}: the transformation makes {name}, whose state has no name",
                 "Load it without a transformation into the model that was saved, save that with "
-                "remesh, and transform what was saved then.",
-                conflicts=(problem,),
+                "remesh, and transform what was saved then",
             )
+
+
+def _misfit(stored: StoredState, problem: str, remedy: str) -> MismatchError:
+    return MismatchError(
+        f"the optimizer in {stored.url} does not fit (nothing was changed)\n{problem}\n{remedy}.",
+        conflicts=(problem,),
+    )
 
 
 def _endings(name: str) -> Iterator[str]:
     """A name without its first keys: all, one less, and so on."""
     keys = name.split(".")
     return (".".join(keys[start:]) for start in range(len(keys)))
-
-
-def unnamed_optimizers(stored: StoredState) -> list[str]:
-    """The places of stored optimizers that have no lists of the names of their parameters."""
-    roots: dict[str, None] = {}
-    for name in stored.document.values:
-        if _GROUPS in name:
-            keys = name.split(".")
-            if _GROUPS in keys:
-                roots[".".join(keys[: keys.index(_GROUPS)])] = None
-    lists = stored.document.lists
-    return [root for root in roots if _below(root, f"{_GROUPS}.0.params") not in lists]
 
 
 def live_optimizers(description: Description) -> list[LiveOptimizer]:
@@ -128,43 +140,16 @@ def live_optimizers(description: Description) -> list[LiveOptimizer]:
     ]
 
 
-def _united(found: list[LiveOptimizer]) -> list[LiveOptimizer]:
-    """The optimizers of all ranks, each once."""
+def _united(found: Sequence[Sequence[LiveOptimizer]]) -> dict[str, LiveOptimizer]:
+    """The optimizers of all ranks by name."""
     united: dict[str, LiveOptimizer] = {}
-    for one in found:
+    for one in (one for of_rank in found for one in of_rank):
         known = united.setdefault(one.name, one)
         if known.groups != one.groups:
-            num_groups = max(len(known.groups), len(one.groups))
-            padded = [
-                [*groups, *([[]] * (num_groups - len(groups)))]
-                for groups in (known.groups, one.groups)
-            ]
-            both = [list(dict.fromkeys([*a, *b])) for a, b in zip(*padded, strict=True)]
+            pairs = zip_longest(known.groups, one.groups, fillvalue=())
+            both = [list(dict.fromkeys([*a, *b])) for a, b in pairs]
             united[one.name] = LiveOptimizer(one.path, both, known.shapes | one.shapes, False)
-    return list(united.values())
-
-
-def named(stored: StoredState, optimizers: Sequence[LiveOptimizer], url: str) -> StoredState:
-    """The stored state, by the names that optimizers have for it.
-
-    A stored optimizer belongs to the one of its name; the only one that is left over, to the only
-    one of the state that is left over, for a transformation may rename it.
-    """
-    live = {one.name: one for one in optimizers}
-    roots = unnamed_optimizers(stored)
-    pairs = [(root, live[root]) for root in roots if root in live]
-    rest = [root for root in roots if root not in live]
-    others = [
-        one
-        for one in optimizers
-        if one.name not in roots
-        and _below(one.name, f"{_GROUPS}.0.params") not in stored.document.lists
-    ]
-    if len(rest) == len(others) == 1:
-        pairs.append((rest[0], others[0]))
-    for root, one in pairs:
-        stored = _Renaming(stored, root, one, url).result()
-    return stored
+    return united
 
 
 @dataclass(slots=True)
@@ -174,28 +159,44 @@ class _Renaming:
     stored: StoredState  # what is stored
     root: str  # the stored name of the optimizer
     live: LiveOptimizer  # the optimizer of the state
-    url: str  # where it is stored, for messages
-    renamed: dict[str, tuple[str, Path]] = field(default_factory=dict)
-    """Old name → new name and path, of tensors and values."""
-    made: dict[str, tuple[Path, object]] = field(default_factory=dict)
-    """New values, by name and path."""
+    moved: dict[str, Path] = field(default_factory=dict)  # tensors and values → their new paths
+    made: dict[Path, object] = field(default_factory=dict)  # new values
+    lists: dict[Path, list[str]] = field(default_factory=dict)  # new lists
     dropped: set[str] = field(default_factory=set)  # values that stand in others
-    lists: dict[str, tuple[Path, list[str]]] = field(default_factory=dict)
-    """New lists, by name and path."""
-    sequences: dict[Path, str] = field(default_factory=dict)
-    """Lists and tuples in the states, under their new paths."""
 
     def result(self) -> StoredState:
         """The stored state, by the names of the state."""
-        groups = self._groups()
+        groups, names = self._groups(), dict[str, str]()
         if groups is None:
             self._name_flattened()
-            self._name_states({})
         else:
             names = self._names_of(groups)
             self._add_groups(groups, names)
-            self._name_states(names)
-        return self._renamed()
+        sequences = self._name_states(names)
+        old = self.stored.document
+        new = {name: name_of(path) for name, path in self.moved.items()}
+        kept = {name: raw for name, raw in old.values.items() if name not in self.dropped}
+        raw = {new.get(name, name): value for name, value in kept.items()}
+        for path, value in self.made.items():
+            raw[name_of(path)] = msgspec.Raw(values.encode_read(value, name_of(path)))
+        document = msgspec.structs.replace(
+            old,
+            values=raw,
+            lists=old.lists | {name_of(path): names for path, names in self.lists.items()},
+            paths={name: path for name, path in old.paths.items() if name not in self.moved},
+            sequences=[
+                *old.sequences,
+                *((list(path), kind) for path, kind in sequences.items()),
+                ([*self._path, _GROUPS], "list"),
+            ],
+            unchecked=[new.get(name, name) for name in old.unchecked_names] or msgspec.UNSET,
+        )
+        for path in (*self.moved.values(), *self.made, *self.lists):
+            document.set_path(name_of(path), path)
+        index = _with_names(self.stored.index, new)
+        if len(index) + len(raw) != len({*index, *raw}):
+            raise self._error("it is stored in two forms at once", "Remove one of them")
+        return dataclasses.replace(self.stored, index=index, document=document)
 
     @property
     def _path(self) -> Path:
@@ -209,26 +210,21 @@ class _Renaming:
             if full.startswith(prefix):
                 yield full, full.removeprefix(prefix)
 
-    # -- groups -----------------------------------------------------------------------------
-
     def _groups(self) -> list[dict[str, Any]] | None:
         """The groups, if they have lists of parameters; only those if they are taken apart."""
-        whole = _below(self.root, _GROUPS)
-        if whole in self.stored.document.values:
+        whole, stored = _below(self.root, _GROUPS), self.stored.document.values
+        if whole in stored:
+            self.dropped.add(whole)
             groups = self.stored.value(whole)
             if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
-                self.dropped.add(whole)
                 return groups
             raise self._error("its groups of parameters are not a list of dicts")
         found: list[dict[str, Any]] = []
-        while (name := f"{whole}.{len(found)}.params") in self.stored.document.values:
-            self.dropped.update((name, f"{whole}.{len(found)}.param_names"))
+        while f"{whole}.{len(found)}.params" in stored:
+            names = {key: f"{whole}.{len(found)}.{key}" for key in _NO_OPTIONS}
+            self.dropped.update(names.values())
             found.append(
-                {
-                    key: self.stored.value(full)
-                    for key in _NO_OPTIONS
-                    if (full := f"{whole}.{len(found)}.{key}") in self.stored.document.values
-                }
+                {k: self.stored.value(name) for k, name in names.items() if name in stored}
             )
         return found or None
 
@@ -265,7 +261,7 @@ class _Renaming:
         for full, rest in self._below("state"):
             number, _, key = rest.partition(".")
             tensor = self.stored.tensor(full)
-            if tensor is not None and number in names and names[number] in self.live.shapes:
+            if tensor is not None and names.get(number) in self.live.shapes:
                 shapes.setdefault(key, {})[number] = tensor[1]
         for key, found in shapes.items():
             wanted = {number: tuple(self.live.shapes[names[number]]) for number in found}
@@ -282,29 +278,25 @@ class _Renaming:
         """Add the list of names of each group, and options that were not taken apart."""
         for number, group in enumerate(groups):
             path = (*self._path, _GROUPS, number)
-            params = [names[str(one)] for one in group.get("params", ())]
-            self.lists[name_of((*path, "params"))] = ((*path, "params"), params)
+            self.lists[*path, "params"] = [names[str(one)] for one in group.get("params", ())]
             for option, value in group.items():
                 if option not in _NO_OPTIONS:
-                    self.made[name_of((*path, option))] = ((*path, option), value)
+                    self.made[*path, option] = value
 
     def _name_flattened(self) -> None:
         """Give each group the options of its parameters, which must be the same."""
         options: dict[str, dict[str, str]] = {}
-        known = {name for group in self.live.groups for name in group}
         for full, rest in self._below(_GROUPS):
             owner, _, option = rest.rpartition(".")
-            if owner in known:
-                options.setdefault(owner, {})[option] = full
+            options.setdefault(owner, {})[option] = full
         for number, group in enumerate(self.live.groups):
             path = (*self._path, _GROUPS, number)
             members = [name for name in group if name in options]
+            self.lists[*path, "params"] = members
             for option, first in options[members[0]].items() if members else ():
-                place = (*path, option)
-                self.renamed[first] = (name_of(place), place)
+                self.moved[first] = (*path, option)
                 for other in members[1:]:
                     self._drop_equal(first, options[other].get(option), option)
-            self.lists[name_of((*path, "params"))] = ((*path, "params"), members)
 
     def _drop_equal(self, first: str, other: str | None, option: str) -> None:
         raw = self.stored.document.values
@@ -317,12 +309,13 @@ class _Renaming:
             )
         self.dropped.add(other)
 
-    # -- states -----------------------------------------------------------------------------
+    def _name_states(self, names: Mapping[str, str]) -> dict[Path, str]:
+        """Give each entry of the state the name of its parameter, as one key of its path.
 
-    def _name_states(self, names: Mapping[str, str]) -> None:
-        """Give each entry of the state the name of its parameter, as one key of its path."""
+        Returns the lists and tuples in the states, under their new paths.
+        """
         known = {name: name for group in self.live.groups for name in group} | dict(names)
-        moved: dict[Path, Path] = {}
+        paths: dict[Path, Path] = {}
         for full, rest in self._below("state"):
             keys, old = rest.split("."), self.stored.document.path_of(full)
             for end in range(len(keys) - 1, 0, -1):
@@ -330,65 +323,23 @@ class _Renaming:
                 if name is not None:
                     tail = old[end - len(keys) :]  # where items of lists have numbers
                     is_same = name_of(tail) == ".".join(keys[end:])
-                    place = (*self._path, "state", name, *(tail if is_same else keys[end:]))
-                    self.renamed[full] = (name_of(place), place)
-                    moved[old] = place
+                    paths[old] = (*self._path, "state", name, *(tail if is_same else keys[end:]))
+                    self.moved[full] = paths[old]
                     break
-        self.sequences = renamed_sequences(moved, self.stored.sequences.items())
+        return renamed_sequences(paths, self.stored.sequences.items())
 
-    # -- result -----------------------------------------------------------------------------
-
-    def _renamed(self) -> StoredState:
-        """The stored state, with all that was found."""
-        old = self.stored.document
-        renamed = {name: new for name, (new, _) in self.renamed.items()}
-        raw = {
-            renamed.get(name, name): value
-            for name, value in old.values.items()
-            if name not in self.dropped
-        }
-        raw |= {
-            name: msgspec.Raw(values.encode_read(value, name))
-            for name, (_, value) in self.made.items()
-        }
-        document = msgspec.structs.replace(
-            old,
-            values=raw,
-            lists=old.lists | {name: names for name, (_, names) in self.lists.items()},
-            paths={n: p for n, p in old.paths.items() if n not in self.renamed | self.made},
-            sequences=[
-                *old.sequences,
-                *((list(path), kind) for path, kind in self.sequences.items()),
-                ([*self._path, _GROUPS], "list"),
-            ],
-            unchecked=[renamed.get(name, name) for name in old.unchecked_names] or msgspec.UNSET,
-        )
-        places = [*self.renamed.values()]
-        places += [(n, path) for table in (self.made, self.lists) for n, (path, _) in table.items()]
-        for name, path in places:
-            document.set_path(name, path)
-        index = _with_names(self.stored.index, renamed)
-        if len(index) + len(raw) != len({*index, *raw}):
-            raise self._error("it is stored in two forms at once", "Remove one of them")
-        return dataclasses.replace(self.stored, index=index, document=document)
-
-    def _error(self, problem: str, remedy: str = "") -> MismatchError:
-        """The error that says why names cannot be told."""
-        problem = f"{self.root}: {problem}"
-        return MismatchError(
-            f"the optimizer in {self.url} does not fit (nothing was changed)\n"
-            f"{problem}\n{remedy or 'Load the state without the optimizer'}.",
-            conflicts=(problem,),
-        )
+    def _error(
+        self, problem: str, remedy: str = "Load the state without the optimizer"
+    ) -> MismatchError:
+        return _misfit(self.stored, f"{self.root}: {problem}", remedy)
 
 
 def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
     """An index with other names."""
-    tensors = index.tensors
-    names = tuple(renamed.get(name, name) for name in tensors.names)
-    renamed_tensors = dataclasses.replace(tensors, names=names)
+    names = tuple(renamed.get(name, name) for name in index.tensors.names)
     aliases = {renamed.get(a, a): renamed.get(name, name) for a, name in index.aliases.items()}
-    return dataclasses.replace(index, tensors=renamed_tensors, aliases=aliases)
+    tensors = dataclasses.replace(index.tensors, names=names)
+    return dataclasses.replace(index, tensors=tensors, aliases=aliases)
 
 
 def _below(root: str, name: str) -> str:
