@@ -31,13 +31,12 @@ import numpy as np
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order, check_target
 from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
-from remesh.checkpoint.comparing import RankReads
-from remesh.checkpoint.load_plan import LoadOptions, Names, RankLoadPlan, match
 from remesh.checkpoint.local import (
     describe_local,
     exchange_of,
     finish_device_work,
 )
+from remesh.checkpoint.match import LoadOptions, Names, RankLoadPlan, RankReads, match
 from remesh.checkpoint.mismatch import counted, listed, refuse, with_recipe
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
@@ -45,8 +44,8 @@ from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
 from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import collector_rests
-from remesh.core.geometry import Box
 from remesh.core.index import Index
+from remesh.core.state import Description
 from remesh.core.strided import Layout
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
@@ -194,13 +193,31 @@ def plan_into(
     Returns the plan of this rank, and whether what is stored was compared for it on any rank, so
     that it holds for these bytes alone.
     """
-    plan, replies = _match_on_all(state, stored, exchange, options, reserved)
-    compares = any(compares for compares, _ in replies)
+    describe = _describing(state, stored, exchange, options)
+    plans: list[RankLoadPlan] = []
+
+    def plan() -> bytes:
+        with collector_rests():
+            description, known = describe()
+            try:
+                plans.append(match(description, known, options, reserved))
+            except MismatchError as error:
+                raise error if options.transform else with_recipe(error, state, stored) from None
+        [mine] = plans
+        return msgspec.msgpack.encode((bool(mine.checks), mine.asked_bits(), mine.unfitting))
+
+    replies = [
+        msgspec.msgpack.decode(reply, type=tuple[bool, bytes, list[str]])
+        for reply in run_on_all(exchange, plan)
+    ]
+    check_patterns([unfitting for _, _, unfitting in replies])
+    [mine] = plans
+    compares = any(compares for compares, _, _ in replies)
     if compares:
-        run_on_all(exchange, lambda: _compare(plan, read))
-    names = list(stored.names())
+        run_on_all(exchange, lambda: _compare(mine, read))
+    names = list(stored)
     asked = np.zeros(len(names), np.bool_)  # by any rank
-    for _, bits in replies:
+    for _, bits, _ in replies:
         asked |= np.unpackbits(np.frombuffer(bits, np.uint8), count=len(names)).astype(np.bool_)
     left = [name for name, is_asked in zip(names, asked.tolist(), strict=True) if not is_asked]
     unexpected = without_buffers_of_ranks(names, left)
@@ -213,58 +230,41 @@ def plan_into(
         )
     unproven = set(stored.document.unchecked_names).difference(unexpected)
     report = dataclasses.replace(
-        plan.report, unexpected=tuple(unexpected), unchecked=tuple(sorted(unproven))
+        mine.report, unexpected=tuple(unexpected), unchecked=tuple(sorted(unproven))
     )
     if exchange.rank == 0:
         _warn(report, stored.url, has_tensors=bool(asked[: len(stored.index)].any()))
-    return dataclasses.replace(plan, report=report), compares
+    return dataclasses.replace(mine, report=report), compares
 
 
-def _match_on_all(
-    state: Any,
-    stored: StoredState,
-    exchange: Exchange,
-    options: LoadOptions,
-    reserved: Sequence[tuple[str, Layout]],
-) -> tuple[RankLoadPlan, list[tuple[bool, bytes]]]:
-    """Plan the load of every rank. Collective; raises on all ranks if any cannot load."""
-    transform, cast = options.transform, options.cast
-    if transform is not None:
-        resizes = bool(options.resize)
-        target, made, tables = describe_transformed(
-            exchange, state, stored, transform, cast=cast, resizes=resizes
+def _describing(
+    state: Any, stored: StoredState, exchange: Exchange, options: LoadOptions
+) -> Callable[[], tuple[Description, Names]]:
+    """The last part of describing a state, with what is stored by its names. Collective."""
+    if options.transform is not None:
+        return describe_transformed(
+            exchange,
+            state,
+            stored,
+            options.transform,
+            cast=options.cast,
+            resizes=bool(options.resize),
         )
-    plans: list[RankLoadPlan] = []
 
-    def plan() -> bytes:
-        names: Names = stored
-        with collector_rests():
-            if transform is None:
-                description = describe_local(state, stored)
-                if stored.rank is not None:
-                    own = own_buffers(description.tensors, stored.index, stored.rank)
-                    description.tensors = own
-            else:
-                description, names = target, made.among(tables, cast=cast, resizes=resizes)
-            try:
-                plans.append(match(description, names, options, reserved))
-            except MismatchError as error:
-                raise error if transform else with_recipe(error, state, stored) from None
-        return msgspec.msgpack.encode((bool(plans[0].checks), plans[0].asked, plans[0].fitting))
+    def describe() -> tuple[Description, StoredState]:
+        description = describe_local(state, stored)
+        if stored.rank is not None:
+            description.tensors = own_buffers(description.tensors, stored.index, stored.rank)
+        return description, stored
 
-    replies = [
-        msgspec.msgpack.decode(reply, type=tuple[bool, bytes, list[str]])
-        for reply in run_on_all(exchange, plan)
-    ]
-    check_patterns(options.resize, [one for _, _, fitting in replies for one in fitting])
-    return plans[0], [(compares, asked) for compares, asked, _ in replies]
+    return describe
 
 
 def _compare(plan: RankLoadPlan, read: Read) -> bytes:
     """Read and compare what a plan needs to have equal. Collective."""
     read(plan.comparing, lambda _size: None)
     problems = dict.fromkeys(problem for problem, is_equal in plan.checks if not is_equal())
-    refuse(plan.stored, Findings(conflicts=list(problems)))
+    refuse(plan.names.stored, Findings(conflicts=list(problems)))
     return b""
 
 
@@ -284,12 +284,11 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
     def fill() -> bytes:
         nonlocal shared
         finish_device_work(to.memory for to in plan.filling.destinations)
-        for memory, shape in plan.zeros:
-            zero = np.zeros((), memory.carrier)
-            memory.copy_in(Box.whole(shape), np.broadcast_to(zero, shape))
+        for fill_new in plan.before:
+            fill_new()
         shared = read(plan.filling, count)
-        for new_rows in plan.means:
-            new_rows.fill()
+        for fill_new in plan.after:
+            fill_new()
         emit("load.read")
         return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes)))
 

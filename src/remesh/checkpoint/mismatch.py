@@ -161,7 +161,7 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     ]
     if missing:
         taken = {*found.restored, *found.renamed.values(), *found.cast, *found.resized}
-        names = [name for name in stored.names() if name not in taken]
+        names = [name for name in stored if name not in taken]
         lines += _missing_lines(missing, names)
         if found.new_parameters:
             lines.append(

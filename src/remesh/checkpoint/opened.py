@@ -163,7 +163,7 @@ class Checkpoint:
     @functools.cached_property
     def _names(self) -> dict[str, None]:
         """Every stored name, in the order of kinds."""
-        return dict.fromkeys(self._stored.names())
+        return dict.fromkeys(self._stored)
 
     def keys(self) -> KeysView[str]:
         """Every stored name. Nothing is read for it."""

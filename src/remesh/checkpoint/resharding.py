@@ -37,9 +37,7 @@ from remesh.checkpoint.agree import (
 )
 from remesh.checkpoint.arguments import check_target
 from remesh.checkpoint.buffers import Buffers
-from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.copies import Compares
-from remesh.checkpoint.load_plan import LoadOptions, RankLoadPlan
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
 from remesh.checkpoint.local import (
     DeviceInUse,
@@ -50,6 +48,7 @@ from remesh.checkpoint.local import (
     exchange_of,
     finish_device_work,
 )
+from remesh.checkpoint.match import LoadOptions, RankLoadPlan, RankReads
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import plan_on_all
 from remesh.checkpoint.saving import decode_parts

@@ -11,7 +11,6 @@ follows its parameter: where that may be resized, so may its state, and new elem
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -40,9 +39,9 @@ def check_policies(resize: Mapping[str, str]) -> None:
             )
 
 
-def check_patterns(resize: Mapping[str, str], fitting: Iterable[str]) -> None:
-    """Refuse patterns that fit no tensor: that are not in `fitting`, of all ranks."""
-    unknown = sorted(set(resize).difference(fitting))
+def check_patterns(unfitting: Sequence[Iterable[str]]) -> None:
+    """Refuse patterns that fit no tensor of any rank, given those that fit none of each."""
+    unknown = sorted(set(unfitting[0]).intersection(*unfitting))
     if unknown:
         raise StateError(
             f"resize= fits no tensor of the state: {', '.join(unknown)}\n"
@@ -84,12 +83,12 @@ def _fits(pattern: str, names: Iterable[str]) -> bool:
     return any(name == pattern or fnmatchcase(name, pattern) for name in names)
 
 
-def fitting_patterns(
+def unfitting_patterns(
     entries: Sequence[tuple[TensorEntry, list[str]]], resize: Mapping[str, str]
 ) -> list[str]:
-    """The names and patterns that fit a tensor of this rank's state."""
+    """The names and patterns that fit no tensor of this rank's state."""
     names = [name for _, own in entries for name in own]
-    return [pattern for pattern in resize if _fits(pattern, names)]
+    return [pattern for pattern in resize if not _fits(pattern, names)]
 
 
 def refusal(
@@ -118,26 +117,21 @@ def has_size_of(state: tuple[int, ...], stored: tuple[int, ...], wanted: tuple[i
     return not lengths.isdisjoint(state)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MeanRows:
-    """New rows that are filled with the mean of all stored rows."""
+def fill_with_zeros(memory: Memory, shape: tuple[int, ...]) -> None:
+    """Fill memory of a shape."""
+    memory.copy_in(Box.whole(shape), np.broadcast_to(np.zeros((), memory.carrier), shape))
 
-    memory: Memory  # memory of a part of the target, which takes elements of the stored dtype
-    box: Box  # the new rows, relative to the part
-    dtype: str  # name of the stored dtype
-    rows: CarrierArray  # all stored rows, in the columns of the part, once they are read
 
-    def fill(self) -> None:
-        """Compute the mean, and put it into each of the new rows."""
-        import torch
+def fill_with_mean(memory: Memory, box: Box, stored: str, rows: CarrierArray) -> None:
+    """Fill each row of a box with the mean of rows that were read, of a stored dtype."""
+    import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        # A tensor of one dim has rows of one element.
-        rows = torch.from_numpy(self.rows.reshape(len(self.rows), -1).view(np.uint8)).view(dtype)
-        total = torch.zeros(rows.shape[1], dtype=torch.float64)
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            total += rows[start : start + _ROWS_AT_ONCE].to(torch.float64).sum(0)
-        mean = (total / len(rows)).to(dtype)
-        carried = mean.view(torch.uint8).numpy().view(self.rows.dtype)
-        shape = self.box.shape
-        self.memory.copy_in(self.box, np.broadcast_to(carried.reshape(shape[1:]), shape))
+    dtype: torch.dtype = getattr(torch, stored)
+    # A tensor of one dim has rows of one element.
+    columns = torch.from_numpy(rows.reshape(len(rows), -1).view(np.uint8)).view(dtype)
+    total = torch.zeros(columns.shape[1], dtype=torch.float64)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        total += columns[start : start + _ROWS_AT_ONCE].to(torch.float64).sum(0)
+    mean = (total / len(rows)).to(dtype)
+    carried = mean.view(torch.uint8).numpy().view(rows.dtype)
+    memory.copy_in(box, np.broadcast_to(carried.reshape(box.shape[1:]), box.shape))

@@ -32,9 +32,8 @@ import numpy as np
 from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import last_steps, remove_own
-from remesh.checkpoint.comparing import RankReads
-from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
+from remesh.checkpoint.match import LoadOptions, RankReads
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import plan_on_all
 from remesh.checkpoint.saving import decode_parts, write

@@ -36,7 +36,21 @@ class StoredState:
     def __post_init__(self) -> None:
         self.sequences = {tuple(path): kind for path, kind in self.document.sequences}
 
-    def names(self) -> Iterator[str]:
+    @property
+    def stored(self) -> StoredState:
+        """Itself: as `TransformedState` has it, whose other questions are answered here, too."""
+        return self
+
+    def is_untouched(self, _names: Collection[str]) -> bool:
+        return True
+
+    def resized_from(self, _names: Collection[str]) -> str | None:
+        return None
+
+    def read_for(self, _names: Collection[str]) -> set[str]:
+        return set()
+
+    def __iter__(self) -> Iterator[str]:
         """Every stored name: tensors and their aliases, values, lists, elements of objects."""
         yield from self.index
         yield from self.document.values
@@ -52,7 +66,7 @@ class StoredState:
 
     def not_stored(self, name: str, problem: str) -> str:
         """The error about a name that is not stored: the problem, and the nearest names."""
-        near = difflib.get_close_matches(name, list(self.names()), n=3)
+        near = difflib.get_close_matches(name, list(self), n=3)
         hint = f"; near are {', '.join(near)}" if near else ""
         return f"{name}: {problem}{hint}"
 

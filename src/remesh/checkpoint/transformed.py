@@ -7,43 +7,33 @@ that work:
   outputs of the transformation as if they were stored (`TransformedState`), from which an
   optimizer without state learns which states there will be.
 * The transformation is resolved against the targets of all ranks, for wildcards and fused layouts
-  depend on all of them. For each box that this rank holds it names regions of stored tensors. Those
-  are wanted like any other boxes, and go through a memory that brings them into their new shape
-  (`remesh.pipeline.source`).
+  depend on all of them. For each box that this rank holds it names regions of stored tensors
+  (`remesh.checkpoint.match`).
 
-So only needed bytes are read, in stored dtypes, and no whole tensor is ever made. Names that no
-statement touches are treated as without a transformation.
+Names that no statement touches are treated as without a transformation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.comparing import Draft, Wanted
-from remesh.checkpoint.local import describe_local, memory_of
+from remesh.checkpoint.local import describe_local
 from remesh.checkpoint.renamed import renamed_path
-from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
-from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box
-from remesh.core.memory import CarrierArray, HostMemory
-from remesh.core.state import Description, Path, TensorEntry, name_of
+from remesh.core.state import Description, Path, name_of
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange, run_on_all
-from remesh.pipeline import Destination
-from remesh.pipeline.source import check_conversion, region_destination
 from remesh.planner import merge_tensors
 from remesh.planner.holding import widen
 from remesh.transform import (
-    Region,
     Resolved,
     TensorInfo,
     Transform,
@@ -106,11 +96,6 @@ class TransformedState:
         if any(value != found[0] for value in found[1:]):
             raise MismatchError(f"{name}: {', '.join(sources)} must hold one value, but differ")
         return found[0]
-
-    def among(self, tables: list[bytes], *, cast: bool, resizes: bool) -> TransformedState:
-        """The same, resolved against the targets of all ranks."""
-        resolved = _resolve(self.stored, self.transform, tables, cast=cast, resizes=resizes)
-        return TransformedState(self.stored, self.transform, self.outputs, resolved)
 
     def is_untouched(self, names: Iterable[str]) -> bool:
         """True if no statement touches any of the names."""
@@ -190,11 +175,11 @@ def describe_transformed(
     *,
     cast: bool,
     resizes: bool,
-) -> tuple[Description, TransformedState, list[bytes]]:
+) -> Callable[[], tuple[Description, TransformedState]]:
     """Describe this rank's state as the target of a load through a transformation. Collective.
 
-    Returns the description, what the transformation makes, and the targets of all ranks, among
-    which it is to be resolved again.
+    Returns what tells the description and what the transformation makes, resolved against the
+    targets of all ranks.
     """
     described: list[tuple[Description, TransformedState]] = []
 
@@ -206,9 +191,14 @@ def describe_transformed(
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
 
+    def resolve() -> tuple[Description, TransformedState]:
+        [(description, names)] = described
+        resolved = _resolve(stored, names.transform, tables, cast=cast, resizes=resizes)
+        return description, dataclasses.replace(names, resolved=resolved)
+
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
     tables = run_on_all(exchange, describe_again)
-    return *described[0], tables
+    return resolve
 
 
 def _resolve(
@@ -234,79 +224,6 @@ def _resolve(
 def _sources(stored: StoredState) -> Infos:
     """The stored tensors and values."""
     return {**infos_of(stored.index), **dict.fromkeys(stored.document.values)}
-
-
-def match_made(
-    names: TransformedState, entry: TensorEntry, own: list[str], found: Findings
-) -> str | None:
-    """The name under which a tensor is made; None if it is not, which is then filed.
-
-    A tied tensor has several names of its `own`.
-    """
-    resolved = names.resolved
-    if any(name in resolved.kept for name in own):
-        found.kept.extend(own)
-        return None
-    made = [name for name in own if name in resolved.plans]
-    problems = [f"{name}: {resolved.conflicts[name]}" for name in own if name in resolved.conflicts]
-    if problems:
-        found.conflicts.extend(problems)
-    elif not made:
-        found.missing.append(entry.name)
-    elif len({resolved.sources_of(name) for name in made}) > 1:
-        found.conflicts.append(
-            f"{' and '.join(made)} are tied in the state, but made of different tensors"
-        )
-    else:
-        sources = resolved.sources_of(made[0])
-        filed = found.renamed if resolved.is_whole(made[0]) else found.derived
-        filed.update({name: ", ".join(sources) for name in own})
-        return made[0]
-    return None
-
-
-def want_made(names: TransformedState, entry: TensorEntry, name: str, draft: Draft) -> None:
-    """Want this rank's part of a tensor that is made of stored ones."""
-    for part in entry.parts:
-        regions = names.resolved.regions(name, part.box)
-        if regions:
-            memory = memory_of(part.data, entry.name, writable=True)
-            _want_regions(regions, Destination(part.box.offset, memory), draft.filling)
-            draft.fill(entry.name, part.box, memory, ("made", name))
-        _compare_made(names.resolved, name, part.box, draft)
-
-
-def _want_regions(regions: Iterable[Region], target: Destination, wanted: Wanted) -> None:
-    """Want regions of stored tensors in the memory of a box of the target."""
-    for region in regions:
-        check_conversion(wanted.index[region.source].dtype, region.dtypes)
-        to = region_destination(wanted.index, region, target)
-        wanted.add(region.source, region.source_box, to)
-
-
-def _compare_made(resolved: Resolved, name: str, box: Box, draft: Draft) -> None:
-    """Compare what must agree: other sources of the same place."""
-    checks = resolved.checks(name, box)
-    if not checks:
-        return
-    expected = _array_of(resolved.regions(name, box), box, draft.comparing)
-    for region in checks:
-        problem = (
-            f"{name}: {region.source} must hold the same values as "
-            f"{', '.join(resolved.sources_of(name))}, but differs in {region.source_box}"
-        )
-        # The dots keep it a view, also without dims.
-        place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
-        found = _array_of((region,), region.target_box, draft.comparing)
-        draft.compare(problem, expected[place], found)
-
-
-def _array_of(regions: tuple[Region, ...], box: Box, wanted: Wanted) -> CarrierArray:
-    """Want a box of a target in its stored dtype; returns where it is going to be."""
-    made = np.zeros(box.shape, BY_NAME[wanted.index[regions[0].source].dtype].carrier)
-    as_stored = (dataclasses.replace(region, dtypes=()) for region in regions)
-    _want_regions(as_stored, Destination(box.offset, HostMemory(made)), wanted)
-    return made
 
 
 def _table_of(description: Description) -> bytes:

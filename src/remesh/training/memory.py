@@ -20,7 +20,7 @@ from remesh import catalog
 from remesh.catalog import CheckpointInfo
 from remesh.checkpoint.agree import PlanCache
 from remesh.checkpoint.buffers import Buffers
-from remesh.checkpoint.load_plan import LoadOptions
+from remesh.checkpoint.match import LoadOptions
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.scattered import (
     ROOT_NAME,
