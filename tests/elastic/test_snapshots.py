@@ -376,7 +376,7 @@ def test_peers_lie_on_another_node_and_share_the_work(places: list[str], distanc
     assert [nodes.node[ranks[0]] for ranks in nodes.ranks] == list(range(len(nodes.ranks)))
     if distance >= len(nodes.ranks):
         return
-    peers = nodes.peers(distance)
+    peers = {rank: nodes.peer(rank, distance) for rank in range(len(places))}
     assert sorted(peers) == list(range(len(places)))
     for rank, peer in peers.items():
         assert places[peer] != places[rank]

@@ -137,7 +137,7 @@ def test_replicas_lie_far_apart(replicas: int) -> None:
     assert all(4 <= distance <= 8 for distance in distances)
     nodes = nodes_of([f"node{node}" for node in range(12)])
     for node in range(12):
-        holders = {node} | {nodes.node[nodes.peers(far)[node]] for far in distances}
+        holders = {node} | {nodes.node[nodes.peer(node, far)] for far in distances}
         assert not snapshot_survives(12, replicas, sorted(holders))
         for left in holders:
             assert snapshot_survives(12, replicas, sorted(holders - {left}))

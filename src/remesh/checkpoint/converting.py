@@ -35,7 +35,7 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.index import Index
 from remesh.core.sharded import ArrayLike, Part, ShardedObject
-from remesh.core.state import Description, Role, TensorEntry
+from remesh.core.state import Description, Path, Role, TensorEntry
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone, Exchange, run_on_one
@@ -305,20 +305,13 @@ def describe_stored(
             _add_plain(description, document, name, old)
     _refuse_unread(description)
     unchecked = {*document.unchecked_names}
-    if unchecked:
-        made_of = {
-            name: {name} if resolved is None else {*resolved.sources_of(name)}
-            for name in (*tensors, *plain)
-        }
-        description.unchecked = [name for name, read in made_of.items() if read & unchecked]
-    first = {name: name for name in (*tensors, *plain)}
-    if resolved is not None:
-        first = {name: resolved.sources_of(name)[0] for name in first}
-    places = {name: document.path_of(old) for name, old in first.items()}
-    description.paths = {
-        name: at if name == first[name] else renamed_path(name, at) for name, at in places.items()
-    }
-    moved = {at: description.paths[name] for name, at in places.items()}
+    moved: dict[Path, Path] = {}
+    for name in (*tensors, *plain):
+        made_of = (name,) if resolved is None else resolved.sources_of(name)
+        if not unchecked.isdisjoint(made_of):
+            description.unchecked.append(name)
+        at = document.path_of(made_of[0])
+        moved[at] = description.paths[name] = at if name == made_of[0] else renamed_path(name, at)
     sequences = [(tuple(at), kind) for at, kind in document.sequences]
     description.sequences = renamed_sequences(moved, sequences)
     return description
@@ -339,9 +332,8 @@ def _check_equal(source: TensorSource, resolved: Resolved) -> None:
     """Compare what a transformation takes of one source with others that must hold the same."""
     for name, info in resolved.targets.items():
         for check in () if info is None else resolved.checks(name):
-            assert info is not None
-            stored = source.index[check.source]
-            if check.source_box.size * BY_NAME[stored.dtype].itemsize > MAX_COMPARED:
+            itemsize = BY_NAME[source.index[check.source].dtype].itemsize
+            if check.source_box.size * itemsize > MAX_COMPARED:
                 raise StateError(
                     f"{name}: {check.source!r} would have to hold the same values, which a "
                     "conversion does not compare\nDelete it with '-> _'"

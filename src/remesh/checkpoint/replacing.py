@@ -8,8 +8,9 @@ the directory is looked at, so that no tree is walked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from remesh.errors import CheckpointError, CheckpointExistsError, StateError
 from remesh.formats.framing import Existing, Writer
@@ -57,24 +58,20 @@ def _look(
 
     A far storage is asked for everything at the same time.
     """
-    files: dict[str, int | None] = {}
-    rows: list[Format] = []
-    same: list[Existing | CheckpointError | None] = []
 
-    def list_files() -> None:
-        found = storage.list_directory().files
-        files.update({name: facts.num_bytes for name, facts in found.items()})
-
-    def look() -> None:
+    def look() -> Existing | CheckpointError | None:
         try:
-            same.append(writer.existing(storage, options))
+            return writer.existing(storage, options)
         except CheckpointError as error:
-            same.append(error)
+            return error
 
+    if writer.is_beside_others:
+        return (), look()
     marks = partial(marked_formats, Place(storage))
-    others = [] if writer.is_beside_others else [list_files, lambda: rows.extend(marks())]
-    ask_together(storage, [*others, look])
-    return rows or listed_formats(Place(storage, known=files)), same[0]
+    questions: list[Callable[[], Any]] = [storage.list_directory, marks, look]
+    listing, rows, same = ask_together(storage, questions)
+    files = {name: facts.num_bytes for name, facts in listing.files.items()}
+    return rows or listed_formats(Place(storage, known=files)), same
 
 
 def _of_another(

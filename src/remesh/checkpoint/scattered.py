@@ -39,7 +39,7 @@ from remesh.checkpoint.save_plan import plan_on_all
 from remesh.checkpoint.saving import decode_parts, write
 from remesh.checkpoint.stored import StoredState
 from remesh.core.dtypes import CarrierDType
-from remesh.core.geometry import Box, IntArray
+from remesh.core.geometry import Box
 from remesh.core.index import Index, StoredFile
 from remesh.core.memory import CarrierArray
 from remesh.core.strided import Layout
@@ -56,7 +56,6 @@ from remesh.formats.framing import Part, SmallFile
 from remesh.pipeline import Destination, read_together
 from remesh.planner import (
     Assign,
-    ReadAssignment,
     ReadLimits,
     assign_to_owners,
     files_of_windows,
@@ -77,21 +76,18 @@ _LOGGER = logging.getLogger("remesh")
 class Nodes:
     """Which ranks reach the same place."""
 
-    ranks: tuple[tuple[int, ...], ...]
-    """The ranks of each node, ascending; nodes are ordered by their first ranks."""
+    ranks: tuple[tuple[int, ...], ...]  # of each node, ascending; nodes go by their first ranks
     node: tuple[int, ...]  # the node of each rank
 
     def is_first(self, rank: int) -> bool:
         """True if a rank is the one that acts for its node."""
         return self.ranks[self.node[rank]][0] == rank
 
-    def peers(self, distance: int) -> dict[int, int]:
-        """For each rank the one that takes its file, on the node that is `distance` further."""
-        peers = {}
-        for node, ranks in enumerate(self.ranks):
-            there = self.ranks[(node + distance) % len(self.ranks)]
-            peers.update({rank: there[i % len(there)] for i, rank in enumerate(ranks)})
-        return peers
+    def peer(self, rank: int, distance: int) -> int:
+        """The rank that takes the files of a rank, on the node that is `distance` further."""
+        node = self.node[rank]
+        there = self.ranks[(node + distance) % len(self.ranks)]
+        return there[self.ranks[node].index(rank) % len(there)]
 
 
 def nodes_of(places: Sequence[str]) -> Nodes:
@@ -160,7 +156,7 @@ def save_scattered(
             run_joined(exchange, write_mine, join), type=list[list[tuple[str, int]]]
         )
         for distance in replica_distances(len(nodes.ranks), num_replicas):
-            _copy_files(exchange, storage, files, nodes.peers(distance))
+            _copy_files(exchange, storage, files, nodes, distance)
         small = run_on_one(exchange, describe)
     except Exception:
         remove_own(storage, agreed.save_id, mine.paths)
@@ -205,16 +201,17 @@ def _copy_files(
     exchange: Exchange,
     storage: Storage,
     files: Sequence[Sequence[tuple[str, int]]],
-    peers: Mapping[int, int],
+    nodes: Nodes,
+    distance: int,
 ) -> None:
     """Give every rank's files to its peer. Collective."""
-    owners = np.array([rank for rank, own in enumerate(files) for _ in own], np.int64)
+    owners = [rank for rank, own in enumerate(files) for _ in own]
     stored = [StoredFile(path, size) for own in files for path, size in own]
     tensors = TensorTable.of([(file.path, "uint8", (file.num_bytes,)) for file in stored])
     whole = [(row, Box.whole((file.num_bytes,))) for row, file in enumerate(stored)]
     rows = np.arange(len(stored))
     index = Index.of(BoxTable.of(tensors, whole), rows, np.zeros_like(rows), tuple(stored))
-    taken = [row for row, rank in enumerate(owners.tolist()) if peers[rank] == exchange.rank]
+    taken = [row for row, own in enumerate(owners) if nodes.peer(own, distance) == exchange.rank]
     wanted = BoxTable.of(tensors, [whole[row] for row in taken])
     plan = plan_load(index, wanted, ReadLimits(PIECE_BYTES))
     writers: list[Writer] = []
@@ -227,15 +224,10 @@ def _copy_files(
             return b""
 
         def copy() -> bytes:
-            targets = [Destination((0,), _WrittenFile(writer)) for writer in writers]
+            to = [Destination((0,), _WrittenFile(writer)) for writer in writers]
+            assign = _assign_to(index, owners)
             read_together(
-                exchange,
-                storage,
-                index,
-                plan,
-                targets,
-                assign=_assign_to(index, owners),
-                on_read=lambda _size: None,
+                exchange, storage, index, plan, to, assign=assign, on_read=lambda _size: None
             )
             return b""
 
@@ -248,15 +240,12 @@ def _copy_files(
             run_on_all(exchange, step)
 
 
-def _assign_to(index: Index, owners: IntArray) -> Assign:
+def _assign_to(index: Index, owners: Sequence[int]) -> Assign:
     """Assigns the windows of each file to the rank that reads it."""
-
-    def assign(touched: Sequence[IntArray], limits: ReadLimits) -> list[ReadAssignment]:
-        return assign_to_owners(
-            touched, limits, lambda windows: owners[files_of_windows(index, windows, limits)]
-        )
-
-    return assign
+    of_file = np.array(owners, np.int64)
+    return lambda touched, limits: assign_to_owners(
+        touched, limits, lambda windows: of_file[files_of_windows(index, windows, limits)]
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -271,8 +260,7 @@ class Scattered:
     name: str  # its directory in the places of the nodes
     record: native.CommitRecord  # what was committed
     nodes: tuple[int, ...]  # the nodes that have its small files
-    holders: tuple[tuple[int, ...], ...]
-    """The nodes that have each data file, in the order of the record."""
+    holders: tuple[tuple[int, ...], ...]  # the nodes that have each data file of the record
 
     @property
     def missing(self) -> list[str]:
@@ -291,25 +279,22 @@ def find_scattered(storage: Storage, nodes: Nodes, exchange: Exchange) -> list[S
         found = _look(storage) if nodes.is_first(exchange.rank) else []
         return msgspec.msgpack.encode(found)
 
-    records: dict[tuple[str, str], native.CommitRecord] = {}
-    able: dict[tuple[str, str], list[int]] = {}
-    holders: dict[tuple[str, str], dict[str, list[int]]] = {}
+    found: dict[tuple[str, str], tuple[native.CommitRecord, list[int], dict[str, list[int]]]] = {}
     for rank, data in enumerate(run_on_all(exchange, look)):
         for name, text, files in msgspec.msgpack.decode(data, type=list[_Found]):
             record = native.decode_record(text, name)
-            key = (name, record.save_id)
-            records[key] = record
-            able.setdefault(key, []).append(nodes.node[rank])
+            _, able, holders = found.setdefault((name, record.save_id), (record, [], {}))
+            able.append(nodes.node[rank])
             for file in files:
-                holders.setdefault(key, {}).setdefault(file, []).append(nodes.node[rank])
+                holders.setdefault(file, []).append(nodes.node[rank])
     return [
         Scattered(
-            key[0],
+            name,
             record,
-            tuple(able[key]),
-            tuple(tuple(holders.get(key, {}).get(file.path, ())) for file in record.files),
+            tuple(able),
+            tuple(tuple(holders.get(file.path, ())) for file in record.files),
         )
-        for key, record in records.items()
+        for (name, _), (record, able, holders) in found.items()
     ]
 
 
@@ -371,7 +356,7 @@ def load_scattered(
     emit("load.opened")
     owners = [_owner(number, found, nodes) for number in range(len(found.holders))]
     all_have_all = all(len(holders) == len(nodes.ranks) for holders in found.holders)
-    assign = None if all_have_all else _assign_to(stored.index, np.array(owners, np.int64))
+    assign = None if all_have_all else _assign_to(stored.index, owners)
 
     def read(reads: RankReads, on_read: OnRead) -> bool:
         todo = reads.index, reads.plan, reads.destinations
