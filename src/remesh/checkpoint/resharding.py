@@ -2,10 +2,10 @@
 
 Resharding is a save and a load with the disk left out. The ranks agree on the source state as they
 would for a save: who holds which box, every element exactly once, and the copies of a box divided
-among their holders by bytes. The file that a rank would write in a save is here an imaginary file:
-it has a layout, positions and an index, but no bytes. Against this index the target state is
-compared and planned as for a load. So all that holds for loading holds here: any layout, and a
-mismatch is found on all ranks before a byte moves.
+among their holders by bytes. The plan of that save as an index, in which a file stands for the
+memory of a rank, is what the target state is compared with and planned against as for a load. So
+all that holds for loading holds here: any layout, and a mismatch is found on all ranks before a
+byte moves.
 
 Only then the paths part: what a rank has itself it copies, and the rest is sent from rank to rank
 through buffers of bounded size (`remesh.pipeline.from_memory`).
@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -50,8 +51,6 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.match import LoadOptions, RankLoadPlan, RankReads
 from remesh.checkpoint.report import RestoreReport
-from remesh.checkpoint.save_plan import plan_on_all
-from remesh.checkpoint.saving import decode_parts
 from remesh.checkpoint.stored import StoredState
 from remesh.core import values
 from remesh.core.collector import collector_rests
@@ -61,10 +60,8 @@ from remesh.core.sharded import ArrayLike
 from remesh.core.state import Description
 from remesh.core.strided import Layout
 from remesh.events import OnEvent, emitter, ignore
-from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
+from remesh.exchange import run_on_all, run_on_one
 from remesh.formats import native
-from remesh.formats.framing import Part
-from remesh.formats.native_writer import build_index
 from remesh.pipeline import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
 from remesh.transform import Program, Transform, as_transform
@@ -195,7 +192,6 @@ class Resharder:
         self._emit = emitter(on_event, self._exchange.rank)
         self._cache = PlanCache()
         self._index: Index | None = None
-        self._owners: list[int] = []
         self._transfers: list[tuple[bytes, MemoryTransfer]] = []
         self._last: tuple[RankLoadPlan, tuple[object, ...]] | None = None
         """The plan of a push that can be made again, and what it depends on (`_facts`)."""
@@ -258,17 +254,12 @@ class Resharder:
         assert last is not None
         [(tensors, target)] = held
         self._emit("save.described")
-        finish_device_work(tensors.memories)
         if self._exchange.rank == 0:
             self._emit("save.planned")
         _, transfer = self._transfers[-1]
-        memories = tensors.given(self._cache.rows).memories
-
-        def read(reads: RankReads, on_read: OnRead) -> bool:
-            transfer.execute(self._exchange, memories, reads.destinations, on_read)
-            return False
-
+        given = tensors.given(self._cache.rows)
         plan = dataclasses.replace(last[0], description=target)
+        read = partial(self._read, given, lambda _reads: transfer)
         return fill_planned(plan, self._exchange, read, self._emit)
 
     def _push_planned(self) -> tuple[RestoreReport, bool]:
@@ -279,12 +270,11 @@ class Resharder:
         # What was compared, if anything, before what is filled.
         used: list[tuple[bytes, MemoryTransfer]] = []
 
-        def read(reads: RankReads, on_read: OnRead) -> bool:
+        def transfer_of(reads: RankReads) -> MemoryTransfer:
             used.append(self._planned(len(used), reads, given))
-            _, transfer = used[-1]
-            transfer.execute(self._exchange, given.memories, reads.destinations, on_read)
-            return False
+            return used[-1][1]
 
+        read = partial(self._read, given, transfer_of)
         plan, compared = plan_into(
             self.target_state,
             stored,
@@ -302,6 +292,19 @@ class Resharder:
             self._last = plan, facts
         return restored, reused
 
+    def _read(
+        self,
+        given: LocalTensors,
+        transfer_of: Callable[[RankReads], MemoryTransfer],
+        reads: RankReads,
+        on_read: OnRead,
+    ) -> bool:
+        """What a load does to read. Collective."""
+        finish_device_work(given.memories)
+        transfer = transfer_of(reads)
+        transfer.execute(self._exchange, given.memories, reads.destinations, on_read)
+        return False
+
     def _agree_on_source(self) -> tuple[StoredState, Agreement]:
         """The state of all ranks, as if it were stored; what they agreed on. Collective."""
         options = SaveOptions(
@@ -311,27 +314,30 @@ class Resharder:
             buffers=self._buffers,
             compares=self.compares,
         )
-        num_hits = self._cache.hits
+        exchange, cache, num_hits = self._exchange, self._cache, self._cache.hits
+        agreed = agree(
+            exchange, MemoryStorage(), self._source_state, options, cache=cache, emit=self._emit
+        )
+        is_known = cache.hits > num_hits and self._index is not None
 
-        def encode() -> bytes:
-            return agreed.on_rank_0.document.encode()
+        def tell() -> bytes:
+            assert cache.plan is not None
+            index = b"" if is_known else cache.plan.index_of_holders(exchange.world_size).encode()
+            return msgspec.msgpack.encode((index, agreed.on_rank_0.document.encode()))
 
-        exchange, cache, storage = self._exchange, self._cache, MemoryStorage()
-        agreed = agree(exchange, storage, self._source_state, options, cache=cache, emit=self._emit)
-        mine = plan_on_all(exchange, storage, agreed, cache.history)
-        if cache.hits > num_hits and self._index is not None:
-            index, document = self._index, run_on_one(exchange, encode)
-        else:
-            index, document, self._owners = _share_index(exchange, agreed, mine.stream.parts)
-            self._transfers = []
+        encoded, document = msgspec.msgpack.decode(
+            run_on_one(exchange, tell), type=tuple[bytes, bytes]
+        )
+        if encoded:
+            self._index, self._transfers = Index.decode(encoded, "the source state"), []
+        assert self._index is not None
         found = native.ValuesDocument.decode(document, "the source state")
-        if found.aliases != index.aliases:
-            index = dataclasses.replace(index, aliases=found.aliases)
-        self._index = index
-        return StoredState("the source state", index, found), agreed
+        if found.aliases != self._index.aliases:
+            self._index = dataclasses.replace(self._index, aliases=found.aliases)
+        return StoredState("the source state", self._index, found), agreed
 
     def _planned(
-        self, number: int, reads: RankReads, tensors: LocalTensors
+        self, number: int, reads: RankReads, given: LocalTensors
     ) -> tuple[bytes, MemoryTransfer]:
         """How this rank gets what it wants: as in the last push, if no rank wants anything else.
 
@@ -340,68 +346,37 @@ class Resharder:
         key = _fingerprint(reads)
         kept = self._transfers[number] if number < len(self._transfers) else None
         is_kept = kept is not None and kept[0] == key
-
-        def say() -> bytes:
-            memories = (*tensors.memories, *(to.memory for to in reads.destinations))
-            return msgspec.msgpack.encode((is_kept, device_in_use(memories)))
-
+        memories = (*given.memories, *(to.memory for to in reads.destinations))
         told = [
             msgspec.msgpack.decode(reply, type=tuple[bool, DeviceInUse])
-            for reply in run_on_all(self._exchange, say)
+            for reply in run_on_all(
+                self._exchange, lambda: msgspec.msgpack.encode((is_kept, device_in_use(memories)))
+            )
         ]
         if kept is not None and all(is_kept for is_kept, _ in told):
             return kept
         return key, plan_between_memories(
             self._exchange,
             reads.index,
-            self._owners,
+            range(self._exchange.world_size),
             reads.plan.regions,
             len(reads.destinations),
-            tensors.boxes,
+            given.boxes,
             device=agree_on_devices(self._exchange, [in_use for _, in_use in told]),
         )
-
-
-def _share_index(
-    exchange: Exchange, agreed: Agreement, own: Sequence[Part]
-) -> tuple[Index, bytes, list[int]]:
-    """The index of imaginary files; what is not a tensor; which rank has each file."""
-
-    def unite(replies: list[bytes]) -> list[bytes]:
-        save = agreed.on_rank_0
-        parts = decode_parts(replies)
-        index = build_index(save.cuts, save.assignments, parts, save.document.aliases)
-        owners = [rank for rank, own in enumerate(parts) for _ in own]
-        live = index.without_digests()
-        message = (live.encode(), save.document.encode(), owners)
-        return [msgspec.msgpack.encode(message)] * exchange.world_size
-
-    encoded, document, owners = msgspec.msgpack.decode(
-        run_joined(exchange, lambda: msgspec.msgpack.encode(own), unite),
-        type=tuple[bytes, bytes, list[int]],
-    )
-    return Index.decode(encoded, "the source state"), document, owners
 
 
 def _facts(tensors: LocalTensors, document: bytes, target: Description) -> tuple[object, ...]:
     """All that the plan of a push depends on, for this rank; compared, never sent."""
     boxes = tensors.boxes
+    columns = (boxes.tensors.dtypes, boxes.tensors.shapes, boxes.tensor)
     return (
         document,
         boxes.tensors.names,
-        *(column.tobytes() for column in (boxes.tensors.dtypes, boxes.tensors.shapes)),
-        *(column.tobytes() for column in (boxes.tensor, boxes.offsets, boxes.extents)),
-        tensors.roles.tobytes(),
+        *(one.tobytes() for one in (*columns, boxes.offsets, boxes.extents, tensors.roles)),
         [_place_of(part) for part in tensors.parts],
-        [
-            (entry.name, entry.dtype, entry.global_shape, entry.alias_key)
-            for entry in target.tensors
-        ],
-        [
-            (part.box.offset, part.box.shape, _place_of(part.data))
-            for entry in target.tensors
-            for part in entry.parts
-        ],
+        [(one.name, one.dtype, one.global_shape, one.alias_key) for one in target.tensors],
+        [(part.box, _place_of(part.data)) for one in target.tensors for part in one.parts],
         list(target.values),
         [values.encode(target.values[name]) for name in sorted(target.fixed)],
         target.optional,
@@ -425,11 +400,8 @@ def _layouts_of(tensors: LocalTensors) -> list[tuple[str, Layout]]:
     """Name and layout of each tensor that has one."""
     table = tensors.boxes
     names = [table.tensors.names[row] for row in table.tensor.tolist()]
-    return [
-        (name, layout)
-        for name, memory in zip(names, tensors.memories, strict=True)
-        if (layout := memory.layout) is not None
-    ]
+    layouts = [memory.layout for memory in tensors.memories]
+    return [(name, one) for name, one in zip(names, layouts, strict=True) if one is not None]
 
 
 def _fingerprint(reads: RankReads) -> bytes:
