@@ -300,6 +300,19 @@ class Index(Mapping[str, StoredTensor]):
             aliases=aliases,
         )
 
+    def pieces(self, name: str) -> list[Piece]:
+        """The pieces of a tensor."""
+        row = self._rows[name]
+        start, stop = self.piece_range(row)
+        found = self.rows(np.arange(start, stop))
+        itemsize, ndim = self.tensors.dtype(row).itemsize, self.tensors.ndims[row]
+        columns = (found.offsets, found.extents, found.file, found.position)
+        pieces = []
+        for offset, extent, file, position in zip(*(c.tolist() for c in columns), strict=True):
+            box = Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
+            pieces.append(Piece(box, self.files[file].path, position, box.size * itemsize))
+        return pieces
+
     def encode(self) -> bytes:
         """The stored form: a safetensors file of packed columns."""
         metadata = {
