@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.background import server
-from remesh.background.protocol import ChunkFilled, StagingEnded, ToClient, WriteTask
-from remesh.background.server import SaveServer
+from remesh.background import status_files
+from remesh.background.writer import SaveWriter, WriteTask
 from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.save_plan import plan_rank
 from remesh.checkpoint.unchanged import History
 from remesh.errors import StorageError
 from remesh.exchange import Exchange
 from remesh.formats import native
+from remesh.formats.framing import Part
 from remesh.pipeline.arena import Arena, Chunk
 from remesh.pipeline.stage import Filled, Stager
 from remesh.pipeline.write import CHUNK_SIZE
@@ -392,7 +392,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "time", CLOCK)
+    monkeypatch.setattr(status_files, "time", CLOCK)
 
 
 def state_of(rank: int, num_ranks: int, value: float) -> dict[str, object]:
@@ -437,29 +437,39 @@ def ranks_of_save(
     return prepared[0][0].save_id, [partial(serve, task, filled) for task, filled in prepared]
 
 
-def serve(task: WriteTask, filled: Sequence[Filled], member: Member) -> object:
-    """The background part of a save on one rank; why it failed, or None."""
+def serve(task: WriteTask, filled: Sequence[Filled], member: Member) -> None:
+    """The background part of a save on one rank."""
     chunks: dict[int, Chunk] = {one.chunk.slot: one.chunk for one in filled}
 
-    def send(_message: ToClient) -> None:
-        return None
-
-    saving = SaveServer(task, Gated(member.world.storage, member), None, chunks.__getitem__, send)
-    saving._wake = Pauses(member, saving)  # type: ignore[assignment]
+    storage = Gated(member.world.storage, member)
+    writer = SaveWriter(task, storage, None, chunks.__getitem__, Silent())
+    writer._status._wake = Pauses(member, writer)  # type: ignore[assignment]
     for one in filled:
-        saving.receive(ChunkFilled(one.number, one.num_bytes, one.chunk.slot))
-    saving.receive(StagingEnded(None))
-    return saving.save()
+        writer.fill(one.number, one.num_bytes, one.chunk.slot)
+    writer.end_staging(None)
+    writer.save()
+
+
+class Silent:
+    """The trainer's side, which has nothing to do."""
+
+    def free(self, slot: int) -> None: ...
+
+    def stop_staging(self) -> None: ...
+
+    def see(self, point: str, num_bytes: int = 0) -> None: ...
+
+    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None: ...
 
 
 class Pauses:
     """The pauses between two looks of a rank; how often it has looked in vain is not kept."""
 
-    def __init__(self, member: Member, saving: SaveServer) -> None:
-        self._member, self._saving = member, saving
+    def __init__(self, member: Member, writer: SaveWriter) -> None:
+        self._member, self._status = member, writer._status
 
     def wait(self, _seconds: float) -> None:
-        self._member.seen[:] = ["waits", sorted(self._saving._status._parts)]
+        self._member.seen[:] = ["waits", sorted(self._status._replies)]
         self._member.seen.append(self._member.wait("pause"))
 
     def clear(self) -> None:

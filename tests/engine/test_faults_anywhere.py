@@ -26,9 +26,10 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.background.client import SaveClient
-from remesh.background.process import ServerProcess
-from remesh.background.server import SaveServer
+from remesh.background.process import WriterProcess
+from remesh.background.save import BackgroundSave
+from remesh.background.writer import SaveWriter
+from remesh.checkpoint import commit
 from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange, ThreadGroup, protocol
@@ -258,25 +259,25 @@ def refuse_descriptors(patch: pytest.MonkeyPatch, victim: int) -> None:
 
 
 def refuse_memory(patch: pytest.MonkeyPatch, victim: int) -> None:
-    begin = SaveClient.__init__
+    begin = BackgroundSave.__init__
 
     def refuse(*args: Any, **options: Any) -> None:
         if is_rank(victim):
             raise MemoryError
         begin(*args, **options)
 
-    patch.setattr(SaveClient, "__init__", refuse)
+    patch.setattr(BackgroundSave, "__init__", refuse)
 
 
 def interrupt(patch: pytest.MonkeyPatch, victim: int) -> None:
-    see = SaveClient._see
+    see = BackgroundSave.see
 
-    def stop(save: SaveClient, point: str, num_bytes: int = 0) -> None:
+    def stop(save: BackgroundSave, point: str, num_bytes: int = 0) -> None:
         if is_rank(victim) and point == "save.staged":
             raise KeyboardInterrupt
         see(save, point, num_bytes)
 
-    patch.setattr(SaveClient, "_see", stop)
+    patch.setattr(BackgroundSave, "see", stop)
 
 
 Refuse = Callable[[pytest.MonkeyPatch, int], None]
@@ -311,23 +312,22 @@ def test_a_late_rank_leaves_nothing_of_a_save_that_was_given_up(
     """Rank 0 has removed all files when rank 1 creates its own."""
     job = Job(tmp_path / "c", "thread", without=2)
     given_up = threading.Event()
-    create, abandon = SaveServer._create, SaveServer._abandon
+    create, give_up = SaveWriter._create, commit.give_up
     with job.running():
         assert job.save() == [None] * WORLD_SIZE
 
-        def create_late(server: SaveServer) -> Any:
-            if server.task.rank == 1:
+        def create_late(writer: SaveWriter) -> Any:
+            if writer.task.rank == 1:
                 assert given_up.wait(LIMIT)
-            return create(server)
+            return create(writer)
 
-        def note(server: SaveServer, error: BaseException) -> BaseException:
-            result = abandon(server, error)
+        def note(*args: Any, **options: Any) -> None:
+            give_up(*args, **options)
             given_up.set()
-            return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(SaveServer, "_create", create_late)
-            patch.setattr(SaveServer, "_abandon", note)
+            patch.setattr(SaveWriter, "_create", create_late)
+            patch.setattr(commit, "give_up", note)
             interrupt(patch, victim)
             assert all(error is not None for error in job.save())
         assert len(list((tmp_path / "c").glob("data-*/*.safetensors"))) == 3
@@ -347,7 +347,7 @@ def test_a_writer_process_that_cannot_be_replaced(
         for victim in (2,):
             with monkeypatch.context() as patch:
                 refuse(patch, victim)
-                patch.setattr(ServerProcess, "is_lost", True)
+                patch.setattr(WriterProcess, "is_lost", True)
                 errors = job.save()
             assert all(error is not None for error in errors), (victim, errors)
             assert isinstance(errors[victim], OSError)
@@ -384,7 +384,7 @@ def test_a_cancelled_rank_without_a_file_cancels_the_save(tmp_path: Path) -> Non
 # Every function
 # ---------------------------------------------------------------------------------------------
 
-STEPS = {protocol._attempt.__code__, SaveClient.stage.__code__, SaveServer.save.__code__}
+STEPS = {protocol._attempt.__code__, BackgroundSave.stage.__code__, SaveWriter.save.__code__}
 """What a failure cannot leave unnoticed; everything that may fail is called by one of them."""
 
 TOLD_BY = ("remesh.exchange.", "remesh.events", "tests.support.")
@@ -425,7 +425,7 @@ class Calls:
         above = frame.f_back
         while above is not None:
             if above.f_code in STEPS:
-                if above.f_code is SaveServer.save.__code__:
+                if above.f_code is SaveWriter.save.__code__:
                     return bool(above.f_locals["self"].task.rank == self._victim)
                 return is_rank(self._victim)
             above = above.f_back

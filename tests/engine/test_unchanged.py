@@ -330,7 +330,7 @@ def fail_on_rank_1(exchange: Exchange, root: Path, way: Way) -> None:
         raise InjectedError("no threads")
 
     if exchange.rank == 1:
-        saver._client = fail  # type: ignore[method-assign]
+        saver._start = fail  # type: ignore[method-assign]
     save_with(saver, way, {"w": part}, root / "3")
 
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own: writes and commits what is staged, also if the trainer dies.
+"""A writer in a process of its own: writes and commits what is staged, also if the trainer dies.
 
 The process is a fresh interpreter that never imports torch: it inherits no lock, no thread and no
 device context of the trainer, and takes some tenths of a second to start, which is why it is
@@ -6,10 +6,15 @@ started ahead of time. It is given two descriptors: one end of a connection, and
 file in memory, which it maps. Neither has a name, so nothing is left over, whichever process dies
 first.
 
-At the trainer's end (`ServerProcess`) a thread receives the messages of the process. If the process
+A message is a call: the save that it is about, the name of a method and its arguments. To the
+process go the methods of a `SaveWriter`, from it those of its `Trainer`. The bytes of tensors are
+in none of them: they lie in the arena, of which messages name slots. An error travels as between
+ranks (`remesh.exchange`).
+
+At the trainer's end (`WriterProcess`) a thread receives the messages of the process. If the process
 dies, the saves that it had fail, and the other ranks are told so.
 
-At the other end (`main`) each save is a thread with a `SaveServer`, as in the trainer. Messages to
+At the other end (`main`) each save is a thread with a `SaveWriter`, as in the trainer. Messages to
 the trainer are queued and sent by a thread, so that a busy trainer never holds up the writing. When
 the connection ends, the trainer has closed it or has died, or the process that had it is not the
 parent any more. Saves that are wholly staged go on to their end; others are given up, and the other
@@ -28,32 +33,15 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
-import msgspec
-
-from remesh.background.protocol import (
-    ALL_SAVES,
-    Cancel,
-    ChunkFilled,
-    ChunkFreed,
-    Ended,
-    Happened,
-    Logged,
-    Pipe,
-    StagingEnded,
-    StopStaging,
-    ToClient,
-    ToServer,
-    WriteTask,
-    decode_for_client,
-    decode_for_server,
-    encode,
-)
-from remesh.background.server import SaveServer
-from remesh.background.status_files import StatusFiles
+from remesh.background.writer import SaveWriter, Trainer, WriteTask
 from remesh.errors import ExchangeError
+from remesh.exchange import decode_failure, encode_failure
+from remesh.formats.framing import Part
 from remesh.pipeline.arena import SharedChunks
 from remesh.run_info import outliving_environment
 from remesh.storage import Storage, open_storage
@@ -72,22 +60,49 @@ _LAST_SECONDS = 5.0
 """How long a trainer that does not listen any more is given to take the last messages."""
 
 
+class _Failure(NamedTuple):
+    """An error in a message."""
+
+    data: bytes
+
+
+def _send(
+    connection: Connection, lock: threading.Lock, rank: int, message: Sequence[object]
+) -> None:
+    """Send a message; does nothing if the peer is gone."""
+    packed = [
+        _Failure(encode_failure(rank, item)) if isinstance(item, BaseException) else item
+        for item in message
+    ]
+    # A receiving thread finds the end of the peer, and knows what to do about it.
+    with lock, suppress(OSError):
+        connection.send(packed)
+
+
+def _receive(connection: Connection) -> list[Any] | None:
+    """The next message; None if there is no further one, or the peer is gone."""
+    try:
+        message = connection.recv()
+    except (EOFError, OSError):
+        return None
+    return [decode_failure(item.data) if isinstance(item, _Failure) else item for item in message]
+
+
 # ---------------------------------------------------------------------------------------------
 # The trainer's end
 # ---------------------------------------------------------------------------------------------
 
 
-class ServerProcess:
+class WriterProcess:
     """A process that writes and commits what is staged in the file of a shared arena."""
 
     def __init__(self, arena: int, chunk_bytes: int) -> None:
-        mine, theirs = multiprocessing.Pipe()
-        self._pipe = Pipe(mine)
-        self._saves: dict[int, RemoteServer] = {}
-        self._num_saves = 0
+        self._connection, theirs = multiprocessing.Pipe()
+        self._sending = threading.Lock()
+        self._saves: dict[str, RemoteWriter] = {}
         self._lock = threading.Lock()
         self._is_lost = False
-        self._thread = threading.Thread(target=self._receive, name="remesh-writer", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name="remesh-writer", daemon=True)
         try:
             with theirs:
                 numbers = (theirs.fileno(), arena, chunk_bytes, os.getpid())
@@ -101,10 +116,12 @@ class ServerProcess:
             self._thread.start()
         except BaseException:
             # A process that was started ends by itself when its connection does.
-            self._pipe.close()
+            self._connection.close()
             raise
         # Also at the exit of the interpreter; saves that are to be waited for have ended by then.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._pipe, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _end, self._process, self._connection, self._sending, os.getpid()
+        )
 
     @property
     def process_id(self) -> int:
@@ -116,18 +133,16 @@ class ServerProcess:
         """True if the process has died."""
         return self._is_lost
 
-    def begin(self, save: RemoteServer) -> int | None:
-        """The number that a save has from now on; None if the process has died."""
+    def add(self, save: RemoteWriter) -> bool:
+        """Let a save get the messages about it; false if the process has died."""
         with self._lock:
-            if self._is_lost:
-                return None
-            self._num_saves += 1
-            self._saves[self._num_saves] = save
-            return self._num_saves
+            if not self._is_lost:
+                self._saves[save.task.save_id] = save
+            return not self._is_lost
 
-    def send(self, data: bytes) -> None:
-        """Send an encoded message; does nothing if the process has died."""
-        self._pipe.send(data)
+    def send(self, task: WriteTask, name: str, *arguments: object) -> None:
+        """Call a method of the writer of a save; does nothing if the process has died."""
+        _send(self._connection, self._sending, task.rank, (task.save_id, name, *arguments))
 
     def death(self, task: WriteTask) -> ExchangeError:
         """Why a save fails whose process has died."""
@@ -143,19 +158,19 @@ class ServerProcess:
         """End the process. What is not committed by now is given up."""
         self._finalizer()
         self._thread.join()
-        self._pipe.close()
+        self._connection.close()
 
-    def _receive(self) -> None:
-        while data := self._pipe.receive():
-            number, message = decode_for_client(data)
-            if isinstance(message, Logged):
-                _LOGGER.log(message.level, message.text)
-            elif isinstance(message, Ended):
-                with self._lock:
-                    save = self._saves.pop(number)
-                save.answer(message)
-            elif number in self._saves:  # otherwise it has ended
-                self._saves[number].answer(message)
+    def _follow(self) -> None:
+        while message := _receive(self._connection):
+            save_id, name, *arguments = message
+            if name == "log":
+                _LOGGER.log(*arguments)
+            elif save_id in self._saves:  # otherwise it has ended
+                save = self._saves[save_id]
+                if name == "end":
+                    with self._lock:
+                        del self._saves[save_id]
+                getattr(save, name)(*arguments)
         with self._lock:
             self._is_lost = True
             saves = list(self._saves.values())
@@ -164,59 +179,76 @@ class ServerProcess:
             save.lose()
 
 
-class RemoteServer:
-    """The server of one save, in another process; see `client.Server`."""
+class RemoteWriter:
+    """The writer of one save, in another process: a `SaveWriter` to the trainer's side.
+
+    To the process it is the `Trainer`.
+    """
 
     def __init__(
-        self,
-        process: ServerProcess,
-        task: WriteTask,
-        storage: Storage,
-        send: Callable[[ToClient], None],
+        self, process: WriterProcess, task: WriteTask, storage: Storage, trainer: Trainer
     ) -> None:
+        self.task = task
         self._process = process
-        self._task = task
         self._storage = storage
-        self._send = send
-        self._number: int | None = None
+        self._trainer = trainer
         self._lock = threading.Lock()
         self._lent: set[int] = set()
         self._is_lost = False
         self._ended = threading.Event()
         self._own_error: BaseException | None = None
 
+    def begin(self) -> None:
+        """Send the task. If it cannot be sent, the process is as good as dead."""
+        if not self._process.add(self):
+            self.lose()
+            return
+        try:
+            self._process.send(self.task, "begin", self.task)
+        except BaseException as error:
+            self.lose(error)
+            raise
+
     def run(self) -> None:
+        """Wait until the trainer's side has been told of the end."""
         self._ended.wait()
 
-    def receive(self, message: ToServer) -> None:
-        match message:
-            case WriteTask():
-                self._begin()
-                return
-            case ChunkFilled(_, _, slot):
-                with self._lock:
-                    is_lost = self._is_lost
-                    if not is_lost:
-                        self._lent.add(slot)
-                if is_lost:
-                    self._send(ChunkFreed(slot))
-            case StagingEnded(error) if error is not None:
-                self._own_error = error
-        self._forward(message)
+    def fill(self, number: int, num_bytes: int, slot: int) -> None:
+        with self._lock:
+            is_lost = self._is_lost
+            if not is_lost:
+                self._lent.add(slot)
+        if is_lost:
+            self._trainer.free(slot)
+        self._process.send(self.task, "fill", number, num_bytes, slot)
 
-    def answer(self, message: ToClient) -> None:
-        """Take a message of the process to the client."""
-        match message:
-            case ChunkFreed(slot):
-                with self._lock:
-                    self._lent.discard(slot)
-            case Happened():
-                self._tell(message)
-                return
-            case Ended():
-                self._end(msgspec.structs.replace(message, error=self._own_error or message.error))
-                return
-        self._send(message)
+    def end_staging(self, error: BaseException | None) -> None:
+        self._own_error = self._own_error or error
+        self._process.send(self.task, "end_staging", error)
+
+    def cancel(self, error: BaseException | None) -> None:
+        self._process.send(self.task, "cancel", error)
+
+    def free(self, slot: int) -> None:
+        with self._lock:
+            self._lent.discard(slot)
+        self._trainer.free(slot)
+
+    def stop_staging(self) -> None:
+        self._trainer.stop_staging()
+
+    def see(self, point: str, num_bytes: int) -> None:
+        """A listener that fails gives the save up, if it still can be."""
+        try:
+            self._trainer.see(point, num_bytes)
+        except Exception as error:  # noqa: BLE001 - raised by the handle
+            if self._own_error is None:
+                self._own_error = error
+                self.cancel(error)
+
+    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
+        self._trainer.end(self._own_error or error, parts)
+        self._ended.set()
 
     def lose(self, error: BaseException | None = None) -> None:
         """The process has died, or never had the save: play its part to the end."""
@@ -224,51 +256,22 @@ class RemoteServer:
             self._is_lost = True
             lent = list(self._lent)
         for slot in lent:
-            self._send(ChunkFreed(slot))
-        self._send(StopStaging())
-        task = self._task
-        status = StatusFiles(self._storage, task.format, task.save_id, task.rank)
+            self._trainer.free(slot)
+        self._trainer.stop_staging()
+        status = self.task.status(self._storage)
         if status.is_committed():
-            self._end(Ended(None))
+            self.end(None, ())
         else:  # files stay where they are, as after any death
-            self._end(Ended(status.report(error or self._process.death(task))))
-
-    def _begin(self) -> None:
-        """Send the task. If it cannot be sent, the process is as good as dead."""
-        self._number = self._process.begin(self)
-        if self._number is None:
-            self.lose()
-        try:
-            self._forward(self._task)
-        except BaseException as error:
-            self.lose(error)
-            raise
-
-    def _forward(self, message: ToServer) -> None:
-        if self._number is not None:
-            self._process.send(encode(self._number, self._task.rank, message))
-
-    def _tell(self, event: Happened) -> None:
-        """A listener that fails gives the save up, if it still can be."""
-        try:
-            self._send(event)
-        except Exception as error:  # noqa: BLE001 - raised by the handle
-            if self._own_error is None:
-                self._own_error = error
-                self._forward(Cancel(error))
-
-    def _end(self, message: Ended) -> None:
-        if not self._ended.is_set():
-            self._send(message)
-            self._ended.set()
+            self.end(status.report(error or self._process.death(self.task)), ())
 
 
-def _end(process: subprocess.Popen[bytes], pipe: Pipe, owner: int) -> None:
+def _end(
+    process: subprocess.Popen[bytes], connection: Connection, lock: threading.Lock, owner: int
+) -> None:
     """Let the process end, and wait for it; a forked copy of its owner leaves it alone."""
     if os.getpid() != owner:
         return
-    pipe.send(encode(ALL_SAVES, 0, Cancel(None)))
-    pipe.send(b"")
+    _send(connection, lock, 0, ("", "abort"))
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -284,103 +287,124 @@ def _end(process: subprocess.Popen[bytes], pipe: Pipe, owner: int) -> None:
 class _TrainersLog(logging.Handler):
     """Says in the trainer's log what is said here; on this process's own when it is gone."""
 
-    def __init__(self, send: Callable[[Logged], None], is_orphan: threading.Event) -> None:
+    def __init__(self, process: _Process) -> None:
         super().__init__()
-        self._send = send
-        self._is_orphan = is_orphan
+        self._process = process
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._is_orphan.is_set():
-            self._send(Logged(record.levelno, record.getMessage()))
+        if not self._process.is_orphan:
+            self._process.send(0, "", "log", record.levelno, record.getMessage())
         elif logging.lastResort is not None:
             logging.lastResort.handle(record)
+
+
+class _RemoteTrainer:
+    """The `Trainer` of a save, in another process."""
+
+    def __init__(self, process: _Process, task: WriteTask) -> None:
+        self._process = process
+        self._task = task
+
+    def _send(self, name: str, *arguments: object) -> None:
+        self._process.send(self._task.rank, self._task.save_id, name, *arguments)
+
+    def free(self, slot: int) -> None:
+        self._send("free", slot)
+
+    def stop_staging(self) -> None:
+        self._send("stop_staging")
+
+    def see(self, point: str, num_bytes: int = 0) -> None:
+        self._send("see", point, num_bytes)
+
+    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
+        self._process.log_end(self._task, error)
+        self._send("end", error, parts)
 
 
 class _Process:
     """The saves of this process and what they have in common."""
 
-    def __init__(self, pipe: Pipe, chunks: SharedChunks, parent: int) -> None:
-        self._pipe = pipe
+    def __init__(self, connection: Connection, chunks: SharedChunks, parent: int) -> None:
+        self._connection = connection
         self._parent = parent
         self._chunks = chunks
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[int, tuple[object, ...]] | None]
+        self._outgoing = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, name="outgoing", daemon=True)
         self._sender.start()
-        self._saves: dict[int, tuple[SaveServer, threading.Thread]] = {}
-        self._is_orphan = threading.Event()
+        self._saves: dict[str, tuple[SaveWriter, threading.Thread]] = {}
+        self.is_orphan = False
         self._is_aborted = False
-        log = _TrainersLog(lambda line: self._send(ALL_SAVES, 0, line), self._is_orphan)
-        _LOGGER.addHandler(log)
+        _LOGGER.addHandler(_TrainersLog(self))
 
     def run(self) -> None:
         """Follow the trainer's messages to their end, and the saves to theirs."""
-        while data := self._receive():
-            number, message = decode_for_server(data)
-            if isinstance(message, WriteTask):
-                self._begin(number, message)
-            elif number == ALL_SAVES:
+        while message := self._receive():
+            save_id, name, *arguments = message
+            if name == "begin":
+                self._begin(*arguments)
+            elif name == "abort":
                 self._is_aborted = True
-                for server, _ in self._saves.values():
-                    server.receive(message)
-            elif number in self._saves:  # otherwise it has ended
-                self._saves[number][0].receive(message)
-        self._is_orphan.set()
-        for server, _ in self._saves.values():
-            if not server.staged.is_set():
+                for writer, _ in self._saves.values():
+                    writer.cancel(None)
+                break
+            elif save_id in self._saves:  # otherwise it has ended
+                getattr(self._saves[save_id][0], name)(*arguments)
+        self.is_orphan = True
+        for writer, _ in self._saves.values():
+            if not writer.staged.is_set():
                 error = ExchangeError(
-                    f"the trainer of rank {server.task.rank} ended while it staged the save to "
-                    f"{server.task.place}; see why it died. The previous checkpoint is untouched."
+                    f"the trainer of rank {writer.task.rank} ended while it staged the save to "
+                    f"{writer.task.place}; see why it died. The previous checkpoint is untouched."
                 )
-                server.receive(Cancel(error))
-                server.receive(StagingEnded(error))
+                writer.cancel(error)
+                writer.end_staging(error)
         for _, thread in self._saves.values():
             thread.join()
         # All that is queued is sent, but a trainer that does not listen is not waited for.
         self._outgoing.put(None)
         self._sender.join(_LAST_SECONDS)
 
-    def _receive(self) -> bytes:
-        """The next message of the trainer; empty if there is no further one.
+    def send(self, rank: int, *message: object) -> None:
+        """Send the trainer a message of a rank."""
+        self._outgoing.put((rank, message))
 
-        Children that the trainer has forked have copies of its end, and may outlive it. So the end
-        of the parent is the end of the connection, too.
-        """
-        while not self._pipe.has_message(_PARENT_SECONDS):
-            if os.getppid() != self._parent and not self._pipe.has_message(0):
-                return b""
-        return self._pipe.receive()
-
-    def _begin(self, number: int, task: WriteTask) -> None:
-        self._saves = {one: save for one, save in self._saves.items() if save[1].is_alive()}
-
-        def send(message: ToClient) -> None:
-            if isinstance(message, Ended):
-                self._log_end(task, message.error)
-            self._send(number, task.rank, message)
-
-        last = open_storage(task.last_place) if task.sources else None
-        server = SaveServer(task, open_storage(task.place), last, self._chunks.chunk, send)
-        thread = threading.Thread(target=server.run, name="remesh-save")
-        self._saves[number] = (server, thread)
-        thread.start()
-
-    def _log_end(self, task: WriteTask, error: BaseException | None) -> None:
+    def log_end(self, task: WriteTask, error: BaseException | None) -> None:
         """Log how a save has ended that its trainer cannot hear of."""
-        if self._is_orphan.is_set() and not self._is_aborted:
+        if self.is_orphan and not self._is_aborted:
             end = "is committed" if error is None else f"failed: {error}"
             text = "rank %d ended before its save to %s did; the save %s"
             _LOGGER.warning(text, task.rank, task.place, end)
 
-    def _send(self, number: int, rank: int, message: ToClient) -> None:
-        self._outgoing.put(encode(number, rank, message))
+    def _receive(self) -> list[Any] | None:
+        """The next message of the trainer; None if there is no further one.
+
+        Children that the trainer has forked have copies of its end, and may outlive it. So the end
+        of the parent is the end of the connection, too.
+        """
+        while not self._connection.poll(_PARENT_SECONDS):
+            if os.getppid() != self._parent and not self._connection.poll():
+                return None
+        return _receive(self._connection)
+
+    def _begin(self, task: WriteTask) -> None:
+        self._saves = {one: save for one, save in self._saves.items() if save[1].is_alive()}
+        last = open_storage(task.last_place) if task.sources else None
+        trainer = _RemoteTrainer(self, task)
+        writer = SaveWriter(task, open_storage(task.place), last, self._chunks.chunk, trainer)
+        thread = threading.Thread(target=writer.run, name="remesh-save")
+        self._saves[task.save_id] = (writer, thread)
+        thread.start()
 
     def _send_queued(self) -> None:
-        while (data := self._outgoing.get()) is not None:
-            self._pipe.send(data)
+        lock = threading.Lock()
+        while (item := self._outgoing.get()) is not None:
+            _send(self._connection, lock, *item)
 
 
 def main() -> None:
     """Run the process, given two descriptors, the size of a chunk and the parent's id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, arena, chunk_bytes, parent = map(int, sys.argv[1:5])
-    _Process(Pipe(Connection(descriptor)), SharedChunks(arena, chunk_bytes), parent).run()
+    _Process(Connection(descriptor), SharedChunks(arena, chunk_bytes), parent).run()

@@ -5,7 +5,7 @@ An asynchronous save has a foreground and a background.
 * Foreground, collective: the ranks agree on who writes what, and each copies its share into its
   arena (`remesh.pipeline.stage`). Then `save_async` returns and the trainer may change everything.
 * Background, on each rank alone: the arena's chunks are written, made durable and committed
-  (`server`), by a thread, or by a process that shares the arena. No collective is used, so the
+  (`writer`), by a thread, or by a process that shares the arena. No collective is used, so the
   training's own are never disturbed.
 
 A failure is raised by `result` of the handle, or by the saver's next save that has to wait for the
@@ -27,10 +27,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from remesh.background.client import SaveClient, SaveHandle, Server
-from remesh.background.process import RemoteServer, ServerProcess
-from remesh.background.protocol import ToClient, WriteTask
-from remesh.background.server import SaveServer
+from remesh.background.handle import SaveHandle
+from remesh.background.process import RemoteWriter, WriterProcess
+from remesh.background.save import BackgroundSave
+from remesh.background.writer import SaveWriter, WriteTask
 from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_count, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
@@ -41,7 +41,7 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.report import SaveReport
-from remesh.checkpoint.save_plan import RankSavePlan, plan_rank
+from remesh.checkpoint.save_plan import RankSavePlan, plan_on_all
 from remesh.checkpoint.saving import check_compress, options_of, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
@@ -52,6 +52,8 @@ from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.pipeline import Compress
 from remesh.pipeline.arena import Arena
+from remesh.pipeline.collect import CollectingStager
+from remesh.pipeline.stage import Stager
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
 from remesh.storage import (
@@ -149,7 +151,7 @@ class Saver:
         self._warming: threading.Thread | None = None
         self._using = threading.Lock()  # held while a save of `save_async` begins, or memory goes
         self._idle: threading.Timer | None = None
-        self._process: ServerProcess | None = None
+        self._process: WriterProcess | None = None
         self._arena = self._new_arena()
         if self._has_process:
             self._live_process()
@@ -288,14 +290,12 @@ class Saver:
             emit=emit,
             earlier=_failure_of(make_room),
         )
-        planned: list[RankSavePlan] = []
-        started: list[SaveClient] = []
+        mine = plan_on_all(exchange, storage, agreed, self._cache.history)
+        started: list[BackgroundSave] = []
 
         def start() -> bytes:
-            planned.append(plan_rank(exchange, storage, agreed, self._cache.history))
-            self._set_budget(planned[0].stream.layout.num_bytes)
-            started.append(self._client(exchange, path, storage, planned[0], emit, begun))
-            started[0].start(daemon=self._at_exit == "abort")
+            self._set_budget(mine.stream.layout.num_bytes)
+            started.append(self._start(exchange, path, storage, mine, emit, begun))
             return b""
 
         try:
@@ -303,10 +303,9 @@ class Saver:
         except BaseException as error:
             for save in started:
                 save.withdraw(error)
-            for mine in planned:
-                mine.remove_kept(storage)
+            mine.remove_kept(storage)
             raise
-        [mine], [save] = planned, started
+        [save] = started
         self._in_flight.append(save.handle)
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.
@@ -338,7 +337,7 @@ class Saver:
             self._arena.close()
             self._arena = self._new_arena()
 
-    def _client(
+    def _start(
         self,
         exchange: Exchange,
         path: Any,
@@ -346,12 +345,16 @@ class Saver:
         mine: RankSavePlan,
         emit: Emit,
         begun: float,
-    ) -> SaveClient:
-        """The client that does a save from here on."""
-        num_bytes, last = mine.stream.layout.num_bytes, mine.history.storage
-        fits = self._arena.budget >= mine.stream.layout.num_chunks * CHUNK_SIZE
-        is_slow = storage.copying == "slow"
-        may_copy = fits and last is not None and is_slow
+    ) -> BackgroundSave:
+        """Take all that a save needs from here on and that may be refused."""
+        stream, last = mine.stream, mine.history.storage
+        num_chunk_bytes = stream.layout.num_chunks * CHUNK_SIZE
+        may_copy = (
+            mine.files
+            and last is not None
+            and storage.copying == "slow"
+            and self._arena.budget >= num_chunk_bytes
+        )
         task = WriteTask(
             _place_for_process(path, storage) if self._has_process else storage.url,
             mine.agreed.save_id,
@@ -360,39 +363,38 @@ class Saver:
             self._deadline,
             self._report_seconds,
             mine.agreed.options.format,
-            mine.stream.files,
-            num_bytes if mine.stream.files.paths else 0,
-            mine.stream.parts,
+            stream.files,
+            stream.layout.num_bytes if stream.files.paths else 0,
+            stream.parts,
             mine.kept,
             "" if last is None else last.url,
-            mine.sources if may_copy and mine.files else [],
-            self._arena.num_ready_bytes < mine.stream.layout.num_chunks * CHUNK_SIZE,
+            mine.sources if may_copy else [],
+            self._arena.num_ready_bytes < num_chunk_bytes,
             mine.agreed.global_plan,
         )
-        devices = device_staging(piece.memory for piece in mine.stream.layout.pieces)
+        devices = device_staging(piece.memory for piece in stream.layout.pieces)
+        copies = None
         if devices is not None:
-            self._arena.pin_with(devices[0])
+            pin, copies = devices
+            self._arena.pin_with(pin)
+        stager = (
+            Stager(stream.layout, self._arena, copies)
+            if stream.collection is None
+            else CollectingStager(stream.collection, stream.layout, self._arena, copies)
+        )
 
         def remember(parts: Sequence[Part]) -> SaveReport:
             self._cache.history = mine.committed(storage, parts)
             return SaveReport.of(parts, time.monotonic() - begun)
 
-        def connect(send: Callable[[ToClient], None]) -> Server:
-            if self._has_process:
-                return RemoteServer(self._live_process(), task, storage, send)
-            return SaveServer(task, storage, last, self._arena.chunk, send)
-
-        return SaveClient(
-            task,
-            storage.url,
-            mine.stream.layout,
-            self._arena,
-            connect=connect,
-            emit=emit,
-            copies=None if devices is None else devices[1],
-            collection=mine.stream.collection,
-            on_commit=remember,
+        save = BackgroundSave(task, storage.url, stager, self._arena, emit, remember)
+        writer = (
+            RemoteWriter(self._live_process(), task, storage, save)
+            if self._has_process
+            else SaveWriter(task, storage, last, self._arena.chunk, save)
         )
+        save.start(writer, daemon=self._at_exit == "abort")
+        return save
 
     def _warm_beside(self, num_bytes: int, after: Callable[[], object] | None = None) -> None:
         """Get memory for a file ready in the background, unless it is or that is under way."""
@@ -460,13 +462,13 @@ class Saver:
             return CancelledError(f"the save to {oldest.url} was cancelled")
         return oldest.exception()
 
-    def _live_process(self) -> ServerProcess:
+    def _live_process(self) -> WriterProcess:
         """The writer process; another one, if it died."""
         if self._process is not None and self._process.is_lost:
             self._process.close()
             self._process = None
         if self._process is None:
-            self._process = ServerProcess(self._arena.file, CHUNK_SIZE)
+            self._process = WriterProcess(self._arena.file, CHUNK_SIZE)
         return self._process
 
     def _new_arena(self) -> Arena:

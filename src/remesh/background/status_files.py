@@ -1,12 +1,11 @@
-"""Status files of a background save, in the folder of its data files.
+"""Status files: how the ranks of a background save learn of each other.
 
-Each has a digest of its content (`seal`). A file whose bytes are not what was
-written is read again; if they stay wrong, the save fails.
+In the background there are no collectives: the ranks of a save find each other through the storage
+that they write to, which every rank reaches, even when the process group is gone. The files lie in
+the folder of the save's data files. Each has a digest of its content (`seal`). A file whose bytes
+are not what was written is read again; if they stay wrong, the save fails.
 
-In the background there are no collectives: the ranks of a save learn of each other through the
-storage that they write to, which every rank reaches, even when the process group is gone.
-
-* `part-<rank>`: this rank's file is durable, or it is done without one.
+* `part-<rank>`: this rank's files are durable, or it is done without any; its reply to rank 0.
 * `failed-<rank>`: this rank has failed. `failed`, put by rank 0: the whole save has.
 * `progress-<rank>`: how far this rank is, in a save that takes long.
 
@@ -16,56 +15,158 @@ are of. There rank 0 puts one more file:
 
 * `committed`: the checkpoint exists. A rank that has seen it removes its own part, and the last of
   them the file itself, so that nothing is left.
+
+The requests of the whole job are bounded, whatever its size: the more ranks there are, the longer
+the time between two looks of one, and the looks of different ranks are spread over that time. In a
+small job a rank looks often at first, and less often the longer it waits. A rank that waits longer
+than the deadline fails by itself. A save that takes long is reported: each rank says now and then
+how far it is, and rank 0 logs who is missing and who is slowest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
+from remesh.checkpoint.commit import failure_path
 from remesh.core.integrity import NUM_READINGS, raw_digest
-from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError, StorageError
+from remesh.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ExchangeError,
+    RemeshError,
+    StorageError,
+)
 from remesh.exchange import decode_failure, encode_failure
-from remesh.formats.framing import Part
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.storage import Storage
 
+_LOGGER = logging.getLogger("remesh")
+
+GRACE_SECONDS = 2.0
+"""How much longer other ranks wait than rank 0, which knows who is missing and says so."""
+
+REQUESTS_PER_SECOND = 400.0
+"""What all ranks that wait for the end ask of the storage, together."""
+
+COORDINATOR_REQUESTS_PER_SECOND = 100.0
+"""What rank 0 asks while it waits for the others."""
+
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 1.0
+"""Time between two looks, unless there are so many ranks that it must be longer."""
+
+WAITED_SHARE = 0.05
+"""In between, this share of the time that was waited already."""
+
+_REQUESTS_OF_A_LOOK = 2
+"""A rank that waits for the end reads the commit record and the note of a failure."""
+
+_NAMES_OF_A_REQUEST = 1000
+"""Object stores list so many names at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When one rank looks."""
+
+    first: float  # seconds from the moment when it begins to wait to its first look
+    least: float  # seconds between two looks at least
+
+    def pause(self, waited: float) -> float:
+        """Seconds from the end of a look to the next one, when so many were waited already."""
+        usual = min(max(waited * WAITED_SHARE, SHORTEST_SECONDS), LONGEST_SECONDS)
+        return max(usual, self.least)
+
+
+def schedule_of(rank: int, num_ranks: int) -> Schedule:
+    """How rank 0 looks for the files of the others, and another rank for the end of the save."""
+    if rank == 0:
+        # The folder has a file and a note of each rank.
+        num_requests = 1 + 2 * num_ranks // _NAMES_OF_A_REQUEST
+        return Schedule(0.0, num_requests / COORDINATOR_REQUESTS_PER_SECOND)
+    least = num_ranks * _REQUESTS_OF_A_LOOK / REQUESTS_PER_SECOND
+    # Ranks of a job begin to wait at about the same time.
+    return Schedule(least * rank / num_ranks if least > SHORTEST_SECONDS else 0.0, least)
+
 
 class StatusFiles:
-    """The status files of one save, as one rank uses them."""
+    """The status files of one save, as one rank uses them.
 
-    def __init__(self, storage: Storage, file_format: str, save_id: str, rank: int) -> None:
+    `deadline` is the time that the rank waits for others before it fails, `report_seconds` that
+    between two reports of a save that takes long.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        file_format: str,
+        save_id: str,
+        rank: int,
+        num_ranks: int = 1,
+        *,
+        deadline: float = 0.0,
+        report_seconds: float = 0.0,
+    ) -> None:
         self._storage = storage
         self._shows_commit = writer_of(file_format).is_committed
         self._save_id = save_id
         self._rank = rank
+        self._num_ranks = num_ranks
+        self._deadline = deadline
+        self._report_seconds = report_seconds
         self._folder = data_folder(save_id)
-        self._parts: dict[int, list[Part]] = {}
+        self._found: set[str] = set()  # on rank 0, what was there when it last looked
+        self._replies: dict[int, bytes] = {}  # on rank 0, those that it has read
+        self._given_up: BaseException | None = None
+        self._wake = threading.Event()
+        self.is_counted = False  # whether rank 0 may commit this rank's files
 
-    @property
-    def end_path(self) -> str:
-        """The file that says that the whole save has failed."""
-        return self._path("failed", 0)
+    def run_joined(
+        self,
+        each: Callable[[], bytes],
+        join: Callable[[list[bytes]], object],
+        undo: Callable[[], None],
+    ) -> None:
+        """As `remesh.exchange.run_joined`, by files; `join` commits, so a failure in it is final.
 
-    def put_parts(self, parts: Sequence[Part]) -> None:
-        """Say that this rank's files are durable, or that it is done without any."""
-        self._put("part", msgspec.msgpack.encode(list(parts)))
+        A rank that fails puts its failure in place of its reply. Rank 0 then puts the failure of
+        the save, which every rank raises, and undoes.
+        """
+        if self._rank == 0:
+            self._lead(each, join, undo)
+        else:
+            self._follow(each)
+        with suppress(StorageError):  # the checkpoint is there
+            self._clear()
+
+    def give_up(self, error: BaseException) -> None:
+        """Let this rank fail with an error as soon as it can, and the save with it."""
+        self._given_up = error
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raise what the save was given up for."""
+        if self._given_up is not None:
+            raise self._given_up
 
     def put_progress(self, written_bytes: int, num_bytes: int) -> None:
         """Say how far this rank is, in a save that takes long."""
         self._put("progress", msgspec.msgpack.encode((written_bytes, num_bytes)))
 
-    def put_failure(self, error: BaseException) -> None:
-        """Say that this rank has failed; a failure of rank 0 is that of the whole save."""
-        self._put("failed", encode_failure(self._rank, error))
-
     def report(self, error: BaseException) -> BaseException:
-        """`put_failure`; the error, with a note if the storage refuses."""
+        """Say that this rank has failed, or rank 0 that the save has.
+
+        The error, with a note if the storage refuses.
+        """
         try:
-            self.put_failure(error)
+            self._put_failure(error)
         except StorageError as also:
             error.add_note(f"The other ranks could not be told: {also}")
         return error
@@ -79,34 +180,70 @@ class StatusFiles:
         except CheckpointError:
             return False
 
-    def failure_of_save(self) -> RemeshError | None:
-        """Why rank 0 gave the save up, if it did."""
+    # -----------------------------------------------------------------------------------------
+    # Rank 0
+    # -----------------------------------------------------------------------------------------
+
+    def _lead(
+        self,
+        each: Callable[[], bytes],
+        join: Callable[[list[bytes]], object],
+        undo: Callable[[], None],
+    ) -> None:
         try:
-            return decode_failure(read_sealed(self._storage, self.end_path))
-        except CheckpointNotFoundError:
-            return None
+            own = each()
+            self._wait_for_replies()
+        except BaseException as error:
+            # The failure comes first, so that a rank whose directory goes away finds out why. On a
+            # full disk there is room for it only afterwards.
+            try:
+                self._put_failure(error)
+                is_told = True
+            except StorageError:
+                is_told = False
+            undo()
+            if not is_told:
+                self.report(error)
+            raise
+        try:
+            join([own, *(self._replies[rank] for rank in range(1, self._num_ranks))])
+        except BaseException as error:
+            self.report(error)
+            raise
 
-    def missing_parts(self, ranks: Sequence[int]) -> list[int]:
-        """Rank 0: the ranks whose parts are not there yet.
+    def _wait_for_replies(self) -> None:
+        next_report = self._report_seconds
+        for waited in self._looks():
+            self.check()
+            missing = self._missing()
+            if not missing:
+                return
+            if waited > self._deadline:
+                how_far = self.describe_progress(missing)
+                raise self._too_late(waited, f"ranks {missing} to finish their files ({how_far})")
+            if waited >= next_report:
+                next_report = waited + self._report_seconds
+                text = "the save to %s waits since %.0f s for %d of %d ranks; %s"
+                how_far = self.describe_progress(missing)
+                counts = len(missing), self._num_ranks
+                _LOGGER.warning(text, self._storage.url, waited, *counts, how_far)
 
-        Raises what a rank says it failed with, also after it had put its part.
+    def _missing(self) -> list[int]:
+        """The ranks whose replies are not there yet. Raises what a rank says it failed with.
+
+        A rank may fail also after it had put its reply.
         """
-        found = set(self._storage.list(f"{self._folder}/"))
-        failures = [path for path in found if path.startswith(f"{self._folder}/failed-")]
+        missing = [rank for rank in range(1, self._num_ranks) if rank not in self._replies]
+        if self._num_ranks == 1:
+            return missing
+        self._found = set(self._storage.list(f"{self._folder}/"))
+        failures = [path for path in self._found if path.startswith(f"{self._folder}/failed-")]
         if failures:
             raise decode_failure(read_sealed(self._storage, min(failures)))
-        missing = []
-        for rank in ranks:
-            if self._path("part", rank) in found:
-                data = read_sealed(self._storage, self._path("part", rank))
-                self._parts[rank] = msgspec.msgpack.decode(data, type=list[Part])
-            else:
-                missing.append(rank)
-        return missing
-
-    def parts(self, num_ranks: int) -> list[list[Part]]:
-        """Rank 0, when no part is missing: what each rank says of its files."""
-        return [self._parts[rank] for rank in range(num_ranks)]
+        for rank in missing:
+            if self._path("part", rank) in self._found:
+                self._replies[rank] = read_sealed(self._storage, self._path("part", rank))
+        return [rank for rank in missing if rank not in self._replies]
 
     def describe_progress(self, ranks: Sequence[int]) -> str:
         """How far some ranks are that have not finished: who is slowest."""
@@ -131,30 +268,117 @@ class StatusFiles:
             texts.append(f"ranks {silent} have not said how far they are")
         return "; ".join(texts)
 
-    def clear(self, num_ranks: int) -> None:
-        """After the commit: remove status files that no rank needs any more."""
-        if self._shows_commit is None and num_ranks > 1:
-            self._leave()
-        elif self._rank == 0:
-            parts = [self._path("part", rank) for rank in self._parts]
-            progress = self._storage.list(f"{self._folder}/progress-")
-            self._storage.delete_many([*parts, *progress])
+    # -----------------------------------------------------------------------------------------
+    # The other ranks
+    # -----------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """Remove this rank's part; who finds no other one removes what is left."""
-        if self._rank == 0:
-            self._storage.put(self._path("committed", 0), b"", overwrite=True)
-        self._storage.delete(self._path("part", self._rank))
-        found = self._storage.list(f"{self._folder}/")
-        if not any(path.startswith(f"{self._folder}/part-") for path in found):
-            self._storage.delete_many(found)
+    def _follow(self, each: Callable[[], bytes]) -> None:
+        try:
+            reply = each()
+            # Rank 0 may have removed all files before this rank had written its own.
+            failure = self._failure_of_save()
+            if failure is None:
+                self.is_counted = True
+                self._put("part", reply)
+        except BaseException as error:
+            cause = self._cause_of(error)
+            if cause is error:
+                self.report(error)
+                raise
+            raise cause from error
+        if failure is not None:
+            raise failure
+        self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        """Wait until the save is committed or given up."""
+        is_told = False
+        for waited in self._looks():
+            if self.is_committed():
+                return
+            failure = self._failure_of_save()
+            if failure is not None:
+                raise failure
+            if waited > self._deadline + GRACE_SECONDS:
+                raise self._too_late(waited, "rank 0 to commit")
+            if self._given_up is not None and not is_told:
+                is_told = True
+                self._put_failure(self._given_up)
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Why this rank has failed, given how.
+
+        If rank 0 has given the save up, its reason is: files that it has removed are no cause.
+        """
+        if not isinstance(error, StorageError):
+            return error
+        try:
+            return self._failure_of_save() or error
+        except StorageError:
+            return error  # it says what is wrong with the storage
+
+    def _failure_of_save(self) -> RemeshError | None:
+        """Why rank 0 gave the save up, if it did."""
+        try:
+            return decode_failure(read_sealed(self._storage, failure_path(self._save_id)))
+        except CheckpointNotFoundError:
+            return None
+
+    # -----------------------------------------------------------------------------------------
+    # All ranks
+    # -----------------------------------------------------------------------------------------
+
+    def _looks(self) -> Iterator[float]:
+        """Wait for the next look at the storage, which comes at once after `give_up`.
+
+        The seconds that were waited.
+        """
+        schedule, started = schedule_of(self._rank, self._num_ranks), time.monotonic()
+        pause = schedule.first
+        while True:
+            self._wake.wait(pause)
+            self._wake.clear()
+            waited = time.monotonic() - started
+            yield waited
+            pause = schedule.pause(waited)
+
+    def _too_late(self, waited: float, what: str) -> ExchangeError:
+        return ExchangeError(
+            f"rank {self._rank} waited {waited:.0f} s for {what} in the save to "
+            f"{self._storage.url}. Look for the first rank that died or stopped; the previous "
+            "checkpoint is untouched."
+        )
+
+    def _clear(self) -> None:
+        """After the commit: remove status files that no rank needs any more."""
+        if self._num_ranks == 1:
+            return
+        if self._shows_commit is None:
+            if self._rank == 0:
+                self._storage.put(self._path("committed", 0), b"", overwrite=True)
+            else:
+                self._storage.delete(self._path("part", self._rank))
+            found = self._storage.list(f"{self._folder}/")
+            if not self._of_ranks(found, "part"):
+                self._storage.delete_many(found)  # this is the last rank
+        elif self._rank == 0:
+            of_ranks = self._of_ranks(self._found, "part") + self._of_ranks(self._found, "progress")
+            self._storage.delete_many(of_ranks)
+
+    def _of_ranks(self, paths: Collection[str], kind: str) -> list[str]:
+        return [path for path in paths if path.startswith(f"{self._folder}/{kind}-")]
+
+    def _put_failure(self, error: BaseException) -> None:
+        if self._num_ranks > 1:
+            self._put("failed", encode_failure(self._rank, error))
 
     def _put(self, kind: str, data: bytes) -> None:
         self._storage.put(self._path(kind, self._rank), seal(data), overwrite=True)
 
     def _path(self, kind: str, rank: int) -> str:
-        of_save = kind == "committed" or (kind == "failed" and rank == 0)
-        return f"{self._folder}/{kind if of_save else f'{kind}-{rank:05d}'}.msgpack"
+        if kind == "failed" and rank == 0:
+            return failure_path(self._save_id)
+        return f"{self._folder}/{kind if kind == 'committed' else f'{kind}-{rank:05d}'}.msgpack"
 
 
 def seal(data: bytes) -> bytes:

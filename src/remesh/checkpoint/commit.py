@@ -1,16 +1,21 @@
-"""The end of a save: rank 0 makes a checkpoint exist once every rank's files are durable.
+"""The end of a save: all ranks write, and rank 0 makes a checkpoint exist once that is durable.
+
+This is one sequence (`write_and_commit`) for every format, and for saves in the foreground and in
+the background alike. What differs is how rank 0 learns of the files of the others, and they of the
+end: by the exchange (`remesh.exchange.run_joined`), or by small files in the storage
+(`remesh.background.status_files`).
 
 What is left to do once all data files are durable is short: the small files, of which the last is
 the mark. Or the save is given up, and what was written is removed (`give_up`).
-
-This serves every format, and saves in the foreground and in the background alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+
+import msgspec
 
 from remesh import catalog
 from remesh.checkpoint.agree import GlobalSavePlan
@@ -24,6 +29,46 @@ from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
 from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.storage import Storage, ask_together
+
+Join = Callable[
+    [Callable[[], bytes], Callable[[list[bytes]], list[bytes]], Callable[[], None]], object
+]
+"""Runs a step on every rank, joins the results on rank 0, or undoes: `run_joined` of some ranks."""
+
+
+def write_and_commit(
+    join: Join,
+    storage: Storage,
+    save: GlobalSavePlan | None,
+    write: Callable[[], list[Part]],
+    emit: Emit,
+) -> list[Part]:
+    """Write this rank's files, and let rank 0 commit those of all ranks; what this rank wrote.
+
+    On rank 0 `save` is what it knows of the save. All ranks raise the failure of one.
+    """
+    parts: list[Part] = []
+
+    def write_mine() -> bytes:
+        parts.extend(write())
+        return msgspec.msgpack.encode(parts)
+
+    def commit(replies: list[bytes]) -> list[bytes]:
+        assert save is not None
+        finish(storage, save, decode_parts(replies), emit)
+        return [b""] * len(replies)
+
+    def undo() -> None:
+        assert save is not None
+        give_up(storage, save)
+
+    join(write_mine, commit, undo)
+    return parts
+
+
+def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:
+    """The parts that ranks have sent, in rank order."""
+    return [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]
 
 
 def last_steps(
@@ -138,10 +183,13 @@ def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[s
             remove_orphans(storage)
 
 
-def give_up(
-    storage: Storage, save: GlobalSavePlan, *, keep: str = "", put: Sequence[str] = ()
-) -> None:
-    """Rank 0, when a rank has failed: remove the data files of all ranks, but the file `keep`.
+def failure_path(save_id: str) -> str:
+    """The file that says to the ranks of a background save why it has failed."""
+    return f"{data_folder(save_id)}/failed.msgpack"
+
+
+def give_up(storage: Storage, save: GlobalSavePlan, *, put: Sequence[str] = ()) -> None:
+    """Rank 0, when a rank has failed: remove the data files of all ranks.
 
     A checkpoint that is a single file with its final name from the beginning stays: it is whole if
     it is there, and may be another writer's. The small files in `put` are removed as well.
@@ -155,7 +203,7 @@ def give_up(
         paths = [frame.path for frames in of_rank for frame in frames]
         if not (writer.object_names and decode_files(save.grid).names == "final"):
             remove_paths(storage, paths)
-    remove_files(storage, save.save_id, keep=keep)
+    remove_files(storage, save.save_id, keep=failure_path(save.save_id))
     # Where a checkpoint was to be replaced, small files with fixed names may be its own.
     remove_paths(storage, [path for path in put if save.replaced is None or save.save_id in path])
 

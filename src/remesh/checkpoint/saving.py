@@ -16,17 +16,15 @@ all ranks raise it, and rank 0 gives the save up: it removes what was written.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, get_args
 
-import msgspec
-
 from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import finish, give_up, remove_own
+from remesh.checkpoint.commit import remove_own, write_and_commit
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.report import SaveReport
 from remesh.checkpoint.save_plan import RankSavePlan, plan_on_all
@@ -192,18 +190,9 @@ def save_agreed(
             emit = shown.enter_context(showing(moments, "saving", exchange.rank, storage.url))
         agreed = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
         mine = plan_on_all(exchange, storage, agreed, cache.history)
-        parts: list[Part] = []
-
-        def write_mine() -> bytes:
-            parts.extend(write(storage, mine, emit))
-            return msgspec.msgpack.encode(parts)
-
-        def commit(replies: list[bytes]) -> list[bytes]:
-            finish(storage, agreed.on_rank_0, decode_parts(replies), emit)
-            return [b""] * len(replies)
-
+        join, write_mine = partial(run_joined, exchange), partial(write, storage, mine, emit)
         try:
-            run_joined(exchange, write_mine, commit, lambda: give_up(storage, agreed.on_rank_0))
+            parts = write_and_commit(join, storage, agreed.global_plan, write_mine, emit)
         except NotSharedError:
             # Rank 0 has removed what it sees; this rank's files lie elsewhere.
             remove_own(storage, agreed.save_id, mine.paths)
@@ -234,8 +223,3 @@ def write(storage: Storage, mine: RankSavePlan, emit: Emit) -> list[Part]:
     storage.sync()
     emit("save.file_finished", num_bytes)
     return [*mine.kept, *map(as_written, stream.parts, written)]
-
-
-def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:
-    """The parts that ranks have told, in rank order."""
-    return [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]

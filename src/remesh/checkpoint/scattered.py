@@ -31,12 +31,12 @@ import numpy as np
 
 from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.buffers import Buffers
-from remesh.checkpoint.commit import last_steps, remove_own
+from remesh.checkpoint.commit import decode_parts, last_steps, remove_own
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
 from remesh.checkpoint.match import LoadOptions, RankReads
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import plan_on_all
-from remesh.checkpoint.saving import decode_parts, write
+from remesh.checkpoint.saving import write
 from remesh.checkpoint.stored import StoredState
 from remesh.core.dtypes import CarrierDType
 from remesh.core.geometry import Box

@@ -1,0 +1,212 @@
+"""The writing side of a background save: writes what is staged, and sees the save to its end.
+
+It writes the chunks that the trainer's side stages, makes the files durable and commits them with
+those of the other ranks, as every save does (`remesh.checkpoint.commit`), by `status_files`.
+
+It runs in a thread of the trainer, or in a process of its own (`process`), which has the trainer's
+arena and never imports torch. So nothing here knows of tensors or of the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from remesh.background.status_files import StatusFiles
+from remesh.checkpoint.agree import GlobalSavePlan
+from remesh.checkpoint.commit import write_and_commit
+from remesh.checkpoint.unchanged import FileSource, remove_paths
+from remesh.errors import StorageError
+from remesh.formats.framing import Part, as_written
+from remesh.pipeline import StreamFiles
+from remesh.pipeline.arena import Chunk
+from remesh.pipeline.stage import Filled, StagedWriter
+from remesh.pipeline.write import ChunkWriter
+from remesh.storage import Storage
+
+_LOGGER = logging.getLogger("remesh")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteTask:
+    """The task of one rank, with all that ends the save."""
+
+    place: str  # where the save goes, as another process opens it
+    save_id: str  # names the save
+    rank: int
+    num_ranks: int  # number of ranks
+    deadline: float  # seconds that the save waits for other ranks before it fails
+    report_seconds: float  # seconds between two reports of a save that takes long
+    format: str  # name of the format
+    files: StreamFiles  # the data files that this rank writes
+    num_bytes: int  # size of the stream that they are cut from
+    parts: Sequence[Part]  # what this rank will say of them, without digests
+    kept: Sequence[Part]  # what it says of files that did not change, which are there already
+    last_place: str  # where the last checkpoint is, as another process opens it
+    sources: Sequence[FileSource]
+    """Files of it that files of the stream may be; all chunks fit into the arena then."""
+    at_once: bool  # whether writing begins with the first chunk, and not when all are staged
+    global_plan: GlobalSavePlan | None  # on rank 0, what it knows of the save
+
+    def status(self, storage: Storage) -> StatusFiles:
+        """The status files of the save, as this rank uses them."""
+        return StatusFiles(
+            storage,
+            self.format,
+            self.save_id,
+            self.rank,
+            self.num_ranks,
+            deadline=self.deadline,
+            report_seconds=self.report_seconds,
+        )
+
+
+class Trainer(Protocol):
+    """What a writer tells the trainer's side."""
+
+    def free(self, slot: int) -> None:
+        """A slot of the arena is free again."""
+        ...
+
+    def stop_staging(self) -> None:
+        """The files are given up."""
+        ...
+
+    def see(self, point: str, num_bytes: int = 0) -> None:
+        """An event of `remesh.events.SAVE_POINTS`; what it raises fails the save."""
+        ...
+
+    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
+        """The save has failed, or is committed; then `parts` says what this rank wrote."""
+        ...
+
+
+class SaveWriter:
+    """One save on one rank: `run` does it in a thread; the rest is called meanwhile.
+
+    Files may be copied from the checkpoint in `last`; `chunk` finds the chunk in a slot.
+    """
+
+    def __init__(
+        self,
+        task: WriteTask,
+        storage: Storage,
+        last: Storage | None,
+        chunk: Callable[[int], Chunk],
+        trainer: Trainer,
+    ) -> None:
+        self.task = task
+        self._storage = storage
+        self._last = last
+        self._chunk = chunk
+        self._trainer = trainer
+        self._status = task.status(storage)
+        self._writer = StagedWriter(lambda chunk: trainer.free(chunk.slot), at_once=task.at_once)
+        self.staged = threading.Event()  # the trainer stages no more, well or not
+        self._staging_error: BaseException | None = None
+        self._copied: set[int] = set()
+
+    def fill(self, number: int, num_bytes: int, slot: int) -> None:
+        """Chunk `number` of the stream is in a slot of the arena."""
+        self._writer.put(Filled(number, num_bytes, self._chunk(slot)))
+
+    def end_staging(self, error: BaseException | None) -> None:
+        """No further chunk comes; the error says why, if not all is staged."""
+        self._staging_error = error
+        if error is not None:
+            self._writer.cancel()
+        self._writer.end()
+        self.staged.set()
+
+    def cancel(self, error: BaseException | None) -> None:
+        """Give the save up, because of an error if there is one."""
+        text = f"the save to {self._storage.url} was cancelled"
+        self._status.give_up(error or CancelledError(text))
+        self._writer.cancel()
+        self._trainer.stop_staging()
+
+    def run(self) -> None:
+        """See the save through to its end, and tell the trainer's side of it."""
+        try:
+            parts = self.save()
+        except BaseException as error:  # noqa: BLE001 - raised by the handle
+            self._trainer.end(error, ())
+        else:
+            self._trainer.end(None, parts)
+
+    def save(self) -> list[Part]:
+        """Write, and see the save through to its end; what this rank wrote."""
+        task = self.task
+        see = self._trainer.see
+        try:
+            return write_and_commit(
+                self._status.run_joined, self._storage, task.global_plan, self._write, see
+            )
+        except BaseException:
+            if not (task.rank == 0 or self._status.is_counted):
+                kept = [part.path for part in task.kept]
+                remove_paths(self._storage, [*task.files.paths, *kept])
+            raise
+
+    def _write(self) -> list[Part]:
+        """Write this rank's files; what it says of them."""
+        task = self.task
+        written = None
+        if task.files.paths:
+            written = self._writer.write(self._create, self._counted(), self._trainer.stop_staging)
+        self.staged.wait()
+        if self._staging_error is not None:
+            raise self._staging_error
+        self._status.check()
+        self._storage.sync()
+        if written is None:
+            return list(task.kept)
+        self._trainer.see("save.file_finished", task.num_bytes)
+        parts = map(as_written, task.parts, written)
+        return [*task.kept] + [
+            msgspec.structs.replace(part, is_kept=number in self._copied)
+            for number, part in enumerate(parts)
+        ]
+
+    def _create(self) -> ChunkWriter:
+        task = self.task
+        self._trainer.see("save.file_created", task.num_bytes)
+        copies = {
+            source.number: source.copy_of(
+                self._last, self._storage, task.files.paths[source.number]
+            )
+            for source in task.sources
+            if self._last is not None
+        }
+        known = self._writer.copy_unchanged(task.files, copies) if copies else {}
+        self._copied.update(known)
+        return ChunkWriter(self._storage, task.files, task.num_bytes, known)
+
+    def _counted(self) -> Callable[[int], None]:
+        """A function for after each chunk: tells of it, and puts the progress now and then."""
+        task = self.task
+        lock = threading.Lock()
+        done, next_time = 0, time.monotonic() + task.report_seconds
+
+        def count(size: int) -> None:
+            nonlocal done, next_time
+            self._trainer.see("save.chunk_written", size)
+            # Progress is put under the lock, so that none overtakes a later one.
+            with lock:
+                done += size
+                if time.monotonic() < next_time:
+                    return
+                next_time = time.monotonic() + task.report_seconds
+                try:
+                    self._status.put_progress(done, task.num_bytes)
+                except StorageError as error:
+                    _LOGGER.warning("rank %d could not note how far it is: %s", task.rank, error)
+
+        return count
