@@ -1,24 +1,24 @@
 """The agreement of the ranks of a save, before a byte moves: who writes what.
 
-Every rank describes what it holds. Rank 0 unites the descriptions, checks that every element is
-held exactly once and that there is room, decides who writes what, and sends each rank its write
-assignment.
+Every rank tells rank 0 what it holds. Rank 0 unites that, checks that every element is held exactly
+once and that there is room, decides who writes what, and sends each rank its write assignment.
 
-A job saves the same layout again and again, so a `Saver` keeps a `PlanCache`. The ranks first
-exchange fingerprints of their layouts, 16 bytes each. If all are what they were the last time, the
-plan of the last time is used and no layout crosses the network. A process keeps the part of one
-rank of one group: if any process has another rank now, or was not there when the plan was made, the
-ranks plan anew. Each save, rank 0 sends a digest of what a rank is to write, and the rank checks
-that it writes that. Values differ from save to save; rank 0's copy is taken if the fingerprints say
-that all ranks have the same.
+Nearly all of it is what another rank holds as well, or what the rank held at the last save. So a
+rank first sends digests, and rank 0 asks for what it has not got: the boxes of all ranks, unless
+they are those of the plan that it keeps (`PlanCache`); and of equal values, as of equal lists of
+tensors, those of the first rank that has them. Mostly it asks for nothing, and no layout crosses
+the network.
+
+A process keeps the part of one rank in one plan, and says so: if any process has another rank now,
+or was not there when the plan was made, rank 0 plans anew.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -46,11 +46,10 @@ from remesh.core.collector import collector_rests
 from remesh.core.geometry import IntArray
 from remesh.core.integrity import raw_digest
 from remesh.core.state import Description
-from remesh.core.tables import Cuts
 from remesh.events import Emit
-from remesh.exchange import Exchange, run_joined, run_on_all
+from remesh.exchange import Exchange, run_joined
 from remesh.formats import native
-from remesh.formats.framing import Existing, Grid, Part, Saved
+from remesh.formats.framing import Existing, Grid, Saved
 from remesh.formats.table import writer_of
 from remesh.pipeline import Compress
 from remesh.planner import LocalBoxes, SavePlan, plan_save
@@ -84,27 +83,9 @@ class SaveOptions:
 class GlobalSavePlan:
     """The knowledge of rank 0 about a save."""
 
-    save_id: str  # names the save
     options: SaveOptions  # what the caller asked for
-    cuts: Cuts  # the distinct boxes that are stored
-    assignments: Sequence[IntArray]  # rows of these that each rank writes, in the order of its file
-    document: native.ValuesDocument  # the values of all ranks
+    saved: Saved  # the save as a writer sees it, yet without what the ranks have written
     replaced: Existing | None  # the checkpoint that is going to be overwritten, if there is one
-    grid: Grid  # what the writer of the format makes of the boxes
-
-    def saved(self, parts: Sequence[Sequence[Part]]) -> Saved:
-        """The save as a writer sees it, with what each rank has written."""
-        return Saved(
-            self.save_id,
-            self.cuts,
-            self.assignments,
-            self.document,
-            self.grid,
-            self.options.metadata,
-            len(self.assignments),
-            parts,
-            self.options.format_options,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +98,6 @@ class Agreement:
     tensors: LocalTensors  # the boxes that this rank holds, copies included
     layout: bytes  # a digest of these boxes
     rows: IntArray  # rows of them that it writes, in file order
-    is_as_assigned: bool  # whether these are the rows that rank 0 has assigned to it
     document: bytes  # its values, encoded
     grid: Grid  # what the writer of the format makes of the boxes
     holders: bytes  # what all ranks hold, as an index, if each file has one writer
@@ -130,82 +110,66 @@ class Agreement:
         return self.global_plan
 
 
-_NO_KEY = bytes(16)
-
-
 @dataclass(slots=True)
 class PlanCache:
     """The plan of the last save of a layout, kept by a `Saver`."""
 
-    plan_id: str = ""  # names the plan: the save that it was made for
-    key: bytes = _NO_KEY
-    """Names it with the layouts of all ranks and the rank whose part this is (`_plan_keys`); zeros
-    if there is no plan."""
+    plan_id: str = ""  # names the plan: the save that it was made for; empty if there is none
+    rank: int = 0  # the rank whose part this is
     rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Rows of this rank's boxes that it writes."""
     shared: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Rows of this rank's boxes that other ranks hold as well."""
+    layouts: list[bytes] = field(default_factory=list)  # on rank 0, digests of what each rank holds
     local_boxes: list[LocalBoxes] = field(default_factory=list)  # on rank 0, what each rank holds
     plan: SavePlan | None = None  # on rank 0, the plan
     assignments: list[IntArray] = field(default_factory=list)  # on rank 0, rows of the plan by rank
-    hits: int = 0  # how often it was used
     met_in: str | None = None
-    """URL of the directory in which ranks last found that they share it; None before."""
+    """On rank 0, the directory in which ranks last found that they share it; None before."""
+    hits: int = 0  # how often it was used
     history: History = field(default_factory=History)
     """What this rank knows of the last save that was committed."""
 
 
-class _Described(msgspec.Struct, frozen=True):
-    """Message of a rank to rank 0; boxes and document are empty if rank 0 has them already."""
+class _Summary(msgspec.Struct, frozen=True):
+    """First message of a rank to rank 0."""
 
-    local_boxes: BoxesMessage
-    document: bytes
-    replicas: list[str]
+    plan: tuple[str, int]  # the plan of its cache, and the rank whose part it keeps
+    layout: bytes  # digest of its boxes
+    shared: bytes  # digest of what it has in common with other ranks (`BoxesMessage`)
+    document: bytes  # digest of its values
+    replicas: list[str]  # elements of sharded objects of which it has another replica
     url: str
     options: tuple[str | None, str, str, str | None]
     space: tuple[str, int, str] | None
     num_bytes_to_keep: int
 
-    @classmethod
-    def of(
-        cls, held: _Held, storage: Storage, options: SaveOptions, num_bytes_to_keep: int
-    ) -> Self:
-        space = storage.space()
-        return cls(
-            held.boxes,
-            held.document,
-            held.replicas,
-            storage.url,
-            (options.buffers, options.compares, options.format, options.compress),
-            None if space is None else (space.identity, space.free_bytes, space.directory),
-            num_bytes_to_keep,
-        )
+
+class _Request(msgspec.Struct, frozen=True, tag=True):
+    """Answer of rank 0 to a rank, if it has to know more of some rank."""
+
+    boxes: bool
+    shared: bool
+    document: bool
 
 
-class _WriteAssignment(msgspec.Struct, frozen=True):
-    """Message of rank 0 to a rank: rows of its boxes as int64 bytes."""
+class _Details(msgspec.Struct, frozen=True):
+    """Second message of a rank to rank 0; empty for what it did not ask for."""
+
+    boxes: BoxesMessage = BoxesMessage()
+    document: bytes = b""
+
+
+class _WriteAssignment(msgspec.Struct, frozen=True, tag=True):
+    """Answer of rank 0 to a rank: rows of its boxes as int64 bytes."""
 
     save_id: str  # names the save
     rows: bytes | None  # those that the rank writes, in file order; None if the rank knows them
     shared: bytes | None  # those that other ranks hold as well; None if the rank knows them
-    digest: bytes  # a digest of both, whether the rank knows them or not
     compares: bool  # whether there is anything to compare
     meets: bool  # whether the ranks find out whether they share the place
     grid: Grid  # what the writer of the format makes of the boxes
     holders: bytes  # what all ranks hold, as an index, if each file has one writer
-
-
-class _Fingerprint(NamedTuple):
-    """Four digests: what a rank sends first."""
-
-    layout: bytes  # of its boxes
-    document: bytes  # of its values
-    key: bytes  # the key of its `PlanCache`
-    shared: bytes  # of what it has in common with other ranks (`BoxesMessage`)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        return cls(*(data[at : at + 16] for at in range(0, 64, 16)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,21 +188,25 @@ class _Held:
         boxes = encode_local_boxes(tensors.boxes, tensors.roles)
         return cls(tensors, boxes, document, replicas)
 
-    def fingerprint(self, key: bytes) -> bytes:
-        """The first message of the rank, given the key of its `PlanCache`."""
-        document = raw_digest(self.document)
-        return b"".join(_Fingerprint(self.boxes.layout, document, key, self.boxes.digest))
+    def summary(self, storage: Storage, options: SaveOptions, cache: PlanCache) -> _Summary:
+        space, layout = storage.space(), self.boxes.layout
+        return _Summary(
+            (cache.plan_id, cache.rank),
+            layout,
+            self.boxes.digest,
+            raw_digest(self.document),
+            self.replicas,
+            storage.url,
+            (options.buffers, options.compares, options.format, options.compress),
+            None if space is None else (space.identity, space.free_bytes, space.directory),
+            cache.history.num_bytes_to_keep(layout) if options.keeps else 0,
+        )
 
-    def unknown(self, fingerprints: Sequence[_Fingerprint], rank: int, *, is_known: bool) -> Self:
-        """What rank 0 does not know yet of it."""
-        boxes, document = self.boxes, self.document
-        if is_known:
-            boxes = BoxesMessage()
-        elif [one.shared for one in fingerprints].index(boxes.digest) != rank:
-            boxes = boxes.without_shared()
-        if rank and len({one.document for one in fingerprints}) == 1:
-            document = b""
-        return replace(self, boxes=boxes, document=document)
+    def details(self, request: _Request) -> _Details:
+        boxes = self.boxes if request.shared else self.boxes.without_shared()
+        return _Details(
+            boxes if request.boxes else BoxesMessage(), self.document if request.document else b""
+        )
 
 
 def agree(
@@ -257,8 +225,7 @@ def agree(
     rank is raised in place of the first step.
     """
     held: list[_Held] = []
-    replaced: list[Existing | None] = []
-    global_plan: list[GlobalSavePlan] = []
+    planners: list[_Planner] = []
 
     def describe() -> bytes:
         if earlier is not None:
@@ -266,44 +233,50 @@ def agree(
         with collector_rests():
             if exchange.rank == 0:
                 check_metadata(options.metadata)
-                replaced.append(_existing(storage, options))
+                planners.append(_Planner(storage, options, cache, emit))
             held.append(_Held.of(state, options.buffers, exchange.rank))
         emit("save.described")
-        return held[0].fingerprint(cache.key)
+        return msgspec.msgpack.encode(held[0].summary(storage, options, cache))
 
-    def tell() -> bytes:
-        kept = cache.history.num_bytes_to_keep(held[0].boxes.layout) if options.keeps else 0
-        unknown = held[0].unknown(fingerprints, exchange.rank, is_known=is_known)
-        return msgspec.msgpack.encode(_Described.of(unknown, storage, options, kept))
+    def look(replies: list[bytes]) -> list[bytes]:
+        return planners[0].look(replies, held[0].document)
 
     def plan(replies: list[bytes]) -> list[bytes]:
-        described = [msgspec.msgpack.decode(reply, type=_Described) for reply in replies]
-        made, assignments = _plan(described, storage, options, cache, is_known, replaced[0])
-        global_plan.append(made)
-        emit("save.planned")
-        return assignments
+        return planners[0].plan([msgspec.msgpack.decode(one, type=_Details) for one in replies])
 
-    fingerprints = [_Fingerprint.decode(data) for data in run_on_all(exchange, describe)]
-    is_known = _is_known(cache, fingerprints)
-    assignment = msgspec.msgpack.decode(run_joined(exchange, tell, plan), type=_WriteAssignment)
-    if assignment.meets:
-        meet(exchange, storage, _meeting_path(assignment.save_id))
-        cache.met_in = _parent(storage.url)
+    answer = msgspec.msgpack.decode(
+        run_joined(exchange, describe, look), type=_Request | _WriteAssignment
+    )
     [mine] = held
-    _look_at_copies(exchange, mine.tensors, options, assignment, cache)
-    _remember(cache, assignment, fingerprints, exchange.rank)
+    if isinstance(answer, _Request):
+        details = msgspec.msgpack.encode(mine.details(answer))
+        reply = run_joined(exchange, lambda: details, plan)
+        answer = msgspec.msgpack.decode(reply, type=_WriteAssignment)
+    if answer.rows is None or answer.shared is None:
+        cache.hits += 1
+    else:
+        cache.rows = np.frombuffer(answer.rows, dtype=np.int64)
+        cache.shared = np.frombuffer(answer.shared, dtype=np.int64)
+        cache.plan_id, cache.rank = answer.save_id, exchange.rank
+    if answer.meets:
+        meet(exchange, storage, _meeting_path(answer.save_id))
+        cache.met_in = _parent(storage.url)
+    if answer.compares:
+        finish_device_work(mine.tensors.memories)
+        comparison = _comparison(options, is_new=answer.rows is not None)
+        copies = None if cache.plan is None else cache.plan.copies
+        compare_copies(exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes)
     return Agreement(
-        assignment.save_id,
+        answer.save_id,
         exchange.rank,
         options,
         mine.tensors,
         mine.boxes.layout,
         cache.rows,
-        _assignment_digest(cache.rows, cache.shared) == assignment.digest,
         mine.document,
-        assignment.grid,
-        assignment.holders,
-        global_plan[0] if global_plan else None,
+        answer.grid,
+        answer.holders,
+        planners[0].made if planners else None,
     )
 
 
@@ -317,75 +290,104 @@ def describe_to_store(
     return description, tensors, document_of(description, tensors.aliases).encode()
 
 
-def _existing(storage: Storage, options: SaveOptions) -> Existing | None:
-    """The checkpoint that is going to be overwritten, if there is one."""
-    return existing_checkpoint(
-        storage, options.format, options.format_options, overwrite=options.overwrite
-    )
+class _Planner:
+    """Rank 0, which hears what the ranks hold and decides who writes what."""
 
-
-def _is_known(cache: PlanCache, fingerprints: Sequence[_Fingerprint]) -> bool:
-    """True if all ranks hold what they held the last time; otherwise the plan is forgotten."""
-    # A process that is new to the job, or has another rank, sends another key; then no rank uses
-    # what it has kept.
-    if [one.key for one in fingerprints] == _plan_keys(cache.plan_id, fingerprints):
-        return True
-    # On all ranks, so that none believes in the old plan if this save fails.
-    cache.key, cache.plan, cache.local_boxes, cache.met_in = _NO_KEY, None, [], None
-    return False
-
-
-def _plan(
-    described: Sequence[_Described],
-    storage: Storage,
-    options: SaveOptions,
-    cache: PlanCache,
-    is_known: bool,
-    replaced: Existing | None,
-) -> tuple[GlobalSavePlan, list[bytes]]:
-    """Rank 0: who writes what? The plan, and the message to each rank."""
-    world_size, writer = len(described), writer_of(options.format)
-    if options.shares_place:
-        check_same_place([one.url for one in described])
-    check_same_options([one.options for one in described])
-    if not is_known:
-        cache.local_boxes = decode_local_boxes([one.local_boxes for one in described])
-        cache.plan = plan_save(cache.local_boxes)
-        cache.assignments = cache.plan.assignments(world_size)
-    plan = cache.plan
-    assert plan is not None
-    told = [(one.document, one.replicas) for one in described]
-    document = document_of_all(told, plan.cuts.tensors.names)
-    spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
-    kept = np.array([one.num_bytes_to_keep for one in described], dtype=np.int64)
-    check_space(spaces, np.maximum(plan.bytes_per_rank(world_size) - kept, 0), storage.url)
-    save_id = secrets.token_hex(6)
-    grid, holders = plan_files(writer, storage, plan, document, options.format_options, world_size)
-    meets = options.meets or bool(writer.object_names)
-    meets = meets and world_size > 1 and not is_one_directory(spaces)
-    meets = meets and cache.met_in != _parent(storage.url)
-    if meets:
-        storage.put(_meeting_path(save_id), b"", overwrite=False)
-    comparison = _comparison(options, is_new=not is_known)
-    compares = len(plan.copies.box) > 0 and any(
-        comparison.levels(held.roles).any() for held in cache.local_boxes
-    )
-    assignments = []
-    by_rank = zip(cache.assignments, plan.copies.by_rank(world_size), strict=True)
-    for rows, shared in ((plan.row[one], plan.copies.row[two]) for one, two in by_rank):
-        assignment = _WriteAssignment(
-            save_id,
-            None if is_known else rows.tobytes(),
-            None if is_known else shared.tobytes(),
-            _assignment_digest(rows, shared),
-            compares,
-            meets,
-            grid,
-            holders,
+    def __init__(
+        self, storage: Storage, options: SaveOptions, cache: PlanCache, emit: Emit
+    ) -> None:
+        self._storage = storage
+        self._options = options
+        self._cache = cache
+        self._emit = emit
+        self._summaries: list[_Summary] = []
+        self._document = b""  # that of rank 0
+        self._replaced = existing_checkpoint(
+            storage, options.format, options.format_options, overwrite=options.overwrite
         )
-        assignments.append(msgspec.msgpack.encode(assignment))
-    made = GlobalSavePlan(save_id, options, plan.cuts, cache.assignments, document, replaced, grid)
-    return made, assignments
+        self.made: GlobalSavePlan | None = None
+
+    def look(self, replies: Sequence[bytes], document: bytes) -> list[bytes]:
+        """What to ask the ranks; if that is nothing, their assignments."""
+        told = [msgspec.msgpack.decode(reply, type=_Summary) for reply in replies]
+        self._summaries, self._document, cache = told, document, self._cache
+        if self._options.shares_place:
+            check_same_place([one.url for one in told])
+        check_same_options([one.options for one in told])
+        is_known = cache.plan_id != "" and all(
+            one.plan == (cache.plan_id, rank) for rank, one in enumerate(told)
+        )
+        is_known = is_known and [one.layout for one in told] == cache.layouts
+        if not is_known:
+            cache.plan_id, cache.met_in = "", None  # also if this save fails
+        boxes = _are_first([one.shared for one in told])
+        documents = _are_first([one.document for one in told])
+        documents[0] = False  # it is here
+        requests = [
+            _Request(not is_known, is_first, document)
+            for is_first, document in zip(boxes, documents, strict=True)
+        ]
+        if is_known and not any(documents):
+            return self.plan([_Details()] * len(told))
+        return [msgspec.msgpack.encode(request) for request in requests]
+
+    def plan(self, details: Sequence[_Details]) -> list[bytes]:
+        """The assignments of the ranks, given what they were asked for."""
+        told, options, storage, cache = self._summaries, self._options, self._storage, self._cache
+        world_size, writer, save_id = len(told), writer_of(options.format), secrets.token_hex(6)
+        is_new = not cache.plan_id
+        if is_new:
+            cache.local_boxes = decode_local_boxes([one.boxes for one in details])
+            cache.plan = plan_save(cache.local_boxes)
+            cache.assignments = cache.plan.assignments(world_size)
+            cache.layouts = [one.layout for one in told]
+        plan = cache.plan
+        assert plan is not None
+        encoded = [self._document, *(one.document for one in details[1:])]
+        replicas = [one.replicas for one in told]
+        document = document_of_all(encoded, replicas, plan.cuts.tensors.names)
+        spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in told]
+        kept = np.array([one.num_bytes_to_keep for one in told], dtype=np.int64)
+        check_space(spaces, np.maximum(plan.bytes_per_rank(world_size) - kept, 0), storage.url)
+        how = options.format_options
+        grid, holders = plan_files(writer, storage, plan, document, how, world_size)
+        meets = (
+            (options.meets or bool(writer.object_names))
+            and world_size > 1
+            and not is_one_directory(spaces)
+            and cache.met_in != _parent(storage.url)
+        )
+        if meets:
+            storage.put(_meeting_path(save_id), b"", overwrite=False)
+        comparison = _comparison(options, is_new=is_new)
+        compares = len(plan.copies.box) > 0 and any(
+            comparison.levels(held.roles).any() for held in cache.local_boxes
+        )
+        answers = []
+        for rows, copies in zip(cache.assignments, plan.copies.by_rank(world_size), strict=True):
+            own = plan.row[rows].tobytes() if is_new else None
+            shared = plan.copies.row[copies].tobytes() if is_new else None
+            answer = _WriteAssignment(save_id, own, shared, compares, meets, grid, holders)
+            answers.append(msgspec.msgpack.encode(answer))
+        saved = Saved(
+            save_id,
+            plan.cuts,
+            cache.assignments,
+            document,
+            grid,
+            options.metadata,
+            world_size,
+            options=how,
+        )
+        self.made = GlobalSavePlan(options, saved, self._replaced)
+        self._emit("save.planned")
+        return answers
+
+
+def _are_first(digests: Sequence[bytes]) -> list[bool]:
+    """Whether each rank is the first that has its digest."""
+    first: dict[bytes, int] = {}
+    return [first.setdefault(digest, rank) == rank for rank, digest in enumerate(digests)]
 
 
 def _comparison(options: SaveOptions, *, is_new: bool) -> Comparison:
@@ -396,39 +398,6 @@ def _comparison(options: SaveOptions, *, is_new: bool) -> Comparison:
     return Comparison(options.compares, is_new, options.buffers is not None)
 
 
-def _look_at_copies(
-    exchange: Exchange,
-    tensors: LocalTensors,
-    options: SaveOptions,
-    assignment: _WriteAssignment,
-    cache: PlanCache,
-) -> None:
-    """Compare the copies that several ranks hold. Collective."""
-    if assignment.shared is not None:
-        cache.shared = np.frombuffer(assignment.shared, dtype=np.int64)
-    if not assignment.compares:
-        return
-    finish_device_work(tensors.memories)
-    copies = None if cache.plan is None else cache.plan.copies
-    comparison = _comparison(options, is_new=assignment.rows is not None)
-    compare_copies(exchange, tensors, cache.shared, comparison, copies, cache.local_boxes)
-
-
-def _remember(
-    cache: PlanCache,
-    assignment: _WriteAssignment,
-    fingerprints: Sequence[_Fingerprint],
-    rank: int,
-) -> None:
-    """Keep the rows that this rank writes; None of the assignment: those of the last time."""
-    if assignment.rows is None:
-        cache.hits += 1
-    else:
-        cache.rows = np.frombuffer(assignment.rows, dtype=np.int64)
-        cache.plan_id = assignment.save_id
-        cache.key = _plan_keys(cache.plan_id, fingerprints)[rank]
-
-
 def _meeting_path(save_id: str) -> str:
     """The file by which ranks see that they share a place."""
     return f"{native.data_folder(save_id)}/meeting"
@@ -436,16 +405,3 @@ def _meeting_path(save_id: str) -> str:
 
 def _parent(url: str) -> str:
     return url.rpartition("/")[0]
-
-
-def _plan_keys(plan_id: str, fingerprints: Sequence[_Fingerprint]) -> list[bytes]:
-    """The key of each rank's part of a plan, in rank order."""
-    layouts = raw_digest(b"".join(one.layout for one in fingerprints))
-    return [
-        raw_digest(f"{plan_id} {rank} ".encode() + layouts) for rank in range(len(fingerprints))
-    ]
-
-
-def _assignment_digest(rows: IntArray, shared: IntArray) -> bytes:
-    """A digest of the rows that a rank writes, and of those that others hold as well."""
-    return raw_digest(raw_digest(rows.tobytes()) + raw_digest(shared.tobytes()))

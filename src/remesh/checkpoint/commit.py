@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -79,7 +80,7 @@ def last_steps(
     There are none if the checkpoint is a single data file that has its name. Parts are in rank
     order.
     """
-    steps = writer_of(save.options.format).small_files(save.saved(parts))
+    steps = writer_of(save.options.format).small_files(replace(save.saved, parts=parts))
     return [
         step for step in steps if isinstance(step, Rename) or step[0] not in save.options.without
     ]
@@ -142,7 +143,7 @@ def _look(storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]
     """Rank 0: see whether the files of all ranks are there."""
     has_folder = writer_of(save.options.format).has_folder
     files = ((rank, part.path, part.stored_size) for rank, own in enumerate(parts) for part in own)
-    check_arrived(storage, f"{data_folder(save.save_id)}/" if has_folder else "", files)
+    check_arrived(storage, f"{data_folder(save.saved.save_id)}/" if has_folder else "", files)
 
 
 def _commit(
@@ -194,18 +195,18 @@ def give_up(storage: Storage, save: GlobalSavePlan, *, put: Sequence[str] = ()) 
     A checkpoint that is a single file with its final name from the beginning stays: it is whole if
     it is there, and may be another writer's. The small files in `put` are removed as well.
     """
-    writer = writer_of(save.options.format)
+    writer, saved = writer_of(save.options.format), save.saved
     if not writer.has_folder:
         of_rank = (
-            writer.frames(save.cuts.boxes, rows, rank, save.save_id, save.grid)
-            for rank, rows in enumerate(save.assignments)
+            writer.frames(saved.boxes, rows, rank, saved.save_id, saved.grid)
+            for rank, rows in enumerate(saved.assignments)
         )
         paths = [frame.path for frames in of_rank for frame in frames]
-        if not (writer.object_names and decode_files(save.grid).names == "final"):
+        if not (writer.object_names and decode_files(saved.grid).names == "final"):
             remove_paths(storage, paths)
-    remove_files(storage, save.save_id, keep=failure_path(save.save_id))
+    remove_files(storage, saved.save_id, keep=failure_path(saved.save_id))
     # Where a checkpoint was to be replaced, small files with fixed names may be its own.
-    remove_paths(storage, [path for path in put if save.replaced is None or save.save_id in path])
+    remove_paths(storage, [path for path in put if save.replaced is None or saved.save_id in path])
 
 
 def remove_own(storage: Storage, save_id: str, paths: Sequence[str]) -> None:

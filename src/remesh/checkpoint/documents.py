@@ -45,18 +45,18 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
 
 
 def document_of_all(
-    told: Sequence[tuple[bytes, Sequence[str]]], names: Sequence[str]
+    documents: Sequence[bytes], replicas: Sequence[Sequence[str]], names: Sequence[str]
 ) -> native.ValuesDocument:
     """The values of all ranks, which go together with each other and with names of tensors.
 
-    Each rank tells its encoded document, empty if another rank tells it, and the elements of
-    sharded objects of which it has another replica than the main one.
+    Of each rank, in rank order: its encoded document, empty if it is that of another rank; and the
+    elements of sharded objects of which it has another replica than the main one.
     """
     document = native.merge_documents(
-        [native.ValuesDocument.decode(encoded, "values") for encoded, _ in told if encoded]
+        [native.ValuesDocument.decode(encoded, "values") for encoded in documents if encoded]
     )
     _check_names(names, document)
-    _check_replicas(document, [replicas for _, replicas in told])
+    _check_replicas(document, replicas)
     return document
 
 

@@ -323,7 +323,7 @@ class Resharder:
         def tell() -> bytes:
             assert cache.plan is not None
             index = b"" if is_known else cache.plan.index_of_holders(exchange.world_size).encode()
-            return msgspec.msgpack.encode((index, agreed.on_rank_0.document.encode()))
+            return msgspec.msgpack.encode((index, agreed.on_rank_0.saved.document.encode()))
 
         encoded, document = msgspec.msgpack.decode(
             run_on_one(exchange, tell), type=tuple[bytes, bytes]

@@ -26,7 +26,7 @@ import numpy as np
 from remesh._repr import format_bytes
 from remesh.core.geometry import IntArray
 from remesh.errors import CheckpointNotFoundError, NoSpaceError, NotSharedError, StorageError
-from remesh.exchange import Exchange, run_joined
+from remesh.exchange import Exchange, run_on_all
 from remesh.storage import FileSystemSpace, Storage
 
 MAX_SHOWN = 8
@@ -123,11 +123,12 @@ def meet(exchange: Exchange, storage: Storage, path: str) -> None:
             )
         return b""
 
-    def part(replies: list[bytes]) -> list[bytes]:
-        storage.delete(path)
-        return replies
-
-    run_joined(exchange, look, part, lambda: storage.delete(path))
+    try:
+        run_on_all(exchange, look)
+    finally:
+        if not exchange.rank:
+            with suppress(StorageError):  # an orphan is recognised by its name
+                storage.delete(path)
 
 
 def _is_seen(storage: Storage, path: str) -> bool:
