@@ -139,7 +139,7 @@ class Cluster:
 
     def start_master(self) -> None:
         """Start the master; a second time, where the first was."""
-        command = [*REMESH, "master", "--state", str(self.directory / "master.sqlite")]
+        command = [*REMESH, "master", "--state", str(self.directory / "master.json")]
         options = ["--port", str(self._port), *self._master_options]
         with (self.directory / "master.log").open("ab") as log:
             self.master = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log)

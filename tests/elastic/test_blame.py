@@ -105,8 +105,7 @@ class TestCharges:
 
 def beat(live: Liveness, state: Job, now: float, **ranks: RankReport) -> Job:
     """Both nodes are heard; the ranks of one say how far they are."""
-    for number in (0, 1):
-        on_message(live, number, "a", now)
+    on_message(live, "a", now)
     request = Beat(
         node_id=0,
         incarnation="a",

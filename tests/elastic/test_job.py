@@ -127,7 +127,7 @@ class Jobs(RuleBasedStateMachine):
 
     def ask_to_join(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
-        on_message(self.live, node.id, node.incarnation, self.now)
+        on_message(self.live, node.incarnation, self.now)
         self.send(joining(node, after_round=agent.round, max_restarts=1_000_000))
         if not answered:
             return
@@ -164,7 +164,7 @@ class Jobs(RuleBasedStateMachine):
             round=agent.round,
             ranks={node.id: report} if agent.runs else {},
         )
-        on_message(self.live, node.id, node.incarnation, self.now)
+        on_message(self.live, node.incarnation, self.now)
         for event in on_beat(self.live, self.state, request, self.now):
             self.deliver(event)
         content = self.shown_to(agent)
@@ -550,7 +550,7 @@ def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
         )
         state = apply(state, leave, 200.0)
     assert not is_over(live, state, 200.0 + silence / 2)
-    on_message(live, 1, "a", 201.0)  # it is told that the job has ended
+    on_message(live, "a", 201.0)  # it is told that the job has ended
     assert not is_over(live, state, 200.5 + silence)
     assert is_over(live, state, 201.0 + silence)
 

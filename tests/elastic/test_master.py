@@ -21,7 +21,7 @@ from remesh.elastic.failures import FailureAction
 from remesh.elastic.job import Job, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import ALIVE_SECONDS, on_message
-from remesh.elastic.master import Master, RefusedError, Session
+from remesh.elastic.master import Connection, Master, RefusedError
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
@@ -208,7 +208,7 @@ class TestNodesOfAMasterThatStoodStill:
                 max_restarts=0,
             )
             master.apply(request)
-            on_message(master.live, number, f"{number}a", clock())
+            on_message(master.live, f"{number}a", clock())
         assert active_in(master) == {0, 1}
         return master
 
@@ -220,7 +220,7 @@ class TestNodesOfAMasterThatStoodStill:
             master.tick(late=59.75)
             assert active_in(master) == {0, 1}
             clock.now += 11
-            on_message(master.live, 0, "0a", clock())
+            on_message(master.live, "0a", clock())
             master.tick()
             assert active_in(master) == {0}
 
@@ -234,11 +234,11 @@ class TestNodesOfAMasterThatStoodStill:
 
         async def beat_both(master: Master) -> None:
             for number in (0, 1):
-                session = Session(number, lambda _: None, lambda: None)
+                session = Connection(number, lambda _: None, lambda: None)
                 master.on_message(session, Beat(node_id=number, incarnation=f"{number}a", round=1))
             await master.written()
             for number in (0, 1):
-                session = Session(number, lambda _: None, lambda: None)
+                session = Connection(number, lambda _: None, lambda: None)
                 master.on_message(session, Beat(node_id=number, incarnation=f"{number}a", round=1))
             master.tick()
 
@@ -253,7 +253,7 @@ class TestNodesOfAMasterThatStoodStill:
 
         async def speak_twice(master: Master) -> None:
             for number in (0, 1):
-                session = Session(number, lambda _: None, lambda n=number: ended.append(n))  # type: ignore[misc]
+                session = Connection(number, lambda _: None, lambda n=number: ended.append(n))  # type: ignore[misc]
                 master.on_message(session, Beat(node_id=0, incarnation="0a", round=1))
             await master.written()
 
@@ -269,8 +269,8 @@ class TestNodesOfAMasterThatStoodStill:
                 name="", node_id=None, incarnation="x", address="x", num_processes=1, settings=other
             )
             with pytest.raises(RefusedError, match="other options"):
-                master.on_message(Session(0, lambda _: None, lambda: None), message)
-            assert "x" not in master.live.presence._agents
+                master.on_message(Connection(0, lambda _: None, lambda: None), message)
+            assert "x" not in master.live.agents
 
 
 def active_in(master: Master) -> set[int]:

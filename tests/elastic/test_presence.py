@@ -16,10 +16,12 @@ from remesh.elastic.liveness import (
     BEAT_SECONDS,
     CONFIRM_SECONDS,
     Liveness,
-    Presence,
     events_of_time,
+    extend_deadlines,
     on_beat,
+    on_end_of_session,
     on_failures,
+    on_message,
 )
 from remesh.elastic.protocol import Beat, Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
@@ -28,32 +30,34 @@ from tests.elastic.cluster import Cluster
 LATE = BEAT_SECONDS + CONFIRM_SECONDS
 
 
+def nobody() -> Liveness:
+    return Liveness.after_start(Job(policy=Policy()), 0.0)
+
+
 def test_a_death_is_confirmed_when_the_next_heartbeat_is_overdue() -> None:
-    presence = Presence()
-    presence.on_message(1, "a", 0.0)
-    presence.on_message(2, "a", 0.5, pause=0.2)
-    presence.close(1, "a", 0.6, by_peer=True)
-    assert not presence.is_dead("a", 99.0)  # it has another session
-    presence.close(2, "a", 100.0, by_peer=True)
-    assert not presence.is_dead("a", 100.0 + CONFIRM_SECONDS)
-    assert presence.is_dead("a", 100.1 + CONFIRM_SECONDS)
-    assert not presence.is_dead("another", 200.0)
+    live = nobody()
+    on_message(live, "a", 0.0, session=1)
+    on_message(live, "a", 0.5, session=2, pause=0.2)
+    on_end_of_session(live, 1, "a", 0.6, by_peer=True)
+    assert not live.agents["a"].is_dead(99.0)  # it has another session
+    on_end_of_session(live, 2, "a", 100.0, by_peer=True)
+    assert not live.agents["a"].is_dead(100.0 + CONFIRM_SECONDS)
+    assert live.agents["a"].is_dead(100.1 + CONFIRM_SECONDS)
 
 
 def test_a_restart_of_the_master_is_no_death() -> None:
-    presence = Presence()
-    presence.close(1, "a", 0.0, by_peer=True)  # of the time before
-    assert not presence.is_dead("a", 99.0)
+    live = nobody()
+    on_end_of_session(live, 1, "a", 0.0, by_peer=True)  # of the time before
+    assert not live.agents
 
 
 def test_a_suspected_agent_is_dead_if_processes_of_its_world_have_lost_a_peer() -> None:
-    presence = Presence()
-    presence.on_message(1, "a", 0.0)
-    presence.on_message(2, "b", 0.0)
-    presence.on_message(3, "c", 0.0)
-    presence.close(1, "a", 0.1, by_peer=True)
-    presence.close(2, "b", 0.1, by_peer=False)
-    dead = [name for name in "abc" if presence.is_dead(name, 0.1, lost_peer=True)]
+    live = nobody()
+    for number, name in enumerate("abc"):
+        on_message(live, name, 0.0, session=number)
+    on_end_of_session(live, 0, "a", 0.1, by_peer=True)
+    on_end_of_session(live, 1, "b", 0.1, by_peer=False)
+    dead = [name for name in "abc" if live.agents[name].is_dead(0.1, lost_peer=True)]
     assert dead == ["a"]
 
 
@@ -74,7 +78,7 @@ def _world_of_two() -> tuple[Job, Liveness]:
         job = apply(job, join, 0.0)
     live = Liveness.after_start(job, 0.0)
     for node in (0, 1):
-        live.presence.on_message(node, str(node), 0.0)
+        on_message(live, str(node), 0.0, session=node)
     return job, live
 
 
@@ -106,7 +110,7 @@ def test_a_lost_peer_is_that_of_the_ended_session(how: str) -> None:
             text = "Connection reset by peer" if lost_peer else "ValueError"
             on_failures(live, job, _fails(text, round_of_node))
 
-    live.presence.close(1, "1", 1.0, by_peer=True)
+    on_end_of_session(live, 1, "1", 1.0, by_peer=True)
     says(this_round - 1, lost_peer=True)  # of another world
     says(this_round, lost_peer=False)
     on_failures(live, job, _fails("", this_round, exit_code=-signal.SIGTERM))  # it was stopped
@@ -114,7 +118,7 @@ def test_a_lost_peer_is_that_of_the_ended_session(how: str) -> None:
     says(this_round, lost_peer=True)
     lost = NodeLost(node_id=1, incarnation="1", is_closed=True)
     assert events_of_time(live, job, 1.0) == [lost]
-    live.presence.on_message(7, "1", 1.0)  # it lives and has connected again
+    on_message(live, "1", 1.0, session=7)  # it lives and has connected again
     assert events_of_time(live, job, 1.0) == []
 
 
@@ -123,7 +127,7 @@ class Agents(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.presence = Presence()
+        self.live = nobody()
         self.now = 0.0
         self.number = 0
         self.spoke: dict[str, float] = {}
@@ -147,12 +151,12 @@ class Agents(RuleBasedStateMachine):
             self.number += 1
             number = self.session[name] = self.number
         self.spoke[name] = self.now
-        self.presence.on_message(number, name, self.now, BEAT_SECONDS)
+        on_message(self.live, name, self.now, session=number, pause=BEAT_SECONDS)
 
     def _close(self, name: str, *, by_peer: bool) -> None:
         number = self.session[name]
         if number is not None:
-            self.presence.close(number, name, self.now, by_peer=by_peer)
+            on_end_of_session(self.live, number, name, self.now, by_peer=by_peer)
         self.session[name] = None
 
     @rule(name=names, fresh=st.booleans())
@@ -168,7 +172,7 @@ class Agents(RuleBasedStateMachine):
     @rule(data=st.data(), by_peer=st.booleans())
     def learn_late_that_an_old_one_has_ended(self, data: st.DataObject, by_peer: bool) -> None:
         number, name = self.old.pop(data.draw(st.integers(0, len(self.old) - 1)))
-        self.presence.close(number, name, self.now, by_peer=by_peer)
+        on_end_of_session(self.live, number, name, self.now, by_peer=by_peer)
 
     @rule(name=names)
     @precondition(lambda self: len(self.died) < 2)
@@ -191,14 +195,14 @@ class Agents(RuleBasedStateMachine):
     def stop_the_master(self, seconds: float) -> None:
         """It hears nothing meanwhile, and does not count the time."""
         self.now += seconds
-        self.presence.postpone(seconds)
+        extend_deadlines(self.live, seconds)
         self.spoke = {name: at + seconds for name, at in self.spoke.items()}
         self.died = {name: at + seconds for name, at in self.died.items()}
 
     @invariant()
     def only_the_dead_are_dead(self) -> None:
         for name in self.spoke:
-            is_dead = self.presence.is_dead(name, self.now)
+            is_dead = self.live.agents[name].is_dead(self.now)
             if name not in self.died:
                 assert not is_dead
             elif self.now - self.died[name] > LATE + 1e-6:

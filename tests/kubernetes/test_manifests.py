@@ -228,7 +228,7 @@ def test_a_template_is_completed_not_overruled() -> None:
 
     master = make_pod(job, Role.MASTER, 2)["spec"]
     assert master["containers"][0]["image"] == "train:1"
-    assert "/var/lib/remesh/u1-3.sqlite" in master["containers"][0]["args"]
+    assert "/var/lib/remesh/u1-3.json" in master["containers"][0]["args"]
     volumes = {each["name"]: each for each in master["volumes"]}
     assert volumes["remesh-state"]["persistentVolumeClaim"] == {"claimName": "journal"}
 

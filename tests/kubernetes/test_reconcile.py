@@ -252,7 +252,7 @@ def test_a_suspended_job_saves_before_its_master_goes(bench: Bench) -> None:
     bench.cluster.change(spec=make_spec())
     bench.settle()  # the master that is reached is still the old one's answer
     assert (bench.ids(), bench.status.epoch) == ([3, 4, 5], 1)
-    assert f"{'u1'}-1.sqlite" in str(bench.cluster.pods[pod_name(KEY.name, Role.MASTER, 1)])
+    assert f"{'u1'}-1.json" in str(bench.cluster.pods[pod_name(KEY.name, Role.MASTER, 1)])
 
 
 def test_a_deleted_job_leaves_nothing(bench: Bench) -> None:

@@ -41,8 +41,8 @@ class _JsonLines(logging.Formatter):
 
 @click.command(
     epilog=output.example(
-        "remesh master --state job.sqlite",
-        "remesh master --host 0.0.0.0 --token-file token --state job.sqlite",
+        "remesh master --state job.json",
+        "remesh master --host 0.0.0.0 --token-file token --state job.json",
     )
 )
 @click.option(

@@ -17,7 +17,7 @@ from itertools import count
 import msgspec
 from aiohttp import WSMsgType, web
 
-from remesh.elastic.master import Master, RefusedError, Session
+from remesh.elastic.master import Connection, Master, RefusedError
 from remesh.elastic.protocol import Instruction, Message, Problem
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class AgentSocket:
         self._socket = web.WebSocketResponse(
             autoclose=False, compress=False, max_msg_size=MAX_MESSAGE_BYTES
         )
-        self._session = Session(next(_numbers), self._give, self.end)
+        self._connection = Connection(next(_numbers), self._give, self.end)
         self._unsent = b""
         self._is_ended = False
         self._changed = asyncio.Event()
@@ -99,26 +99,26 @@ class AgentSocket:
                     break
                 if message.type is not WSMsgType.BINARY:
                     raise msgspec.DecodeError("it is no binary message")
-                await self._hear(message.data)
+                await self._on_message(message.data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             log.warning("a session with %s is ended, it sent no message: %s", request.remote, error)
             self._refuse(Problem(str(error)))
         except RefusedError as error:
             self._refuse(Problem(str(error), error.again))
         finally:
-            self._master.end_session(self._session, by_peer=not self._is_ended)
+            self._master.end_session(self._connection, by_peer=not self._is_ended)
             if not self._is_ended:
                 await self._master.written()
             self.end()
             await sending
         return self._socket
 
-    async def _hear(self, data: bytes) -> None:
+    async def _on_message(self, data: bytes) -> None:
         message = _decode(data)
         self._master.num_messages += 1
         if not self._limit.allows(message.incarnation):
             await asyncio.sleep(TOO_MANY_PAUSE)
-        self._master.on_message(self._session, message)
+        self._master.on_message(self._connection, message)
 
     def _refuse(self, problem: Problem) -> None:
         self._give(problem)

@@ -16,6 +16,7 @@ knows no session of any agent. A machine that dies closes nothing, and is found 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -59,84 +60,32 @@ CONFIRM_SECONDS = 1.0
 """How late the heartbeat of a suspected agent may be: it has to connect anew, on a busy machine."""
 BEAT_SECONDS = 1.0
 """Time between two heartbeats of an agent that has not said it."""
-FORGET_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
-class _Agent:
-    """An agent."""
+class Agent:
+    """An agent, as its messages and the ends of its sessions show it."""
 
-    session: int | None  # its newest session; None once that has ended
     heard: float  # when it said something last
+    session: int | None = None  # the number of its newest one; None once that has ended
     pause: float = BEAT_SECONDS  # seconds, at most, until its next heartbeat
-    suspected: float | None = None  # since when it has no session; None if that means nothing
+    suspected: float = math.inf  # since when it has no session, if that means something
 
+    @property
+    def due(self) -> float:
+        """When it must have spoken in another session, if it is suspected."""
+        return max(self.suspected, self.heard + self.pause) + CONFIRM_SECONDS
 
-@dataclass(slots=True)
-class Presence:
-    """The agents that have sent something, by incarnation, and their sessions, by number."""
-
-    _agents: dict[str, _Agent] = field(default_factory=dict)
-    _suspects: set[str] = field(default_factory=set)
-
-    def on_message(
-        self, session: int, incarnation: str, now: float, pause: float | None = None
-    ) -> None:
-        """A message of an agent has come."""
-        agent = self._agents.get(incarnation)
-        if agent is None:
-            agent = self._agents[incarnation] = _Agent(session, now)
-        agent.session, agent.heard, agent.suspected = session, now, None
-        agent.pause = agent.pause if pause is None else pause
-        self._suspects.discard(incarnation)
-
-    def close(self, session: int, incarnation: str, now: float, *, by_peer: bool) -> None:
-        """A session has ended."""
-        agent = self._agents.get(incarnation)
-        if agent is None or agent.session != session:
-            return  # the agent has another one already
-        agent.session = None
-        if by_peer:
-            agent.suspected = now
-            self._suspects.add(incarnation)
-
-    def is_dead(self, incarnation: str, now: float, *, lost_peer: bool = False) -> bool:
-        """True if an agent is confirmed dead."""
-        agent = self._agents.get(incarnation)
-        if agent is None or agent.suspected is None:
-            return False
-        due = max(agent.suspected, agent.heard + agent.pause) + CONFIRM_SECONDS
-        return lost_peer or now > due
-
-    def finds_dead(self, now: float, *, lost_peer: bool) -> bool:
-        """True if agents are confirmed dead since this was asked last."""
-        dead = {each for each in self._suspects if self.is_dead(each, now, lost_peer=lost_peer)}
-        self._suspects -= dead
-        return bool(dead)
-
-    def postpone(self, seconds: float) -> None:
-        """Do not count seconds in which the master was stopped and received nothing."""
-        for agent in self._agents.values():
-            agent.heard += seconds
-            if agent.suspected is not None:
-                agent.suspected += seconds
-
-    def forget(self, now: float) -> None:
-        """Forget agents that are gone for long; their incarnations never come again."""
-        old = [
-            incarnation
-            for incarnation, agent in self._agents.items()
-            if agent.session is None and now - agent.heard > FORGET_SECONDS
-        ]
-        for incarnation in old:
-            del self._agents[incarnation]
+    def is_dead(self, now: float, *, lost_peer: bool = False) -> bool:
+        """True if it is confirmed dead."""
+        return self.suspected < math.inf and (lost_peer or now > self.due)
 
 
 @dataclass(slots=True)
 class Liveness:
     """The nodes as they are known now."""
 
-    heard: dict[int, tuple[str, float]]  # incarnation and time of the last message, by node id
+    agents: dict[str, Agent]  # those that the job knows or that have sent something, by incarnation
     progress: TrainingProgress  # how far the training is
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     """How far each rank is that has reported in `round`."""
@@ -147,12 +96,10 @@ class Liveness:
     hung_at: float = 0.0  # when the stacks were requested
     stacks: dict[int, str] = field(default_factory=dict)  # stacks of the last hang, by rank
     answered: set[int] = field(default_factory=set)  # nodes that have sent them
-    presence: Presence = field(default_factory=Presence)
-    """Which agents have died, by their sessions."""
     claims: dict[tuple[int, str], float] = field(default_factory=dict)
     """Since when other agents request a node id, by id and incarnation."""
     broken_round: int = 0  # the newest round of which a process has lost a peer
-    look_at: float = 0.0  # when a node may be silent for too long, at the earliest
+    look_at: float = 0.0  # when a node may be lost, at the earliest
 
     @classmethod
     def after_start(cls, job: Job, now: float) -> Liveness:
@@ -161,7 +108,7 @@ class Liveness:
         known = {} if nodes is None else {node.id: node for node in nodes.world} | dict(nodes.ready)
         progress = begin(now if job.began is None else job.began)
         return cls(
-            heard={node.id: (node.incarnation, now) for node in known.values()},
+            agents={node.incarnation: Agent(now) for node in known.values()},
             progress=begin_round(job.progress or progress, now),
             round=0 if nodes is None else nodes.round,
             num_ranks=0 if nodes is None else _num_ranks(nodes),
@@ -173,9 +120,26 @@ def _num_ranks(nodes: Rendezvous) -> int:
     return sum(node.num_processes for node in nodes.world)
 
 
-def on_message(live: Liveness, node_id: int, incarnation: str, now: float) -> None:
-    """Record a message of a node."""
-    live.heard[node_id] = (incarnation, now)
+def on_message(
+    live: Liveness, incarnation: str, now: float, *, session: int = 0, pause: float | None = None
+) -> None:
+    """An agent has said something."""
+    agent = live.agents.get(incarnation)
+    if agent is None:
+        agent = live.agents[incarnation] = Agent(now)
+    agent.heard, agent.session, agent.suspected = now, session, math.inf
+    agent.pause = agent.pause if pause is None else pause
+
+
+def on_end_of_session(
+    live: Liveness, session: int, incarnation: str, now: float, *, by_peer: bool
+) -> None:
+    """A session has ended: the agent may have another one already."""
+    agent = live.agents.get(incarnation)
+    if agent is not None and agent.session == session:
+        agent.session = None
+        if by_peer:
+            agent.suspected, live.look_at = now, 0.0
 
 
 def is_over(live: Liveness, job: Job, now: float) -> bool:
@@ -185,7 +149,7 @@ def is_over(live: Liveness, job: Job, now: float) -> bool:
     """
     if job.ended is None:
         return False
-    last = max((at for _, at in live.heard.values()), default=job.ended)
+    last = max((agent.heard for agent in live.agents.values()), default=job.ended)
     return now - max(last, job.ended) >= job.policy.heartbeat_timeout
 
 
@@ -207,22 +171,18 @@ def has_living_agent(
     if holder is None or incarnation == holder.incarnation or incarnation in nodes.replaced:
         return False
     since = live.claims.setdefault((node_id, incarnation), now)
-    if live.presence.is_dead(holder.incarnation, now):
+    other = live.agents.get(holder.incarnation, Agent(since))
+    silence = now - other.heard
+    if other.is_dead(now) or silence > min(job.policy.heartbeat_timeout / 2, ALIVE_SECONDS):
         return False
-    heard, at = live.heard.get(node_id, ("", since))
-    if heard != holder.incarnation:
-        at = since
-    if now - at > min(job.policy.heartbeat_timeout / 2, ALIVE_SECONDS):
-        return False
-    return True if at > since else None
+    return True if other.heard > since else None
 
 
 def extend_deadlines(live: Liveness, seconds: float) -> None:
     """Do not count seconds in which the master itself was stopped and received nothing."""
-    live.heard = {
-        node_id: (incarnation, at + seconds) for node_id, (incarnation, at) in live.heard.items()
-    }
-    live.presence.postpone(seconds)
+    for agent in live.agents.values():
+        agent.heard += seconds
+        agent.suspected += seconds
     live.progress = msgspec.structs.replace(live.progress, moved=live.progress.moved + seconds)
 
 
@@ -236,8 +196,8 @@ def on_beat(live: Liveness, job: Job, beat: Beat, now: float) -> list[Event]:
         live.progress = begin_round(live.progress, now)
         live.ranks, live.waiting = {}, set()
         live.num_ranks = _num_ranks(nodes)
-    if beat.lost_peer:
-        live.broken_round = beat.round
+    if beat.lost_peer and live.broken_round != beat.round:
+        live.broken_round, live.look_at = beat.round, 0.0
     events: list[Event] = []
     for rank, heard in beat.ranks.items():
         known = live.ranks.get(rank)
@@ -268,7 +228,7 @@ def on_failures(live: Liveness, job: Job, request: ReportFailures) -> None:
     """Record whether the processes of a node failed because they lost a peer."""
     kinds = [classify(failure, job.policy.patterns) for failure in request.failures]
     if Kind.COLLATERAL in kinds:
-        live.broken_round = max(live.broken_round, request.round)
+        live.broken_round, live.look_at = max(live.broken_round, request.round), 0.0
 
 
 def on_stacks(live: Liveness, job: Job, request: ReportStacks) -> None:
@@ -297,30 +257,31 @@ def events_of_time(live: Liveness, job: Job, now: float) -> list[Event]:
 
 def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> list[Event]:
     """The nodes that are lost; all are looked at only if one of them can be."""
-    lost_peer = live.broken_round == nodes.round
-    has_died = live.presence.finds_dead(now, lost_peer=lost_peer)
-    # A time that is further away was set before the clock was set back.
-    if now < live.look_at <= now + limit / 4 and not has_died:
+    if now < live.look_at:
         return []
+    lost_peer = live.broken_round == nodes.round
     events: list[Event] = []
-    oldest = now
+    live.look_at = now + limit / 4
     for node_id in (*nodes.active, *nodes.ready):
         known = nodes.known(node_id)
         assert known is not None
-        incarnation, at = live.heard.get(node_id, ("", now))
-        if incarnation != known.incarnation:
-            live.heard[node_id] = (known.incarnation, now)
-        elif live.presence.is_dead(incarnation, now, lost_peer=lost_peer):
-            events.append(NodeLost(node_id=node_id, incarnation=incarnation, is_closed=True))
-        elif now - at > limit:
-            events.append(NodeLost(node_id=node_id, incarnation=incarnation))
+        agent = live.agents.setdefault(known.incarnation, Agent(now))
+        is_dead = agent.is_dead(now, lost_peer=lost_peer)
+        if is_dead or now - agent.heard > limit:
+            lost = NodeLost(node_id=node_id, incarnation=known.incarnation, is_closed=is_dead)
+            events.append(lost)
         else:
-            oldest = min(oldest, at)
-    live.look_at = min(oldest + limit, now + limit / 4)
+            live.look_at = min(live.look_at, agent.heard + limit, agent.due)
     live.claims = {
         claim: since for claim, since in live.claims.items() if now - since < CLAIM_SECONDS
     }
-    live.presence.forget(now)
+    # The incarnation of an agent that was replaced never comes again.
+    newest = set(nodes.newest.values())
+    live.agents = {
+        incarnation: agent
+        for incarnation, agent in live.agents.items()
+        if agent.session is not None or incarnation in newest
+    }
     return events
 
 

@@ -50,6 +50,7 @@ from remesh.elastic.liveness import (
     is_over,
     long_pause,
     on_beat,
+    on_end_of_session,
     on_failures,
     on_message,
     on_stacks,
@@ -77,15 +78,6 @@ RETRY_SECONDS = 1.0
 """Seconds between two attempts to write a journal that could not be written."""
 
 
-@dataclass(slots=True)
-class _JournalFailure:
-    """A journal that cannot be written."""
-
-    since: float  # since when
-    text: str  # why
-    retry_at: float  # when it is tried again
-
-
 class RefusedError(Exception):
     """A message that is refused; the text says what to do."""
 
@@ -95,8 +87,8 @@ class RefusedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """An agent's connection, as the master sees it."""
+class Connection:
+    """An agent's session, as the master sees it."""
 
     number: int  # differs from those of all others
     give: Callable[[Instruction], None]  # replaces the instruction that the agent is shown
@@ -132,7 +124,8 @@ class Master:
         self.job, last = journal.load(policy)
         for text in journal.warnings:
             log.warning(text)
-        self._journal_failure: _JournalFailure | None = None
+        self._failing_since: float | None = None  # since when the journal cannot be written
+        self._problem, self._retry_at = "", 0.0  # why, and when it is tried again
         self._is_pausing = False  # whether it was logged that no steps are made
         self.clock = SteadyClock(last) if clock is None else clock
         self.live = Liveness.after_start(self.job, self.clock())
@@ -140,8 +133,8 @@ class Master:
         self._durable = self.job  # the job that the journal has; instructions follow from it
         self._assignments = assignments_of(self._durable)
         self._awaits = False  # whether a checkpoint was awaited when nodes were last shown so
-        self._sessions: dict[str, Session] = {}  # the newest session of each agent
-        self._due: set[Session] = set()  # those that are shown what follows from the next write
+        self._connections: dict[str, Connection] = {}  # the newest of each agent
+        self._due: set[Connection] = set()  # those that are shown what follows from the next write
         self._number = 0  # of the last instruction
         self._last_write: asyncio.Task[None] | None = None
         self._next_write: asyncio.Task[None] | None = None
@@ -156,15 +149,15 @@ class Master:
             found.append(pause)
         if self.job.missing_rounds:
             found.append(self.job.missing_rounds)
-        if self._journal_failure is not None:
-            seconds = self.clock() - self._journal_failure.since
-            found.append(f"not written for {seconds:.0f} s: {self._journal_failure.text}")
+        if self._failing_since is not None:
+            seconds = self.clock() - self._failing_since
+            found.append(f"not written for {seconds:.0f} s: {self._problem}")
         return tuple(found)
 
     @property
     def is_written(self) -> bool:
         """True if the journal can be written."""
-        return self._journal_failure is None
+        return self._failing_since is None
 
     def apply(self, event: Event) -> None:
         """Apply an event to the job; `written` returns when it is durable."""
@@ -174,8 +167,8 @@ class Master:
         self.job = after
         for line in _new_lines(before, after):
             log.info(line.text)
-        if isinstance(event, NodeLost) and (session := self._sessions.get(event.incarnation)):
-            session.end()  # an agent that lives begins another one
+        if isinstance(event, NodeLost) and (connection := self._connections.get(event.incarnation)):
+            connection.end()  # an agent that lives begins another one
 
     async def written(self) -> None:
         """Wait until the events up to now are in the journal, or cannot be written."""
@@ -197,9 +190,8 @@ class Master:
         self._last_write, self._next_write = self._next_write, None
         job, due, now = self.job, self._due, self.clock()
         self._given, self._due = job, set()
-        failure = self._journal_failure
-        is_due = job is not self._durable if failure is None else now >= failure.retry_at
-        if is_due:
+        is_new = job is not self._durable or self._failing_since is not None
+        if is_new and now >= self._retry_at:
             await self._try_to_write(job, now)
         self._follow(job, due)
 
@@ -207,10 +199,20 @@ class Master:
         try:
             cost = await asyncio.to_thread(self._store, job, now)
         except StorageError as error:
-            self._record_journal_failure(str(error), now)
-        else:
-            self._write_at = asyncio.get_running_loop().time() + WRITE_PAUSES * cost
-            self._note_recovery(now)
+            self._problem, self._retry_at = str(error), now + RETRY_SECONDS
+            if self._failing_since is None:
+                self._failing_since = now
+                log.error(
+                    "%s\n"
+                    "The job goes on, but a master that is started again would not know the events "
+                    "from now on: free space on the disk, or find why the file cannot be written",
+                    error,
+                )
+            return
+        self._write_at = asyncio.get_running_loop().time() + WRITE_PAUSES * cost
+        if self._failing_since is not None:
+            log.warning("the journal is written again, after %.0f s", now - self._failing_since)
+            self._failing_since = None
 
     def _store(self, job: Job, now: float) -> float:
         """Write the job; the seconds of the processor that it took."""
@@ -218,30 +220,9 @@ class Master:
         self._journal.write(job, now)
         return time.thread_time() - began
 
-    def _record_journal_failure(self, text: str, now: float) -> None:
-        since = now
-        if self._journal_failure is not None:
-            since = self._journal_failure.since
-        else:
-            log.error(
-                "%s\n"
-                "The job goes on, but a master that is started again would not know the events "
-                "from now on: free space on the disk, or find why the file cannot be written",
-                text,
-            )
-        self._journal_failure = _JournalFailure(since, text, now + RETRY_SECONDS)
-
-    def _note_recovery(self, now: float) -> None:
-        if self._journal_failure is not None:
-            log.warning(
-                "the journal is written again, after %.0f s", now - self._journal_failure.since
-            )
-            self._journal_failure = None
-
     async def close(self) -> None:
         """Write what is pending, and close the journal."""
-        if self._journal_failure is not None:
-            self._journal_failure.retry_at = -math.inf
+        self._retry_at = -math.inf
         await self.written()
         self._journal.close()
 
@@ -276,7 +257,7 @@ class Master:
             ending.set()
             await telling
 
-    def _follow(self, job: Job, due: set[Session]) -> None:
+    def _follow(self, job: Job, due: set[Connection]) -> None:
         """Let instructions follow from a job: for all nodes if it concerns them, or those due."""
         before, self._durable = self._durable, job
         old, new = before.rendezvous, job.rendezvous
@@ -285,42 +266,41 @@ class Master:
         if concerns_all(before, job) or self._awaits != awaits_checkpoint(job, self.clock()):
             self._show_all()
         else:
-            for session in due:
-                self._show(session)
+            for connection in due:
+                self._show(connection)
 
     def _show_all(self) -> None:
         self._awaits = awaits_checkpoint(self._durable, self.clock())
-        for session in list(self._sessions.values()):
-            self._show(session)
+        for connection in list(self._connections.values()):
+            self._show(connection)
 
-    def on_message(self, session: Session, message: Message) -> None:
+    def on_message(self, connection: Connection, message: Message) -> None:
         """Take a message of an agent; one that is heard a second time has no further effect.
 
         Raises:
             RefusedError: If it cannot be accepted.
         """
         now, job = self.clock(), self.job
-        sender = session.sender
+        sender = connection.sender
         if isinstance(message, Join):
             message = self._identify(message)
-            session.failed = None
+            connection.failed = None
             round_of_node = message.after_round
         else:
             round_of_node = message.round
         node_id = message.node_id
         assert node_id is not None
         pause = message.pause if isinstance(message, Beat) else None
-        self.live.presence.on_message(session.number, message.incarnation, now, pause)
-        on_message(self.live, node_id, message.incarnation, now)
+        on_message(self.live, message.incarnation, now, session=connection.number, pause=pause)
         is_new = sender is None or (sender["node_id"], sender["round"]) != (node_id, round_of_node)
         if is_new:
-            old = self._sessions.get(message.incarnation)
-            if old is not None and old is not session:
+            old = self._connections.get(message.incarnation)
+            if old is not None and old is not connection:
                 old.end()  # its connection may look open for hours
-            session.sender = Sender(
+            connection.sender = Sender(
                 node_id=node_id, incarnation=message.incarnation, round=round_of_node
             )
-            self._sessions[message.incarnation] = session
+            self._connections[message.incarnation] = connection
         match message:
             case Beat():
                 for event in on_beat(self.live, job, message, now):
@@ -329,36 +309,37 @@ class Master:
                 on_stacks(self.live, job, message)
             case ReportFailures():
                 on_failures(self.live, job, message)
-                session.failed = message.round
+                connection.failed = message.round
                 self.apply(message)
             case _:
                 self.apply(message)
         if is_new or not isinstance(message, Beat):
-            self._due.add(session)
+            self._due.add(connection)
         self._begin_write()
 
-    def end_session(self, session: Session, *, by_peer: bool) -> None:
+    def end_session(self, connection: Connection, *, by_peer: bool) -> None:
         """A session has ended, by its other end or by this one."""
-        if session.sender is None:
+        if connection.sender is None:
             return
-        incarnation = session.sender["incarnation"]
-        if self._sessions.get(incarnation) is session:
-            del self._sessions[incarnation]
-        self.live.presence.close(session.number, incarnation, self.clock(), by_peer=by_peer)
+        incarnation = connection.sender["incarnation"]
+        if self._connections.get(incarnation) is connection:
+            del self._connections[incarnation]
+        now = self.clock()
+        on_end_of_session(self.live, connection.number, incarnation, now, by_peer=by_peer)
 
-    def _show(self, session: Session) -> None:
+    def _show(self, connection: Connection) -> None:
         """Give an agent its instruction, if it is another one than before."""
-        sender, job, now, old = session.sender, self._durable, self.clock(), session.given
+        sender, job, now, old = connection.sender, self._durable, self.clock(), connection.given
         assert sender is not None
         content = content_of(job, sender, self._assignments, now)
         dump = job.dump if job.hanging is not None else 0
-        decision = self._decision_on(sender["node_id"], session.failed)
+        decision = self._decision_on(sender["node_id"], connection.failed)
         if old is not None and (old.content, old.dump, old.decision) == (content, dump, decision):
             return
         self._number = max(self._number + 1, int(now * 1e6))  # higher also after a restart
         new = Instruction(number=self._number, content=content, dump=dump, decision=decision)
-        session.given = new
-        session.give(new)
+        connection.given = new
+        connection.give(new)
 
     def _decision_on(self, node_id: int, failed: int | None) -> FailureDecision | None:
         """The decision on the failures of a node in a round, if it has reported any."""

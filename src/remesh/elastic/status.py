@@ -374,7 +374,7 @@ def _node_rows(
         known = nodes.ready.get(node_id) or nodes.member(node_id)
         if known is None and not names:
             names = {number: name for name, number in job.names.items()}
-        heard = live.heard.get(node_id)
+        agent = None if known is None else live.agents.get(known.incarnation)
         place = places[node_id] if node_id in nodes.active else (None, None)
         reason = nodes.excluded[node_id][1] if survey.states[node_id] == "excluded" else ""
         yield NodeStatus(
@@ -385,7 +385,7 @@ def _node_rows(
             node_rank=place[0],
             first_rank=place[1],
             num_processes=0 if known is None else known.num_processes,
-            last_heard=None if heard is None else max(now - heard[1], 0.0),
+            last_heard=None if agent is None else max(now - agent.heard, 0.0),
             num_charged=charges_of(job, node_id, now).count,
             check=job.check_findings.get(node_id, ""),
             reason=reason,

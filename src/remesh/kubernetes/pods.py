@@ -214,7 +214,7 @@ def _master_args(job: Job) -> list[str]:
     spec = job.spec
     args = ["master", "--host", "0.0.0.0", "--port", str(spec.master.port)]  # noqa: S104 - a token
     args += ["--token-file", f"{TOKEN_MOUNT}/token"]
-    args += ["--state", f"{STATE_MOUNT}/{job.uid}-{job.status.epoch}.sqlite"]
+    args += ["--state", f"{STATE_MOUNT}/{job.uid}-{job.status.epoch}.json"]
     if spec.tls is not None:
         args += ["--tls-cert", f"{TLS_MOUNT}/tls.crt", "--tls-key", f"{TLS_MOUNT}/tls.key"]
     if spec.check:
