@@ -32,7 +32,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import remesh
-from remesh.demo.model import ModelConfig, Transformer
+from remesh.demo.training import ModelConfig, Transformer
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage
 from tests.engine.bits import bits_of
