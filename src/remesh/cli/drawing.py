@@ -11,10 +11,7 @@ from remesh.cli import output
 from remesh.cli.meshes import Mesh, boxes_of_rank
 from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.demo import picture
 from remesh.demo.picture import Column, PlacedTensor
-
-MAX_LEGEND = 16
 
 
 def write_page(text: str, target: str | None) -> None:
@@ -55,12 +52,3 @@ def columns_of(index: Index, names: Sequence[str], mesh: Mesh | None) -> list[Co
 
 def _placed(index: Index, held: Mapping[str, Sequence[tuple[int, Box]]]) -> dict[str, PlacedTensor]:
     return {name: PlacedTensor(index[name].shape, tuple(boxes)) for name, boxes in held.items()}
-
-
-def drawing(columns: Sequence[Column]) -> list[str]:
-    """The pieces of HTML that show a layout."""
-    ranks = {rank for column in columns for t in column.tensors.values() for rank, _ in t.boxes}
-    pieces = [picture.layout(columns)]
-    if len(ranks) > MAX_LEGEND:
-        pieces.append(picture.paragraph("Colours repeat; point at a box to see who holds it."))
-    return pieces

@@ -11,17 +11,8 @@ import click
 from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
-from remesh.cli import output, places
-from remesh.cli.summary import (
-    USAGE_COLUMNS,
-    Statistics,
-    Usage,
-    elements_by_part,
-    print_statistics,
-    statistics_of,
-    usage_rows,
-    usages_of,
-)
+from remesh.cli import output, places, summary
+from remesh.cli.summary import Statistics, Usage, elements_by_part, statistics_of, usages_of
 from remesh.core.integrity import Finding, repair_advice
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
@@ -264,70 +255,22 @@ def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _print_listing(listing: _Listing, with_values: bool, with_pieces: bool, show_all: bool) -> None:
-    _print_head(listing, with_values)
+    output.line(listing.path, style="bold")
+    hint = "" if with_values else " (--values lists them)"
+    output.print_facts(summary.facts_of(listing.checkpoint, hint))
     if listing.usages:
+        rows = summary.usage_rows(listing.usages)
         output.line()
-        output.print_table(USAGE_COLUMNS, usage_rows(listing.usages), tuple, show_all=show_all)
+        output.print_table(summary.USAGE_COLUMNS, rows, tuple, show_all=show_all)
     elif listing.statistics:
+        rows = summary.statistics_rows(listing.statistics, listing.checkpoint.index)
         output.line()
-        print_statistics(listing.statistics, listing.checkpoint.index)
+        output.print_table(summary.STATISTICS_COLUMNS, rows, tuple)
     else:
         _print_tensors(listing, with_pieces, show_all)
     if with_values:
         _print_values("value", listing.values, show_all)
         _print_values("object", listing.objects, show_all)
-
-
-def _print_head(listing: _Listing, shows_values: bool) -> None:
-    checkpoint, totals = listing.checkpoint, listing.totals
-    index = checkpoint.index
-    tensors = output.plural(totals["num_tensors"], "tensor")
-    pieces = output.plural(totals["num_pieces"], "piece")
-    files = output.plural(totals["num_files"], "file")
-    ties = f", {output.plural(totals['num_ties'], 'tie')}" if totals["num_ties"] else ""
-    others = (
-        f"{output.plural(totals['num_values'], 'value')}, "
-        f"{output.plural(totals['num_objects'], 'object')}"
-    )
-    num_others = totals["num_values"] + totals["num_objects"]
-    hint = " (--values lists them)" if num_others and not shows_values else ""
-    size = format_bytes(totals["num_tensor_bytes"])
-    in_files = format_bytes(totals["num_file_bytes"])
-    facts = [
-        _origin(checkpoint),
-        ("tensors", f"{tensors} in {pieces}, {size}{ties}"),
-        ("elements", _elements(checkpoint)),
-        ("values", others + hint),
-        ("files", f"{files} with tensors, {in_files} in all{places.shown_compression(index)}"),
-    ]
-    if checkpoint.metadata:
-        facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
-    output.line(listing.path, style="bold")
-    output.print_facts(facts)
-
-
-def _elements(checkpoint: Checkpoint) -> str:
-    """The number of elements, and the parts of the state that have them."""
-    parts = elements_by_part(checkpoint.index)
-    text = output.format_count(sum(parts.values()))
-    if len(parts) < 2:
-        return text
-    largest = sorted(parts.items(), key=lambda part: -part[1])
-    shown = [f"{name} {output.format_count(n)}" for name, n in largest[:4]]
-    others = sum(count for _, count in largest[4:])
-    return f"{text}: {', '.join(shown)}" + (
-        f", others {output.format_count(others)}" if others else ""
-    )
-
-
-def _origin(checkpoint: Checkpoint) -> tuple[str, str]:
-    """The origin of a checkpoint, as far as it says."""
-    record = places.record_of(checkpoint)
-    if record is None:
-        return "format", f"{checkpoint.format}, without digests"
-    ranks = output.plural(record.world_size, "rank")
-    version = f"remesh {record.remesh_version}, format {record.version}"
-    return "saved", f"{output.format_time(record.created)} by {ranks}, {version}"
 
 
 def _print_tensors(listing: _Listing, with_pieces: bool, show_all: bool) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from remesh._repr import format_bytes
 from remesh.cli import output, places
-from remesh.cli.drawing import columns_of, drawing, largest, write_page
+from remesh.cli.drawing import columns_of, largest, write_page
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.places import transform_option
 from remesh.core.index import Index
@@ -140,13 +140,11 @@ def plan(
         output.line(verdict, style="bold")
     if draw is not None:
         drawn = _drawn(path, stored, patterns)
-        _draw(path, columns_of(stored, drawn, mesh if layout_text else None), draw)
+        columns = columns_of(stored, drawn, mesh if layout_text else None)
+        title = f"Layout of {shown_url(path)}"
+        write_page(picture.page(title, [("", [picture.layout(columns)])]), draw)
     if problems:
         ctx.exit(output.EXIT_DIFFERENT)
-
-
-def _draw(path: str, columns: Sequence[picture.Column], target: str) -> None:
-    write_page(picture.page(f"Layout of {shown_url(path)}", [("", drawing(columns))]), target)
 
 
 def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:

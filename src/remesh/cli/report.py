@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 
 import click
 
@@ -12,15 +11,7 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.drawing import columns_of, drawing, largest, write_page
-from remesh.cli.summary import (
-    USAGE_COLUMNS,
-    Usage,
-    statistics_cells,
-    statistics_of,
-    usage_rows,
-    usages_of,
-)
+from remesh.cli.drawing import columns_of, largest, write_page
 from remesh.core.index import Index
 from remesh.demo import picture
 from remesh.formats import native
@@ -29,21 +20,6 @@ from remesh.storage import shown_url
 MAX_DRAWN = 8
 MAX_USAGES = 40
 MAX_VALUES = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The contents of the page."""
-
-    path: str  # the checkpoint
-    facts: tuple[tuple[str, str], ...]  # names of facts, and what they are
-    usages: tuple[Usage, ...]  # where the bytes are
-    statistics: Mapping[str, summary.Statistics | None]
-    """Those of each tensor, or None where its type has none; empty if not asked for."""
-    files: tuple[tuple[str, int, str], ...]
-    """Path, size and digest of each file; the digest is empty where there is none."""
-    provenance: tuple[tuple[str, str], ...]  # where it comes from, as its manager noted
-    values: tuple[tuple[str, str, str], ...]  # name, type and content of plain values and objects
 
 
 @click.command(epilog=output.example("remesh report runs/step_00001000 -o report.html"))
@@ -58,72 +34,66 @@ class Report:
     "-o", "--output", "target", metavar="FILE", help="Write the page here instead of to stdout."
 )
 @places.format_option()
-@output.json_option
-def report(*, path: str, with_statistics: bool, target: str | None, as_json: bool) -> None:
+def report(*, path: str, with_statistics: bool, target: str | None) -> None:
     """Write an HTML page about a checkpoint: one file, which needs nothing else.
 
-    Tree of names, sizes, layout, statistics, values, digests and provenance.
+    Tree of names, sizes, layout, statistics, values, digests and provenance. For programs,
+    `remesh ls --json` has the same numbers.
     """
-
-    def collect() -> tuple[Checkpoint, Report]:
-        checkpoint = Checkpoint(places.source(path))
-        return checkpoint, _collect(path, checkpoint, with_statistics=with_statistics)
-
-    checkpoint, found = native.begin_anew(collect)
-    if as_json:
-        output.print_json({"kind": "report", **asdict(found)})
-        return
-    write_page(_page(found, checkpoint.index), target)
+    write_page(native.begin_anew(lambda: _page(path, with_statistics=with_statistics)), target)
 
 
-def _collect(path: str, checkpoint: Checkpoint, *, with_statistics: bool) -> Report:
-    index = checkpoint.index
-    names = index.tensors.names if with_statistics else ()
-    values = {**checkpoint.values, **checkpoint.lists, **checkpoint.objects}
-    return Report(
-        shown_url(path),
-        tuple(_facts(path, checkpoint, len(values))),
-        tuple(usages_of(index, 2)),
-        statistics_of(path, checkpoint, names),
-        tuple(places.files_of(checkpoint)),
-        tuple(_provenance(path, checkpoint)),
-        tuple(
-            (name, output.type_name(value), output.format_value_short(value, 120))
-            for name, value in sorted(values.items(), key=lambda one: catalog.natural_key(one[0]))
-        ),
-    )
-
-
-def _facts(path: str, checkpoint: Checkpoint, num_values: int) -> list[tuple[str, str]]:
-    index = checkpoint.index
-    parts = summary.elements_by_part(index)
-    in_files = format_bytes(places.num_file_bytes(checkpoint)) + places.shown_compression(index)
-    facts = [
-        ("format", checkpoint.format),
-        ("tensors", f"{len(index.tensors)} in {index.num_pieces} pieces"),
-        ("tied names", str(len(index.aliases))),
-        ("elements", f"{sum(parts.values()):,}"),
-        ("bytes of tensors", format_bytes(index.num_bytes)),
-        ("bytes of files", in_files),
-        ("plain values", str(num_values)),
-    ]
-    record = places.record_of(checkpoint)
+def _page(path: str, *, with_statistics: bool) -> str:
+    checkpoint = Checkpoint(places.source(path))
+    index, record = checkpoint.index, places.record_of(checkpoint)
+    facts = summary.facts_of(checkpoint)
     if record is not None:
-        facts += [
-            ("saved", output.format_time(record.created)),
-            ("ranks", str(record.world_size)),
-            ("remesh", f"{record.remesh_version}, format {record.version}"),
-            ("save id", record.save_id),
+        findings = catalog.describe_findings(places.findings_of(path, checkpoint))
+        facts += [("save id", record.save_id), ("state", findings or "all files, sizes as saved")]
+    usages = summary.usage_rows(summary.usages_of(index, 2))[:MAX_USAGES]
+    sections: list[tuple[str, Sequence[str]]] = [
+        ("", [picture.table(("", ""), facts)]),
+        ("Where the bytes are", [picture.table(_titles(summary.USAGE_COLUMNS), usages)]),
+        ("Tensors", [_tree(index)]),
+    ]
+    if drawn := [name for name in index.tensors.names if index[name].shape]:
+        columns = columns_of(index, largest(index, drawn, MAX_DRAWN), None)
+        sections.append(("How the largest tensors lie in files", [picture.layout(columns)]))
+    if with_statistics:
+        found = summary.statistics_of(path, checkpoint, index.tensors.names)
+        rows = summary.statistics_rows(dict(sorted(found.items(), key=_natural)), index)
+        table = picture.table(_titles(summary.STATISTICS_COLUMNS), rows)
+        sections.append(("Statistics", [table]))
+    values = {**checkpoint.values, **checkpoint.lists, **checkpoint.objects}
+    if values:
+        shown = [
+            (name, output.type_name(value), output.format_value_short(value, 120))
+            for name, value in sorted(values.items(), key=_natural)[:MAX_VALUES]
         ]
-        findings = places.findings_of(path, checkpoint)
-        facts.append(("files", catalog.describe_findings(findings) or "all there, sizes as saved"))
-    return facts
+        pieces = [picture.table(("name", "type", "content"), shown)]
+        if len(values) > MAX_VALUES:
+            pieces.append(picture.paragraph(f"and {len(values) - MAX_VALUES} more"))
+        sections.append(("Values", pieces))
+    if record is not None:
+        sections.append(("Provenance", [picture.table(("", ""), _provenance(path, record))]))
+    files = [
+        (file, format_bytes(size), digest or "-")
+        for file, size, digest in places.files_of(checkpoint)
+    ]
+    sections.append(("Files and digests", [picture.table(("file", "size", "digest"), files)]))
+    return picture.page(shown_url(path), sections)
 
 
-def _provenance(path: str, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    record = places.record_of(checkpoint)
-    if record is None:
-        return []
+def _titles(columns: Sequence[str]) -> list[str]:
+    return [column[1:] for column in columns]
+
+
+def _natural(one: tuple[str, object]) -> object:
+    return catalog.natural_key(one[0])
+
+
+def _provenance(path: str, record: native.CommitRecord) -> list[tuple[str, str]]:
+    """Where it comes from, as its manager noted."""
     facts = [
         (name, output.format_value_short(value, 200))
         for name, value in record.metadata.items()
@@ -138,43 +108,6 @@ def _provenance(path: str, checkpoint: Checkpoint) -> list[tuple[str, str]]:
         facts += [(name, getattr(origin, name)) for name in names if getattr(origin, name)]
         facts += [(f"version of {name}", version) for name, version in origin.versions.items()]
     return facts
-
-
-# ---------------------------------------------------------------------------------------------
-# The page
-# ---------------------------------------------------------------------------------------------
-
-
-def _page(found: Report, index: Index) -> str:
-    drawn = [name for name in index.tensors.names if index[name].shape]
-    titles = [column[1:] for column in USAGE_COLUMNS]
-    sections: list[tuple[str, Sequence[str]]] = [
-        ("", [picture.table(("", ""), found.facts)]),
-        ("Where the bytes are", [picture.table(titles, usage_rows(found.usages)[:MAX_USAGES])]),
-        ("Tensors", [_tree(index)]),
-    ]
-    if drawn:
-        columns = columns_of(index, largest(index, drawn, MAX_DRAWN), None)
-        sections.append(("How the largest tensors lie in files", drawing(columns)))
-    if found.statistics:
-        sections.append(("Statistics", [_statistics_table(found.statistics)]))
-    if found.values:
-        shown = found.values[:MAX_VALUES]
-        pieces = [picture.table(("name", "type", "content"), shown)]
-        if len(found.values) > MAX_VALUES:
-            pieces.append(picture.paragraph(f"and {len(found.values) - MAX_VALUES} more"))
-        sections.append(("Values", pieces))
-    if found.provenance:
-        sections.append(("Provenance", [picture.table(("", ""), found.provenance)]))
-    rows = [(path, format_bytes(size), digest or "-") for path, size, digest in found.files]
-    sections.append(("Files and digests", [picture.table(("file", "size", "digest"), rows)]))
-    return picture.page(found.path, sections)
-
-
-def _statistics_table(statistics: Mapping[str, summary.Statistics | None]) -> str:
-    names = sorted(statistics, key=catalog.natural_key)
-    rows = [(name, *statistics_cells(statistics[name])) for name in names]
-    return picture.table(("name", "min", "max", "mean", "std", "zeros", "NaN", "inf"), rows)
 
 
 def _tree(index: Index) -> str:

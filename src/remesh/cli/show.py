@@ -20,48 +20,31 @@ from remesh.errors import StateError
 from remesh.formats import native
 from remesh.storage import shown_url
 
-_BOUNDS = re.compile(r"\s*(?:(?P<index>[0-9]+)|(?P<start>[0-9]*)\s*:\s*(?P<stop>[0-9]*))\s*")
+_BOUND = r"\s*(?:[0-9]+|[0-9]*\s*:\s*[0-9]*)\s*"
+_BOX = re.compile(f"{_BOUND}(?:,{_BOUND})*")
 
 
-@dataclass(frozen=True, slots=True)
-class BoxText:
-    """A region of a tensor whose shape is not known yet."""
-
-    text: str  # what the user wrote
-    bounds: tuple[tuple[int | None, int | None], ...]
-    """Start and stop of the first dims; None stands for the end of the dim on that side."""
-
-    def in_shape(self, name: str, shape: tuple[int, ...]) -> Box:
-        """The box in a tensor of this shape; dims that are not given are whole."""
-        where = f"{name} has shape {list(shape)}"
-        if len(self.bounds) > len(shape):
-            raise StateError(f"--box {self.text} has {len(self.bounds)} dims, but {where}")
-        given = [*self.bounds, *[(None, None)] * (len(shape) - len(self.bounds))]
-        bounds = [
-            (start or 0, extent if stop is None else stop)
-            for (start, stop), extent in zip(given, shape, strict=True)
-        ]
-        for dim, ((start, stop), extent) in enumerate(zip(bounds, shape, strict=True)):
-            if not start < stop <= extent:
-                raise StateError(f"--box {self.text}: {start}:{stop} is not in dim {dim}; {where}")
-        return Box.from_slices(*bounds)
+def check_box(_ctx: click.Context, _param: click.Parameter, text: str | None) -> str | None:
+    """Refuse a text that is no region; a callback for click."""
+    if text is not None and not _BOX.fullmatch(text):
+        raise click.BadParameter(f"{text!r} is not a box; write it like 0:10,5:7")
+    return text
 
 
-def parse_box(_ctx: click.Context, _param: click.Parameter, text: str | None) -> BoxText | None:
-    """The value of an option that takes a region; a callback for click."""
-    if text is None:
-        return None
-    bounds: list[tuple[int | None, int | None]] = []
-    for part in text.split(","):
-        found = _BOUNDS.fullmatch(part)
-        if found is None:
-            raise click.BadParameter(f"{text!r} is not a box; write it like 0:10,5:7")
-        if found["index"]:
-            bounds.append((int(found["index"]), int(found["index"]) + 1))
-        else:
-            start, stop = found["start"], found["stop"]
-            bounds.append((int(start) if start else None, int(stop) if stop else None))
-    return BoxText(text, tuple(bounds))
+def box_in(text: str, name: str, shape: tuple[int, ...]) -> Box:
+    """The box of a text in a tensor of this shape; dims that are not given are whole."""
+    where, parts = f"{name} has shape {list(shape)}", text.split(",")
+    if len(parts) > len(shape):
+        raise StateError(f"--box {text} has {len(parts)} dims, but {where}")
+    bounds = []
+    for dim, extent in enumerate(shape):
+        first, colon, last = parts[dim].partition(":") if dim < len(parts) else ("", ":", "")
+        start = int(first) if first.strip() else 0
+        stop = start + 1 if not colon else int(last) if last.strip() else extent
+        if not start < stop <= extent:
+            raise StateError(f"--box {text}: {start}:{stop} is not in dim {dim}; {where}")
+        bounds.append((start, stop))
+    return Box.from_slices(*bounds)
 
 
 NUM_FIRST_ELEMENTS = 10
@@ -77,13 +60,13 @@ NUM_BOX_ELEMENTS = 1000
 @click.option(
     "--box",
     "box_text",
-    callback=parse_box,
+    callback=check_box,
     help="A region to look at, such as 0:10,5:7. A single number is one index, an empty side the "
     "end of the dim; dims that are not given are whole.",
 )
 @places.format_option()
 @output.json_option
-def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool) -> None:
+def show(*, path: str, name: str | None, box_text: str | None, as_json: bool) -> None:
     """Show one tensor or value of a checkpoint.
 
     Of a tensor: type, shape, pieces, statistics and first elements; of a --box with up to 1000
@@ -115,9 +98,7 @@ def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool
         output.line(*output.format_value(value).splitlines())
 
 
-def _open_and_look(
-    path: str, name: str, box_text: BoxText | None
-) -> tuple[Checkpoint, _Looked | None]:
+def _open_and_look(path: str, name: str, box_text: str | None) -> tuple[Checkpoint, _Looked | None]:
     """A checkpoint, and what is found in it if the name is that of a tensor."""
     checkpoint = Checkpoint(places.source(path))
     is_tensor = name in checkpoint.index
@@ -135,9 +116,9 @@ class _Looked:
     elements: summary.Array
 
 
-def _look_at(checkpoint: Checkpoint, name: str, box_text: BoxText | None) -> _Looked:
+def _look_at(checkpoint: Checkpoint, name: str, box_text: str | None) -> _Looked:
     stored = checkpoint.tensor(name)
-    box = Box.whole(stored.shape) if box_text is None else box_text.in_shape(name, stored.shape)
+    box = Box.whole(stored.shape) if box_text is None else box_in(box_text, name, stored.shape)
     statistics = summary.statistics_of(name, checkpoint, [name], box)[name]
     whole_box = box_text is not None and box.size <= NUM_BOX_ELEMENTS
     count = NUM_BOX_ELEMENTS if whole_box else NUM_FIRST_ELEMENTS
@@ -199,18 +180,14 @@ def _print_tensor(looked: _Looked) -> None:
 
 
 def _statistics_facts(statistics: summary.Statistics) -> list[tuple[str, str]]:
-    def shown(number: float | None, absent: str) -> str:
-        if number is None:
-            return absent
-        return str(number) if isinstance(number, int) else f"{number:.6g}"
-
     none_finite = "- (no finite element)"
     absent = none_finite if statistics.minimum is None else "- (beyond float64)"
+    shown = summary.format_number
     return [
-        ("min", shown(statistics.minimum, none_finite)),
-        ("max", shown(statistics.maximum, none_finite)),
-        ("mean", shown(statistics.mean, absent)),
-        ("std", shown(statistics.std, absent)),
+        ("min", shown(statistics.minimum, none_finite, 6)),
+        ("max", shown(statistics.maximum, none_finite, 6)),
+        ("mean", shown(statistics.mean, absent, 6)),
+        ("std", shown(statistics.std, absent, 6)),
         ("zeros", f"{statistics.num_zero} of {statistics.num_elements}"),
         ("NaN", str(statistics.num_nan)),
         ("inf", str(statistics.num_inf)),

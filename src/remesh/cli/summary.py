@@ -22,7 +22,7 @@ import numpy.typing as npt
 from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
-from remesh.cli import output
+from remesh.cli import output, places
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.index import Index
@@ -306,27 +306,71 @@ def usage_rows(usages: Sequence[Usage]) -> list[tuple[str, ...]]:
     ]
 
 
-def statistics_cells(found: Statistics | None) -> list[str]:
-    """Minimum, maximum, mean, deviation; zeros, NaN and infinities, for people."""
-    if found is None:
-        return ["-"] * 7
-    numbers = (found.minimum, found.maximum, found.mean, found.std)
-    counts = (found.num_zero, found.num_nan, found.num_inf)
-    return [*map(format_number, numbers), *map(str, counts)]
+STATISTICS_COLUMNS = ("<dtype", ">min", ">max", ">mean", ">std", ">zeros", ">NaN", ">inf", "<name")
 
 
-def print_statistics(statistics: Mapping[str, Statistics | None], index: Index) -> None:
-    """Print the numbers in tensors, a line each."""
-    columns = ("<dtype", ">min", ">max", ">mean", ">std", ">zeros", ">NaN", ">inf", "<name")
-    output.print_table(
-        columns,
-        list(statistics),
-        lambda name: (index[name].dtype, *statistics_cells(statistics[name]), name),
-    )
+def statistics_rows(
+    statistics: Mapping[str, Statistics | None], index: Index
+) -> list[tuple[str, ...]]:
+    """The cells of `STATISTICS_COLUMNS`, for people."""
+
+    def cells(found: Statistics | None) -> list[str]:
+        if found is None:
+            return ["-"] * 7
+        numbers = (found.minimum, found.maximum, found.mean, found.std)
+        counts = (found.num_zero, found.num_nan, found.num_inf)
+        return [*map(format_number, numbers), *map(str, counts)]
+
+    return [(index[name].dtype, *cells(one), name) for name, one in statistics.items()]
 
 
-def format_number(number: float | None) -> str:
+def format_number(number: float | None, absent: str = "-", digits: int = 5) -> str:
     """A number of the statistics, for people."""
     if number is None:
-        return "-"
-    return str(number) if isinstance(number, int) else f"{number:.5g}"
+        return absent
+    return str(number) if isinstance(number, int) else f"{number:.{digits}g}"
+
+
+def facts_of(checkpoint: Checkpoint, hint: str = "") -> list[tuple[str, str]]:
+    """Names of facts about a checkpoint, and what they are; `hint` follows the number of values."""
+    index, record = checkpoint.index, places.record_of(checkpoint)
+    ties = f", {output.plural(len(index.aliases), 'tie')}" if index.aliases else ""
+    tensors, pieces = len(index.tensors), output.plural(index.num_pieces, "piece")
+    num_values = len(checkpoint.values) + len(checkpoint.lists)
+    num_objects = len(checkpoint.objects)
+    values = f"{output.plural(num_values, 'value')}, {output.plural(num_objects, 'object')}"
+    files = output.plural(len(index.files), "file")
+    in_files = format_bytes(places.num_file_bytes(checkpoint))
+    compressed = places.shown_compression(index)
+    origin = ("format", f"{checkpoint.format}, without digests")
+    if record is not None:
+        ranks, created = (
+            output.plural(record.world_size, "rank"),
+            output.format_time(record.created),
+        )
+        version = f"remesh {record.remesh_version}, format {record.version}"
+        origin = ("saved", f"{created} by {ranks}, {version}")
+    size = format_bytes(index.num_bytes)
+    facts = [
+        origin,
+        ("tensors", f"{output.plural(tensors, 'tensor')} in {pieces}, {size}{ties}"),
+        ("elements", _elements(index)),
+        ("values", values + (hint if num_values + num_objects else "")),
+        ("files", f"{files} with tensors, {in_files} in all{compressed}"),
+    ]
+    if checkpoint.metadata:
+        facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
+    return facts
+
+
+def _elements(index: Index) -> str:
+    """The number of elements, and the parts of the state that have them."""
+    parts = elements_by_part(index)
+    text = output.format_count(sum(parts.values()))
+    if len(parts) < 2:
+        return text
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    shown = [f"{name} {output.format_count(n)}" for name, n in largest[:4]]
+    if others := sum(count for _, count in largest[4:]):
+        shown.append(f"others {output.format_count(others)}")
+    return f"{text}: {', '.join(shown)}"
