@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,31 +23,27 @@ from remesh.simulation.cluster import (
 )
 from remesh.simulation.training import Durations
 
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgtp]?)(i?)b?(?:/s)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
-class _Bytes(click.ParamType[float]):
-    """A number of bytes, such as 80GB or 1.5TiB; of a rate, those of a second."""
-
-    name = "bytes"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        text = str(value).removesuffix("/s")
-        found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgtp]?)(i?)b?", text, re.IGNORECASE)
-        try:
-            assert found is not None
-            number = float(found[1])
-        except (AssertionError, ValueError):
-            self.fail(f"{value!r} is no number of bytes; write 80GB or 1.5TiB, say", param, ctx)
-        size = number * (1024 if found[3] else 1000) ** _UNITS[found[2].lower()]
-        if size <= 0:
-            self.fail(f"{value!r} must be more than nothing", param, ctx)
-        return float(size)
+def _num_bytes(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
+    """The value of an option that takes bytes, or those of a second; a callback for click."""
+    if text is None:
+        return None
+    found = _BYTES.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no number of bytes; write 80GB or 1.5TiB, say")
+    size = float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].lower()]
+    if size <= 0:
+        raise click.BadParameter(f"{text!r} must be more than nothing")
+    return size
 
 
-_BYTES = _Bytes()
+def _bytes_option(
+    flag: str, text: str, default: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(flag, metavar="BYTES", callback=_num_bytes, default=default, help=text)
 
 
 @click.command(
@@ -56,7 +52,7 @@ _BYTES = _Bytes()
         "remesh advise --state-size 1TB --nodes 64 --spares 2 --copies 8 --step-seconds 4",
     )
 )
-@click.option("--state-size", type=_BYTES, help="Bytes of the state: weights and optimizer.")
+@_bytes_option("--state-size", "Bytes of the state: weights and optimizer.")
 @click.option("--checkpoint", metavar="PATH", help="A checkpoint whose size is that of the state.")
 @click.option(
     "--nodes", type=click.IntRange(min=1), metavar="N", required=True, help="Nodes that train."
@@ -96,21 +92,10 @@ _BYTES = _Bytes()
     metavar="NUMBER",
     help="Failures of the whole job; by default those of Llama 3's training, per node.",
 )
-@click.option(
-    "--storage-write",
-    type=_BYTES,
-    default="10GB",
-    help="What the storage takes a second, from all nodes.",
-)
-@click.option(
-    "--storage-read", type=_BYTES, help="What it gives a second; by default as much as it takes."
-)
-@click.option(
-    "--link", type=_BYTES, default="25GB", help="What a node receives a second from others."
-)
-@click.option(
-    "--memory", type=_BYTES, default="40GB", help="What a node copies in its memory a second."
-)
+@_bytes_option("--storage-write", "What the storage takes a second, from all nodes.", "10GB")
+@_bytes_option("--storage-read", "What it gives a second; by default as much as it takes.")
+@_bytes_option("--link", "What a node receives a second from others.", "25GB")
+@_bytes_option("--memory", "What a node copies in its memory a second.", "40GB")
 @click.option(
     "--start-seconds",
     type=click.FloatRange(min=0),

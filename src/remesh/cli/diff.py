@@ -66,12 +66,8 @@ class Comparison:
         return not any(map(bool, (*lists, self.only_second_values, self.values)))
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Elements are equal if they differ by `absolute + relative * abs(second)` at most."""
-
-    relative: float = 0.0
-    absolute: float = 0.0
+_Tolerance = tuple[float, float]
+"""Elements are equal if they differ by `absolute + relative * abs(second)` at most: both."""
 
 
 def compare(
@@ -79,7 +75,7 @@ def compare(
     second: Checkpoint,
     *,
     transform: Transform | None,
-    tolerance: Tolerance | None,
+    tolerance: _Tolerance | None,
     on_read: Callable[[int], None],
 ) -> Comparison:
     """Compare two checkpoints, of any formats; without a tolerance no values of tensors."""
@@ -125,7 +121,7 @@ def _compare_values(
     second: Checkpoint,
     names: Sequence[str],
     resolved: Resolved | None,
-    tolerance: Tolerance,
+    tolerance: _Tolerance,
     on_read: Callable[[int], None],
 ) -> dict[str, tuple[int, float]]:
     """The elements of each tensor that differ, and the largest difference of finite ones."""
@@ -177,7 +173,7 @@ def _numbers(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[_
     ]
 
 
-def _difference(left: _Array, right: _Array, tolerance: Tolerance) -> tuple[int, float]:
+def _difference(left: _Array, right: _Array, tolerance: _Tolerance) -> tuple[int, float]:
     if left.dtype.kind not in "fc" and right.dtype.kind not in "fc":
         unequal = left != right
         if not unequal.any():
@@ -187,7 +183,7 @@ def _difference(left: _Array, right: _Array, tolerance: Tolerance) -> tuple[int,
     with np.errstate(invalid="ignore", over="ignore"):
         a, b = left.astype(wide), right.astype(wide)  # a signalling NaN is invalid
         distance = np.abs(a - b)
-        limit = tolerance.absolute + tolerance.relative * np.abs(b)
+        limit = tolerance[0] + tolerance[1] * np.abs(b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     close = np.isfinite(a) & np.isfinite(b) & (distance <= limit)
     finite = distance[np.isfinite(distance)]
@@ -250,7 +246,7 @@ def diff(
     transformation plain values are not compared. The exit code is 0 if nothing differs, 1 if
     something does, 2 if one of them cannot be read.
     """
-    tolerance = None if structure else Tolerance(rtol, atol)
+    tolerance = None if structure else (atol, rtol)
 
     def run() -> Comparison:
         one, other = Checkpoint(places.source(first)), Checkpoint(places.source(second))

@@ -143,7 +143,6 @@ class _Listing:
     path: str  # what the user called it
     checkpoint: Checkpoint
     findings: list[Finding]  # files that are missing or have another size
-    totals: dict[str, int]  # counts over the whole checkpoint, whatever was chosen
     tensors: list[str]  # chosen names of tensors, ties included
     statistics: dict[str, Statistics | None]  # theirs, without ties; empty if not asked for
     usages: list[Usage]  # of the whole checkpoint; empty if not asked for
@@ -163,7 +162,6 @@ class _Listing:
             shown_url(path),
             checkpoint,
             places.findings_of(path, checkpoint),
-            _totals(checkpoint, values, objects),
             tensors,
             statistics_of(path, checkpoint, own),
             [] if depth is None else usages_of(index, depth),
@@ -175,9 +173,8 @@ class _Listing:
         return listing
 
 
-def _totals(
-    checkpoint: Checkpoint, values: Mapping[str, object], objects: Mapping[str, object]
-) -> dict[str, int]:
+def _totals(checkpoint: Checkpoint) -> dict[str, int]:
+    """Counts over the whole checkpoint, whatever was chosen."""
     index = checkpoint.index
     return {
         "num_tensors": len(index.tensors),
@@ -185,8 +182,8 @@ def _totals(
         "num_pieces": index.num_pieces,
         "num_elements": sum(elements_by_part(index).values()),
         "num_tensor_bytes": index.num_bytes,
-        "num_values": len(values),
-        "num_objects": len(objects),
+        "num_values": len(checkpoint.values) + len(checkpoint.lists),
+        "num_objects": len(checkpoint.objects),
         "num_files": len(index.files),
         "num_file_bytes": places.num_file_bytes(checkpoint),
         "num_uncompressed_bytes": sum(file.num_bytes for file in index.files),
@@ -232,7 +229,7 @@ def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -
         "damages": [asdict(finding) for finding in listing.findings],
         "format": listing.checkpoint.format,
         **_record_document(listing.checkpoint),
-        "totals": listing.totals,
+        "totals": _totals(listing.checkpoint),
         **({"parts": [asdict(usage) for usage in listing.usages]} if listing.usages else {}),
         "tensors": tensors,
         "values": listed(listing.values),

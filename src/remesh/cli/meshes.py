@@ -45,19 +45,11 @@ _FIRST = re.compile(r"embed|wte|wpe|tok_")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """Which dim of tensors is cut by tensor parallelism; None for none."""
-
-    pattern: str
-    dim: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Mesh:
     """A parallel layout: kinds of its axes and their sizes, the outermost first."""
 
     axes: tuple[tuple[str, int], ...]
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[tuple[str, int | None], ...] = ()  # patterns, and the dim that tp cuts, if any
 
     @property
     def num_ranks(self) -> int:
@@ -96,11 +88,11 @@ def parse_mesh(text: str, rules: Sequence[str] = ()) -> Mesh:
     return Mesh(tuple(axes), tuple(map(_rule, rules)))
 
 
-def _rule(text: str) -> Rule:
+def _rule(text: str) -> tuple[str, int | None]:
     pattern, found, dim = text.rpartition("=")
     if not found or not pattern or not (dim == "-" or dim.isdecimal()):
         raise StateError(f"{text!r} is not a rule: write PATTERN=DIM, or PATTERN=- for no dim")
-    return Rule(pattern, None if dim == "-" else int(dim))
+    return pattern, None if dim == "-" else int(dim)
 
 
 def boxes_of_rank(mesh: Mesh, rank: int, tensors: TensorTable) -> BoxTable:
@@ -164,11 +156,12 @@ def _experts(tensors: TensorTable, parts: int) -> tuple[IntArray, npt.NDArray[np
 def _tp_dims(mesh: Mesh, tensors: TensorTable) -> Iterator[int]:
     """The dim of each tensor that tensor parallelism cuts; -1 for none."""
     for name, ndim in zip(tensors.names, tensors.ndims.tolist(), strict=True):
-        rule = next((one for one in mesh.rules if fnmatchcase(name, one.pattern)), None)
-        if rule is not None:
-            if rule.dim is not None and rule.dim >= ndim:
-                raise StateError(f"{name}: has {ndim} dims, so none is dim {rule.dim}")
-            yield -1 if rule.dim is None else rule.dim
+        dims = [dim for pattern, dim in mesh.rules if fnmatchcase(name, pattern)]
+        if dims:
+            dim = -1 if dims[0] is None else dims[0]
+            if dim >= ndim:
+                raise StateError(f"{name}: has {ndim} dims, so none is dim {dim}")
+            yield dim
         elif ndim != 2:
             yield -1
         else:

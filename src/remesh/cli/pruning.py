@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import click
 import msgspec
@@ -20,14 +20,12 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import output
 from remesh.errors import RemeshError
 from remesh.maintenance import orphans
-from remesh.maintenance.orphans import Orphan
 from remesh.storage import open_storage
 from remesh.training.policies import (
     KeepBest,
     KeepEvery,
     KeepLast,
     KeepPolicy,
-    RetentionDecision,
     decide_retention,
     remove_unkept,
 )
@@ -111,8 +109,16 @@ def prune_checkpoints(
             for decision in decisions
         ]
         output.print_json({"root": root, "run": whose, "checkpoints": items})
-    else:
-        _print_decisions(decisions, removed, removes=removes)
+        return
+    infos = [decision.info for decision in decisions]
+    shown = [
+        _Item(
+            info.path, str(info.step), info.num_bytes, "; ".join(one.reasons), info.name in removed
+        )
+        for info, one in zip(infos, decisions, strict=True)
+    ]
+    rest = "in use" if removes else "superfluous"
+    _print_removals("checkpoint", "step", shown, rest, removes=removes)
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
@@ -140,31 +146,33 @@ def _facts(info: CheckpointInfo) -> dict[str, object]:
     }
 
 
-def _print_decisions(
-    decisions: Sequence[RetentionDecision], removed: set[str], *, removes: bool
+def _print_removals(
+    noun: str, when: str, items: Sequence[_Item], rest: str, *, removes: bool
 ) -> None:
-    def row(decision: RetentionDecision) -> tuple[str, ...]:
-        info = decision.info
-        rest = "in use" if removes else "superfluous"
-        what = "removed" if info.name in removed else "kept" if decision.is_kept else rest
-        why = f"  ({'; '.join(decision.reasons)})" if decision.is_kept else ""
-        return what, str(info.step), format_bytes(info.num_bytes), f"{info.path}{why}"
+    """Print what is kept or removed, and a sum; `rest` is the word for what is neither."""
 
-    output.print_table(("<what", ">step", ">size", "<path"), decisions, row)
-    chosen = [
-        decision.info.num_bytes
-        for decision in decisions
-        if (decision.info.name in removed if removes else not decision.is_kept)
-    ]
-    _print_sum(chosen, "checkpoint", removes=removes)
+    def row(one: _Item) -> tuple[str, ...]:
+        what = "removed" if one.is_removed else "kept" if one.kept else rest
+        why = f"  ({one.kept})" if one.kept else ""
+        return what, one.when, format_bytes(one.num_bytes), f"{one.path}{why}"
 
-
-def _print_sum(sizes: Sequence[int], noun: str, *, removes: bool) -> None:
-    what = f"{output.plural(len(sizes), noun)}, {format_bytes(sum(sizes))}"
+    output.print_table(("<what", f">{when}", ">size", "<path"), items, row)
+    chosen = [one for one in items if (one.is_removed if removes else not one.kept)]
+    size = format_bytes(sum(one.num_bytes for one in chosen))
+    what = f"{output.plural(len(chosen), noun)}, {size}"
     if removes:
         output.line(f"removed {what}")
     else:
-        output.line(f"{what}; --yes removes them" if sizes else "nothing to remove")
+        output.line(f"{what}; --yes removes them" if chosen else "nothing to remove")
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    path: str
+    when: str
+    num_bytes: int
+    kept: str  # why; empty if it is not
+    is_removed: bool
 
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
@@ -266,22 +274,15 @@ def prune(
         ]
         output.print_json({"root": root, "leftovers": items})
         return
-    _print_leftovers(leftovers, removed, removes=removes)
-
-
-def _print_leftovers(leftovers: Sequence[Orphan], removed: set[str], *, removes: bool) -> None:
     if not leftovers:
         output.line("nothing is left of dead saves")
         return
-
-    def row(one: Orphan) -> tuple[str, ...]:
-        what = "removed" if one.path in removed else "kept" if one.kept or removes else "garbage"
-        why = f"  ({one.kept})" if one.kept else ""
-        return what, _age(one.age), format_bytes(one.num_bytes), f"{one.path}{why}"
-
-    output.print_table(("<what", ">age", ">size", "<path"), leftovers, row)
-    chosen = [one for one in leftovers if (one.path in removed if removes else not one.kept)]
-    _print_sum([one.num_bytes for one in chosen], "leftover", removes=removes)
+    shown = [
+        _Item(one.path, _age(one.age), one.num_bytes, one.kept, one.path in removed)
+        for one in leftovers
+    ]
+    rest = "kept" if removes else "garbage"
+    _print_removals("leftover", "age", shown, rest, removes=removes)
 
 
 def _age(seconds: float) -> str:

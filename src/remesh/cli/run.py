@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import click
@@ -24,6 +25,9 @@ def run(*, arguments: tuple[str, ...]) -> None:
     Takes torchrun's options and some of its own; `remesh run --help` lists them. Without `--master`
     the job has this machine only, and its master runs inside this command.
     """
+    if {"-h", "--help"} & {*arguments} and importlib.util.find_spec("torch") is None:
+        click.echo(click.get_current_context().get_help())  # the list of options is torchrun's
+        return
     if sys.platform != "linux":
         raise click.ClickException(
             "remesh run needs Linux; save, load, convert and the other commands work here too"

@@ -12,7 +12,6 @@ import numpy as np
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.core.state import TENSOR_RECORD
@@ -172,7 +171,8 @@ def _print_tensor(looked: _Looked) -> None:
         output.print_table(output.PIECE_COLUMNS, pieces, output.piece_row, indent="  ")
     output.line()
     if looked.statistics is None:
-        reason = "only its bits are known" if BY_NAME[stored.dtype].is_opaque else "it has no order"
+        is_complex = stored.dtype.startswith("complex")
+        reason = "it has no order" if is_complex else "only its bits are known"
         output.line(f"  statistics of {stored.dtype} are not given: {reason}")
     else:
         output.print_facts(_statistics_facts(looked.statistics))

@@ -59,13 +59,17 @@ def _check_all(paths: Sequence[str]) -> Iterator[Verdict]:
     """The verdicts on all paths, as soon as each is known."""
     for path in paths:
         try:
-            entries = paths_in(path)
+            entries = [] if places.is_checkpoint(path) else catalog.scan(open_storage(path))
         except RemeshError:
             entries = []  # `check` meets the same error, and makes it a verdict
         if not entries:
             yield check(path)
-        for entry in entries:
-            yield check_entry(entry)
+        for one in entries:
+            if one.status == "unfinished":
+                advice = repair_advice(one.path)
+                yield Verdict(one.path, "unfinished", error=one.reason, advice=advice)
+            else:
+                yield check(one.path)
 
 
 def _print_verdict(verdict: Verdict, *, show_all: bool) -> None:
@@ -134,20 +138,6 @@ class Verdict:
     incomplete: tuple[str, ...] = ()
     """Names of tensors of which some elements are not stored exactly once."""
     advice: str = ""  # the command that shows what can be saved of a damaged checkpoint of remesh
-
-
-def paths_in(path: str) -> list[catalog.Entry]:
-    """The checkpoints in a directory of them; empty if the path is a checkpoint or holds none."""
-    return [] if places.is_checkpoint(path) else catalog.scan(open_storage(path))
-
-
-def check_entry(entry: catalog.Entry) -> Verdict:
-    """As `check`, of what a directory of checkpoints holds."""
-    if entry.status == "unfinished":
-        return Verdict(
-            entry.path, "unfinished", error=entry.reason, advice=repair_advice(entry.path)
-        )
-    return check(entry.path)
 
 
 def check(path: str) -> Verdict:
