@@ -260,9 +260,14 @@ def _print_listing(listing: _Listing, with_values: bool, with_pieces: bool, show
         output.line()
         output.print_table(summary.USAGE_COLUMNS, rows, tuple, show_all=show_all)
     elif listing.statistics:
-        rows = summary.statistics_rows(listing.statistics, listing.checkpoint.index)
+        index, found = listing.checkpoint.index, listing.statistics
+        columns = ("<dtype", *(f">{title}" for title in summary.STATISTICS), "<name")
         output.line()
-        output.print_table(summary.STATISTICS_COLUMNS, rows, tuple)
+        output.print_table(
+            columns,
+            list(found),
+            lambda name: (index[name].dtype, *summary.statistics_cells(found[name]), name),
+        )
     else:
         _print_tensors(listing, with_pieces, show_all)
     if with_values:

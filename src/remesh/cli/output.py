@@ -129,40 +129,15 @@ def format_time(created: str) -> str:
     return created.replace("T", " ").replace("+00:00", " UTC")
 
 
-class _Bare(str):
-    """Text that is its own representation, without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def format_value(value: object) -> str:
     """A stored value in Python's notation, laid out in lines."""
-    return pprint.pformat(_with_bare_text(value), sort_dicts=False)
+    return pprint.pformat(value, sort_dicts=False)
 
 
 def format_value_short(value: object, length: int = 60) -> str:
     """A stored value in one line, cut after `length` characters."""
-    text = repr(_with_bare_text(value))
+    text = repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def _with_bare_text(value: object) -> object:
-    """A value in which what has no type here is shown as what it was called."""
-    match value:
-        case UnresolvedValue():
-            inner = _with_bare_text(value.payload)
-            if isinstance(inner, str) and inner.startswith("torch."):
-                return _Bare(inner)
-            return _Bare(f"{value.type_name}({inner!r})")
-        case dict():
-            return {key: _with_bare_text(item) for key, item in value.items()}
-        case list() | tuple() if type(value) in {list, tuple}:
-            return type(value)(map(_with_bare_text, value))
-        case _:
-            return value
 
 
 def type_name(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -37,7 +37,7 @@ MAX_VALUES = 200
 def report(*, path: str, with_statistics: bool, target: str | None) -> None:
     """Write an HTML page about a checkpoint: one file, which needs nothing else.
 
-    Tree of names, sizes, layout, statistics, values, digests and provenance. For programs,
+    Names, sizes, layout, statistics, values, digests and provenance. For programs,
     `remesh ls --json` has the same numbers.
     """
     write_page(native.begin_anew(lambda: _page(path, with_statistics=with_statistics)), target)
@@ -50,25 +50,24 @@ def _page(path: str, *, with_statistics: bool) -> str:
     if record is not None:
         findings = catalog.describe_findings(places.findings_of(path, checkpoint))
         facts += [("save id", record.save_id), ("state", findings or "all files, sizes as saved")]
+    names = index.tensors.names if with_statistics else ()
+    statistics = summary.statistics_of(path, checkpoint, names)
+    titles = [column[1:] for column in summary.USAGE_COLUMNS]
     usages = summary.usage_rows(summary.usages_of(index, 2))[:MAX_USAGES]
     sections: list[tuple[str, Sequence[str]]] = [
         ("", [picture.table(("", ""), facts)]),
-        ("Where the bytes are", [picture.table(_titles(summary.USAGE_COLUMNS), usages)]),
-        ("Tensors", [_tree(index)]),
+        ("Where the bytes are", [picture.table(titles, usages)]),
+        ("Tensors", _tensors(index, statistics)),
     ]
     if drawn := [name for name in index.tensors.names if index[name].shape]:
         columns = columns_of(index, largest(index, drawn, MAX_DRAWN), None)
         sections.append(("How the largest tensors lie in files", [picture.layout(columns)]))
-    if with_statistics:
-        found = summary.statistics_of(path, checkpoint, index.tensors.names)
-        rows = summary.statistics_rows(dict(sorted(found.items(), key=_natural)), index)
-        table = picture.table(_titles(summary.STATISTICS_COLUMNS), rows)
-        sections.append(("Statistics", [table]))
     values = {**checkpoint.values, **checkpoint.lists, **checkpoint.objects}
+    natural = sorted(values.items(), key=lambda one: catalog.natural_key(one[0]))
     if values:
         shown = [
             (name, output.type_name(value), output.format_value_short(value, 120))
-            for name, value in sorted(values.items(), key=_natural)[:MAX_VALUES]
+            for name, value in natural[:MAX_VALUES]
         ]
         pieces = [picture.table(("name", "type", "content"), shown)]
         if len(values) > MAX_VALUES:
@@ -82,14 +81,6 @@ def _page(path: str, *, with_statistics: bool) -> str:
     ]
     sections.append(("Files and digests", [picture.table(("file", "size", "digest"), files)]))
     return picture.page(shown_url(path), sections)
-
-
-def _titles(columns: Sequence[str]) -> list[str]:
-    return [column[1:] for column in columns]
-
-
-def _natural(one: tuple[str, object]) -> object:
-    return catalog.natural_key(one[0])
 
 
 def _provenance(path: str, record: native.CommitRecord) -> list[tuple[str, str]]:
@@ -110,39 +101,22 @@ def _provenance(path: str, record: native.CommitRecord) -> list[tuple[str, str]]
     return facts
 
 
-def _tree(index: Index) -> str:
-    """The names as a tree that opens; the first level is open."""
-    root: dict[str, object] = {}
+def _tensors(index: Index, statistics: Mapping[str, summary.Statistics | None]) -> list[str]:
+    """Tables of the tensors by the first two parts of their names; each opens."""
+    groups: dict[str, list[str]] = {}
     for name in sorted(index, key=catalog.natural_key):
-        node = root
-        *parents, _ = name.split(".")
-        for parent in parents:
-            below = node.setdefault(f"{parent}.", {})
-            assert isinstance(below, dict)
-            node = below
-        node[name] = index[name].num_bytes
-    return "".join(_branch(label, node, index, depth=0) for label, node in root.items())
-
-
-def _branch(label: str, node: object, index: Index, *, depth: int) -> str:
-    if not isinstance(node, dict):
-        stored, tied = index[label], index.aliases.get(label)
-        last = label.rpartition(".")[2]
-        shape = picture.times(stored.shape)
-        text = f"{last}: {stored.dtype}, {shape}, {format_bytes(stored.num_bytes)}"
-        text += f", tied to {tied}" if tied else ""
-        return f"<p>{html.escape(text)}</p>"
-    inner = "".join(_branch(name, below, index, depth=depth + 1) for name, below in node.items())
-    title = f"{label[:-1]} ({format_bytes(_num_bytes(node))})"
-    is_open = ' open="open"' if depth == 0 else ""
-    return (
-        f'<details{is_open} style="margin-left:{min(depth, 1) * 18}px">'
-        f"<summary>{html.escape(title)}</summary>"
-        f'<div style="margin-left:18px">{inner}</div></details>'
-    )
-
-
-def _num_bytes(node: object) -> int:
-    if isinstance(node, dict):
-        return sum(_num_bytes(below) for below in node.values())
-    return node if isinstance(node, int) else 0
+        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
+    pieces = []
+    for prefix, names in groups.items():
+        rows = []
+        for name in names:
+            stored, tied = index[name], index.aliases.get(name)
+            shown = f"{name} -> {tied}" if tied else name
+            row = (shown, stored.dtype, picture.times(stored.shape), format_bytes(stored.num_bytes))
+            rows.append((*row, *summary.statistics_cells(statistics.get(name))))
+        size = format_bytes(sum(index[name].num_bytes for name in names))
+        title = html.escape(f"{prefix} ({output.plural(len(names), 'tensor')}, {size})")
+        head = ("name", "dtype", "shape", "size", *summary.STATISTICS)
+        table = picture.table(head, rows)
+        pieces.append(f"<details><summary>{title}</summary>\n{table}</details>")
+    return pieces

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,22 +288,16 @@ def usage_rows(usages: Sequence[Usage]) -> list[tuple[str, ...]]:
     ]
 
 
-STATISTICS_COLUMNS = ("<dtype", ">min", ">max", ">mean", ">std", ">zeros", ">NaN", ">inf", "<name")
+STATISTICS = ("min", "max", "mean", "std", "zeros", "NaN", "inf")
 
 
-def statistics_rows(
-    statistics: Mapping[str, Statistics | None], index: Index
-) -> list[tuple[str, ...]]:
-    """The cells of `STATISTICS_COLUMNS`, for people."""
-
-    def cells(found: Statistics | None) -> list[str]:
-        if found is None:
-            return ["-"] * 7
-        numbers = (found.minimum, found.maximum, found.mean, found.std)
-        counts = (found.num_zero, found.num_nan, found.num_inf)
-        return [*map(format_number, numbers), *map(str, counts)]
-
-    return [(index[name].dtype, *cells(one), name) for name, one in statistics.items()]
+def statistics_cells(found: Statistics | None) -> list[str]:
+    """The cells of `STATISTICS`, for people."""
+    if found is None:
+        return ["-"] * len(STATISTICS)
+    numbers = (found.minimum, found.maximum, found.mean, found.std)
+    counts = (found.num_zero, found.num_nan, found.num_inf)
+    return [*map(format_number, numbers), *map(str, counts)]
 
 
 def format_number(number: float | None, absent: str = "-", digits: int = 5) -> str:

@@ -55,6 +55,12 @@ class UnresolvedValue:
     type_name: str  # qualified name of its type where it was saved
     payload: object  # its stored content; of kind `pickle` the reason why it was not read
 
+    def __repr__(self) -> str:
+        """As it was called: `torch.bfloat16`, `train.Mode('FAST')`."""
+        if isinstance(self.payload, str) and self.payload.startswith("torch."):
+            return self.payload
+        return f"{self.type_name}({self.payload!r})"
+
 
 def is_plain(value: object) -> bool:
     """True if `encode` accepts the value."""
