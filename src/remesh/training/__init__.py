@@ -29,6 +29,13 @@ from remesh.training.policies import (
 )
 from remesh.training.resuming import Resumed
 from remesh.training.rng import Randomness, derived_seed, role_in
+from remesh.training.scaling import (
+    GlobalBatch,
+    ScalingDecision,
+    apply_scaling,
+    convert_step,
+    decide_scaling,
+)
 from remesh.training.trackers import resume_arguments, run_id_of
 
 if TYPE_CHECKING:
@@ -40,13 +47,6 @@ if TYPE_CHECKING:
         SampleOrder,
         SkipBatchSampler,
         resumable,
-    )
-    from remesh.training.scaling import (
-        GlobalBatch,
-        ScalingDecision,
-        apply_scaling,
-        convert_step,
-        decide_scaling,
     )
 else:
     from remesh._lazy import lazy_names
@@ -62,13 +62,6 @@ else:
                 "SkipBatchSampler",
                 "PerRankState",
                 "resumable",
-            ),
-            "remesh.training.scaling": (
-                "GlobalBatch",
-                "ScalingDecision",
-                "apply_scaling",
-                "convert_step",
-                "decide_scaling",
             ),
         },
     )

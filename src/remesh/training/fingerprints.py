@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from remesh.core.integrity import hex_digest
 from remesh.core.sharded import ShardedTensor
-from remesh.core.state import Joined
+from remesh.training.recording import named_leaves
 
 SMALL = 1 << 20
 """Bytes up to which buffers of modules are no part of a fingerprint. A forward pass changes them,
@@ -124,7 +124,7 @@ class Fingerprint:
             return "a tensor that was added or removed"
         may = np.array([id(tensor) in but for tensor in tensors], dtype=bool)
         for number in np.flatnonzero(self.differs(tensors) & ~may).tolist():
-            for name, tensor in named_tensors(state, "state"):
+            for name, tensor in named_tensors(state):
                 if any(part is tensors[number] for part in _parts_of_subclass(tensor)):
                     return name
             return "a tensor"
@@ -240,24 +240,8 @@ def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [-1 if one.is_inference() else one._version for one in tensors]  # noqa: SLF001
 
 
-def named_tensors(node: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a state that a process holds, with their names there."""
-    match node:
-        case torch.Tensor():
-            yield name, node
-        case torch.nn.Module():
-            for key, tensor in (*node.named_parameters(), *node.named_buffers()):
-                yield f"{name}.{key}", tensor
-        case Optimizer():
-            yield from named_tensors([*node.state.values()], f"{name}.state")
-        case Mapping():
-            for key, value in node.items():
-                yield from named_tensors(value, f"{name}.{key}")
-        case list() | tuple():
-            for number, value in enumerate(node):
-                yield from named_tensors(value, f"{name}.{number}")
-        case ShardedTensor():
-            for part in node.parts:
-                yield from named_tensors(part.data, name)
-        case Joined():
-            yield from named_tensors([node.state, node.beside], name)
+    for name, leaf in named_leaves(state, "state"):
+        if isinstance(leaf, torch.Tensor):
+            yield name, leaf

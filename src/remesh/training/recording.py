@@ -139,41 +139,50 @@ def _sorted(value: object) -> object:
 
 def digest_of_state(state: Any) -> str:
     """A text that changes when any tensor, array or plain value of a state changes."""
-    tensors: list[Any] = []
-    facts = "\n".join(_facts(state, "", tensors))
+    torch = sys.modules.get("torch")
+    tensors, facts = [], []
+    for name, leaf in named_leaves(state, ""):
+        value = leaf
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            value = ""
+        elif torch is not None and isinstance(leaf, torch.Generator):
+            value = hex_digest(leaf.get_state().numpy().tobytes())
+        elif isinstance(leaf, np.ndarray):
+            value = leaf.shape, hex_digest(np.ascontiguousarray(leaf).tobytes())
+        facts.append(f"{name} {value!r}")
     if tensors:
         from remesh.training.fingerprints import Fingerprints
 
-        facts += Fingerprints().take_of(tensors).digest()
-    return hex_digest(facts.encode(errors="surrogatepass"))
+        facts.append(Fingerprints().take_of(tensors).digest())
+    return hex_digest("\n".join(facts).encode(errors="surrogatepass"))
 
 
-def _facts(value: Any, name: str, tensors: list[Any]) -> Iterator[str]:
-    """All but the tensors, which are collected."""
+def named_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The tensors, arrays and values of a state that a process holds, with their names there."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        tensors.append(value)
-        yield name
-    elif torch is not None and isinstance(value, torch.Generator):
-        yield f"{name} {hex_digest(value.get_state().numpy().tobytes())}"
-    elif torch is not None and isinstance(value, torch.nn.Module):
-        for key, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield from _facts(tensor, f"{name}.{key}", tensors)
-    elif isinstance(value, np.ndarray):
-        yield f"{name} {value.shape} {hex_digest(np.ascontiguousarray(value).tobytes())}"
-    elif isinstance(value, ShardedTensor):
-        for number, part in enumerate(value.parts):
-            yield from _facts(part.data, f"{name}.{number}", tensors)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _facts(item, f"{name}.{key}", tensors)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _facts(item, f"{name}.{number}", tensors)
-    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        yield from _facts(value.state_dict(), name, tensors)
+    if torch is not None and isinstance(node, torch.nn.Module):
+        for key, tensor in (*node.named_parameters(), *node.named_buffers()):
+            yield f"{name}.{key}", tensor
+    elif torch is not None and isinstance(node, torch.optim.Optimizer):
+        groups = [{**group, "params": None} for group in node.param_groups]
+        parts = {"state": [*node.state.values()], "param_groups": groups}
+        yield from named_leaves(parts, name)
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from named_leaves(value, f"{name}.{key}")
+    elif isinstance(node, list | tuple):
+        for number, value in enumerate(node):
+            yield from named_leaves(value, f"{name}.{number}")
+    elif isinstance(node, ShardedTensor):
+        for part in node.parts:
+            yield from named_leaves(part.data, name)
+    elif isinstance(node, Joined):
+        yield from named_leaves([node.state, node.beside], name)
+    elif hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
+        yield from named_leaves(node.state_dict(), name)
     else:
-        yield f"{name} {value!r}"
+        yield name, node
 
 
 def _script_directory() -> Path:
@@ -191,33 +200,24 @@ def git_revision(directory: Path) -> str:
     for parent in (directory, *directory.parents):
         if (parent / ".git").exists():
             try:
-                return _head(_git_directory(parent / ".git"))
+                return _head(parent / ".git")
             except (OSError, UnicodeDecodeError):
                 return ""
     return ""
 
 
-def _git_directory(entry: Path) -> Path:
-    """Where the repository is: `.git` itself, or where it points to (worktrees, submodules)."""
-    if entry.is_dir():
-        return entry
-    target = entry.read_text().removeprefix("gitdir:").strip()
-    return entry.parent / target
-
-
 def _head(git: Path) -> str:
+    if git.is_file():  # a worktree or submodule: it says where the directory is
+        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref:"):
         return head
     name = head.removeprefix("ref:").strip()
     common = git / "commondir"
     shared = git / common.read_text().strip() if common.exists() else git
-    for place in (git, shared):
-        if (place / name).is_file():
-            return (place / name).read_text().strip()
+    for place in (git / name, shared / name):
+        if place.is_file():
+            return place.read_text().strip()
     packed = shared / "packed-refs"
-    for line in packed.read_text().splitlines() if packed.exists() else ():
-        commit, _, packed_name = line.partition(" ")
-        if packed_name == name:
-            return commit
-    return ""
+    lines = packed.read_text().splitlines() if packed.exists() else []
+    return next((line.split(" ")[0] for line in lines if line.endswith(f" {name}")), "")

@@ -221,9 +221,11 @@ def load_newest(
                 seeded, report = _load(exchange, source, state, recorder, options)
             except (CorruptCheckpointError, CheckpointNotFoundError) as error:
                 reason = str(error)
-                _note_failure(exchange, storage, source, reason)
+                if source.kind == "stored":
+                    _remember(exchange, storage, info, reason)
             else:
-                _forget_failures(exchange, storage, info)
+                if info.num_failures:
+                    _remember(exchange, storage, info, "")
                 return Loaded(source, seeded, report, passed_over)
         _warn(exchange, info, reason)
         passed_over.append((source, reason))
@@ -241,31 +243,19 @@ def _warn(exchange: Exchange, info: CheckpointInfo, reason: str) -> None:
         _LOGGER.warning("passed over %s: %s", info.path, reason)
 
 
-def _note_failure(exchange: Exchange, storage: Storage, source: Source, reason: str) -> None:
-    """Remember that a checkpoint in storage could not be loaded."""
-    info = source.info
+def _remember(exchange: Exchange, storage: Storage, info: CheckpointInfo, reason: str) -> None:
+    """Note that a checkpoint in storage could not be loaded; without a reason, forget that."""
 
     def note() -> bytes:
-        # One that has just been removed needs no memory.
-        if any(one.name == info.name for one in catalog.list_checkpoints(storage)):
-            with catalog.best_effort(f"noting that {info.path} cannot be loaded"):
+        with catalog.best_effort(f"noting whether {info.path} can be loaded"):
+            if not reason:
+                catalog.forget_failures(storage, info.name)
+            # One that has just been removed needs no memory.
+            elif any(one.name == info.name for one in catalog.list_checkpoints(storage)):
                 catalog.note_failure(storage, info.name, reason)
         return b""
 
-    if source.kind == "stored":
-        run_on_one(exchange, note)
-
-
-def _forget_failures(exchange: Exchange, storage: Storage, info: CheckpointInfo) -> None:
-    """Forget them, since it was loaded after all."""
-
-    def forget() -> bytes:
-        with catalog.best_effort(f"removing the note that {info.path} could not be loaded"):
-            catalog.forget_failures(storage, info.name)
-        return b""
-
-    if info.num_failures:
-        run_on_one(exchange, forget)
+    run_on_one(exchange, note)
 
 
 def _load(

@@ -28,12 +28,12 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self
-
-import torch
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from remesh._repr import short_repr
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 Rounding = Literal["exact", "down", "up"]
 
@@ -215,7 +215,7 @@ def apply_scaling(
     for group in optimizer.param_groups:
         for name in _GROUP_RATES:
             rate = group.get(name)
-            if isinstance(rate, torch.Tensor):
+            if hasattr(rate, "mul_"):
                 rate.mul_(factor)  # a compiled or capturable step holds on to this tensor
             elif rate is not None:
                 group[name] = rate * factor

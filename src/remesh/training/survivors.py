@@ -426,7 +426,7 @@ def _shard_again(module: torch.nn.Module) -> None:
 
 def tensors_of(state: Any) -> Iterator[torch.Tensor]:
     """The tensors of a state that a process holds, parts of divided ones included."""
-    for _, tensor in named_tensors(state, "state"):
+    for _, tensor in named_tensors(state):
         yield getattr(tensor, "_local_tensor", tensor)  # of a DTensor
 
 
