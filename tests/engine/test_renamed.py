@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remesh.checkpoint.renamed import renamed_path, renamed_sequences
+from remesh.checkpoint.transformed import renamed_path, renamed_sequences
 from remesh.core.state import Path
 
 GROUP: Path = ("optimizer", "param_groups", 0, "lr")

@@ -28,12 +28,12 @@ from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
-from remesh.checkpoint.renamed import renamed_lists, renamed_path, renamed_sequences
 from remesh.checkpoint.saving import options_of, save_agreed
+from remesh.checkpoint.transformed import renamed_lists, renamed_path, renamed_sequences
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
-from remesh.core.index import Index
+from remesh.core.index import Index, StoredTensor
 from remesh.core.sharded import ArrayLike, Part, ShardedObject
 from remesh.core.state import Description, Path, Role, TensorEntry
 from remesh.errors import CorruptCheckpointError, StateError
@@ -46,7 +46,7 @@ from remesh.formats.table import FORMATS, Contents, Source, place_of, read_conte
 from remesh.pipeline import Compress
 from remesh.pipeline.source import StoredMemory, TensorSource
 from remesh.storage import Storage, open_storage
-from remesh.transform import Program, Resolved, Transform, arranged, as_transform
+from remesh.transform import Program, Resolved, TensorInfo, Transform, arranged, as_transform
 
 MAX_COMPARED = 64 << 20
 """Bytes of a tensor that are compared with another one: it is read whole for that."""
@@ -268,40 +268,32 @@ def describe_stored(
 ) -> Description:
     """All that a checkpoint holds, described as a state whose tensors are read from `source`."""
     index, document, resolved = contents.index, contents.document, source.resolved
-    others = [*document.values, *document.lists, *document.objects]
-    renamed: Mapping[str, list[str]] = {}
     description = Description()
-    tensors: dict[str, tuple[str, tuple[int, ...], str | None]]
     if resolved is None:
-        tensors = {name: (one.dtype, one.shape, name) for name, one in index.items()}
-        plain = {name: name for name in others}
+        tensors: Mapping[str, StoredTensor | TensorInfo] = dict(index)
+        plain = {name: name for name in (*document.values, *document.lists, *document.objects)}
     else:
         made = {name: info for name, info in resolved.targets.items() if info is not None}
-        tensors = {
-            name: (info.dtype, info.shape, resolved.sources_of(name)[0] if is_copy else None)
-            for name, info in made.items()
-            for is_copy in [resolved.is_whole(name)]
-        }
-        plain = {
-            name: _source_of_value(resolved, name) for name in resolved.targets if name not in made
-        }
+        tensors = made
+        plain = {n: _source_of_value(resolved, n) for n in resolved.targets if n not in made}
         _check_equal(source, resolved)
         lists = {name: document.lists[old] for name, old in plain.items() if old in document.lists}
         if lists and tensors.keys() != set(index):
-            renamed = renamed_lists(lists, index, resolved, owners or {})
+            description.merged_lists = renamed_lists(lists, index, resolved, owners or {})
     # Those that others are tied to come first, so that they keep the tensor.
     for name in sorted(tensors, key=lambda name: name in index.aliases):
-        dtype, shape, copied = tensors[name]
-        key = None if copied is None else index.aliases.get(copied, copied)
+        dtype, shape = tensors[name].dtype, tensors[name].shape
+        key = None
+        if resolved is None or resolved.is_whole(name):
+            copied = name if resolved is None else resolved.sources_of(name)[0]
+            key = index.aliases.get(copied, copied)
         memory = cast("ArrayLike", StoredMemory(source, name, dtype, Box.whole(shape)))
         parts = (Part(Box.whole(shape), memory),)
         description.tensors.append(
             TensorEntry(name, dtype, shape, parts, Role.EQUAL, alias_key=key)
         )
     for name, old in plain.items():
-        if name in renamed:
-            description.merged_lists[name] = renamed[name]
-        else:
+        if name not in description.merged_lists:
             _add_plain(description, document, name, old)
     _refuse_unread(description)
     unchecked = {*document.unchecked_names}

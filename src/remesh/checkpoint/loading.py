@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ from remesh.checkpoint.match import LoadOptions, Names, RankLoadPlan, RankReads,
 from remesh.checkpoint.mismatch import counted, listed, refuse, with_recipe
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
-from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
+from remesh.checkpoint.resizing import Policy, check_patterns
 from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import collector_rests
@@ -137,7 +137,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     check_choice("load", "unexpected", unexpected, ("ignore", "error"))
     check_flag("load", "cast", cast)
     check_target("load", state)
-    check_policies(resize or {})
+    for pattern, policy in (resize or {}).items():
+        check_choice("load", f"resize[{pattern!r}]", policy, get_args(Policy))
     started = time.monotonic()
     exchange = exchange_of(group)
     place = place_of(path)

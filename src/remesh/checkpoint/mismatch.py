@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 
 from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
@@ -26,6 +27,12 @@ def listed(names: Iterable[str]) -> str:
     shown = list(names)
     more = f", ... and {len(shown) - MAX_LISTED} more" if len(shown) > MAX_LISTED else ""
     return ", ".join(shown[:MAX_LISTED]) + more
+
+
+def _lines(texts: Sequence[str], limit: int = MAX_LISTED, more: str = "") -> list[str]:
+    """The first of some texts, a line each, and how many more there are."""
+    rest = [f"... and {len(texts) - limit} more{more}"] if len(texts) > limit else []
+    return [f"  {text}" for text in [*texts[:limit], *rest]]
 
 
 def counted(number: int, one: str, many: str) -> str:
@@ -94,10 +101,7 @@ def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
         others = [name for name in missing if not name.startswith(rename[1])]
         following = _following(others, names, rename)
         others = [name for name in others if name not in following]
-        lines += [f"  {name}" for name in renamed[:MAX_EXAMPLES]]
-        if len(renamed) > MAX_EXAMPLES:
-            under = f" under {rename[1]}" if rename[1] else ""
-            lines.append(f"  ... and {len(renamed) - MAX_EXAMPLES} more{under}")
+        lines += _lines(renamed, MAX_EXAMPLES, f" under {rename[1]}" if rename[1] else "")
         if following:
             lines.append(f"  ... and {len(following)} of their optimizers")
         lines.append(
@@ -105,9 +109,7 @@ def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
             f'transform={{"{rename[0]}": "{rename[1]}"}}'
         )
     near = [_nearest(name, list(names)) for name in others[:MAX_LISTED]]
-    lines += [f"  {name}{text}" for name, text in zip(others, near, strict=False)]
-    if len(others) > MAX_LISTED:
-        lines.append(f"  ... and {len(others) - MAX_LISTED} more")
+    lines += _lines([name + text for name, text in zip_longest(others, near, fillvalue="")])
     them = "it as it is" if len(missing) == 1 else "them as they are"
     lines.append(f'missing="keep" leaves {them}.')
     if any(near) and rename is None:
@@ -156,8 +158,7 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     if not conflicts and (keep_missing or not missing):
         return
     lines = [
-        "the state does not fit the checkpoint (nothing was changed)",
-        f"checkpoint: {stored.url}",
+        f"the state does not fit the checkpoint (nothing was changed)\ncheckpoint: {stored.url}"
     ]
     if missing:
         taken = {*found.restored, *found.renamed.values(), *found.cast, *found.resized}
@@ -170,9 +171,7 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
             )
     if conflicts:
         lines.append(f"{counted(len(conflicts), 'differs', 'differ')}:")
-        lines += [f"  {conflict}" for conflict in conflicts[:MAX_LISTED]]
-        if len(conflicts) > MAX_LISTED:
-            lines.append(f"  ... and {len(conflicts) - MAX_LISTED} more")
+        lines += _lines(conflicts)
     if found.unfitting:
         lines.append(f"resize= fits no tensor of this rank: {listed(found.unfitting)}")
     if found.resizable:
@@ -194,9 +193,7 @@ def with_recipe(error: MismatchError, state: object, stored: StoredState) -> Mis
         f"{kind} has other tensors than its files (nothing was changed)",
         f"checkpoint: {stored.url}",
         f"{counted(len(error.missing), 'is', 'are')} not stored, such as {shown}",
-    ]
-    lines += [f"  {conflict}" for conflict in error.conflicts[:MAX_LISTED]]
-    lines += [
+        *_lines(error.conflicts),
         "Make them of what is stored, as transformers does:",
         "  from remesh.recipes import huggingface_to_module",
         f"  remesh.load(..., transform={call})",

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 
 from remesh.checkpoint.local import describe_local
-from remesh.checkpoint.renamed import renamed_sequences
 from remesh.checkpoint.stored import StoredState
+from remesh.checkpoint.transformed import renamed_sequences
 from remesh.core import values
 from remesh.core.index import Index
 from remesh.core.state import Description, Path, name_of

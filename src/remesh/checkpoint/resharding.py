@@ -149,18 +149,7 @@ class Resharder:
 
     It keeps the plan and the buffers. Each push inspects both states again, so their contents and
     layouts may change; then a new plan is made. Copies of a tensor that several ranks hold are
-    compared only when a plan is made, not with every push.
-
-    Args:
-        source_state: See `reshard`.
-        target_state: See `reshard`.
-        missing: See `remesh.load`.
-        unexpected: See `remesh.load`.
-        cast: See `remesh.load`.
-        transform: See `remesh.load`.
-        buffers: See `reshard`.
-        group: See `remesh.save`.
-        on_event: See `reshard`.
+    compared only when a plan is made, not with every push. Args are those of `reshard`.
 
     Attributes:
         target_state: The target, filled by the last push.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -24,19 +24,8 @@ from remesh.errors import StateError
 Policy = Literal["keep", "zeros", "mean"]
 """What becomes of new elements."""
 
-POLICIES: tuple[str, ...] = get_args(Policy)
 _ROWS_AT_ONCE = 4096
 """How many rows are converted for a sum at once."""
-
-
-def check_policies(resize: Mapping[str, str]) -> None:
-    """Refuse policies that there are not."""
-    for pattern, policy in resize.items():
-        if policy not in POLICIES:
-            raise StateError(
-                f"resize={{{pattern!r}: {policy!r}}}: there is no such policy\n"
-                f"Policies for new elements are {', '.join(map(repr, POLICIES))}."
-            )
 
 
 def check_patterns(unfitting: Sequence[Iterable[str]]) -> None:

@@ -138,9 +138,6 @@ def save_scattered(
     mine = plan_on_all(exchange, storage, agreed, cache.history)
     parts: list[list[Part]] = []
 
-    def write_mine() -> bytes:
-        return msgspec.msgpack.encode(write(storage, mine, emit))
-
     def join(replies: list[bytes]) -> list[bytes]:
         parts.extend(decode_parts(replies))
         files = [[(part.path, part.num_bytes) for part in own] for own in parts]
@@ -148,12 +145,12 @@ def save_scattered(
 
     def describe() -> bytes:
         emit("save.parts_gathered", sum(part.num_bytes for own in parts for part in own))
-        plan = agreed.on_rank_0
-        return msgspec.msgpack.encode(last_steps(plan, parts))
+        return msgspec.msgpack.encode(last_steps(agreed.on_rank_0, parts))
 
     try:
         files = msgspec.msgpack.decode(
-            run_joined(exchange, write_mine, join), type=list[list[tuple[str, int]]]
+            run_joined(exchange, lambda: msgspec.msgpack.encode(write(storage, mine, emit)), join),
+            type=list[list[tuple[str, int]]],
         )
         for distance in replica_distances(len(nodes.ranks), num_replicas):
             _copy_files(exchange, storage, files, nodes, distance)
@@ -189,8 +186,7 @@ class _WrittenFile:
     layout: Layout | None = field(default=None, init=False)
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """Never needed: this memory is only filled."""
-        raise NotImplementedError
+        raise NotImplementedError  # this memory is only filled
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         [start] = box.offset
@@ -305,8 +301,8 @@ _Found = tuple[str, bytes, list[str]]
 def _look(storage: Storage) -> list[_Found]:
     """The checkpoints in the place of one node."""
     found: list[_Found] = []
-    paths = set(storage.list())
-    for path in sorted(paths):
+    sizes = {path: storage.size(path) for path in storage.list()}
+    for path in sorted(sizes):
         name, _, file = path.rpartition("/")
         if file != native.RECORD_NAME:
             continue
@@ -316,14 +312,10 @@ def _look(storage: Storage) -> list[_Found]:
         except (CorruptCheckpointError, FormatVersionError) as error:
             _LOGGER.warning("not used: %s", error)
             continue
-        small = {f"{name}/{record.index.path}", f"{name}/{record.values.path}"}
-        here = [
-            one.path
-            for one in record.files
-            if f"{name}/{one.path}" in paths and storage.size(f"{name}/{one.path}") == one.num_bytes
-        ]
-        if small <= paths:
-            found.append((name, text, here))
+        files = (record.index, record.values, *record.files)
+        here = [one.path for one in files if sizes.get(f"{name}/{one.path}") == one.num_bytes]
+        if here[:2] == [record.index.path, record.values.path]:
+            found.append((name, text, here[2:]))
     return found
 
 

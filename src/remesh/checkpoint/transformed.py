@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.local import describe_local
-from remesh.checkpoint.renamed import renamed_path
 from remesh.checkpoint.stored import StoredState
-from remesh.core.state import Description, Path, name_of
+from remesh.core.index import Index
+from remesh.core.state import Description, Path, cut_name, name_of
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
-from remesh.errors import MismatchError
+from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.planner import merge_tensors
 from remesh.planner.holding import widen
@@ -37,6 +37,7 @@ from remesh.transform import (
     Resolved,
     TensorInfo,
     Transform,
+    find_states,
     infos_of,
     infos_of_boxes,
     short_name,
@@ -45,7 +46,7 @@ from remesh.transform import (
 Infos = Mapping[str, TensorInfo | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TransformedState:
     """The stored state as a transformation makes it, by the names of its outputs."""
 
@@ -60,18 +61,15 @@ class TransformedState:
     _made: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        untouched = self.outputs.untouched
-        made = sorted(name for name in self.outputs.targets if name not in untouched)
-        object.__setattr__(self, "_made", made)
-        rename = self.transform.rename or str
-        lists = {new: name for name in self.stored.document.lists if (new := rename(name))}
-        object.__setattr__(self, "_lists", lists)
-        sequences = {
+        untouched, rename = self.outputs.untouched, self.transform.rename or str
+        self._made = sorted(name for name in self.outputs.targets if name not in untouched)
+        lists = self.stored.document.lists
+        self._lists = {new: name for name in lists if (new := rename(name))}
+        self.sequences = {
             renamed_path(new, path): kind
             for path, kind in self.stored.sequences.items()
             if (new := rename(name_of(path)))
         }
-        object.__setattr__(self, "sequences", sequences)
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         info = self.outputs.targets.get(name)
@@ -183,47 +181,32 @@ def describe_transformed(
     """
     described: list[tuple[Description, TransformedState]] = []
 
+    def resolve(bound: Transform, *, with_outputs: bool) -> Resolved:
+        return bound.resolve(
+            {**infos_of(stored.index), **dict.fromkeys(stored.document.values)},
+            _targets(tables),
+            aliases=stored.index.aliases,
+            cast=cast,
+            with_outputs=with_outputs,
+            resizes=resizes,
+        )
+
     def describe_again() -> bytes:
         """Optimizers now get the states that are made for them."""
         bound = transform.bind([*stored.index, *stored.document.values])
-        outputs = _resolve(stored, bound, tables, cast=cast, with_outputs=True, resizes=resizes)
+        outputs = resolve(bound, with_outputs=True)
         names = TransformedState(stored, bound, outputs, outputs)
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
 
-    def resolve() -> tuple[Description, TransformedState]:
+    def finish() -> tuple[Description, TransformedState]:
         [(description, names)] = described
-        resolved = _resolve(stored, names.transform, tables, cast=cast, resizes=resizes)
+        resolved = resolve(names.transform, with_outputs=False)
         return description, dataclasses.replace(names, resolved=resolved)
 
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
     tables = run_on_all(exchange, describe_again)
-    return resolve
-
-
-def _resolve(
-    stored: StoredState,
-    transform: Transform,
-    tables: list[bytes],
-    *,
-    cast: bool,
-    resizes: bool,
-    with_outputs: bool = False,
-) -> Resolved:
-    """Resolve a transformation against the targets of all ranks."""
-    return transform.resolve(
-        _sources(stored),
-        _targets(tables),
-        aliases=stored.index.aliases,
-        cast=cast,
-        with_outputs=with_outputs,
-        resizes=resizes,
-    )
-
-
-def _sources(stored: StoredState) -> Infos:
-    """The stored tensors and values."""
-    return {**infos_of(stored.index), **dict.fromkeys(stored.document.values)}
+    return finish
 
 
 def _table_of(description: Description) -> bytes:
@@ -248,3 +231,115 @@ def _targets(replies: list[bytes]) -> Infos:
     offsets = [widen(table.offsets, num_dims, 0) for table in tables]
     infos = infos_of_boxes(tensors, np.concatenate(tensor), np.concatenate(offsets))
     return {**dict.fromkeys(names), **dict(zip(tensors.names, infos, strict=True))}
+
+
+# ---------------------------------------------------------------------------------------------
+# Names and paths of what is not a tensor
+# ---------------------------------------------------------------------------------------------
+#
+# An optimizer stores the names of the parameters of each of its groups, without the prefix that
+# they have in the state. A transformation that renames, joins or splits parameters changes these
+# names as it changes those of their states.
+#
+# The path of a name says where the state has it. A new name has the keys of the old path at its end
+# and at its beginning, as far as they fit; what is new lies between.
+
+
+def renamed_lists(
+    lists: Mapping[str, Sequence[str]],
+    index: Index,
+    resolved: Resolved,
+    owners: Mapping[str, str],
+) -> dict[str, list[str]]:
+    """The lists of a checkpoint with the names that its tensors have after a transformation.
+
+    A joined parameter stands where the first of its parts stood, parts of one that is split follow
+    each other, and a deleted one is left out. If that cannot be told, or parameters of several
+    groups are joined, that is a StateError.
+    """
+    states = find_states(index, (), owners)
+    made: dict[str, list[str]] = {}
+    sources: dict[str, set[str]] = {}
+    for target, info in resolved.targets.items():
+        if info is not None:
+            sources[target] = set(resolved.sources_of(target))
+            for source in sources[target]:
+                made.setdefault(source, []).append(target)
+    own = {state.before: state.owner for state in states.by_name.values()}
+    found = {}
+    for name, shorts in lists.items():
+        root = name.partition("param_groups.")[0]
+        candidates = {owner for before, owner in own.items() if before.startswith(root)}
+        owner = candidates.pop() if len(candidates) == 1 else _owner_of(name, shorts, index)
+        members = {owner + short for short in shorts}
+        new: dict[str, None] = {}
+        for short in shorts:
+            for target in made.get(owner + short, ()):
+                if not sources[target] <= members:
+                    other = min(sources[target] - members)
+                    raise StateError(
+                        f"{name}: {target} is made of {owner + short} and of {other}\n"
+                        "The optimizer has them in different groups"
+                    )
+                new[short_name(owner, short, target)] = None
+        found[name] = list(new)
+    return found
+
+
+def renamed_path(name: str, old: Path) -> Path:
+    """The path of a new name, of which the old one had a path."""
+    head, tail = _common_keys(name, old)
+    keys = old[len(old) - tail :]
+    text = name[: len(name) - len(name_of(keys))].rstrip(".") if keys else name
+    text = f"{text}."[len(name_of((*old[:head], ""))) if head else 0 :].rstrip(".")
+    between = old[head : len(old) - tail]
+    if not text:
+        return (*old[:head], *keys)
+    is_key = any("." in key for key in between if isinstance(key, str))
+    return (*old[:head], *((text,) if is_key else cut_name(text)), *keys)
+
+
+def renamed_sequences(
+    paths: Mapping[Path, Path], sequences: Iterable[tuple[Path, str]]
+) -> dict[Path, str]:
+    """The lists and tuples of a state under their new paths, given old path → new path."""
+    kinds = dict(sequences)
+    found = {}
+    for old, new in paths.items():
+        for length in range(len(old)):
+            kind = kinds.get(old[:length])
+            rest = old[length:]
+            if kind is not None and new[len(new) - len(rest) :] == rest:
+                found[new[: len(new) - len(rest)]] = kind
+            elif kind is not None and new[:length] == old[:length]:
+                found[new[:length]] = kind
+    return found
+
+
+def _common_keys(name: str, path: Path) -> tuple[int, int]:
+    """How many keys at the beginning and at the end of a path a name has as well."""
+    tail = 0
+    while tail < len(path) and f".{name}".endswith(name_of(("", *path[len(path) - tail - 1 :]))):
+        tail += 1
+    rest = name[: len(name) - len(name_of(path[len(path) - tail :]))] if tail else f"{name}."
+    head = 0
+    while head < len(path) - tail and rest.startswith(name_of((*path[: head + 1], ""))):
+        head += 1
+    return head, tail
+
+
+def _owner_of(name: str, shorts: Iterable[str], index: Index) -> str:
+    """The prefix of the names of a list, of an optimizer that has no state yet."""
+    found = {
+        stored.removesuffix(short)
+        for short in shorts
+        for stored in index
+        if stored == short or stored.endswith(f".{short}")
+    }
+    if len(found) == 1:
+        return found.pop()
+    raise StateError(
+        f"{name}: a list of parameters that the transformation changes\n"
+        "Which they are is not known. Delete the optimizer, or load the checkpoint with "
+        "the transformation and save it again."
+    )
