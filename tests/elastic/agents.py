@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -31,6 +32,8 @@ from remesh.elastic.protocol import (
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.session import Session
+from remesh.elastic.status import Status
+from remesh.errors import MasterError
 from tests.waiting import wait_until
 
 SETTINGS = Settings(min_nodes=2, max_nodes=4, node_unit=1, last_call=0.2, join_timeout=60)
@@ -196,6 +199,18 @@ def serving(
             yield served
         finally:
             served.close()
+
+
+def patient_status(client: Client) -> Status:
+    """The status, of a master that may be about to start."""
+    ends = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return client.status()
+        except MasterError:
+            if time.monotonic() > ends:
+                raise
+        time.sleep(0.1)
 
 
 def ask(

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from remesh.elastic.client import Client
 from remesh.elastic.status import Status
+from tests.elastic.agents import patient_status
 from tests.elastic.train import REENTRANT
 from tests.elastic.zygote import Command
 
@@ -147,7 +148,7 @@ class Cluster:
         with self.master.stdout as said:  # nothing more is said there
             self.url = said.readline().decode().strip()
         assert self.url, (self.directory / "master.log").read_text()
-        self.client = Client(self.url, patience=60)
+        self.client = Client(self.url)
 
     def kill_master(self) -> None:
         """SIGKILL the master."""
@@ -225,7 +226,7 @@ class Cluster:
 
     def status(self) -> Status:
         """The job as the master sees it."""
-        return self.client.status()
+        return patient_status(self.client)
 
     def until(self, condition: Callable[[], object], seconds: float = 240) -> None:
         """Wait until something is so.

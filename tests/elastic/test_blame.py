@@ -40,7 +40,6 @@ class TestCharges:
             state = fail(state, number, 121.0, COLLATERAL)
         state = join(state, 0, 2, 3, now=122.0)
         assert charged(state) == {}
-        assert state.rendezvous is not None
         assert sorted(state.rendezvous.active) == [0, 2]  # in multiples of two
 
     def test_what_looks_like_the_fault_of_others_is_charged_if_there_is_none(self) -> None:
@@ -52,7 +51,6 @@ class TestCharges:
         assert charged(state) == {2: 1}
         assert "no other process has failed by itself; 1 of 1 restarts charged" in history(state)
         state = join(fail(state, 2, 120.0, COLLATERAL), 0, 1, 2, 3, now=121.0)
-        assert state.rendezvous is not None
         assert state.rendezvous.outcome is Outcome.FAILED
         assert "by itself; no restart left: 1 of 1 restarts" in state.rendezvous.reason
 
@@ -84,7 +82,6 @@ class TestCharges:
                 state = apply(state, joining(node(2)), 121.0)
         joined = (0,) if cause in ("lost", "drained") else (0, 1)
         state = apply(join(state, *joined, now=130.0), Tick(), 140.0)
-        assert state.rendezvous is not None
         assert state.rendezvous.round == 2
         assert charged(state) == ({1: 1} if cause == "own" else {})
 
@@ -98,7 +95,6 @@ class TestCharges:
         state = run(num_nodes=2, max_restarts=1)
         state = join(fail(state, 1, 110.0), 0, 1, now=111.0)
         state = fail(state, 1, 120.0)
-        assert state.rendezvous is not None
         assert state.rendezvous.outcome is Outcome.FAILED
         assert "no restart left: 1 of 1 restarts charged to its node" in state.rendezvous.reason
 
@@ -207,7 +203,6 @@ def test_a_slow_node_is_done_without_if_asked_for_and_enough_others_are_there(
     num_nodes: int, exclude: bool, excluded: list[int]
 ) -> None:
     state = checked(num_nodes, exclude=exclude)
-    assert state.rendezvous is not None
     assert list(state.rendezvous.excluded) == excluded
     if num_nodes == 4:
         assert "node 3 is a straggler: its probe takes 10.0 times the median" in history(state)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from remesh.elastic.client import LOG_EVERY, Client, read_token
+from remesh.elastic.client import Client, read_token
 from remesh.elastic.job import Job, Policy
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.server import ServerOptions
@@ -122,35 +122,6 @@ class Time:
             self.alarms.pop(at)()
 
 
-class TestPatience:
-    def client(self, time: Time, held: socket.socket, patience: float) -> Client:
-        url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        return Client(url, patience=patience, clock=time, sleep=time.sleep)
-
-    def test_it_outlives_a_master_that_is_away_for_long(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        time, held = Time(), held_port()
-        back: list[Wire] = []
-        time.alarms[1800.0] = lambda: back.append(Wire(always_well, listener=held))
-        client = self.client(time, held, 3600.0)
-        with caplog.at_level(logging.WARNING):
-            client.status()
-        back[0].close()
-        first, *others, last = [record.getMessage() for record in caplog.records]
-        assert first.startswith(f"the master at {back[0].url} does not answer (")
-        assert first.endswith("; trying again for up to 60 min to show the job")
-        assert len(others) == pytest.approx(1800 / LOG_EVERY, abs=2)
-        assert last == "the master answers again, after 1800 s"
-
-    def test_it_ends(self) -> None:
-        time = Time()
-        refused = pytest.raises(MasterError, match="is it running, and can this machine reach it")
-        with held_port() as held, refused:
-            self.client(time, held, 100.0).status()
-        assert 100 <= time.now < 102
-
-
 class TestUrlFile:
     def test_a_master_that_comes_back_elsewhere_is_found(self, tmp_path: Path) -> None:
         file = tmp_path / "url"
@@ -180,21 +151,18 @@ class TestUrlFile:
     def test_one_that_cannot_be_used_for_a_while_is_read_again(
         self, content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        time, file = Time(), tmp_path / "url"
-        with contextlib.ExitStack() as stack:
-            held = stack.enter_context(held_port())
+        file = tmp_path / "url"
+        with held_port() as held, wire(always_well) as own, caplog.at_level(logging.WARNING):
             file.write_text(f"http://127.0.0.1:{held.getsockname()[1]}")
-            client = Client(str(file), patience=60.0, clock=time, sleep=time.sleep)
+            client = Client(str(file))
             file.unlink()
             file.mkdir() if content is None else file.write_bytes(content)
-
-            def come_back() -> None:
-                file.rmdir() if content is None else file.unlink()
-                file.write_text(stack.enter_context(wire(always_well)).url)
-
-            time.alarms[20.0] = come_back
-            with caplog.at_level(logging.WARNING):
-                client.status()
+            for _ in range(3):
+                with pytest.raises(MasterError, match="is it running, and can this machine reach"):
+                    client.status()
+            file.rmdir() if content is None else file.unlink()
+            file.write_text(own.url)
+            client.status()
         said = [record.getMessage() for record in caplog.records]
         assert sum("the master is still taken to be at http://127" in text for text in said) == 1
 

@@ -15,7 +15,7 @@ import pytest
 from remesh.elastic.client import Client
 from remesh.elastic.server import QUIET_SECONDS, RepeatFilter, ServerOptions
 from remesh.errors import MasterError
-from tests.elastic.agents import SilentAgent, serving
+from tests.elastic.agents import SilentAgent, patient_status, serving
 from tests.elastic.cluster import REMESH
 from tests.waiting import wait_until
 
@@ -61,15 +61,17 @@ def test_nodes_beat_beside_more_half_open_connections_than_the_master_may_have(
         agent = SilentAgent(url, 0)
         agent.say_join()
         with half_open(url, 300, body=body):
-            watching = Client(url, patience=120.0)
-            wait_until(lambda: [node.id for node in watching.status().nodes] == [0], "the join")
+            watching = Client(url)
+            wait_until(
+                lambda: [node.id for node in patient_status(watching).nodes] == [0], "the join"
+            )
             for _ in range(2):
                 before = num_requests(watching)
                 for _ in range(10):
                     agent.beat()
                 wait_until(lambda: num_requests(watching) > before + 10, "ten beats")  # noqa: B023
                 with half_open(url, 300, body=body):
-                    assert watching.status().phase == "waiting"
+                    assert patient_status(watching).phase == "waiting"
         agent.session.end(0.0)
         master.kill()
     finally:

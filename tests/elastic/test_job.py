@@ -77,10 +77,6 @@ class Agent:
     waits: bool = False
 
 
-def awaits(state: Job, now: float) -> bool:
-    return state.rendezvous is not None and awaits_checkpoint(state, now)
-
-
 def without_text(content: Content) -> object:
     """What a node has to do; the reason may be one that was true before."""
     return msgspec.structs.replace(content, reason="") if hasattr(content, "reason") else content
@@ -107,9 +103,9 @@ class Jobs(RuleBasedStateMachine):
         """Apply an event; nodes that have not sent it are shown what follows if it concerns all."""
         before, others = self.state, self.all_but(getattr(event, "node_id", None))
         self.state = apply(before, event, self.now)
-        if concerns_all(before, self.state) or awaits(before, self.now) != awaits(
-            self.state, self.now
-        ):
+        if concerns_all(before, self.state) or awaits_checkpoint(
+            before, self.now
+        ) != awaits_checkpoint(self.state, self.now):
             return
         assert others == self.all_but(getattr(event, "node_id", None)), event
 
@@ -301,10 +297,9 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def nobody_healthy_is_excluded(self) -> None:
-        if self.state.rendezvous is not None:
-            assert self.state.rendezvous.excluded == {}
-            for agent in self.agents.values():
-                assert agent.node.incarnation not in self.state.rendezvous.replaced
+        assert self.state.rendezvous.excluded == {}
+        for agent in self.agents.values():
+            assert agent.node.incarnation not in self.state.rendezvous.replaced
 
     @invariant()
     def each_failure_that_was_reported_is_charged_once_at_most(self) -> None:
@@ -321,7 +316,6 @@ class Jobs(RuleBasedStateMachine):
         assert len(running) == size
         if size:
             world = self.state.rendezvous
-            assert world is not None
             assert {agent.round for agent in running} == {world.round}
             assert [node.id for node in world.world] == sorted(agent.node.id for agent in running)
         self.journal.close()
@@ -342,14 +336,12 @@ def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> J
         event = joining(node(number), max_restarts=max_restarts)
         state = apply(state, event, 1.0 + number)
     state = apply(state, Tick(), 100.0)
-    assert state.rendezvous is not None
     assert state.rendezvous.round == 1
     return state
 
 
 def join(state: Job, *numbers: int, now: float) -> Job:
     """Nodes of the current round join again."""
-    assert state.rendezvous is not None
     after = state.rendezvous.round
     for number in numbers:
         event = joining(node(number), after_round=after)
@@ -359,7 +351,6 @@ def join(state: Job, *numbers: int, now: float) -> Job:
 
 def fail(state: Job, number: int, now: float, message: str = "", *, exit_code: int = 1) -> Job:
     """The process of a node fails."""
-    assert state.rendezvous is not None
     current = state.rendezvous.round
     failure = ProcessFailure(
         node_id=number,
@@ -391,14 +382,12 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
         state = apply(state, event, 1.0)
     assert "node 0 comes from round 7, the journal knows only 0 rounds" in state.missing_rounds
     state = apply(state, Tick(), 100.0)
-    assert state.rendezvous is not None
     assert (state.rendezvous.round, len(state.rendezvous.world)) == (8, 2)
     # An old copy of the journal, in which the world of an earlier round is active.
     state = run(num_nodes=2)
     for number in (0, 1):
         event = joining(node(number), after_round=5)
         state = apply(state, event, 200.0)
-    assert state.rendezvous is not None
     assert (state.rendezvous.round, set(state.rendezvous.active)) == (6, {0, 1})
     assert [line.text for line in state.history if line.text.startswith("round")] == [
         "round 1: nodes 0, 1",
@@ -451,14 +440,12 @@ class TestRestartBudget:
         state = join(fail(state, 0, 320.0), 0, 1, now=320.0)
         assert [seen(state, at).nodes[0].num_charged for at in (399, 400, 500)] == [2, 1, 0]
         state = fail(state, 0, 399.0)
-        assert state.rendezvous is not None
         assert state.rendezvous.outcome is Outcome.FAILED
 
     def test_they_are_not_unless_asked_for(self) -> None:
         state = run(num_nodes=2, max_restarts=1)
         state = join(fail(state, 0, 200.0), 0, 1, now=200.0)
         state = fail(state, 0, 1e9)
-        assert state.rendezvous is not None
         assert state.rendezvous.outcome is Outcome.FAILED
 
     def test_restarts_after_hangs_are_given_back_too(self) -> None:
@@ -467,7 +454,6 @@ class TestRestartBudget:
         for number, now in ((1, 200.0), (2, 350.0), (3, 360.0)):
             state = apply(state, HangDetected(number, "no rank has finished a step"), now)
             state = apply(state, StacksCollected(number), now)
-            assert state.rendezvous is not None
             assert (state.rendezvous.outcome is None) == (number < 3)
             state = join(state, 0, 1, now=now)
 
@@ -478,9 +464,8 @@ def test_all_nodes_stop_as_soon_as_the_processes_of_one_have_failed() -> None:
     wanted = Stop(1, Change.RESTARTED, "processes of node 0 have failed")
     assert shown_to(state, 1, 110.5) == wanted
     again = join(state, 0, 1, now=111.0)
-    assert again.rendezvous is not None
     assert (again.rendezvous.round, again.rendezvous.broken) == (2, None)
-    assert fail(again, 0, 112.0).rendezvous.broken is not None  # type: ignore[union-attr]
+    assert fail(again, 0, 112.0).rendezvous.broken is not None
 
 
 class TestCause:
@@ -553,6 +538,18 @@ def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
     on_message(live, "a", 201.0)  # it is told that the job has ended
     assert not is_over(live, state, 200.5 + silence)
     assert is_over(live, state, 201.0 + silence)
+
+
+def test_an_ended_job_stays_ended() -> None:
+    ended = fail(run(max_restarts=0), 0, 120.0)
+    assert ended.rendezvous.outcome is Outcome.FAILED
+    for event in (
+        joining(node(1), after_round=1),
+        NodeLost(node_id=1, incarnation="a"),
+        Leave(node_id=1, incarnation="a", round=1, outcome=Outcome.SUCCEEDED),
+        Tick(),
+    ):
+        assert apply(ended, event, 1e6).rendezvous == ended.rendezvous
 
 
 def test_a_job_survives_its_encoding() -> None:

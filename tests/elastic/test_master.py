@@ -123,7 +123,9 @@ class TestTwoAgentsThatWouldBeOneNode:
             (sooner,) = [one for one in ids if one.session.newest]
             (later,) = ids - {sooner}
             assert sooner.waiting().node_id == 1
-            self.is_refused(later)  # whether the other lives is not known yet
+            claim = (1, later.incarnation)  # whether the other lives is not known yet
+            wait_until(lambda: claim in served.master.live.claims, "the later one is refused")
+            self.is_refused(later)
             clock.now += 1
             self.beat(served, sooner, 1)
             assert later.waiting().node_id == 2
@@ -275,7 +277,6 @@ class TestNodesOfAMasterThatStoodStill:
 
 def active_in(master: Master) -> set[int]:
     """Ids of the nodes that train."""
-    assert master.job.rendezvous is not None
     return set(master.job.rendezvous.active)
 
 

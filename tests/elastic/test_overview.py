@@ -49,7 +49,6 @@ def job_of(num_nodes: int, num_processes: int = 8) -> Job:
             settings=settings,
         )
         job = apply(job, join, 1000.0)
-    assert job.rendezvous is not None
     assert len(job.rendezvous.active) == num_nodes
     return job
 

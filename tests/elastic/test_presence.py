@@ -99,7 +99,6 @@ def _fails(text: str, round_of_node: int, exit_code: int = 1) -> ReportFailures:
 @pytest.mark.parametrize("how", ["goes on", "failed"])
 def test_a_lost_peer_is_that_of_the_ended_session(how: str) -> None:
     job, live = _world_of_two()
-    assert job.rendezvous is not None
     this_round = job.rendezvous.round
 
     def says(round_of_node: int, *, lost_peer: bool) -> None:

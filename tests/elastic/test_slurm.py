@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from remesh.elastic.client import Client
+from tests.elastic.agents import patient_status
 from tests.elastic.cluster import TRAIN
 from tests.elastic.fsdp_job import uninterrupted
 
@@ -188,13 +189,16 @@ class Job:
         """Wait until nodes, and no others, have made steps in a round; the round."""
 
         def formed() -> bool:
-            status = self.client.status()
+            status = patient_status(self.client)
             trains = [node.id for node in status.nodes if node.node_rank is not None]
             return status.round > round_after and sorted(trains) == sorted(nodes)
 
-        until(formed, self.client.status)
-        status = self.client.status()
-        until(lambda: (self.client.status().step or 0) > (status.step or 0) + 5, self.client.status)
+        until(formed, lambda: patient_status(self.client))
+        status = patient_status(self.client)
+        until(
+            lambda: (patient_status(self.client).step or 0) > (status.step or 0) + 5,
+            lambda: patient_status(self.client),
+        )
         return status.round
 
     def stop(self) -> None:

@@ -163,9 +163,7 @@ async def _serve(
         loop.add_signal_handler(number, task.cancel)
     served = Master(policy, Journal(state), on_excluded=on_excluded)
     await serve(served, options, click.echo, end_with_job=end_with_job)
-    world = served.job.rendezvous
-    assert world is not None, "only a job that has begun can end"
-    sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
+    sys.exit(0 if served.job.rendezvous.outcome is Outcome.SUCCEEDED else 1)
 
 
 def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:

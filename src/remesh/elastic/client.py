@@ -2,8 +2,7 @@
 
 Agents have sessions (`remesh.elastic.session`), and get the address of the master from here.
 
-There is no event loop and no thread here. While the master does not answer (it may be being
-restarted) a request is repeated for `patience` seconds: a repeated request has no further effect.
+There is no event loop and no thread here.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import logging
 import socket
 import ssl
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -61,17 +61,6 @@ def read_token(path: str | None) -> str:
     return token
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The address of a master."""
-
-    url: str
-    host: str
-    port: int
-    path: str
-    tls: ssl.SSLContext | None
-
-
 class Client:
     """Where a master is, and requests to it.
 
@@ -82,7 +71,7 @@ class Client:
         token: The master's token. Without one, that of a master which an agent (`remesh run`) of
             this user runs on this machine is found.
         tls_ca: A file of certificates to trust, for HTTPS; the system's by default.
-        patience: Seconds for which a request is repeated while the master does not answer.
+        patience: Seconds for which the file is awaited, and an agent waits for the master.
         clock: Seconds that never jump.
         sleep: Lets seconds pass.
 
@@ -108,32 +97,22 @@ class Client:
         is_path = "/" in url and "://" not in url
         self._url_file = Path(url) if is_path else None
         self._file_problem = ""  # why the file could not be used when it was last read
-        self.endpoint = self._at(self._await_url(self._url_file) if self._url_file else url)
-        if not token and self.endpoint.host in ("127.0.0.1", "localhost"):
-            token = token_of(self.endpoint.port)
+        self.tls: ssl.SSLContext | None = None
+        self.url = self._at(self._await_url(self._url_file) if self._url_file else url)
+        host, port = _host_of(self.url)
+        if not token and host in ("127.0.0.1", "localhost"):
+            token = token_of(port)
         self.authorization = {"Authorization": f"Bearer {token}"} if token else {}
 
-    @property
-    def url(self) -> str:
-        """The master's URL, as last known."""
-        return self.endpoint.url
+    def url_of(self, name: str) -> str:
+        """The URL of a request."""
+        return f"{self.url}/v{PROTOCOL_VERSION}/{name}"
 
-    def path(self, name: str) -> str:
-        """The path of a request."""
-        return f"{self.endpoint.path}/v{PROTOCOL_VERSION}/{name}"
-
-    def _at(self, url: str) -> Endpoint:
+    def _at(self, url: str) -> str:
+        """The URL of a master, with which secure connections are prepared."""
         parts = _parts_of(url)
-        assert parts.hostname is not None
-        is_https = parts.scheme == "https"
-        path = parts.path.rstrip("/")
-        return Endpoint(
-            f"{parts.scheme}://{parts.netloc}{path}",
-            parts.hostname,
-            parts.port or (443 if is_https else 80),
-            path,
-            _trusting(self._tls_ca) if is_https else None,
-        )
+        self.tls = _trusting(self._tls_ca) if parts.scheme == "https" else None
+        return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
 
     def _await_url(self, file: Path) -> str:
         """Wait for the URL in a file."""
@@ -155,19 +134,19 @@ class Client:
         """
         if self._url_file is None:
             return False
-        endpoint, problem = self.endpoint, ""
+        url, problem = self.url, ""
         try:
-            url = _read_url(self._url_file)
-            endpoint = self._at(url) if url else endpoint
+            found = _read_url(self._url_file)
+            url = self._at(found) if found else url
         except (MasterError, StorageError) as error:
             problem = str(error)
         if problem and problem != self._file_problem:
             log.warning("%s; the master is still taken to be at %s", problem, self.url)
         self._file_problem = problem
-        if endpoint.url == self.endpoint.url:
+        if url == self.url:
             return False
         log.warning("the master is at %s now; it was at %s", url, self.url)
-        self.endpoint = endpoint
+        self.url = url
         return True
 
     def status(self) -> Status:
@@ -176,7 +155,7 @@ class Client:
         Raises:
             MasterError: If the request is refused, or no reply comes.
         """
-        return self._repeat("status", None, Status, "show the job")
+        return self._answer("status", Status)
 
     def request_check(self, reason: str) -> None:
         """Have all nodes tested before the next round.
@@ -184,39 +163,16 @@ class Client:
         Raises:
             MasterError: If the request is refused, or no reply comes.
         """
-        self._repeat("check", RequestCheck(reason=reason), dict, "request a check of all nodes")
+        self._answer("check", dict, RequestCheck(reason=reason))
 
-    def _repeat(self, name: str, body: object, kind: type[T], purpose: str) -> T:
-        """Send a request until it is answered."""
-        began, logged_at = self._clock(), None
-        while True:
-            endpoint = self.endpoint
-            try:
-                status, text = self._send(name, body)
-                if status == http.HTTPStatus.OK:
-                    if logged_at is not None:
-                        waited = self._clock() - began
-                        log.warning("the master answers again, after %.0f s", waited)
-                    return self._decode(text, kind)
-                problem = f"{endpoint.url}: {_problem_in(status, text)}"
-            except ssl.SSLCertVerificationError as error:
-                raise MasterError(f"{endpoint.url} is not trusted: {error}") from error
-            except (OSError, http.client.HTTPException) as error:
-                status, problem = 0, no_answer(endpoint, error)
-            waited = self._clock() - began
-            if self.has_moved():
-                continue
-            if status and (status not in BUSY or waited >= self.patience):
-                raise MasterError(problem)
-            if waited >= self.patience:
-                raise MasterError(f"{problem}; is it running, and can this machine reach it?")
-            if logged_at is None or waited - logged_at >= LOG_EVERY:
-                logged_at = waited
-                left = duration(self.patience - waited)
-                log.warning("%s; trying again for up to %s to %s", problem, left, purpose)
-            self._sleep(PAUSE)
-
-    def _decode(self, text: bytes, kind: type[T]) -> T:
+    def _answer(self, name: str, kind: type[T], body: object = None) -> T:
+        """The answer to a request; a master that has moved is asked where it is now."""
+        try:
+            text = self._send(name, body)
+        except MasterError:
+            if not self.has_moved():
+                raise
+            text = self._send(name, body)
         try:
             return msgspec.json.decode(text, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -224,29 +180,35 @@ class Client:
                 f"the reply from {self.url} is not of a master of this version: {error}"
             ) from error
 
-    def _send(self, name: str, body: object) -> tuple[int, bytes]:
-        """Send a request once; the status and the body of the reply."""
-        endpoint = self.endpoint
-        connection = _connect(endpoint)
-        headers: dict[str, str | bytes] = {
-            key: value.encode() for key, value in self.authorization.items()
-        }
-        headers["Content-Type"] = "application/json"
+    def _send(self, name: str, body: object) -> bytes:
+        """Send a request once; the body of the reply."""
+        request = urllib.request.Request(self.url_of(name))  # noqa: S310 - HTTP, as `_parts_of` sees to
+        request.data = None if body is None else msgspec.json.encode(body)
+        for key, value in {**self.authorization, "Content-Type": "application/json"}.items():
+            request.headers[key.capitalize()] = value.encode()  # tokens may be of any script
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if self.tls is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=self.tls))
         try:
-            method = "GET" if body is None else "POST"
-            sent = None if body is None else msgspec.json.encode(body)
-            connection.request(method, self.path(name), sent, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+            opener = urllib.request.build_opener(*handlers)
+            with opener.open(request, timeout=REQUEST_TIMEOUT) as reply:
+                return bytes(reply.read())
+        except urllib.error.HTTPError as error:
+            raise MasterError(f"{self.url}: {_problem_in(error)}") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise MasterError(f"{self.url} is not trusted: {reason}") from error
+            hint = "is it running, and can this machine reach it?"
+            raise MasterError(f"{no_answer(self.url, reason)}; {hint}") from error
 
     def refusal(self, name: str) -> str:
         """Why a request is refused, as the master says it."""
         try:
-            return _problem_in(*self._send(name, None))
-        except (OSError, http.client.HTTPException) as error:
-            return str(error) or type(error).__name__
+            self._send(name, None)
+        except MasterError as error:
+            return str(error)
+        return f"{self.url} does not refuse any more"
 
     def local_address(self) -> str:
         """The address of this machine as others on the master's network reach it.
@@ -254,36 +216,35 @@ class Client:
         Raises:
             MasterError: If the master's host cannot be resolved and reached.
         """
-        endpoint = self.endpoint
+        host, port = _host_of(self.url)
         try:
             family, kind, proto, _name, address = socket.getaddrinfo(
-                endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
+                host, port, type=socket.SOCK_DGRAM
             )[0]
             with socket.socket(family, kind, proto) as probe:
                 probe.connect(address)  # nothing is sent; this only chooses the way
                 return str(probe.getsockname()[0])
         except OSError as error:
-            raise MasterError(f"the master at {endpoint.url} cannot be reached: {error}") from error
+            raise MasterError(f"the master at {self.url} cannot be reached: {error}") from error
 
 
-def no_answer(endpoint: Endpoint, error: Exception) -> str:
+def no_answer(url: str, error: Exception) -> str:
     """That a master does not answer, and why."""
-    return f"the master at {endpoint.url} does not answer ({str(error) or type(error).__name__})"
+    return f"the master at {url} does not answer ({str(error) or type(error).__name__})"
 
 
-def _problem_in(status: int, text: bytes) -> str:
+def _problem_in(reply: urllib.error.HTTPError) -> str:
     """The problem that a reply tells of."""
     try:
-        return msgspec.json.decode(text, type=Problem).error
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return f"HTTP status {status}"
+        return msgspec.json.decode(reply.read(), type=Problem).error
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError, UnicodeDecodeError):
+        return f"HTTP status {reply.code}"
 
 
-def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
-    host, port, limit = endpoint.host, endpoint.port, REQUEST_TIMEOUT
-    if endpoint.tls is None:
-        return http.client.HTTPConnection(host, port, timeout=limit)
-    return http.client.HTTPSConnection(host, port, timeout=limit, context=endpoint.tls)
+def _host_of(url: str) -> tuple[str, int]:
+    parts = _parts_of(url)
+    assert parts.hostname is not None
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _read_url(file: Path) -> str:
@@ -307,13 +268,6 @@ def _parts_of(url: str) -> SplitResult:
     if not is_url:
         raise MasterError(f"{url!r} is no URL of a master; it looks like http://host:port")
     return parts
-
-
-def duration(seconds: float) -> str:
-    """A time in words, for messages."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _trusting(certificates: str | None) -> ssl.SSLContext:

@@ -14,7 +14,6 @@ under a prefix of their own, so that no key of an earlier round is found.
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import logging
 import socket
 import sys
@@ -181,7 +180,7 @@ def open_store(address: str) -> TCPStore:
 
 
 def make_handler(
-    parameters: RendezvousParameters, test: Callable[[TCPStore, NodeTest], TestResult]
+    parameters: RendezvousParameters, test: Callable[[NodeTest], TestResult]
 ) -> Handler:
     """The handler of this node, by torchrun's rendezvous options."""
     client = Client(
@@ -211,7 +210,7 @@ def make_handler(
         settings=settings,
     )
     beat_seconds = float(parameters.get("beat_seconds", 1.0))
-    node = NodeClient(client, first, functools.partial(test, store), beat_seconds=beat_seconds)
+    node = NodeClient(client, first, test, beat_seconds=beat_seconds)
     return Handler(node, store, parameters.run_id)
 
 

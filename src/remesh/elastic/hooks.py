@@ -35,8 +35,7 @@ async def report_exclusions(
     told: set[tuple[int, str]] = set()
     while command is not None and not ending.is_set():
         job = current()
-        excluded = {} if job.rendezvous is None else job.rendezvous.excluded
-        for node_id, (incarnation, reason) in excluded.items():
+        for node_id, (incarnation, reason) in job.rendezvous.excluded.items():
             if ending.is_set() or (node_id, incarnation) in told:
                 continue
             told.add((node_id, incarnation))

@@ -216,7 +216,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy  # how the job is treated
     began: float | None = None  # when its first node joined
     ended: float | None = None  # when it ended; None while it runs
-    rendezvous: Rendezvous | None = None  # nodes and world; None before the first join
+    rendezvous: Rendezvous = Rendezvous()  # nodes and world
     max_restarts: int = 0  # restarts that each node may be charged with
     charges: dict[int, Charges] = {}  # restarts that each node was charged with, by node id
     hang_charges: Charges = Charges()  # restarts after hangs
@@ -267,9 +267,9 @@ def assign_id(
             )
         label = next(label for label in labels if job.names.get(label) in (None, wanted))
         return None if lives is None else (wanted, label)
-    taken: Mapping[int, str] = {} if job.rendezvous is None else job.rendezvous.newest
     for label in labels:
         if label not in job.names:
+            taken = job.rendezvous.newest
             return next(number for number in count(job.ids_below) if number not in taken), label
         lives = has_living_agent(job.names[label])
         if not lives:
@@ -278,18 +278,12 @@ def assign_id(
 
 
 def apply(job: Job, event: Event, now: float) -> Job:
-    """The job after an event."""
-    if isinstance(event, Join):
-        after = _join(job, event, now)
-    elif job.rendezvous is None:
+    """The job after an event; nothing happens to it before the first node joins."""
+    if job.began is None and not isinstance(event, Join):
         return job
-    else:
-        after = _apply(job, event, job.rendezvous, now)
-    after = _settle(after, now)
-    nodes = after.rendezvous
-    assert nodes is not None
-    if is_resized(job.rendezvous, nodes) or isinstance(event, ProgressRecorded):
-        new = sample(after.progress, num_ranks(nodes), now)
+    after = _settle(_apply(job, event, job.rendezvous, now), now)
+    if is_resized(job.rendezvous, after.rendezvous) or isinstance(event, ProgressRecorded):
+        new = sample(after.progress, num_ranks(after.rendezvous), now)
         return _replace(after, trend=extend(after.trend, new))
     return after
 
@@ -299,18 +293,21 @@ def num_ranks(nodes: Rendezvous) -> int:
     return sum(node.num_processes for node in nodes.world if node.id in nodes.active)
 
 
-def is_resized(before: Rendezvous | None, after: Rendezvous) -> bool:
-    """True if a world begins, breaks, or has no member any more."""
-    return before is None or (
-        after.world is not before.world
+def is_resized(before: Rendezvous, after: Rendezvous) -> bool:
+    """True if the job or a world begins, or the world breaks, or has no member any more."""
+    return (
+        after.settings is not before.settings
+        or after.world is not before.world
         or after.broken is not before.broken
         or bool(after.active) != bool(before.active)
     )
 
 
 def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
-    """The job after an event, before what follows from it, once the job has begun."""
+    """The job after an event, before what follows from it."""
     match event:
+        case Join():
+            return _join(job, event, now)
         case Leave():
             return _leave(job, event, nodes, now)
         case NodeLost(node_id=node_id, incarnation=incarnation, is_closed=is_closed):
@@ -353,7 +350,6 @@ def _note(job: Job, now: float, text: str) -> Job:
 def _depart(job: Job, node_id: int, incarnation: str, text: str, now: float, *, lost: bool) -> Job:
     """Record that a member of the world is gone: it explains why others fail."""
     nodes = job.rendezvous
-    assert nodes is not None
     member = nodes.member(node_id)
     if member is None or member.incarnation != incarnation or node_id not in nodes.active:
         return job
@@ -364,8 +360,7 @@ def _depart(job: Job, node_id: int, incarnation: str, text: str, now: float, *, 
 def _advance(job: Job, after: Rendezvous, now: float) -> Job:
     """Take over the next rendezvous, and begin what a new round begins."""
     before = job.rendezvous
-    assert before is not None
-    if after is before:
+    if after is before or before.outcome is not None:
         return job
     job = _replace(job, rendezvous=after)
     if after.world is not before.world:
@@ -381,11 +376,10 @@ def _advance(job: Job, after: Rendezvous, now: float) -> Job:
 
 
 def _join(job: Job, event: Join, now: float) -> Job:
-    if job.rendezvous is None:
+    if job.began is None:
         nodes = rendezvous.start(event.settings, now)
         job = _replace(job, began=now, rendezvous=nodes, max_restarts=event.max_restarts)
         job = _note(job, now, f"restart budget: {restart_budget(job)}")
-    assert job.rendezvous is not None
     node = node_of(event)
     if event.after_round > job.rendezvous.round:
         text = (
@@ -395,13 +389,10 @@ def _join(job: Job, event: Join, now: float) -> Job:
         job = _note(_replace(job, missing_rounds=text), now, text)
     if job.names.get(node.name) != node.id:
         job = _replace(job, names={**job.names, node.name: node.id})
-    current = job.rendezvous
-    assert current is not None
-    member = current.member(node.id)
+    member = job.rendezvous.member(node.id)
     if member is not None and member.incarnation != node.incarnation:
         job = _replace(job, suspect=None)  # its agent has died, as others may have noticed
-    job = _advance(job, rendezvous.join(current, node, event.after_round, now), now)
-    assert job.rendezvous is not None
+    job = _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
     taken, below = job.rendezvous.newest, job.ids_below
     while below in taken:
         below += 1
@@ -537,11 +528,9 @@ def _end_hang(job: Job, number: int, nodes: Rendezvous, now: float) -> Job:
 
 def _settle(job: Job, now: float) -> Job:
     """The job after all that follows from it and the time alone."""
-    assert job.rendezvous is not None
-    job = _advance(job, rendezvous.tick(job.rendezvous, now), now)
     job = _advance_check(job, now)
+    job = _advance(job, rendezvous.tick(job.rendezvous, now), now)
     nodes = job.rendezvous
-    assert nodes is not None
     if job.check is None and job.save_request is None and nodes.active:
         size = rendezvous.larger_size(nodes)
         if size is not None:
@@ -556,7 +545,6 @@ def ordered_change(
     job: Job, node_id: int, round_of_node: int, now: float
 ) -> tuple[Change, str] | None:
     """Why a node should stop the processes of a round now; None if it should go on."""
-    assert job.rendezvous is not None
     if job.hang_restart is not None:
         return Change.HANG, job.hang_restart[1]
     change = rendezvous.restart_reason(job.rendezvous, node_id, round_of_node)
@@ -607,7 +595,6 @@ def _advance_check(job: Job, now: float) -> Job:
     check, nodes = job.check, job.rendezvous
     if check is None:
         return job
-    assert nodes is not None
     if nodes.outcome is not None:
         return _replace(job, check=None)
     if len(nodes.active) != len(nodes.world):
@@ -643,7 +630,6 @@ def _end_check(job: Job, result: CheckResult, nodes: Rendezvous, now: float) -> 
     job = _note(job, now, f"check {job.num_checks}: {'; '.join(said)}")
     for node in nodes.world:
         if node.id in out:
-            assert job.rendezvous is not None
             reason = f"check {job.num_checks}: {out[node.id]}"
             job = _advance(job, rendezvous.exclude(job.rendezvous, node, reason, now), now)
     return _rejoin(job, now) if out else job
@@ -652,10 +638,8 @@ def _end_check(job: Job, result: CheckResult, nodes: Rendezvous, now: float) -> 
 def _rejoin(job: Job, now: float) -> Job:
     """Let the members that are left join again: none has started processes yet."""
     before = job.rendezvous
-    assert before is not None
     for node in before.world:
         if node.id in before.active:
-            assert job.rendezvous is not None
             after = rendezvous.join(job.rendezvous, node, before.round, now)
             job = _advance(job, after, now)
     return job
@@ -663,8 +647,6 @@ def _rejoin(job: Job, now: float) -> Job:
 
 def assignments_of(job: Job) -> dict[int, Assignment]:
     """The assignment of every member of the current nodes, by node id."""
-    if job.rendezvous is None or not job.rendezvous.world:
-        return {}
     world_nodes = job.rendezvous.world
     total = sum(node.num_processes for node in world_nodes)
     timeout = job.policy.heartbeat_timeout
@@ -689,8 +671,6 @@ def content_of(
 ) -> Content:
     """What the node of a sender has to do now; `assignments` is `assignments_of` the job."""
     nodes, node_id, incarnation = job.rendezvous, sender["node_id"], sender["incarnation"]
-    if nodes is None:
-        return Stop(sender["round"], Change.STALE, "the master knows no round")
     if nodes.outcome is not None:
         return JobEnded(nodes.outcome, nodes.reason)
     if incarnation in nodes.replaced:
@@ -731,7 +711,6 @@ def _waiting(job: Job, node_id: int) -> Waiting:
 
 def _wait_reason(job: Job) -> str:
     nodes = job.rendezvous
-    assert nodes is not None
     if job.check is not None:
         return f"check {job.check.number} is running"
     if nodes.active:
@@ -749,8 +728,6 @@ def _wait_reason(job: Job) -> str:
 def concerns_all(before: Job, after: Job) -> bool:
     """True if nodes other than those that have sent something may have to do something else now."""
     old, new = before.rendezvous, after.rendezvous
-    if old is None or new is None:
-        return old is not new
     return (
         (old.round, old.outcome, old.broken) != (new.round, new.outcome, new.broken)
         or old.excluded is not new.excluded

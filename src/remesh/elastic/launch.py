@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -280,8 +279,7 @@ def _make_handler(
         settings=_settings(options, config),
         max_restarts=config.max_restarts,
     )
-    test = functools.partial(run_test, store)
-    node = NodeClient(client, first, test, beat_seconds=options.beat_seconds)
+    node = NodeClient(client, first, run_test, beat_seconds=options.beat_seconds)
     return Handler(node, store, config.run_id)
 
 

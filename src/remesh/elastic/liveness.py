@@ -105,13 +105,13 @@ class Liveness:
     def after_start(cls, job: Job, now: float) -> Liveness:
         """At the start of a master: the nodes of the job count as just heard."""
         nodes = job.rendezvous
-        known = {} if nodes is None else {node.id: node for node in nodes.world} | dict(nodes.ready)
+        known = {node.id: node for node in nodes.world} | nodes.ready
         progress = begin(now if job.began is None else job.began)
         return cls(
             agents={node.incarnation: Agent(now) for node in known.values()},
             progress=begin_round(job.progress or progress, now),
-            round=0 if nodes is None else nodes.round,
-            num_ranks=0 if nodes is None else _num_ranks(nodes),
+            round=nodes.round,
+            num_ranks=_num_ranks(nodes),
             recorded_at=now,
         )
 
@@ -163,8 +163,6 @@ def has_living_agent(
     known yet: the other may have died just now.
     """
     nodes = job.rendezvous
-    if nodes is None:
-        return False
     holder = nodes.known(node_id)
     if holder is None and node_id in nodes.finished:
         holder = nodes.member(node_id)
@@ -189,7 +187,7 @@ def extend_deadlines(live: Liveness, seconds: float) -> None:
 def on_beat(live: Liveness, job: Job, beat: Beat, now: float) -> list[Event]:
     """Record how far the ranks of a node are; the events that follow."""
     nodes = job.rendezvous
-    if nodes is None or beat.round != nodes.round or beat.node_id not in nodes.active:
+    if beat.round != nodes.round or beat.node_id not in nodes.active:
         return []
     if live.round != nodes.round:
         live.round = nodes.round
@@ -241,8 +239,6 @@ def on_stacks(live: Liveness, job: Job, request: ReportStacks) -> None:
 def events_of_time(live: Liveness, job: Job, now: float) -> list[Event]:
     """The events that the passing of time causes."""
     nodes = job.rendezvous
-    if nodes is None:
-        return []
     if nodes.outcome is not None:
         # Once: the status of a job that has ended does not change when its master restarts.
         return [ProgressRecorded(live.progress)] if live.progress != job.progress else []
@@ -287,7 +283,6 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
 
 def _hang_events(live: Liveness, job: Job, now: float) -> list[Event]:
     nodes = job.rendezvous
-    assert nodes is not None
     if job.hanging is not None:
         all_here = nodes.active.keys() <= live.answered
         if all_here or now - live.hung_at > STACKS_TIMEOUT:
@@ -311,7 +306,7 @@ def _pause_text(live: Liveness, now: float) -> str:
 def long_pause(live: Liveness, job: Job, now: float) -> str:
     """That the job makes no steps, for longer than usual and without a reason; empty otherwise."""
     nodes = job.rendezvous
-    if nodes is None or live.round != nodes.round or nodes.broken is not None:
+    if live.round != nodes.round or nodes.broken is not None:
         return ""
     runs = nodes.outcome is None and bool(nodes.active) and job.check is None
     is_stopped = job.save_request is not None or job.hanging is not None

@@ -260,8 +260,7 @@ class Master:
     def _follow(self, job: Job, due: set[Connection]) -> None:
         """Let instructions follow from a job: for all nodes if it concerns them, or those due."""
         before, self._durable = self._durable, job
-        old, new = before.rendezvous, job.rendezvous
-        if new is not None and (old is None or old.world is not new.world):
+        if before.rendezvous.world is not job.rendezvous.world:
             self._assignments = assignments_of(job)
         if concerns_all(before, job) or self._awaits != awaits_checkpoint(job, self.clock()):
             self._show_all()
@@ -353,11 +352,11 @@ class Master:
 
     def _identify(self, message: Join) -> Join:
         """The message with the id and the name of the node, if it fits to the job."""
-        nodes = self.job.rendezvous
-        if nodes is not None and nodes.settings != message.settings:
+        wanted = self.job.rendezvous.settings
+        if self.job.began is not None and message.settings != wanted:
             raise RefusedError(
                 f"node {message.name} has other options than the job\n"
-                f"It wants {message.settings}, the job runs with {nodes.settings}; start all nodes "
+                f"It wants {message.settings}, the job runs with {wanted}; start all nodes "
                 "with the same options"
             )
         now = self.clock()

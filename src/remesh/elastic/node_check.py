@@ -3,12 +3,9 @@
 One process of each node first probes its own processor and memory: a product of matrices whose
 result is known, and a block of memory that is filled and read again, on every device of the node.
 Then all processes of the group reduce a tensor together and compare the sum with the one that it
-must be. A broken driver may hang or kill the process that finds it, so the test runs in a process
-of its own with a time limit; `run_test` and the process exchange lines.
-
-The nodes probe at the same time. Each then sets in the store of the first node's agent whether its
-probe passed. The first node sets the address where the others connect to its process; or nothing,
-if a probe failed, because the others would wait for that node until the time limit.
+must be. They meet in the store of the first node's agent, where each sets that its probe has
+passed. A broken driver may hang or kill the process that finds it, so the test runs in a process of
+its own with a time limit, and the agent tells the others in the store if a probe has failed.
 """
 
 from __future__ import annotations
@@ -18,18 +15,17 @@ import contextlib
 import datetime as dt
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from remesh.elastic.protocol import NodeTest, TestResult
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not said to be exported
 
 NUM_PROBES = 3
 """Times that the probe is made: anything can be slow once, so the fastest counts."""
@@ -44,146 +40,49 @@ PASSED, FAILED = "passed", "failed"
 COMMAND = (sys.executable, "-m", "remesh.elastic.script", "-m", "remesh.elastic.node_check")
 
 
-class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that the process prints."""
-
-    stage: Literal["probe", "meet"]  # `probe`, of its own node, or `meet`, of the group
-    passed: bool  # whether it passed
-    seconds: float  # duration of the node's own probe; 0 if it failed
-    message: str = ""  # what went wrong
-    address: str = ""  # where the others connect to the first node of a group
-
-
 def run_test(
-    store: TCPStore, test: NodeTest, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
+    test: NodeTest, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
 ) -> TestResult:
-    """Take part in a test; `store` is that of this node's agent."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
-
-    ids = [member.id for member in test.group]
+    """Take part in a test."""
+    ids, first = [member.id for member in test.group], test.group[0]
+    if len(ids) == 1:
+        return run_alone(seconds=seconds, command=command)
+    key = f"check {test.check}.{test.test_round} of round {test.round}"
     rank = ids.index(test.node_id)
-    deadline = time.monotonic() + seconds
-
-    def key_of(number: int) -> str:
-        return f"check {test.check}.{test.test_round} of node {number}"
-
-    def meet_at(passed: bool, address: str) -> str:
-        """The address where the group connects; `FAILED` if a probe failed."""
-        place, first = store, test.group[0]
-        if rank > 0:
-            limit = dt.timedelta(seconds=MEET_SECONDS)
-            place = TCPStore(first.address, first.port, is_master=False, timeout=limit)
-
-        def value_of(number: int) -> str:
-            left = max(deadline - time.monotonic(), 0.001)
-            place.wait([key_of(number)], dt.timedelta(seconds=left))
-            return place.get(key_of(number)).decode()
-
-        if rank > 0:
-            place.set(key_of(test.node_id), PASSED if passed else FAILED)
-            return value_of(ids[0])
-        together = passed and all(value_of(number) == PASSED for number in ids[1:])
-        place.set(key_of(ids[0]), address if together else FAILED)
-        return address if together else FAILED
-
-    arguments = [*command, "--rank", str(rank), "--size", str(len(ids))]
-    arguments += ["--host", test.group[0].address]
-    with _Process(arguments, seconds) as process:
-        return _run(process, meet_at if len(ids) > 1 else None)
+    arguments = ["--rank", str(rank), "--size", str(len(ids)), "--key", key]
+    arguments += ["--host", first.address, "--port", str(first.port)]
+    result = run_alone(seconds=seconds, command=[*command, *arguments])
+    if result.broken:
+        with contextlib.suppress(RuntimeError):  # without the store, no other can pass either
+            open_store(first.address, first.port, key).set(str(rank), FAILED)
+    return result
 
 
 def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> TestResult:
-    """Test this node by itself."""
-    with _Process(command, seconds) as process:
-        return _run(process, None)
-
-
-class _Process:
-    """The process of a test, which is killed after some time."""
-
-    def __init__(self, arguments: Sequence[str], seconds: float) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - our own module, or the caller's
-            arguments,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._seconds = seconds
-        self._started = time.monotonic()
-        self._elapsed = 0.0
-        self._is_late = False
-        self._alarm = threading.Timer(seconds, self._end)
-        self._alarm.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._alarm.cancel()
-        self._process.kill()
-        self._process.communicate()
-
-    def _end(self) -> None:
-        self._is_late = True  # before the process ends: it is read after that
-        self._process.kill()
-
-    def read(self) -> ProbeReport:
-        """The next report of the process; that of a failed probe if the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        self._elapsed = self._elapsed or time.monotonic() - self._started
-        try:
-            return msgspec.json.decode(line, type=ProbeReport)
-        except msgspec.MsgspecError:
-            return ProbeReport(
-                stage="probe", passed=False, seconds=0.0, message=self._end_message()
-            )
-
-    def result(self, probed: ProbeReport, failed: ProbeReport | None) -> TestResult:
-        """The result of the test."""
-        return TestResult(
-            passed=failed is None,
-            broken=not probed.passed,
-            late=not probed.passed and self._is_late,
-            seconds=probed.seconds,
-            elapsed=self._elapsed,
-            message="" if failed is None else failed.message,
-        )
-
-    def _end_message(self) -> str:
-        self._process.kill()  # what it writes is no report, so nothing is lost
-        errors = self._process.communicate()[1].strip().splitlines()
-        if self._is_late:
-            return f"the test took more than {self._seconds:g} s"
-        last = errors[-1] if errors else "no message"
-        return f"the test ended with exit code {self._process.returncode}: {last}"
-
-    def write(self, line: str) -> None:
-        """Write a line to the process; `read` detects that it has ended."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{line}\n")
-            self._process.stdin.flush()
-
-
-def _run(process: _Process, meet_at: Callable[[bool, str], str] | None) -> TestResult:
-    """Read the report of the probe, and let the process connect to the others, if there are any."""
-    probed = process.read()
-    if meet_at is None:
-        return process.result(probed, None if probed.passed else probed)
+    """Test this node by itself, unless the command names a group."""
+    started, is_late, code = time.monotonic(), False, 0
+    arguments = [*command, "--began", str(started)]
     try:
-        address = meet_at(probed.passed, probed.address)
-    except RuntimeError as error:
-        met = ProbeReport(stage="meet", passed=False, seconds=0.0, message=str(error))
+        ended = subprocess.run(  # noqa: S603 - our own module, or the caller's
+            arguments, capture_output=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        output, is_late = error.stdout or b"", True
+        problem = f"the test took more than {seconds:g} s"
     else:
-        if address == FAILED:
-            message = "the probe of a node of the group failed"
-            met = ProbeReport(stage="meet", passed=False, seconds=0.0, message=message)
-        else:
-            process.write(address)
-            met = process.read()
-    return process.result(probed, next((each for each in (probed, met) if not each.passed), None))
+        output, code = ended.stdout, ended.returncode
+        errors = ended.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        problem = f"the test ended with exit code {code}: {errors[-1]}"
+    try:
+        result = msgspec.json.decode(output.splitlines()[-1], type=TestResult)
+    except (IndexError, msgspec.MsgspecError):
+        elapsed = time.monotonic() - started
+        return TestResult(
+            passed=False, broken=True, late=is_late, seconds=0.0, elapsed=elapsed, message=problem
+        )
+    if is_late or code:  # after its probe has passed
+        return msgspec.structs.replace(result, passed=False, message=problem)
+    return result
 
 
 def probe_device(device: str) -> None:
@@ -217,19 +116,24 @@ def probe() -> float:
     return min(durations)
 
 
-def open_store(host: str, port: int, *, first: bool) -> TCPStore:
-    """The store of a group: the first node makes it, on a free port."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
+def open_store(host: str, port: int, key: str) -> PrefixStore:
+    """The part of the store of the first node's agent in which a group meets."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # likewise
 
     limit = dt.timedelta(seconds=MEET_SECONDS)
-    return TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=limit)
+    return PrefixStore(key, TCPStore(host, port, is_master=False, timeout=limit))
 
 
-def meet(store: TCPStore, rank: int, size: int) -> None:
-    """Reduce a tensor with the other nodes of the group."""
+def meet(store: PrefixStore, rank: int, size: int) -> None:
+    """Reduce a tensor with the other nodes of the group, when the probes of all have passed."""
     import torch
     import torch.distributed as dist
 
+    store.set(str(rank), PASSED)
+    for other in map(str, range(size)):
+        store.wait([other], dt.timedelta(days=1))  # this process is killed long before
+        if store.get(other).decode() != PASSED:
+            raise RuntimeError("the probe of a node of the group failed")
     limit = dt.timedelta(seconds=MEET_SECONDS)
     cuda = torch.cuda.is_available()
     dist.init_process_group(
@@ -247,37 +151,41 @@ def meet(store: TCPStore, rank: int, size: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the test in this process: report the probe, read where to connect, report the result."""
+    """Run the test in this process: print the result of the probe, then that of the group."""
     parser = argparse.ArgumentParser(prog=Path(__file__).stem)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--host", default="")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--key", default="")
+    parser.add_argument("--began", type=float, required=True)
     options = parser.parse_args(arguments)
 
-    first, address, store = options.rank == 0, "", None
+    seconds, message = 0.0, ""
     try:
         seconds = probe()
-        if first and options.size > 1:
-            store = open_store(options.host, 0, first=True)
-            address = f"{options.host}:{store.port}"
     except (RuntimeError, ValueError, OSError) as error:
-        report(ProbeReport(stage="probe", passed=False, seconds=0.0, message=str(error)))
+        message = str(error) or type(error).__name__
+    probed = TestResult(
+        passed=not message and options.size == 1,
+        broken=bool(message),
+        seconds=seconds,
+        elapsed=time.monotonic() - options.began,
+        message=message,
+    )
+    report(probed)
+    if options.size == 1 or probed.broken:
         return
-    report(ProbeReport(stage="probe", passed=True, seconds=seconds, address=address))
-    if options.size == 1:
-        return
-    host, _, port = sys.stdin.readline().strip().rpartition(":")
     try:
-        meet(store or open_store(host, int(port), first=False), options.rank, options.size)
+        meet(open_store(options.host, options.port, options.key), options.rank, options.size)
     except (RuntimeError, ValueError, OSError) as error:
-        report(ProbeReport(stage="meet", passed=False, seconds=seconds, message=str(error)))
-        return
-    report(ProbeReport(stage="meet", passed=True, seconds=seconds))
+        message = str(error) or type(error).__name__
+    report(msgspec.structs.replace(probed, passed=not message, message=message))
 
 
-def report(what: ProbeReport) -> None:
-    """Print a report as a line."""
-    sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
+def report(result: TestResult) -> None:
+    """Print a result as a line."""
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.stdout.flush()
 
 

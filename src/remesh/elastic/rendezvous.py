@@ -19,8 +19,8 @@ replaced do not count for its successor.
 
 There is a function for each event: `join`, `leave`, `remove` (a lost node), `break_world`,
 `exclude`, `end` and `tick`. Each takes the rendezvous and, where it matters, the time, and returns
-the next one. The times are the caller's; if its clock jumps, waiting gets shorter or longer, and
-nothing else happens.
+the next one. What follows, such as a new world, follows at the next `tick`. The times are the
+caller's; if its clock jumps, waiting gets shorter, and nothing else happens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Change(StrEnum):
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes of a job, and the world that they form."""
 
-    settings: Settings  # sizes and time limits
+    settings: Settings = Settings(min_nodes=1, max_nodes=1)
+    """Sizes and time limits: those of the first node that joins."""
     round: int = 0  # number of the last world that was formed; 0 before the first
     world: tuple[Node, ...] = ()  # its members, in the order of their ranks
     active: dict[int, None] = {}  # ids of members that are still in it
@@ -140,70 +141,6 @@ def start(settings: Settings, now: float) -> Rendezvous:
 
 def join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendezvous:
     """An agent is ready for the round after `after_round`, the last that it was in (or 0)."""
-    return state if state.outcome is not None else tick(_join(state, node, after_round, now), now)
-
-
-def leave(
-    state: Rendezvous, node_id: int, incarnation: str, outcome: Outcome, now: float
-) -> Rendezvous:
-    """An agent leaves, and says how its processes ended."""
-    if state.outcome is not None:
-        return state
-    return tick(_leave(state, node_id, incarnation, outcome, now), now)
-
-
-def remove(state: Rendezvous, node_id: int, incarnation: str, now: float) -> Rendezvous:
-    """No message of a node has come for too long, or it is known to be dead."""
-    if state.outcome is not None:
-        return state
-    return tick(_remove(state, node_id, incarnation, now), now)
-
-
-def exclude(state: Rendezvous, node: Node, reason: str, now: float) -> Rendezvous:
-    """A node is not to be used, for as long as its agent is the same."""
-    if state.outcome is not None:
-        return state
-    excluded = {**state.excluded, node.id: (node.incarnation, reason)}
-    new = msgspec.structs.replace(state, excluded=excluded)
-    return tick(_remove(new, node.id, node.incarnation, now), now)
-
-
-def break_world(state: Rendezvous, node_id: int, round_of_node: int) -> Rendezvous:
-    """Processes of a node have failed and start again: the others need not wait until it joins."""
-    is_member = round_of_node == state.round and node_id in state.active
-    if state.outcome is not None or state.broken is not None or not is_member:
-        return state
-    broken = Change.RESTARTED, f"processes of node {node_id} have failed"
-    return msgspec.structs.replace(state, broken=broken)
-
-
-def end(state: Rendezvous, outcome: Outcome, reason: str) -> Rendezvous:
-    """The job has ended, whatever its nodes do."""
-    if state.outcome is not None:
-        return state
-    return msgspec.structs.replace(state, outcome=outcome, reason=reason)
-
-
-def tick(state: Rendezvous, now: float) -> Rendezvous:
-    """Time has passed."""
-    if state.outcome is not None:
-        return state
-    return _form_world(_note_break(_note_absence(_after_jump(state, now), now)), now)
-
-
-def _after_jump(state: Rendezvous, now: float) -> Rendezvous:
-    """Begin the waits anew if the clock was set back; they would last as long as the jump."""
-    since = state.without_world_since
-    if state.changed_at <= now and (since is None or since <= now):
-        return state
-    return msgspec.structs.replace(
-        state,
-        changed_at=min(state.changed_at, now),
-        without_world_since=None if since is None else min(since, now),
-    )
-
-
-def _join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendezvous:
     if node.incarnation in state.replaced or exclusion_of(state, node) is not None:
         return state
     member = state.member(node.id)
@@ -229,26 +166,26 @@ def _join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendez
     )
 
 
-def _leave(
+def leave(
     state: Rendezvous, node_id: int, incarnation: str, outcome: Outcome, now: float
 ) -> Rendezvous:
+    """An agent leaves, and says how its processes ended."""
     member = state.member(node_id)
     was_active = (
         member is not None and member.incarnation == incarnation and node_id in state.active
     )
-    state = _remove(state, node_id, incarnation, now)
+    state = remove(state, node_id, incarnation, now)
     if not was_active or outcome is not Outcome.SUCCEEDED:
         return state
     finished = state.finished | {node_id}
     state = msgspec.structs.replace(state, finished=finished)
     if finished == {node.id for node in state.world}:
-        return msgspec.structs.replace(
-            state, outcome=Outcome.SUCCEEDED, reason="the processes of all nodes succeeded"
-        )
+        return end(state, Outcome.SUCCEEDED, "the processes of all nodes succeeded")
     return state
 
 
-def _remove(state: Rendezvous, node_id: int, incarnation: str, now: float) -> Rendezvous:
+def remove(state: Rendezvous, node_id: int, incarnation: str, now: float) -> Rendezvous:
+    """No message of a node has come for too long, or it is known to be dead."""
     known = state.known(node_id)
     if known is None or known.incarnation != incarnation:
         return state
@@ -258,6 +195,35 @@ def _remove(state: Rendezvous, node_id: int, incarnation: str, now: float) -> Re
         active=_without(state.active, node_id),
         changed_at=now,
     )
+
+
+def exclude(state: Rendezvous, node: Node, reason: str, now: float) -> Rendezvous:
+    """A node is not to be used, for as long as its agent is the same."""
+    excluded = {**state.excluded, node.id: (node.incarnation, reason)}
+    new = msgspec.structs.replace(state, excluded=excluded)
+    return remove(new, node.id, node.incarnation, now)
+
+
+def break_world(state: Rendezvous, node_id: int, round_of_node: int) -> Rendezvous:
+    """Processes of a node have failed and start again: the others need not wait until it joins."""
+    if state.broken is not None or round_of_node != state.round or node_id not in state.active:
+        return state
+    broken = Change.RESTARTED, f"processes of node {node_id} have failed"
+    return msgspec.structs.replace(state, broken=broken)
+
+
+def end(state: Rendezvous, outcome: Outcome, reason: str) -> Rendezvous:
+    """The job has ended, whatever its nodes do."""
+    if state.outcome is not None:
+        return state
+    return msgspec.structs.replace(state, outcome=outcome, reason=reason)
+
+
+def tick(state: Rendezvous, now: float) -> Rendezvous:
+    """Time has passed."""
+    if state.outcome is not None:
+        return state
+    return _form_world(_note_break(_note_absence(state, now)), now)
 
 
 def _without(items: dict[int, V], node_id: int) -> dict[int, V]:
@@ -280,19 +246,18 @@ def _note_absence(state: Rendezvous, now: float) -> Rendezvous:
 
 
 def _form_world(state: Rendezvous, now: float) -> Rendezvous:
-    if state.outcome is not None or state.active:
+    if state.active:
         return state
     settings = state.settings
     size = settings.fitting(len(state.ready))
     since = state.without_world_since
     if not size:
         if since is not None and now - since >= settings.join_timeout:
-            return msgspec.structs.replace(
-                state,
-                outcome=Outcome.FAILED,
-                reason=f"{len(state.ready)} nodes have joined within {settings.join_timeout:g} s, "
-                f"at least {settings.min_nodes} in multiples of {settings.node_unit} are needed",
+            reason = (
+                f"{len(state.ready)} nodes have joined within {settings.join_timeout:g} s, "
+                f"at least {settings.min_nodes} in multiples of {settings.node_unit} are needed"
             )
+            return end(state, Outcome.FAILED, reason)
         return state
     cannot_grow = size == settings.fitting(settings.max_nodes)
     # No member is active here: one that is neither ready nor finished has left or is lost. Those

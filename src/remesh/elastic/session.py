@@ -172,35 +172,32 @@ class Session:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(PAUSE):
                             await self._wake.wait()
-        if self._client.endpoint.tls is not None:
+        if self._client.tls is not None:
             await asyncio.sleep(TLS_SECONDS)
 
     async def _try_once(self, http: aiohttp.ClientSession) -> None:
         """Begin a session, and keep it until it ends."""
-        endpoint, is_final = self._client.endpoint, False
+        url, is_final = self._client.url, False
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 wire = await self._connect(http)
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-            problem, is_final = f"{endpoint.url} is not trusted: {error}", True
+            problem, is_final = f"{url} is not trusted: {error}", True
         except aiohttp.WSServerHandshakeError as error:
             # The reason is in the body of the reply, which aiohttp does not give.
-            reason = await asyncio.to_thread(self._client.refusal, "session")
-            problem, is_final = f"{endpoint.url}: {reason}", error.status not in BUSY
+            problem = await asyncio.to_thread(self._client.refusal, "session")
+            is_final = error.status not in BUSY
         except (aiohttp.ClientError, OSError) as error:
-            problem = no_answer(endpoint, error)
+            problem = no_answer(url, error)
         else:
             problem, is_final = await self._speak(wire)
         self._note_end(problem, is_final=is_final)
 
     async def _connect(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
-        endpoint = self._client.endpoint
-        scheme = "http" if endpoint.tls is None else "https"
-        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
         wire = await http.ws_connect(
-            f"{scheme}://{host}:{endpoint.port}{self._client.path('session')}",
+            self._client.url_of("session"),
             headers=self._client.authorization,
-            ssl=endpoint.tls or True,
+            ssl=self._client.tls or True,
             heartbeat=PING_SECONDS,
             max_msg_size=MAX_INSTRUCTION_BYTES,
             timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS),
@@ -234,7 +231,7 @@ class Session:
                     async with asyncio.timeout(self._pause()):
                         await self._wake.wait()
         except (aiohttp.ClientError, OSError) as error:
-            problem = no_answer(self._client.endpoint, error)
+            problem = no_answer(url, error)
         finally:
             await wire.close()
             refused = (await asyncio.gather(receiving, return_exceptions=True))[0]

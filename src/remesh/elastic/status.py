@@ -257,13 +257,13 @@ def status_of(
         ended=job.ended,
         phase=phase,
         reason=reason[: limits.text],
-        round=0 if nodes is None else nodes.round,
-        num_restarts=0 if nodes is None else max(nodes.round - 1, 0),
-        min_nodes=0 if nodes is None else nodes.settings.min_nodes,
-        max_nodes=0 if nodes is None else nodes.settings.max_nodes,
-        node_unit=1 if nodes is None else nodes.settings.node_unit,
+        round=nodes.round,
+        num_restarts=max(nodes.round - 1, 0),
+        min_nodes=0 if job.began is None else nodes.settings.min_nodes,
+        max_nodes=0 if job.began is None else nodes.settings.max_nodes,
+        node_unit=nodes.settings.node_unit,
         max_restarts=job.max_restarts,
-        restart_budget="" if nodes is None else restart_budget(job),
+        restart_budget="" if job.began is None else restart_budget(job),
         nodes=tuple(_node_rows(job, live, now, survey, shown_nodes)),
         nodes_by_state=dict(Counter(survey.states.values()).most_common()),
         nodes_part=nodes_part,
@@ -291,14 +291,13 @@ def status_of(
 
 def _trains(job: Job, live: Liveness) -> bool:
     """True if what is known of the steps is of the round that runs."""
-    nodes = job.rendezvous
-    return job.ended is None and nodes is not None and live.round == nodes.round
+    return job.began is not None and job.ended is None and live.round == job.rendezvous.round
 
 
 def phase_of(job: Job) -> tuple[str, str]:
     """The phase of a job, and the reason for it, in a sentence."""
     nodes = job.rendezvous
-    if nodes is None:
+    if job.began is None:
         return "waiting", "no node has joined"
     if nodes.outcome is not None:
         return nodes.outcome.value, nodes.reason
@@ -338,8 +337,6 @@ def survey_of(job: Job, live: Liveness) -> Survey:
 
 def _states(job: Job) -> dict[int, str]:
     nodes = job.rendezvous
-    if nodes is None:
-        return {}
     draining = job.save_request.draining if job.save_request is not None else frozenset[int]()
     states = {node.id: "gone" for node in nodes.world} | dict.fromkeys(nodes.ready, "ready")
     states |= dict.fromkeys(nodes.finished - nodes.ready.keys(), "finished")
@@ -363,8 +360,6 @@ def _node_rows(
     job: Job, live: Liveness, now: float, survey: Survey, ids: Iterable[int]
 ) -> Iterator[NodeStatus]:
     nodes = job.rendezvous
-    if nodes is None:
-        return
     places, first = {}, 0
     for rank, node in enumerate(nodes.world):
         places[node.id] = rank, first
@@ -459,7 +454,7 @@ def _cut(failure: ProcessFailure, limits: _Limits) -> ProcessFailure:
 
 def _present(job: Job, live: Liveness, now: float) -> list[progress.Sample]:
     """A sample of now, of a job that runs."""
-    if job.rendezvous is None or job.ended is not None:
+    if job.began is None or job.ended is not None:
         return []
     return [progress.sample(live.progress, num_ranks(job.rendezvous), now)]
 

@@ -1,0 +1,107 @@
+"""A master that is killed at random moments, and started again on its journal."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from remesh.elastic.client import Client
+from remesh.elastic.protocol import Beat, Stop
+from remesh.elastic.rendezvous import Change
+from remesh.elastic.session import Session
+from tests.campaigns.settings import dice_of, lengths
+from tests.elastic.agents import SETTINGS, SilentAgent, patient_status
+from tests.elastic.cluster import REMESH
+
+OF_TWO = msgspec.structs.replace(SETTINGS, max_nodes=2)
+BUDGET = 1_000_000
+
+
+class LivingAgent(SilentAgent):
+    """An agent that sends heartbeats: a master that has begun anew learns of it by them."""
+
+    def __init__(self, url: str, number: int) -> None:
+        super().__init__(url, number)
+        self.session.end(0.0)
+        self.session = Session(Client(url), self._beat, lambda: 0.25)
+
+    def _beat(self) -> Beat:
+        return Beat(**self.sender())
+
+
+class Master:
+    """A master at one port, on one journal."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._port = "0"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        command = [*REMESH, "master", "--port", self._port, "--heartbeat-timeout", "600"]
+        command += ["--state", str(self._directory / "journal")]
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().decode().strip()
+        self._port = self.url.rpartition(":")[2]
+        assert self._port, (self._directory / "log").read_text()
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.communicate()
+
+    def kill_again_and_again(self, count: int, rng: random.Random) -> None:
+        for _ in range(count):
+            time.sleep(rng.uniform(0.0, 0.5))
+            self.kill()
+            self.start()
+
+
+@pytest.mark.timeout(0)
+@lengths("num_kills", 5, 200)
+def test_it_knows_what_it_had_said(
+    tmp_path: Path, num_kills: int, covered: Callable[[str], None]
+) -> None:
+    """Each world is formed once, and each failure charged once, whenever it is killed."""
+    master = Master(tmp_path)
+    master.start()
+    rng = dice_of("killed masters", num_kills)
+    killing = threading.Thread(target=master.kill_again_and_again, args=(num_kills, rng))
+    agents = [LivingAgent(master.url, number) for number in (0, 1)]
+    other, failing = agents
+    number = 0
+    killing.start()
+    try:
+        while killing.is_alive() or number == 0:
+            number += 1
+            for agent in agents:
+                agent.session.forget()
+                agent.say_join(settings=OF_TWO, max_restarts=BUDGET)
+            places = [agent.placed() for agent in agents]
+            assert [(place.round, place.node_rank) for place in places] == [
+                (number, 0),
+                (number, 1),
+            ]
+            decision = failing.report(failing.failure(2))
+            assert f"{number} of {BUDGET} restarts charged" in decision.reason
+            stop = other.shown(Stop)
+            assert (stop.round, stop.change) == (number, Change.RESTARTED)
+        status = patient_status(Client(master.url))
+        assert (status.round, len(status.failures)) == (number, min(number, 500))
+        assert [node.num_charged for node in status.nodes] == [0, number]
+        covered(f"{num_kills} kills of the master, {number} worlds")
+    finally:
+        killing.join()
+        for agent in agents:
+            agent.session.end(0.0)
+        master.kill()
