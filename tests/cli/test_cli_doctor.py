@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 import remesh
 from remesh.cli import cli
-from remesh.storage import LocalStorage, MemoryStorage, trial
+from remesh.storage import LocalStorage, MemoryStorage
+from remesh.storage.checks import check_place, check_shared
 
 
 def test_a_good_place(tmp_path: Path) -> None:
@@ -58,9 +59,9 @@ def test_a_store_that_lets_two_writers_succeed() -> None:
         def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
             super().put(path, data, overwrite=True)
 
-    careless = {each.name: each.status for each in trial.try_out(Careless())}
+    careless = {each.name: each.status for each in check_place(Careless())}
     assert careless["exclusive creation"] == "bad"
-    good = {each.name: each.status for each in trial.try_out(MemoryStorage())}
+    good = {each.name: each.status for each in check_place(MemoryStorage())}
     assert set(good.values()) == {"good"}
 
 
@@ -69,7 +70,7 @@ def statuses(places: list[Path], seconds: float) -> list[str]:
 
     def play(rank: int) -> str:
         place = LocalStorage(places[rank])
-        return trial.meet(place, rank, len(places), seconds=seconds).status
+        return check_shared(place, rank, len(places), seconds=seconds).status
 
     with ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(play, range(len(places))))

@@ -23,8 +23,8 @@ import torch
 from click.testing import Result
 
 import remesh
-from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer
+from remesh.storage.workers import run_workers
 
 from .conftest import data_files, flip_byte
 

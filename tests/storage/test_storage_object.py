@@ -38,9 +38,9 @@ from remesh.storage import (
     open_storage,
 )
 from remesh.storage.buckets import CLIENT, RETRIES
+from remesh.storage.messages import explain
 from remesh.storage.object_store import ObjectStorage
-from remesh.storage.parts import Parts, _clear_gaps
-from remesh.storage.shown import explain
+from remesh.storage.parts import StreamWriter
 from tests.storage.faulty_proxy import Fault, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
 from tests.support import Fail, FaultyStorage, run_ranks
@@ -116,11 +116,6 @@ class TestUploads:
         expected = bytes(12) + pattern(3).tobytes() + bytes(20)
         assert storage.read("file") == expected
 
-    def test_what_was_not_written_of_a_part_is_cleared(self) -> None:
-        part = np.full(10, 7, np.uint8)  # memory that had other bytes
-        _clear_gaps(part, [(6, 8), (2, 4)])
-        assert part.tolist() == [0, 0, 7, 7, 0, 0, 7, 7, 0, 0]
-
     def test_who_is_ahead_waits_for_the_beginning(self) -> None:
         storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)
         content = pattern(100)
@@ -133,10 +128,16 @@ class TestUploads:
         assert storage.read("file") == content.tobytes()
 
     def test_a_window_that_stands_still_fails(self) -> None:
-        parts = Parts("s3://b/file", 100, 10, stall_seconds=0.01)
-        parts.write(25, pattern(5))
+        def upload(parts: Iterator[Buffer]) -> None:
+            assert list(parts) == []
+
+        writer = StreamWriter(
+            "s3://b/file", 100, 10, upload=upload, on_close=lambda: None, stall_seconds=0.01
+        )
+        writer.write(25, pattern(5))
         with pytest.raises(StorageError, match="part 3 has waited 0 s for part 0"):
-            parts.write(30, pattern(1))
+            writer.write(30, pattern(1))
+        writer.abort()
 
     def test_abort_frees_who_waits(self) -> None:
         storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)

@@ -12,7 +12,7 @@ import remesh
 from remesh.cli import cli
 from remesh.errors import RemeshError
 from remesh.storage import open_storage, shown_url
-from remesh.storage.shown import explain
+from remesh.storage.messages import explain
 
 SECRETS = ("hidden-user", "hidden/word", "hidden-signature")
 

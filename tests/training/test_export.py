@@ -33,8 +33,8 @@ from remesh.formats.whole_tensors import (
 )
 from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
-from remesh.storage import LocalStorage, MemoryStorage
-from remesh.storage.local_io import SharedWriter
+from remesh.storage import Buffer, LocalStorage, MemoryStorage
+from remesh.storage.local_io import LocalWriter
 from remesh.training import export
 from remesh.training.export import export_weights
 from tests.support import Fail, FaultyStorage, run_processes, run_ranks
@@ -245,8 +245,8 @@ class Watched(MemoryStorage):
         super().put(path, data, overwrite=overwrite)
         self.check()
 
-    def _publish(self, path: str, num_bytes: int | None) -> None:
-        super()._publish(path, num_bytes)
+    def _end(self, path: str, content: Buffer | None) -> None:
+        super()._end(path, content)
         self.check()
 
 
@@ -397,7 +397,7 @@ def test_types_that_a_format_has_no_name_for(tmp_path: Path) -> None:
 class NoRoom(LocalStorage):
     """A directory in which one file cannot be made."""
 
-    def open_shared(self, path: str, num_bytes: int) -> SharedWriter:
+    def open_shared(self, path: str, num_bytes: int) -> LocalWriter:
         if "00002-of" in path:
             raise StorageError("no room for this one")
         return super().open_shared(path, num_bytes)

@@ -27,9 +27,9 @@ from remesh.formats import native
 from remesh.formats.decoding import decoded
 from remesh.formats.table import place_of, read_contents
 from remesh.pipeline.source import TensorSource
-from remesh.pipeline.workers import run_workers
 from remesh.planner import ReadLimits
 from remesh.storage import Buffer
+from remesh.storage.workers import run_workers
 
 VERIFY_BYTES = 8 << 20
 """Bytes read at a time when everything is verified."""

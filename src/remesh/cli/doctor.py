@@ -17,7 +17,7 @@ from remesh.core.host_memory import available_memory
 from remesh.errors import RemeshError
 from remesh.run_info import run_info
 from remesh.storage import open_storage, shown_url
-from remesh.storage.trial import Trial, meet, try_out
+from remesh.storage.checks import PlaceCheck, check_place, check_shared
 
 _PACKAGES = {
     "numpy": "",
@@ -51,17 +51,17 @@ def doctor(ctx: click.Context, *, place: str | None, timeout: float, as_json: bo
     the same place. The exit code is 1 if checkpoints are not safe there, else 0.
     """
     info = run_info()
-    trials: list[Trial] = []
+    checks: list[PlaceCheck] = []
     if place is not None:
         try:
             storage = open_storage(place)
             if info.rank == 0:
-                trials += try_out(storage)
+                checks += check_place(storage)
             if info.world_size > 1:
-                trials.append(meet(storage, info.rank, info.world_size, seconds=timeout))
+                checks.append(check_shared(storage, info.rank, info.world_size, seconds=timeout))
         except RemeshError as error:
-            trials.append(Trial("write and read", "bad", str(error)))
-    is_bad = any(trial.status == "bad" for trial in trials)
+            checks.append(PlaceCheck("write and read", "bad", str(error)))
+    is_bad = any(check.status == "bad" for check in checks)
     if as_json and info.rank == 0:
         versions = _versions()
         output.print_json(
@@ -70,14 +70,14 @@ def doctor(ctx: click.Context, *, place: str | None, timeout: float, as_json: bo
                 "versions": versions,
                 "elastic": not _lacking_for_elastic(versions),
                 "place": None if place is None else shown_url(place),
-                "trials": [asdict(trial) for trial in trials],
+                "trials": [asdict(check) for check in checks],
             }
         )
     elif info.rank == 0:
-        _print(place, trials)
+        _print(place, checks)
     elif is_bad:
-        for trial in trials:
-            output.print_error(f"{trial.name}: {trial.detail}")
+        for check in checks:
+            output.print_error(f"{check.name}: {check.detail}")
     if is_bad:
         ctx.exit(output.EXIT_DAMAGED)
 
@@ -99,7 +99,7 @@ def _lacking_for_elastic(versions: Mapping[str, str]) -> list[str]:
     return lacking + [name for name in _OF_ELASTIC if not versions[name]]
 
 
-def _print(place: str | None, trials: Sequence[Trial]) -> None:
+def _print(place: str | None, checks: Sequence[PlaceCheck]) -> None:
     output.line("installed", style="bold")
     versions = _versions()
     facts = [
@@ -121,7 +121,7 @@ def _print(place: str | None, trials: Sequence[Trial]) -> None:
     output.line("", shown_url(place), style="bold")
     output.print_table(
         ("<result", "<tried", "<seen"),
-        trials,
-        lambda trial: (trial.status, trial.name, trial.detail),
+        checks,
+        lambda check: (check.status, check.name, check.detail),
         indent="  ",
     )

@@ -57,8 +57,8 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.formats.decoding import DecompressedFiles, decoded
-from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, Storage
+from remesh.storage.workers import run_workers
 
 READ_BYTES = 8 * BLOCK_SIZE
 """Bytes read at a time."""

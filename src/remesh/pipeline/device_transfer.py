@@ -120,9 +120,9 @@ def _tensors(
     for messages, of_turns in ((plan.outgoing, buffers.leaving), (plan.incoming, buffers.arriving)):
         tensors: list[list[Any]] = [[] for _ in range(world_size)]
         for number in messages.in_turn(turn):
-            span = int(messages.start[number]), int(messages.stop[number])
+            message = of_turns[turn % _NUM_BUFFERS].part(*messages.span(number))
             for rank in messages.peers[number]:
-                tensors[rank].append(of_turns[turn % _NUM_BUFFERS].part(*span))
+                tensors[rank].append(message)
         found.append(tensors)
     outgoing, incoming = found
     return outgoing, incoming

@@ -9,7 +9,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 
 from remesh.core.geometry import Box, IntArray
 from remesh.core.index import Index
-from remesh.core.memory import Device, HostMemory, Memory, contiguous_bytes, copy_box, copy_directly
+from remesh.core.memory import Device, Memory, copy_box, copy_directly
 from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_joined
 from remesh.pipeline.device_transfer import (
@@ -29,7 +29,6 @@ from remesh.pipeline.read import Destination, Place, Writing
 from remesh.pipeline.task_pool import Tasks
 from remesh.pipeline.transfer import (
     MessageBuffers,
-    Straight,
     execute,
     message_buffers,
     request_regions,
@@ -94,60 +93,13 @@ class MemoryTransfer:
         on_read: Callable[[int], None],
     ) -> None:
         """Move everything. Collective; `on_read` gets the bytes that each task took."""
-        buffers, num_wanted = self.buffers, len(destinations)
-        if buffers.device is not None:
-            tasks = self._tasks(memories, num_wanted, (), copy_directly)
-            execute_on_device(
-                exchange, self.plan, tasks, destinations, on_read=on_read, buffers=buffers
-            )
-            return
-        straight = self._straight(memories, destinations, buffers)
-        execute(
-            exchange,
-            self.plan,
-            self._tasks(memories, num_wanted, straight.sent),
-            destinations,
-            on_read=on_read,
-            buffers=buffers,
-            straight=straight,
-        )
-
-    def _straight(
-        self,
-        memories: Sequence[Memory],
-        destinations: Sequence[Destination],
-        buffers: MessageBuffers,
-    ) -> Straight:
-        """The regions that are contiguous in memory of the host, of those sent by themselves."""
-        sent: dict[int, Buffer] = {}
-        outgoing, incoming = self.plan.outgoing, self.plan.incoming
-        num_wanted = len(destinations)
-        is_straight = outgoing.is_straight(buffers.readers)
-        for one in self.copies:
-            row = one.want - num_wanted
-            if row >= 0 and is_straight[row]:
-                held, part = one.held
-                found = _bytes_of(memories[held], part)
-                if found is not None:
-                    sent[row] = found
-        filled: dict[int, Buffer] = {}
-        rows = np.flatnonzero(incoming.is_straight(buffers.seen))
-        regions = incoming.regions.take(rows)
-        for row, want, box in zip(
-            rows.tolist(), regions.want.tolist(), regions.boxes(self.index), strict=True
-        ):
-            target = destinations[want]
-            found = _bytes_of(target.memory, box.shift(target.offset, -1))
-            if found is not None:
-                filled[row] = found
-        return Straight(sent, filled)
+        on_device = self.buffers.device is not None
+        run, copy = (execute_on_device, copy_directly) if on_device else (execute, copy_box)
+        tasks = self._tasks(memories, copy)
+        run(exchange, self.plan, tasks, destinations, on_read=on_read, buffers=self.buffers)
 
     def _tasks(
-        self,
-        memories: Sequence[Memory],
-        num_wanted: int,
-        sent: Container[int],
-        copy: Callable[[Memory, Box, Memory, Box], None] = copy_box,
+        self, memories: Sequence[Memory], copy: Callable[[Memory, Box, Memory, Box], None]
     ) -> Tasks:
         """The copies of this rank, to others and to itself."""
         turn, first = np.unique(self.turn, return_index=True)
@@ -157,8 +109,6 @@ class MemoryTransfer:
             copies = self.copies[bounds[task] : bounds[task + 1]]
             with writing:
                 for one in copies:
-                    if one.want - num_wanted in sent:
-                        continue
                     (held, part), target = one.held, place(one.want)
                     corner = one.box.shift(target.offset, -1)
                     copy(memories[held], part, target.memory, corner)
@@ -253,13 +203,6 @@ def _agree_on_turns(
 
     reply = run_joined(exchange, lambda: msgspec.msgpack.encode((num_messages, num_bytes)), join)
     return msgspec.msgpack.decode(reply, type=tuple[list[int], list[int], int])
-
-
-def _bytes_of(memory: Memory, box: Box) -> Buffer | None:
-    """The bytes of a box of a memory, if they are contiguous memory of the host."""
-    if not isinstance(memory, HostMemory):
-        return None
-    return contiguous_bytes(HostMemory(memory.view(box)))
 
 
 def _find(index: Index, regions: Regions, held: BoxTable) -> list[tuple[int, Box] | None]:

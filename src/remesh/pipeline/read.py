@@ -22,9 +22,9 @@ from remesh.core.index import Index
 from remesh.core.integrity import find_damage, repair_advice
 from remesh.core.memory import CarrierArray, Memory
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan, ReadLimits, Regions
 from remesh.storage import Buffer, Storage, flow_for
+from remesh.storage.workers import run_workers
 
 _OTHERS_ADVICE = "Load another checkpoint, or restore this file from a copy"
 

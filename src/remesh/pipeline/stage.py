@@ -1,12 +1,12 @@
 """Writing a stream: its chunks are filled from the tensors, then digested and written.
 
-A `Stager` fills the next chunk of an arena with final file bytes; a few threads digest and write
-what is filled, and give the chunks back. There are two ways to go from one to the other:
+The threads of a `Stager` fill chunks of an arena with final file bytes, and hand them over to be
+digested and written. Each chunk is given back then. There are two ways to take them:
 
-* `write_stream`: each writing thread fills the next chunk by itself, while it is hot in the cache,
-  so a few chunks are enough. The caller waits until all is written.
-* The trainer waits for the stager alone (`Stager.stage`), which hands the chunks over to a
-  `StagedWriter` in another thread or another process. If the whole stream finds touched memory in
+* `write_stream`: the thread that has filled a chunk writes it, while it is hot in the cache, so a
+  few chunks are enough. The caller waits until all is written.
+* The trainer waits for the stager alone, which hands the chunks over to a `StagedWriter` in another
+  thread or another process. If the whole stream finds touched memory in
   the arena, writing does not begin before everything is staged, because it would only take memory
   bandwidth and time from what the trainer waits for. Otherwise both run at once: chunks that come
   back from the writer are ready sooner than memory that was never touched, and if the arena is
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests
 from remesh.core.memory import CopyQueue
 from remesh.pipeline.arena import Arena, Chunk
-from remesh.pipeline.workers import run_threads
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileCopy, FileLayout, StreamFiles
 from remesh.storage import Buffer, Storage
+from remesh.storage.workers import run_threads
 
 NUM_STAGERS = 2
 NUM_WRITERS = 3
@@ -64,11 +64,14 @@ class Stager:
         layout: FileLayout,
         arena: Arena,
         copies: Callable[[], CopyQueue] | None = None,
+        *,
+        num_threads: int = NUM_STAGERS,
     ) -> None:
         assert arena.chunk_bytes == CHUNK_SIZE
         self._layout = layout
         self._arena = arena
         self._copies = copies
+        self._num_threads = min(num_threads, layout.num_chunks)
         self._stop = threading.Event()
         self._numbers = iter(range(layout.num_chunks))
         self._claiming = threading.Lock()
@@ -79,16 +82,9 @@ class Stager:
         return self._arena.budget >= self._layout.num_chunks * CHUNK_SIZE
 
     def cancel(self) -> None:
-        """Let `next` and `stage` end soon."""
+        """Let `stage` end soon."""
         self._stop.set()
         self._arena.wake()
-
-    def next(self) -> Filled | None:
-        """Fill the next chunk; None if there is no further one, or after `cancel`. Thread-safe."""
-        claimed = self._claim()
-        if claimed is None:
-            return None
-        return self._finished(*self._fill(*claimed, self._copies and self._copies()))
 
     def stage(
         self,
@@ -123,7 +119,7 @@ class Stager:
                 if waiting is not None:
                     finish(*waiting)
 
-        run_threads(min(NUM_STAGERS, self._layout.num_chunks), fill_some, self.cancel)
+        run_threads(self._num_threads, fill_some, self.cancel)
 
     def _claim(self) -> tuple[int, Chunk] | None:
         # A number and its memory are claimed together. Otherwise one thread could hold a number
@@ -177,21 +173,17 @@ def write_stream(
     `on_chunk` is called after each chunk, in the thread that wrote it, with its size; `copies` is
     that of a `Stager`. If it fails, the files are gone, if the storage still can.
     """
-    stager, arena = _small_stager(layout, copies)
     writer = ChunkWriter(storage, files, layout.num_bytes)
-
-    def write(filled: Filled) -> None:
-        writer.write(filled.number, filled.data)
-        on_chunk(filled.num_bytes)
-
     try:
-        _use_chunks(layout.num_chunks, stager.next, write, arena.give, stager.cancel)
+        _fill_and_use(layout, copies, lambda one: writer.write(one.number, one.data), on_chunk)
         return writer.finish()
     except BaseException:
         writer.abort()
         raise
-    finally:
-        arena.close()
+
+
+class _DifferentError(Exception):
+    """A block has another digest; it is not raised outside."""
 
 
 def has_digests(
@@ -200,49 +192,37 @@ def has_digests(
     """True if the blocks of a stream have these digests; ends with the first that has not."""
     if len(digests) != -(-layout.num_bytes // BLOCK_SIZE):
         return False
-    stager, arena = _small_stager(layout, copies)
-    differs = threading.Event()
 
     def look(filled: Filled) -> None:
         if not _is_same(filled.data, filled.number * CHUNK_SIZE, digests):
-            differs.set()
-            stager.cancel()
+            raise _DifferentError
 
     try:
-        _use_chunks(layout.num_chunks, stager.next, look, arena.give, stager.cancel)
+        _fill_and_use(layout, copies, look, lambda _num_bytes: None)
+    except _DifferentError:
+        return False
+    return True
+
+
+def _fill_and_use(
+    layout: FileLayout,
+    copies: Callable[[], CopyQueue] | None,
+    use: Callable[[Filled], None],
+    on_chunk: Callable[[int], None],
+) -> None:
+    """Fill the chunks of a stream, and use each in the thread that filled it."""
+    arena = Arena(min(NUM_WRITERS, layout.num_chunks) * CHUNK_SIZE, CHUNK_SIZE)
+
+    def use_and_give(filled: Filled) -> None:
+        try:
+            use(filled)
+        finally:
+            arena.give(filled.chunk)
+
+    try:
+        Stager(layout, arena, copies, num_threads=NUM_WRITERS).stage(use_and_give, on_chunk)
     finally:
         arena.close()
-    return not differs.is_set()
-
-
-def _small_stager(
-    layout: FileLayout, copies: Callable[[], CopyQueue] | None
-) -> tuple[Stager, Arena]:
-    """A stager for threads that fill chunks by themselves, with a chunk for each."""
-    arena = Arena(min(NUM_WRITERS, layout.num_chunks) * CHUNK_SIZE, CHUNK_SIZE)
-    return Stager(layout, arena, copies), arena
-
-
-def _use_chunks(
-    num_chunks: int,
-    take: Callable[[], Filled | None],
-    use: Callable[[Filled], None],
-    give: Callable[[Chunk], None],
-    fail: Callable[[], None],
-) -> None:
-    """Take chunks with a few threads until there are no more, and give them back when used.
-
-    `num_chunks` is the most that come.
-    """
-
-    def use_some() -> None:
-        while (filled := take()) is not None:
-            try:
-                use(filled)
-            finally:
-                give(filled.chunk)
-
-    run_threads(min(NUM_WRITERS, num_chunks), use_some, fail)
 
 
 def _is_same(data: Buffer, position: int, digests: Digests) -> bool:
@@ -327,16 +307,20 @@ class StagedWriter:
             self.cancel()
             on_failure()
 
-        def write_one(filled: Filled) -> None:
+        def write_some() -> None:
             assert writer is not None
-            if not self._stop.is_set():
-                writer.write(filled.number, filled.data)
-                on_chunk(filled.num_bytes)
+            while (filled := self._take()) is not None:
+                try:
+                    if not self._stop.is_set():
+                        writer.write(filled.number, filled.data)
+                        on_chunk(filled.num_bytes)
+                finally:
+                    self._give(filled.chunk)
 
         self._may_write.wait()
         try:
             writer = create()
-            _use_chunks(NUM_WRITERS, self._take, write_one, self._give, fail)
+            run_threads(NUM_WRITERS, write_some, fail)
             if self._stop.is_set():
                 writer.abort()
                 return None

@@ -34,8 +34,8 @@ from remesh.core.geometry import IntArray
 from remesh.errors import ExchangeError
 from remesh.exchange import Exchange
 from remesh.pipeline.read import Place, Writing
-from remesh.pipeline.workers import run_threads
 from remesh.storage import Buffer, aligned_buffer
+from remesh.storage.workers import run_threads
 
 LOG_INTERVAL = 30.0
 """Seconds after which, again and again, the slowest rank is logged."""

@@ -18,9 +18,7 @@ packed once.
 On one machine, messages are packed into memory that the receiver sees as well
 (`remesh.pipeline.shared_buffers`): what is sent is where they are, and what is sent back is that
 they are unpacked. If the group sends memory of the devices on which the tensors lie, messages stay
-on the devices (`remesh.pipeline.device_transfer`). Otherwise, from memory to memory between
-machines, long regions are parts of a message that are sent by themselves: out of the tensor if the
-region is contiguous there, and into the tensor if it is contiguous at the other end.
+on the devices (`remesh.pipeline.device_transfer`).
 
 After some turns all ranks meet, so that one that has none of the messages of many turns is not left
 waiting for the others in a call that has a time limit.
@@ -137,27 +135,14 @@ class MessageBuffers:
         buffer: MessageBuffer,
         ahead: int,
         destinations: Sequence[Destination],
-        is_filled: Container[int] = (),
     ) -> None:
         """Fill this rank's memory from a message, so many bytes ahead in a buffer."""
         carried = self.incoming
         for row in range(carried.first[number], carried.first[number + 1]):
-            if row not in is_filled:
-                target, (box, carrier, position) = (
-                    destinations[carried.want[row]],
-                    carried.regions[row],
-                )
-                values = buffer.memory(ahead + position, box.shape, carrier)
-                into = box.shift(target.offset, -1)
-                copy_directly(values, Box.whole(box.shape), target.memory, into)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Straight:
-    """Regions that one rank sends out of its tensors, and that it receives into its tensors."""
-
-    sent: Mapping[int, Buffer]  # the bytes of regions of `TransferPlan.outgoing`, by row
-    filled: Mapping[int, Buffer]  # the same of `TransferPlan.incoming`
+            target, (box, carrier, position) = destinations[carried.want[row]], carried.regions[row]
+            values = buffer.memory(ahead + position, box.shape, carrier)
+            into = box.shift(target.offset, -1)
+            copy_directly(values, Box.whole(box.shape), target.memory, into)
 
 
 def request_regions(
@@ -242,29 +227,26 @@ def execute(
     on_read: Callable[[int], None],
     buffers: MessageBuffers,
     timeout: float | None = None,
-    straight: Straight | None = None,
 ) -> None:
     """Execute the transfer plans of all ranks. Collective.
 
     `on_read` is called after each task, in the thread that performed it, with what that read.
-    `straight` is what goes past the messages, if regions do that on all ranks. `timeout` is in
-    seconds.
+    `timeout` is in seconds.
 
     Raises:
         Exception: What a task of this rank raised.
         ExchangeError: If a rank died, or did not finish in time.
     """
-    turns = _Turns(exchange, plan, buffers, straight)
+    turns = _Turns(exchange, plan, buffers)
     num_packed = len(buffers.leaving)
     pool = TaskPool(exchange, tasks, plan.num_turns, num_packed, on_read=on_read, timeout=timeout)
-    is_filled = () if straight is None else straight.filled
 
     def unpack(arrived: Iterable[_Arrived]) -> None:
         for one in arrived:
             if one.buffer.part(one.start, one.start + 1) == _GOOD:
                 ahead = one.start - buffers.incoming.start[one.number]
                 with pool.writing():
-                    buffers.unpack(one.number, one.buffer, ahead, destinations, is_filled)
+                    buffers.unpack(one.number, one.buffer, ahead, destinations)
 
     problems: list[BaseException | None] = []
     with ThreadPoolExecutor(1, "remesh-unpack") as unpacking:
@@ -309,7 +291,6 @@ class _Turns:
     exchange: Exchange
     plan: TransferPlan
     buffers: MessageBuffers
-    straight: Straight | None
     heads: dict[int, Buffer] = field(default_factory=dict)
 
     def swap(self, turn: int, *, are_good: bool) -> None:
@@ -321,21 +302,21 @@ class _Turns:
             outgoing[rank].append(np.zeros(1, np.uint8))
         for rank in self._readers(turn - plan.num_arriving):
             incoming[rank].append(np.zeros(1, np.uint8))
-        leaving = _bytes_of(buffers.leaving, turn)
-        leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = _GOOD if are_good else _BAD
         for number in plan.outgoing.in_turn(turn):
-            start = int(plan.outgoing.start[number]) if are_good else _NOWHERE
-            parts = self._parts(plan.outgoing, number, leaving, is_sent=True)
+            start, stop = plan.outgoing.span(number)
+            message = buffers.leaving[turn % len(buffers.leaving)].part(start, stop)
+            message[0] = _GOOD if are_good else _BAD
+            head = _head(start if are_good else _NOWHERE)
             for rank in plan.outgoing.peers[number]:
-                outgoing[rank] += [_head(start)] if rank in buffers.readers else parts
-        arriving = _bytes_of(buffers.arriving, turn)
+                outgoing[rank].append(head if rank in buffers.readers else message)
         for number in plan.incoming.in_turn(turn):
             [rank] = plan.incoming.peers[number]
             if rank in buffers.seen:
                 self.heads[rank] = _head(_NOWHERE)
                 incoming[rank].append(self.heads[rank])
             else:
-                incoming[rank] += self._parts(plan.incoming, number, arriving, is_sent=False)
+                arriving = buffers.arriving[turn % len(buffers.arriving)]
+                incoming[rank].append(arriving.part(*plan.incoming.span(number)))
         self.exchange.swap(outgoing, incoming)
 
     def num_free(self, turn: int) -> int:
@@ -367,25 +348,6 @@ class _Turns:
         """Those of some ranks that have to do with the messages of a turn."""
         peers = (rank for number in messages.in_turn(turn) for rank in messages.peers[number])
         return [rank for rank in peers if rank in ranks]
-
-    def _parts(
-        self, messages: Messages, number: int, buffer: Buffer, *, is_sent: bool
-    ) -> list[Buffer]:
-        """The parts of a message that are sent, or filled by it."""
-        if self.straight is None:
-            return [buffer[int(messages.start[number]) : int(messages.stop[number])]]
-        straight = self.straight.sent if is_sent else self.straight.filled
-        return [
-            straight[row] if row in straight else buffer[begin:end]
-            for begin, end, row in messages.parts(number)
-        ]
-
-
-def _bytes_of(buffers: Sequence[MessageBuffer], turn: int) -> Buffer:
-    """All bytes of the buffer of a turn."""
-    buffer = buffers[turn % len(buffers)]
-    found: Buffer = buffer.part(0, len(buffer))
-    return found
 
 
 def _head(start: int) -> Buffer:

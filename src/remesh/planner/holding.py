@@ -121,9 +121,9 @@ class Alike:
     """Tensors that all ranks hold alike."""
 
     tensors: TensorTable  # all tensors
-    sample: IntArray  # one tensor of each class, as a row of `tensors`
     of: IntArray  # the class of each tensor
-    held: Held  # what ranks hold of the samples; `row` numbers boxes among those of their tensor
+    held: Held
+    """What ranks hold of a sample of each class; `row` is the number of a box in its tensor."""
     group: IntArray  # the number of each rank's group
     keys: IntArray
     """Number of a group times that of the tensors, plus a tensor that it holds; ascending."""
@@ -194,7 +194,6 @@ def find_alike(
         group_of[group.ranks] = number
     return Alike(
         tensors,
-        sample,
         of,
         _held_of(tensors, sample, groups, local_boxes),
         group_of,

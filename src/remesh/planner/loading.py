@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from remesh.core.geometry import (
-    MAX_ELEMENTS,
     Box,
     IntArray,
     boxes_of_flat_range,
@@ -174,7 +173,7 @@ def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
 def plan_regions(index: Index, found: Regions, limits: ReadLimits) -> LoadPlan:
     """Plan the reads of regions that have been cut already: sort them, and merge them into runs."""
     file, start, stop = byte_ranges(index, found)
-    order = _order(file, start)
+    order = np.lexsort((start, file))
     found, file, start, stop = found.take(order), file[order], start[order], stop[order]
     first, run_start, run_stop = _merge_runs(index, file, start, stop, limits)
     runs = Runs(found, start, first, run_start, run_stop, file[first[:-1]])
@@ -241,15 +240,6 @@ def _plan_files_alike(
         np.repeat(files, num_runs[like]),
         places,
     )
-
-
-def _order(file: IntArray, start: IntArray) -> IntArray:
-    """The order of byte ranges by file, then by first byte."""
-    longest = int(start.max(initial=0)) + 1
-    if (int(file.max(initial=0)) + 1) * longest < MAX_ELEMENTS:
-        # Those of a tensor are mostly in order, which makes one sort by one key fast.
-        return np.argsort(file * longest + start, kind="stable")
-    return np.lexsort((start, file))
 
 
 def byte_ranges(index: Index, found: Regions) -> tuple[IntArray, IntArray, IntArray]:

@@ -185,24 +185,22 @@ def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntA
     Raises:
         StateError: If ranks disagree about the dtype or global shape of a tensor.
     """
+    num_dims = max(table.shapes.shape[1] for table in tables)
     rows: dict[str, int] = {}
-    first_seen: list[tuple[int, int]] = []
-    renumber = []
     known: dict[tuple[str, ...], IntArray] = {}
+    renumber, columns = [], []
     for rank, table in enumerate(tables):
         to_new = known.get(table.names)
         if to_new is None:
-            numbers = []
-            for row, name in enumerate(table.names):
-                number = rows.setdefault(name, len(rows))
-                if number == len(first_seen):
-                    first_seen.append((rank, row))
-                numbers.append(number)
-            to_new = np.array(numbers, dtype=np.int64)
-            known[table.names] = to_new
+            before = len(rows)
+            numbers = [rows.setdefault(name, len(rows)) for name in table.names]
+            to_new = known[table.names] = np.array(numbers, dtype=np.int64)
+            new = np.flatnonzero(to_new >= before)
+            shapes = widen(table.shapes[new], num_dims, 1)
+            columns.append((table.dtypes[new], table.ndims[new], shapes, np.full(len(new), rank)))
         renumber.append(to_new)
-    num_dims = max(table.shapes.shape[1] for table in tables)
-    united = _gather_rows(tables, first_seen, num_dims)
+    *of_tensors, first_rank = map(np.concatenate, zip(*columns, strict=True))
+    united = TensorTable(tuple(rows), *of_tensors)
     compared: set[int] = set()
     for rank, (table, to_new) in enumerate(zip(tables, renumber, strict=True)):
         # Ranks that hold parts of the same tensors may share one table.
@@ -220,29 +218,12 @@ def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntA
             raise StateError(
                 f"{table.names[row]}: ranks disagree about this tensor\n"
                 f"rank {rank} says {table.dtype(row).name} {table.shape(row)}, "
-                f"rank {first_seen[other][0]} says {united.dtype(other).name} "
+                f"rank {first_rank[other]} says {united.dtype(other).name} "
                 f"{united.shape(other)}\n"
                 "The global shape and dtype must be the same on all ranks. If each rank holds a "
                 "shard, describe it as a DTensor or remesh.ShardedTensor."
             )
     return united, renumber
-
-
-def _gather_rows(
-    tables: Sequence[TensorTable], places: Sequence[tuple[int, int]], num_dims: int
-) -> TensorTable:
-    """A table of rows picked from several tables."""
-    dtypes = np.zeros(len(places), dtype=np.int64)
-    ndims = np.zeros(len(places), dtype=np.int64)
-    shapes = np.ones((len(places), num_dims), dtype=np.int64)
-    at = np.array(places, dtype=np.int64).reshape(-1, 2)
-    for number in np.unique(at[:, 0]).tolist():
-        table, here = tables[number], at[:, 0] == number
-        rows = at[here, 1]
-        dtypes[here], ndims[here] = table.dtypes[rows], table.ndims[rows]
-        shapes[here, : table.shapes.shape[1]] = table.shapes[rows]
-    names = tuple(tables[table].names[row] for table, row in places)
-    return TensorTable(names, dtypes, ndims, shapes)
 
 
 def _check_roles(boxes: BoxTable, roles: IntArray, first: IntArray, rank: IntArray) -> None:

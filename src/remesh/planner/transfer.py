@@ -14,22 +14,18 @@ the memory that is needed, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from remesh.core.geometry import BoolArray, IntArray
+from remesh.core.geometry import IntArray
 from remesh.core.index import Index
 from remesh.core.tables import decode_columns, encode_columns
 from remesh.planner.regions import Regions
 
 HEAD_BYTES = 16
 """Bytes before the regions of a message; the first says whether they are good."""
-
-STRAIGHT_BYTES = 128 << 10
-"""A region of a message from memory to memory that is as long or longer is sent by itself, so that
-it need not be copied on a side where it is contiguous."""
 
 _ALIGNMENT = 16
 """Each region of a message begins at a multiple of this, for copying is faster then."""
@@ -47,7 +43,6 @@ class Messages:
     start: IntArray  # first byte of each message in the buffer of its turn
     stop: IntArray  # one past its last byte
     num_bytes: int  # bytes of tensor data, once for each peer
-    sizes: IntArray  # bytes of each region
 
     @classmethod
     def of(
@@ -87,36 +82,15 @@ class Messages:
             start - before,
             stop - before,
             sum(int(size) * len(of) for size, of in zip(num_bytes, peers, strict=True)),
-            sizes,
         )
 
     def in_turn(self, turn: int) -> range:
         """The messages of a turn."""
         return range(*np.searchsorted(self.turn, (turn, turn + 1)).tolist())
 
-    def is_straight(self, shared: Container[int]) -> BoolArray:
-        """True for each region that is sent by itself; none is to or from `shared` ranks.
-
-        Those share memory with this one.
-        """
-        over_network = [not any(rank in shared for rank in peers) for peers in self.peers]
-        is_long: BoolArray = self.sizes >= STRAIGHT_BYTES
-        return is_long & np.repeat(np.array(over_network, np.bool_), np.diff(self.first))
-
-    def parts(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """The parts that a message is sent in, if some regions of it are sent by themselves.
-
-        The first byte of each part in the buffer of its turn, one past the last, and the region
-        that it is; -1 if it is what lies between such regions.
-        """
-        start, first = int(self.start[number]), int(self.first[number])
-        is_long = self.sizes[first : self.first[number + 1]] >= STRAIGHT_BYTES
-        for row in (first + np.flatnonzero(is_long)).tolist():
-            position, size = int(self.position[row]), int(self.sizes[row])
-            yield start, position, -1
-            yield position, position + size, row
-            start = position + size
-        yield start, int(self.stop[number]), -1
+    def span(self, number: int) -> tuple[int, int]:
+        """First byte of a message in the buffer of its turn, and one past its last."""
+        return int(self.start[number]), int(self.stop[number])
 
     @property
     def turn_of_region(self) -> IntArray:

@@ -27,14 +27,13 @@ from remesh.storage.base import check_path as check_path
 from remesh.storage.buffers import ALIGNMENT, aligned_buffer
 from remesh.storage.buffers import map_memory as map_memory
 from remesh.storage.buffers import touch as touch
-from remesh.storage.distance import ask_meanwhile as ask_meanwhile
-from remesh.storage.distance import ask_together as ask_together
-from remesh.storage.distance import flow_for as flow_for
 from remesh.storage.local import LocalStorage
 from remesh.storage.local import is_local as is_local
 from remesh.storage.memory import MemoryStorage
+from remesh.storage.messages import shown_url as shown_url
 from remesh.storage.open import open_storage
-from remesh.storage.shown import shown_url as shown_url
+from remesh.storage.requests import ask_together as ask_together
+from remesh.storage.requests import flow_for as flow_for
 
 __all__ = [
     "ALIGNMENT",

@@ -29,7 +29,7 @@ from obstore import store as stores
 from obstore.exceptions import BaseError
 
 from remesh.errors import StorageError
-from remesh.storage.shown import explain, shown_url
+from remesh.storage.messages import explain, shown_url
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

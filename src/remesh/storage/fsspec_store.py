@@ -33,9 +33,9 @@ from remesh.storage.base import (
     is_hidden,
     prefix_directory,
 )
+from remesh.storage.messages import RANGES_ADVICE, explain, hide_secrets, shown_url
 from remesh.storage.parts import StreamWriter
 from remesh.storage.remote import RemoteStorage
-from remesh.storage.shown import RANGES_ADVICE, explain, hide_secrets, shown_url
 
 PART_BYTES = 16 << 20
 """Bytes given to the file system at a time."""
@@ -101,11 +101,6 @@ class FsspecStorage(RemoteStorage):
             return b""
         self._files.invalidate_cache()
         return bytes(self._range(path, start, stop))
-
-    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        data = self.read_range(path, start, buffer.size, buffer)
-        buffer[: data.size] = data
-        return len(data)
 
     def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
         """See `Storage.read_range`; what the file system returned."""

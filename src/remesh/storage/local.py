@@ -33,16 +33,11 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from remesh.core.host_memory import available_memory
-from remesh.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    RemeshError,
-    StorageError,
-)
+from remesh.errors import CheckpointExistsError, StorageError
 from remesh.storage.base import (
     HIDDEN,
     Buffer,
@@ -55,9 +50,10 @@ from remesh.storage.base import (
     prefix_directory,
 )
 from remesh.storage.local_io import (
+    ABSENT,
     LocalWriter,
-    SharedWriter,
     explain,
+    explained,
     file_size,
     link_file,
     read_file,
@@ -70,7 +66,6 @@ _LOGGER = logging.getLogger("remesh")
 _NETWORK = frozenset({"beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3"})
 _IN_MEMORY = frozenset({"ramfs", "tmpfs"})
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_ABSENT = {errno.ENOENT, errno.ENOTDIR}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 
 
@@ -113,7 +108,7 @@ class LocalStorage(Storage):
 
         def fail(error: OSError) -> None:
             # Others may remove directories while we look, and the root need not exist.
-            if error.errno not in _ABSENT:
+            if error.errno not in ABSENT:
                 raise explain("list", Path(error.filename or self._root), error) from error
 
         found = []
@@ -127,7 +122,7 @@ class LocalStorage(Storage):
         directory = self._file(path) if path else self._root
         directories, files = [], {}
         with (
-            _explained("list", directory),
+            explained("list", directory),
             suppress(FileNotFoundError, NotADirectoryError),
             os.scandir(directory) as found,
         ):
@@ -142,27 +137,27 @@ class LocalStorage(Storage):
 
     def size(self, path: str) -> int:
         file = self._file(path)
-        with _explained("read", file):
+        with explained("read", file):
             return file_size(file, file.stat())
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         assert start >= 0
         assert stop is None or stop >= 0
         file = self._file(path)
-        with _explained("read", file):
+        with explained("read", file):
             return read_file(file, start, stop)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         assert start >= 0
         file = self._file(path)
-        with _explained("read", file):
+        with explained("read", file):
             return read_range(file, start, buffer, direct=self._direct)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         file = self._file(path)
         self._make_parents(file)
         hidden = file.with_name(f"{HIDDEN}{secrets.token_hex(8)}")
-        with _explained("write", file):
+        with explained("write", file):
             write_file(hidden, data)
             try:
                 if overwrite:
@@ -177,22 +172,22 @@ class LocalStorage(Storage):
         assert not overwrite, "files of a directory are replaced by `rename`"
         file = self._file(path)
         self._make_parents(file)
-        with _explained("write", file):
+        with explained("write", file):
             try:
                 return LocalWriter(file, num_bytes, direct=self._direct)
             except FileExistsError as error:
                 raise StorageError(f"{file} exists already; choose another place") from error
 
-    def open_shared(self, path: str, num_bytes: int) -> SharedWriter:
+    def open_shared(self, path: str, num_bytes: int) -> LocalWriter:
         file = self._file(path)
         self._make_parents(file)
-        with _explained("write", file):
-            return SharedWriter(file, num_bytes)
+        with explained("write", file):
+            return LocalWriter(file, num_bytes, direct=False, shared=True)
 
     def rename(self, path: str, new: str) -> None:
         file, renamed = self._file(path), self._file(new)
         self._make_parents(renamed)
-        with _explained("rename", file):
+        with explained("rename", file):
             file.replace(renamed)
 
     def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
@@ -227,7 +222,7 @@ class LocalStorage(Storage):
         with self._lock:
             while self._unsynced:
                 directory = next(iter(self._unsynced))
-                with _explained("sync", directory):
+                with explained("sync", directory):
                     sync_directory(directory)
                 self._unsynced.remove(directory)
 
@@ -302,23 +297,6 @@ def _not_writable(directory: Path, room: os.statvfs_result) -> int:
     if os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
         return 0
     return errno.EROFS if room.f_flag & os.ST_RDONLY else errno.EACCES
-
-
-@contextmanager
-def _explained(action: str, file: Path) -> Iterator[None]:
-    """Raise a failed system call on a file as an error of remesh."""
-    try:
-        yield
-    except RemeshError:
-        raise
-    except OSError as error:
-        if action == "read" and error.errno in _ABSENT:
-            raise CheckpointNotFoundError(f"there is no file {file}; check the path") from error
-        if action == "write" and error.errno == errno.ENOENT:
-            raise StorageError(
-                f"cannot write {file}: its directory is gone; see who removes directories there"
-            ) from error
-        raise explain(action, file, error) from error
 
 
 def _rename_exclusively(hidden: Path, file: Path) -> None:

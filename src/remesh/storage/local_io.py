@@ -27,13 +27,13 @@ import functools
 import mmap
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-from remesh.errors import NoSpaceError, StorageError
+from remesh.errors import CheckpointNotFoundError, NoSpaceError, RemeshError, StorageError
 from remesh.storage.base import Buffer
 from remesh.storage.buffers import ALIGNMENT
 
@@ -41,6 +41,8 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 """The flag for direct I/O; 0 where the system has none (macOS)."""
 
 _UNIT = max(ALIGNMENT, mmap.PAGESIZE)
+
+ABSENT = {errno.ENOENT, errno.ENOTDIR}
 
 _NO_ROOM = {
     errno.ENOSPC: "free some room or save to another place",
@@ -61,9 +63,26 @@ _REMEDIES = {
 }
 
 
-def explain(action: str, path: Path, error: OSError) -> StorageError:
+@contextmanager
+def explained(action: str, path: Path) -> Iterator[None]:
+    """Raise a failed system call on a file as an error of remesh; see `explain`."""
+    try:
+        yield
+    except RemeshError:
+        raise
+    except OSError as error:
+        raise explain(action, path, error) from error
+
+
+def explain(action: str, path: Path, error: OSError) -> RemeshError:
     """The exception to raise for a failed system call on a file; the action is a verb ("write")."""
+    if action == "read" and error.errno in ABSENT:
+        return CheckpointNotFoundError(f"there is no file {path}; check the path")
     what = f"cannot {action} {path}: {error.strerror or error}"
+    if action == "write" and error.errno == errno.ENOENT:
+        return StorageError(
+            f"cannot write {path}: its directory is gone; see who removes directories there"
+        )
     if error.errno in _NO_ROOM:
         return NoSpaceError(f"{what}; {_NO_ROOM[error.errno]}")
     remedy = _REMEDIES.get(error.errno or 0, "check the file system and try again")
@@ -99,22 +118,28 @@ def num_direct_bytes(position: int, buffer: Buffer) -> int:
 
 
 class LocalWriter:
-    """A local file that is being written; made by `LocalStorage.create`.
+    """A local file that is being written; made by `LocalStorage.create` and `open_shared`.
 
     Writes may run in several threads; `finish` and `abort` come when all of them have returned. If
-    the file cannot be made, that is an OSError, and nothing is left of it.
+    the file cannot be made, that is an OSError, and nothing is left of it. Of a shared file this is
+    the part of one process: `abort` leaves the file, and nothing goes directly, because a page may
+    belong to two processes.
     """
 
-    def __init__(self, path: Path, num_bytes: int, *, direct: bool) -> None:
+    def __init__(self, path: Path, num_bytes: int, *, direct: bool, shared: bool = False) -> None:
         self._path = path
         self._num_bytes = num_bytes
+        self._is_shared = shared
         self._done = False
         self._direct: int | None = None
-        self._buffered = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        exclusive = 0 if shared else os.O_EXCL
+        flags = os.O_CREAT | exclusive | os.O_WRONLY | os.O_CLOEXEC
+        self._buffered = os.open(path, flags, 0o666)
         self._open = [self._buffered]
         try:
+            # This changes no byte that is there, so each process of a shared file may do it.
             _reserve(self._buffered, num_bytes)
-            if direct:
+            if direct and not shared:
                 self._direct = open_direct(path, os.O_WRONLY)
             if self._direct is not None:
                 self._open.append(self._direct)
@@ -125,38 +150,35 @@ class LocalWriter:
     def write(self, position: int, data: Buffer) -> None:
         assert self._open, f"{self._path} is closed"
         assert 0 <= position <= position + data.size <= self._num_bytes
-        try:
+        with explained("write", self._path):
             done = self._write_directly(position, data)
             _write_all(self._buffered, position + done, data[done:])
-        except OSError as error:
-            raise explain("write", self._path, error) from error
 
     def finish(self, num_bytes: int | None = None) -> None:
+        """See `Writer.finish`; of a shared file, other processes count on the size."""
         assert self._open, f"{self._path} is closed"
+        assert not self._is_shared or num_bytes in {None, self._num_bytes}
         # A failed fsync must not be tried again, for the second may succeed without the bytes:
         # the file is closed either way, and `abort` still removes it.
-        try:
+        with explained("finish", self._path):
             try:
                 if num_bytes is not None:
                     os.ftruncate(self._buffered, num_bytes)
                 sync_file(self._buffered)
             finally:
                 self._close()
-        except OSError as error:
-            raise explain("finish", self._path, error) from error
         self._done = True
 
     def abort(self) -> None:
         if self._done:
             return
         self._done = True
-        try:
+        with explained("remove", self._path):
             try:
                 self._close()
             finally:
-                self._path.unlink(missing_ok=True)
-        except OSError as error:
-            raise explain("remove", self._path, error) from error
+                if not self._is_shared:
+                    self._path.unlink(missing_ok=True)
 
     def _write_directly(self, position: int, data: Buffer) -> int:
         """Write what may go directly; how many bytes that were."""
@@ -177,47 +199,6 @@ class LocalWriter:
         return done
 
     def _close(self) -> None:
-        while self._open:
-            os.close(self._open.pop())
-
-
-class SharedWriter:
-    """This process's part of a local file that several write; see `LocalStorage.open_shared`.
-
-    Nothing goes directly, because a page may belong to two processes.
-    """
-
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self._path = path
-        self._num_bytes = num_bytes
-        self._open = [os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)]
-        try:
-            # This changes no byte that is there, so each process may do it.
-            _reserve(self._open[0], num_bytes)
-        except BaseException:
-            self.abort()
-            raise
-
-    def write(self, position: int, data: Buffer) -> None:
-        assert 0 <= position <= position + data.size <= self._num_bytes
-        try:
-            _write_all(self._open[0], position, data)
-        except OSError as error:
-            raise explain("write", self._path, error) from error
-
-    def finish(self, num_bytes: int | None = None) -> None:
-        """See `Writer.finish`; other processes count on the size."""
-        assert num_bytes in {None, self._num_bytes}
-        try:
-            try:
-                sync_file(self._open[0])
-            finally:
-                self.abort()
-        except OSError as error:
-            raise explain("finish", self._path, error) from error
-
-    def abort(self) -> None:
-        """Close the file; it may still be that of others."""
         while self._open:
             os.close(self._open.pop())
 

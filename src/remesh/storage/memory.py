@@ -94,6 +94,14 @@ class MemoryStorage(Storage):
         with self._lock:
             return FileSystemSpace(self.url, self._capacity - self._used())
 
+    def _end(self, path: str, content: Buffer | None) -> None:
+        """A file is written, or given up."""
+        with self._lock:
+            del self._unfinished[path]
+            if content is not None:
+                content.flags.writeable = False
+                self._files[path] = content
+
     def _content(self, path: str) -> Buffer:
         check_path(path)
         with self._lock:
@@ -113,18 +121,6 @@ class MemoryStorage(Storage):
                 "free\nFree some memory, or save to a disk"
             )
 
-    def _publish(self, path: str, num_bytes: int | None) -> None:
-        with self._lock:
-            content = self._unfinished.pop(path)
-            if num_bytes is not None:
-                content = content[:num_bytes]  # memory that was never written takes no room
-            content.flags.writeable = False
-            self._files[path] = content
-
-    def _give_up(self, path: str) -> None:
-        with self._lock:
-            self._unfinished.pop(path, None)
-
 
 @dataclass(slots=True, eq=False)
 class MemoryWriter:
@@ -142,10 +138,13 @@ class MemoryWriter:
 
     def finish(self, num_bytes: int | None = None) -> None:
         assert self._open, f"{self._path} is closed"
-        self._open = False
-        self._storage._publish(self._path, num_bytes)  # noqa: SLF001 - two halves of one thing
+        # Memory that was never written takes no room.
+        self._close(self._content[:num_bytes])
 
     def abort(self) -> None:
         if self._open:
-            self._open = False
-            self._storage._give_up(self._path)  # noqa: SLF001 - two halves of one thing
+            self._close(None)
+
+    def _close(self, content: Buffer | None) -> None:
+        self._open = False
+        self._storage._end(self._path, content)  # noqa: SLF001 - two halves of one thing

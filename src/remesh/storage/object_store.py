@@ -29,11 +29,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import obstore
@@ -51,10 +51,10 @@ from remesh.storage.base import (
     prefix_directory,
 )
 from remesh.storage.buckets import FAILURES, Bucket
-from remesh.storage.distance import Flow, ask_meanwhile, ask_together, flow_for
+from remesh.storage.messages import RANGES_ADVICE
 from remesh.storage.parts import StreamWriter
 from remesh.storage.remote import RemoteStorage
-from remesh.storage.shown import RANGES_ADVICE
+from remesh.storage.requests import Flow, ask_meanwhile, ask_together, flow_for
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
@@ -77,8 +77,6 @@ _LOGGER = logging.getLogger("remesh")
 
 NUM_BEGINNINGS = 10
 """How often reading an object begins if another one takes its name each time meanwhile."""
-
-_Result = TypeVar("_Result")
 
 
 class _ChangedError(Exception):
@@ -162,26 +160,19 @@ class ObjectStorage(RemoteStorage):
         if stop is not None and stop <= start:
             self.size(path)  # raises if there is no such file
             return b""
-        return self._read_unchanged(path, lambda: b"".join(self._blocks(path, start, stop)))
-
-    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        assert start >= 0
-
-        def read() -> int:
-            num_read = 0
-            for block in self._blocks(path, start, start + buffer.size):
-                buffer[num_read : num_read + len(block)] = np.frombuffer(block, np.uint8)
-                num_read += len(block)
-            return num_read
-
-        return self._read_unchanged(path, read)
+        for _ in range(NUM_BEGINNINGS):
+            with suppress(_ChangedError):
+                return b"".join(self._blocks(path, start, stop))
+        raise StorageError(
+            f"cannot read {self._name(path)}: it was replaced {NUM_BEGINNINGS} times while it was "
+            "being read\nSee who writes it"
+        )
 
     def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
         """See `Storage.read_range`; the response itself, if one request is enough."""
         assert start >= 0
         if not 0 < num_bytes <= READ_BYTES:
-            target = np.empty(num_bytes, np.uint8)
-            return target[: self.read_into(path, start, target)]
+            return np.frombuffer(self.read(path, start, start + num_bytes), np.uint8)
         key, stop = self._key(path), start + num_bytes
 
         def read() -> Bytes:
@@ -282,16 +273,6 @@ class ObjectStorage(RemoteStorage):
 
     def _count(self, method: str, path: str) -> None:
         _LOGGER.debug("%s: request %d, %s %s", self._url, next(self._numbers), method, path)
-
-    def _read_unchanged(self, path: str, read: Callable[[], _Result]) -> _Result:
-        """Read one object by several requests; begin anew if another one took its name."""
-        for _ in range(NUM_BEGINNINGS):
-            with suppress(_ChangedError):
-                return read()
-        raise StorageError(
-            f"cannot read {self._name(path)}: it was replaced {NUM_BEGINNINGS} times while it was "
-            "being read\nSee who writes it"
-        )
 
     def _blocks(self, path: str, start: int, stop: int | None) -> Iterator[memoryview]:
         """The bytes [start, stop) of one object, fewer if it ends before, a request each."""
@@ -394,7 +375,7 @@ class ObjectStorage(RemoteStorage):
 
     def _if_free(self, path: str, parts: Iterator[Buffer]) -> Iterator[Buffer]:
         """The parts of a file, unless there is one of its name; it is asked for meanwhile."""
-        is_taken = ask_meanwhile(self, partial(self.exists, path))
+        is_taken = ask_meanwhile(partial(self.exists, path))
 
         def taken() -> Iterator[Buffer]:
             if is_taken():

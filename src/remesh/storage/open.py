@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from remesh.errors import StorageError
 from remesh.storage.base import Storage
 from remesh.storage.local import LocalStorage
-from remesh.storage.shown import shown_url
+from remesh.storage.messages import shown_url
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
 """Schemes of URLs that are opened through obstore."""

@@ -1,7 +1,7 @@
 """The common part of storages that are reached through a client library.
 
-What the library raises becomes an error of remesh, without secrets (see `remesh.storage.shown`). A
-file is a stream of parts (see `remesh.storage.parts`), and has one writer of a storage at a time.
+What the library raises becomes an error of remesh, without secrets (`remesh.storage.messages`). A
+file is a stream of parts (`remesh.storage.parts`), and has one writer of a storage at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from remesh.errors import RemeshError, StorageError
 from remesh.storage.base import Buffer, Storage, check_path
+from remesh.storage.messages import explain, shown_url
 from remesh.storage.parts import StreamWriter
-from remesh.storage.shown import explain, shown_url
 
 _Answer = TypeVar("_Answer")
 
@@ -43,6 +43,11 @@ class RemoteStorage(Storage):
 
     def list(self, prefix: str = "") -> list[str]:
         return sorted(self.list_sizes(prefix))
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        data = self.read_range(path, start, buffer.size, buffer)
+        buffer[: data.size] = data
+        return data.size
 
     def sync(self) -> None:
         """See `Storage.sync`; a library has no such operation."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
-from remesh.storage import Buffer, aligned_buffer
+from remesh.storage.base import Buffer
+from remesh.storage.buffers import aligned_buffer
 
 
 def run_threads(
@@ -68,29 +70,15 @@ def run_workers(
 
     `work` gets the number of a task and the thread's aligned buffer.
     """
-    tasks = SharedTasks(num_tasks)
+    tasks = deque(range(num_tasks))
 
     def take_tasks() -> None:
         buffer = aligned_buffer(buffer_bytes)
-        while (task := tasks.next()) is not None:
+        while True:
+            try:
+                task = tasks.popleft()
+            except IndexError:
+                return
             work(task, buffer)
 
-    run_threads(min(num_threads, num_tasks), take_tasks, tasks.stop)
-
-
-class SharedTasks:
-    """The numbers 0, 1, 2, ... handed out to several threads, each once."""
-
-    def __init__(self, num_tasks: int) -> None:
-        self._numbers = iter(range(num_tasks))
-        self._lock = threading.Lock()
-
-    def next(self) -> int | None:
-        """The next number, or None if there is none left."""
-        with self._lock:
-            return next(self._numbers, None)
-
-    def stop(self) -> None:
-        """Hand out no more."""
-        with self._lock:
-            self._numbers = iter(())
+    run_threads(min(num_threads, num_tasks), take_tasks, tasks.clear)

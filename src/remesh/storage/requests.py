@@ -1,17 +1,16 @@
-"""How to ask a storage that is far away."""
+"""Requests to a storage that is far away: how large they are, and how many are under way."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
 from remesh.storage.base import Storage
+from remesh.storage.workers import run_workers
 
 NUM_TOGETHER = 16
 """Requests at a time: each waits for the network and takes hardly any processor."""
@@ -58,27 +57,20 @@ def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -
     if len(questions) < 2 or not storage.is_remote:
         return [question() for question in questions]
     answers: list[Future[_Answer]] = [Future() for _ in questions]
-    left = deque(zip(questions, answers, strict=True))
-
-    def ask_some() -> None:
-        with suppress(IndexError):  # from the empty queue
-            while True:
-                _ask(*left.popleft())
-
-    for _ in range(min(len(questions), NUM_TOGETHER) - 1):
-        _begin(ask_some)
-    ask_some()
-    wait(answers)
+    run_workers(
+        NUM_TOGETHER, len(questions), 0, lambda number, _: _ask(questions[number], answers[number])
+    )
     return [answer.result() for answer in answers]
 
 
-def ask_meanwhile(storage: Storage, question: Callable[[], _Answer]) -> Callable[[], _Answer]:
-    """Ask a storage something: in a thread of its own if it takes a round trip of a network.
-
-    The result waits for the answer, and raises the failure if there was one.
-    """
+def ask_meanwhile(question: Callable[[], _Answer]) -> Callable[[], _Answer]:
+    """Ask something in a thread of its own, if the system gives one; the result waits for it."""
     answer: Future[_Answer] = Future()
-    if not (storage.is_remote and _begin(lambda: _ask(question, answer))):
+    try:
+        # Threads inherit whether the interpreter waits for them at its exit. A pool of threads
+        # takes nothing once the interpreter ends, when saves may still be under way.
+        threading.Thread(target=_ask, args=(question, answer), name="remesh-ask").start()
+    except (RuntimeError, MemoryError):
         _ask(question, answer)
     return answer.result
 
@@ -88,16 +80,3 @@ def _ask(question: Callable[[], _Answer], answer: Future[_Answer]) -> None:
         answer.set_result(question())
     except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
         answer.set_exception(error)
-
-
-def _begin(action: Callable[[], None]) -> bool:
-    """Do something in a thread of its own, if the system gives one; returns whether it does.
-
-    A pool of threads takes nothing once the interpreter ends, when saves may still be under way.
-    """
-    try:
-        # Threads inherit whether the interpreter waits for them at its exit.
-        threading.Thread(target=action, name="remesh-ask").start()
-    except (RuntimeError, MemoryError):
-        return False
-    return True
