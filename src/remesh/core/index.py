@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -87,7 +88,7 @@ class StoredFile:
     __repr__ = short_repr
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Index(Mapping[str, StoredTensor]):
     """The tensors of a checkpoint: a mapping from names to stored tensors, aliases included.
 
@@ -115,16 +116,17 @@ class Index(Mapping[str, StoredTensor]):
     that are not; otherwise empty. The blocks of a file lie there without gaps, in any order."""
     stored_bytes: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """If files are compressed, the size of each stored file; otherwise empty."""
-    _rows: dict[str, int] = field(init=False, repr=False)
-    _first_piece: IntArray = field(init=False, repr=False)
-    _columns: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _rows(self) -> dict[str, int]:
         rows = {name: row for row, name in enumerate(self.tensors.names)}
-        rows.update({alias: rows[name] for alias, name in self.aliases.items()})
-        object.__setattr__(self, "_rows", rows)
+        return rows | {alias: rows[name] for alias, name in self.aliases.items()}
+
+    @cached_property
+    def first_pieces(self) -> IntArray:
+        """Number of the first piece of each tensor, and the number of all pieces."""
         ends = np.cumsum(self.pieces_of_tensors.offsets.lengths, dtype=np.int64)
-        object.__setattr__(self, "_first_piece", np.concatenate(([0], ends)))
+        return np.concatenate(([0], ends))
 
     @classmethod
     def of(
@@ -190,7 +192,7 @@ class Index(Mapping[str, StoredTensor]):
     @property
     def num_pieces(self) -> int:
         """Number of all pieces."""
-        return int(self._first_piece[-1])
+        return int(self.first_pieces[-1])
 
     @property
     def num_bytes(self) -> int:
@@ -231,56 +233,40 @@ class Index(Mapping[str, StoredTensor]):
 
     def piece_range(self, row: int) -> tuple[int, int]:
         """Numbers of the first and one past the last piece of a tensor."""
-        return int(self._first_piece[row]), int(self._first_piece[row + 1])
-
-    @property
-    def first_pieces(self) -> IntArray:
-        """Number of the first piece of each tensor, and the number of all pieces."""
-        return self._first_piece
+        return int(self.first_pieces[row]), int(self.first_pieces[row + 1])
 
     def pieces_among(self, tensors: IntArray) -> IntArray:
         """Numbers of the pieces of some tensors, one tensor after the other."""
-        return ranges(self._first_piece[tensors], np.diff(self._first_piece)[tensors])
+        return ranges(self.first_pieces[tensors], np.diff(self.first_pieces)[tensors])
 
     def tensor_of(self, piece: IntArray) -> IntArray:
         """Row of the tensor of each of some pieces."""
-        tensor: IntArray = np.searchsorted(self._first_piece, piece, side="right") - 1
+        tensor: IntArray = np.searchsorted(self.first_pieces, piece, side="right") - 1
         return tensor
 
     def rows(self, piece: IntArray) -> PieceRows:
         """The columns of some pieces."""
         tensor = self.tensor_of(piece)
-        return PieceRows(self.pieces_of_tensors, tensor, piece - self._first_piece.take(tensor))
+        return PieceRows(self.pieces_of_tensors, tensor, piece - self.first_pieces.take(tensor))
 
-    def _all(self, name: str) -> Any:
-        """A column of all pieces, kept."""
-        if name not in self._columns:
-            rows = self.rows(np.arange(self.num_pieces))
-            if name == "boxes":
-                self._columns[name] = BoxTable(
-                    self.tensors, rows.tensor, rows.offsets, rows.extents
-                )
-            else:
-                self._columns[name] = rows.file if name == "file" else rows.position
-        return self._columns[name]
+    def _all(self) -> PieceRows:
+        return self.rows(np.arange(self.num_pieces))
 
-    @property
+    @cached_property
     def boxes(self) -> BoxTable:
         """All pieces, sorted by tensor."""
-        boxes: BoxTable = self._all("boxes")
-        return boxes
+        rows = self._all()
+        return BoxTable(self.tensors, rows.tensor, rows.offsets, rows.extents)
 
-    @property
+    @cached_property
     def file(self) -> IntArray:
         """Row in `files` of each piece."""
-        file: IntArray = self._all("file")
-        return file
+        return self._all().file
 
-    @property
+    @cached_property
     def position(self) -> IntArray:
         """First byte of each piece in its file."""
-        position: IntArray = self._all("position")
-        return position
+        return self._all().position
 
     def without(self, is_removed: Callable[[str], bool]) -> Index:
         """The index without some tensors, by name; an alias stays if the tensor itself does."""

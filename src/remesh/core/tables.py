@@ -9,7 +9,8 @@ safetensors file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -154,14 +155,13 @@ class BoxTable:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Cuts:
     """Tensors, and the boxes that each is cut into; those that are cut alike share lists."""
 
     tensors: TensorTable
     offsets: Lists  # offsets of the boxes of each tensor, padded with 0
     extents: Lists  # their shapes, padded with 1
-    _boxes: list[BoxTable] = field(init=False, repr=False, default_factory=list)
 
     @classmethod
     def of(cls, boxes: BoxTable) -> Cuts:
@@ -187,14 +187,11 @@ class Cuts:
         sizes = row_products(extents.rows) * np.repeat(itemsizes[kinds], extents.lengths)
         return Lists(of, np.cumsum(extents.lengths), sizes)
 
-    @property
+    @cached_property
     def boxes(self) -> BoxTable:
         """All boxes, sorted by tensor; made when they are first asked for, and may be large."""
-        if not self._boxes:
-            tensor = np.repeat(np.arange(len(self.tensors)), self.offsets.lengths)
-            rows = self.offsets.rows, self.extents.rows
-            self._boxes.append(BoxTable(self.tensors, tensor, *rows))
-        return self._boxes[0]
+        tensor = np.repeat(np.arange(len(self.tensors)), self.offsets.lengths)
+        return BoxTable(self.tensors, tensor, self.offsets.rows, self.extents.rows)
 
 
 def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) -> bytes:

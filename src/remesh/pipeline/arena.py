@@ -117,19 +117,16 @@ class Arena:
         The wait ends with None when `stop` is set and `wake` is called. Unless it was used or
         warmed before, its memory has never been touched.
         """
-        while True:
-            with self._changed:
-                while not self._has_chunk() and len(self._chunks) >= self._max_chunks:
-                    if stop.is_set():
-                        return None
+        with self._changed:
+            while not stop.is_set():
+                for chunks in (self._free, self._fresh):
+                    if chunks:
+                        return chunks.pop()
+                if len(self._chunks) < self._max_chunks:
+                    self._allocate()
+                else:
                     self._changed.wait()
-                if stop.is_set():
-                    return None
-                if self._free:
-                    return self._free.pop()
-                if self._fresh:
-                    return self._fresh.pop()
-            self._allocate()
+            return None
 
     def give(self, chunk: Chunk) -> None:
         """Give a chunk back."""
@@ -158,9 +155,6 @@ class Arena:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
-
-    def _has_chunk(self) -> bool:
-        return bool(self._free or self._fresh)
 
     def _resize(self, num_bytes: int) -> None:
         """Let the shared file have room for more chunks."""

@@ -4,15 +4,14 @@ In an object store a file has one writer, which writes it from its beginning to 
 that writes a file collects the tensors of the file. All ranks go through rounds. In a round a rank
 lays out the next chunks of its files; what it does not hold itself, it gets from the other ranks by
 the engine that moves boxes between memories (`from_memory`); then it hands the chunks over to be
-written. Writing goes on beside the rounds, and memory is bounded by the chunks of a round and the
-messages of a transfer.
+written. Memory is bounded by the chunks of a round and the messages of a transfer. An object store
+takes in what was written beside the next rounds (`remesh.storage.parts`).
 
 If each rank holds all tensors of its files, as data-parallel replicas do, there are no rounds.
 """
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from remesh.exchange import Exchange, run_on_all
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.from_memory import plan_between_memories
 from remesh.pipeline.read import Destination
-from remesh.pipeline.stage import Filled, StagedWriter, Stager
+from remesh.pipeline.stage import Filled, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
 from remesh.planner import ReadLimits, plan_load
 from remesh.storage import Buffer, Storage
@@ -119,8 +118,8 @@ class Checksums:
 class CollectingStager(Stager):
     """A stager of files whose tensors lie on several ranks; `stage` is collective.
 
-    A rank that is cancelled gives its boxes to the others until the last round. `check` is called
-    in each round, and all ranks raise what it raises. `copies` is used if there are no rounds.
+    A rank that is cancelled gives its boxes to the others until the last round. `copies` is used if
+    there are no rounds.
     """
 
     def __init__(
@@ -129,13 +128,10 @@ class CollectingStager(Stager):
         layout: FileLayout,
         arena: Arena,
         copies: Callable[[], CopyQueue] | None = None,
-        *,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(layout, arena, copies)
         self._collection = collection
         self._checksums = Checksums(collection.checksums)
-        self._check = check
 
     def stage(
         self,
@@ -175,7 +171,6 @@ class CollectingStager(Stager):
         filled: list[Filled] = []
 
         def fill() -> bytes:
-            self._check()
             for number in numbers:
                 chunk = self._arena.take(self._stop)
                 if chunk is None:
@@ -221,40 +216,24 @@ def write_collected(
     are no rounds.
     """
     arena = Arena(2 * min(ROUND_BYTES, max(layout.num_bytes, CHUNK_SIZE)), CHUNK_SIZE)
-    staged = StagedWriter(arena.give, at_once=True)
-    written: list[WrittenFile] = []
-    errors: list[BaseException] = []
-
-    def check() -> None:
-        if errors:
-            raise errors[0]
-
-    stager = CollectingStager(collection, layout, arena, copies, check=check)
-
-    def write() -> None:
-        try:
-            found = staged.write(
-                lambda: ChunkWriter(storage, files, layout.num_bytes), on_chunk, lambda: None
-            )
-            written.extend(found or ())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            errors.append(error)
-
-    writing = threading.Thread(target=write, name="remesh-write")
+    writers: list[ChunkWriter] = []
 
     def start() -> None:
         begin()
-        writing.start()
+        writers.append(ChunkWriter(storage, files, layout.num_bytes))
+
+    def write(filled: Filled) -> None:
+        try:
+            writers[0].write(filled.number, filled.data)
+        finally:
+            arena.give(filled.chunk)
 
     try:
-        stager.stage(staged.put, lambda _num_bytes: None, start)
+        CollectingStager(collection, layout, arena, copies).stage(write, on_chunk, start)
+        return writers[0].finish()
     except BaseException:
-        staged.cancel()
+        for writer in writers:
+            writer.abort()
         raise
     finally:
-        staged.end()
-        if writing.ident is not None:
-            writing.join()
         arena.close()
-    check()
-    return written

@@ -24,7 +24,7 @@ from remesh.core.memory import Device
 from remesh.exchange import Exchange, run_on_all
 from remesh.pipeline.read import Destination
 from remesh.pipeline.task_pool import Tasks
-from remesh.pipeline.transfer import Carried, MessageBuffers
+from remesh.pipeline.transfer import MessageBuffers, carried_by
 from remesh.planner import TransferPlan
 
 DEVICE_MESSAGE_BYTES = 32 << 20
@@ -44,7 +44,7 @@ def device_buffers(
     def make() -> bytes:
         leaving = device.buffers(_NUM_BUFFERS, plan.outgoing.buffer_bytes)
         arriving = device.buffers(_NUM_BUFFERS, plan.incoming.buffer_bytes)
-        carried = Carried.by(index, plan.outgoing), Carried.by(index, plan.incoming)
+        carried = carried_by(index, plan.outgoing), carried_by(index, plan.incoming)
         made.append(MessageBuffers(*carried, leaving, arriving, device=device))
         return b""
 
@@ -89,7 +89,8 @@ def execute_on_device(
     def unpack(turn: int) -> None:
         """Fill this rank's memory from the messages of a turn."""
         for number in plan.incoming.in_turn(turn):
-            buffers.unpack(number, buffers.arriving[turn % _NUM_BUFFERS], 0, destinations)
+            rows = plan.incoming.rows(number)
+            buffers.unpack(rows, buffers.arriving[turn % _NUM_BUFFERS], 0, destinations)
 
     swapped: Callable[[], None] | None = None
     for turn in range(plan.num_turns):

@@ -74,6 +74,7 @@ class TaskPool:
 
     Attributes:
         error: What ended the tasks, if they failed.
+        has_failed: Whether a task has failed, or this rank has given up.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class TaskPool:
         self._on_read = on_read
         self._timeout = timeout
         self._num_inside = 0
-        self._has_failed = self._is_closed = self._is_finished = False
+        self.has_failed = self._is_closed = self._is_finished = False
         self._changed = threading.Condition()
         self._started = self._met = time.monotonic()
         self._logged = 0.0
@@ -131,7 +132,7 @@ class TaskPool:
     def _next_task(self) -> int | None:
         """The next task, or None if there is none left or a failure has made them useless."""
         with self._changed:
-            while not self._has_failed:
+            while not self.has_failed:
                 is_left = self._next < len(self._turn)
                 if is_left and (self._tasks.takes_ahead or self._is_open(self._next)):
                     self._next += 1
@@ -163,8 +164,8 @@ class TaskPool:
         """
         with self._changed:
             if task is not None:
-                self._changed.wait_for(lambda: self._has_failed or self._is_open(task))
-            if self._is_closed or (task is not None and self._has_failed):
+                self._changed.wait_for(lambda: self.has_failed or self._is_open(task))
+            if self._is_closed or (task is not None and self.has_failed):
                 raise DroppedError
             self._num_inside += 1
         try:
@@ -183,7 +184,7 @@ class TaskPool:
     def wait(self, turn: int) -> ExchangeError | None:
         """Wait until the tasks of a turn are done or have failed; the error if that is too late."""
         rank = self._exchange.rank
-        while not self._wait_for(lambda: self._has_failed or not self._left[turn], LOG_INTERVAL):
+        while not self._wait_for(lambda: self.has_failed or not self._left[turn], LOG_INTERVAL):
             if self._is_late:
                 self.fail()
                 return self._too_late(f"rank {rank}")
@@ -196,11 +197,6 @@ class TaskPool:
             )
         return None
 
-    @property
-    def has_failed(self) -> bool:
-        """True if a task has failed."""
-        return self._has_failed
-
     def free(self, num_turns: int) -> None:
         """The buffers of the first turns are free."""
         with self._changed:
@@ -210,12 +206,12 @@ class TaskPool:
     def fail(self) -> None:
         """Hand out no more tasks, and let no turn wait for those that are not done."""
         with self._changed:
-            self._has_failed = True
+            self.has_failed = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """Let nothing write any more, and wait until what is being copied is: some milliseconds."""
-        self._has_failed = self._is_closed = True  # first, so that Ctrl-C leaves it closed
+        self.has_failed = self._is_closed = True  # first, so that Ctrl-C leaves it closed
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_inside)

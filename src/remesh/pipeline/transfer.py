@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,29 +60,23 @@ sources rest whenever a rank waits for another."""
 _NOWHERE = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Carried:
+class Carried(NamedTuple):
+    """A region of a message."""
+
+    want: int  # `Regions.want`
+    box: Box
+    carrier: CarrierDType
+    position: int  # `Messages.position`
+    turn: int
+
+
+def carried_by(index: Index, messages: Messages) -> list[Carried]:
     """The regions of some messages, taken out of their columns."""
-
-    want: Sequence[int]  # `Regions.want` of each region
-    regions: Sequence[tuple[Box, CarrierDType, int]]  # its box, carrier and position
-    turn: Sequence[int]
-    first: Sequence[int]  # `Messages.first`
-    start: Sequence[int]  # `Messages.start`
-
-    @classmethod
-    def by(cls, index: Index, messages: Messages) -> Carried:
-        """The part of an index that messages carry."""
-        tensors = index.tensor_of(messages.regions.piece)
-        carriers = [DTYPES[code].carrier for code in index.tensors.dtypes[tensors].tolist()]
-        boxes, positions = messages.regions.boxes(index), messages.position.tolist()
-        return cls(
-            messages.regions.want.tolist(),
-            list(zip(boxes, carriers, positions, strict=True)),
-            messages.turn_of_region.tolist(),
-            messages.first.tolist(),
-            messages.start.tolist(),
-        )
+    regions = messages.regions
+    dtypes = index.tensors.dtypes[index.tensor_of(regions.piece)].tolist()
+    carriers = [DTYPES[code].carrier for code in dtypes]
+    columns = (messages.position.tolist(), messages.turn_of_region.tolist())
+    return list(map(Carried, regions.want.tolist(), regions.boxes(index), carriers, *columns))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,8 +99,8 @@ class HostBuffer:
 class MessageBuffers:
     """Memory for the messages of a plan, and what lies where in it."""
 
-    outgoing: Carried  # what the messages to others carry
-    incoming: Carried  # what those that others send carry
+    outgoing: list[Carried]  # what the messages to others carry
+    incoming: list[Carried]  # what those that others send carry
     leaving: Sequence[MessageBuffer]
     """For the messages to others, turn by turn; on the host `NUM_PACKED` more than `arriving`."""
     arriving: Sequence[MessageBuffer]  # for those that others send
@@ -117,30 +112,27 @@ class MessageBuffers:
 
     def place_in(self, destinations: Sequence[Destination]) -> Place:
         """Where what is taken goes: into this rank's memory or into messages."""
-        leaving, regions, turns = self.leaving, self.outgoing.regions, self.outgoing.turn
+        leaving, outgoing = self.leaving, self.outgoing
 
         def place(want: int) -> Destination:
             if want < len(destinations):
                 return destinations[want]
-            row = want - len(destinations)
-            box, carrier, position = regions[row]
-            buffer = leaving[turns[row] % len(leaving)]
-            return Destination(box.offset, buffer.memory(position, box.shape, carrier))
+            _, box, carrier, position, turn = outgoing[want - len(destinations)]
+            memory = leaving[turn % len(leaving)].memory(position, box.shape, carrier)
+            return Destination(box.offset, memory)
 
         return place
 
     def unpack(
         self,
-        number: int,
+        rows: slice,
         buffer: MessageBuffer,
         ahead: int,
         destinations: Sequence[Destination],
     ) -> None:
-        """Fill this rank's memory from a message, so many bytes ahead in a buffer."""
-        carried = self.incoming
-        for row in range(carried.first[number], carried.first[number + 1]):
-            target, (box, carrier, position) = destinations[carried.want[row]], carried.regions[row]
-            values = buffer.memory(ahead + position, box.shape, carrier)
+        """Fill this rank's memory from the rows of a message, so many bytes ahead in a buffer."""
+        for want, box, carrier, position, _ in self.incoming[rows]:
+            values, target = buffer.memory(ahead + position, box.shape, carrier), destinations[want]
             into = box.shift(target.offset, -1)
             copy_directly(values, Box.whole(box.shape), target.memory, into)
 
@@ -181,7 +173,7 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
 
     In a turn each rank sends one message at most to each other rank.
     """
-    carried = Carried.by(index, plan.outgoing), Carried.by(index, plan.incoming)
+    carried = carried_by(index, plan.outgoing), carried_by(index, plan.incoming)
     if not plan.num_turns:
         return MessageBuffers(*carried, (), ())
     num_leaving = plan.num_arriving + NUM_PACKED
@@ -241,12 +233,12 @@ def execute(
     num_packed = len(buffers.leaving)
     pool = TaskPool(exchange, tasks, plan.num_turns, num_packed, on_read=on_read, timeout=timeout)
 
-    def unpack(arrived: Iterable[_Arrived]) -> None:
-        for one in arrived:
-            if one.buffer.part(one.start, one.start + 1) == _GOOD:
-                ahead = one.start - buffers.incoming.start[one.number]
+    def unpack(arrived: Iterable[tuple[int, MessageBuffer, int]]) -> None:
+        for number, buffer, start in arrived:
+            if buffer.part(start, start + 1) == _GOOD:
+                ahead = start - plan.incoming.span(number)[0]
                 with pool.writing():
-                    buffers.unpack(one.number, one.buffer, ahead, destinations)
+                    buffers.unpack(plan.incoming.rows(number), buffer, ahead, destinations)
 
     problems: list[BaseException | None] = []
     with ThreadPoolExecutor(1, "remesh-unpack") as unpacking:
@@ -268,15 +260,6 @@ def execute(
     for problem in (pool.error, *problems):
         if problem is not None:
             raise problem
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Arrived:
-    """A message that is there."""
-
-    number: int  # its row in `TransferPlan.incoming`
-    buffer: MessageBuffer  # where it lies
-    start: int  # its first byte there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -329,8 +312,11 @@ class _Turns:
         """The ranks that see what this one sends them in a turn."""
         return self._peers(self.plan.outgoing, turn, self.buffers.readers)
 
-    def arrived(self, turn: int) -> list[_Arrived]:
-        """The messages of a turn that has just been swapped, as far as they are there."""
+    def arrived(self, turn: int) -> list[tuple[int, MessageBuffer, int]]:
+        """The messages of a turn that has just been swapped, as far as they are there.
+
+        Of each its row in `TransferPlan.incoming`, the buffer that it lies in, and its first byte.
+        """
         incoming, found = self.plan.incoming, []
         for number in incoming.in_turn(turn):
             [rank] = incoming.peers[number]
@@ -338,9 +324,8 @@ class _Turns:
                 buffers, start = self.buffers.seen[rank], int(self.heads[rank].view("<i8")[0])
             else:
                 buffers, start = self.buffers.arriving, int(incoming.start[number])
-            buffer = buffers[turn % len(buffers)]
             if start != _NOWHERE:
-                found.append(_Arrived(number, buffer, start))
+                found.append((number, buffers[turn % len(buffers)], start))
         return found
 
     @staticmethod

@@ -92,6 +92,10 @@ class Messages:
         """First byte of a message in the buffer of its turn, and one past its last."""
         return int(self.start[number]), int(self.stop[number])
 
+    def rows(self, number: int) -> slice:
+        """The regions of a message."""
+        return slice(int(self.first[number]), int(self.first[number + 1]))
+
     @property
     def turn_of_region(self) -> IntArray:
         """The turn of each region."""

@@ -99,8 +99,8 @@ def open_bucket(url: str, scheme: str, rest: str) -> tuple[Bucket, str]:
             f"{scheme}://bucket/path and set the credentials in the environment"
         )
     try:
-        if kind is None:
-            return _azure(url, _surroundings()), ""
+        if kind is None:  # it may name the account and the container in several ways
+            return _bucket(None, url, _surroundings()), ""
         if prefix and {"", ".", ".."} & {*prefix.split("/")}:
             raise ValueError("a path has names joined by single slashes, without '.' or '..'")
         return _bucket(kind, name, _surroundings()), f"{prefix}/" if prefix else ""
@@ -109,16 +109,15 @@ def open_bucket(url: str, scheme: str, rest: str) -> tuple[Bucket, str]:
 
 
 @lru_cache(MAX_OPEN)
-def _bucket(kind: type[stores.S3Store | stores.GCSStore], name: str, _made_in: Hashable) -> Bucket:
-    options: Any = _signing(os.environ) if kind is stores.S3Store else {}
-    return Bucket(kind(name, client_options=CLIENT, retry_config=RETRIES, **options))
-
-
-@lru_cache(MAX_OPEN)
-def _azure(url: str, _made_in: Hashable) -> Bucket:
-    """The storage of a URL alone, which may name the account and the container in several ways."""
-    store = stores.AzureStore.from_url(url, client_options=CLIENT, retry_config=RETRIES)
-    return Bucket(store)
+def _bucket(
+    kind: type[stores.S3Store | stores.GCSStore] | None, name: str, _made_in: Hashable
+) -> Bucket:
+    options: Any = {"client_options": CLIENT, "retry_config": RETRIES}
+    if kind is None:
+        return Bucket(stores.AzureStore.from_url(name, **options))
+    if kind is stores.S3Store:
+        options |= _signing(os.environ)
+    return Bucket(kind(name, **options))
 
 
 def _surroundings() -> Hashable:
@@ -140,7 +139,7 @@ def _version(path: str) -> Hashable:
 
 
 def _signing(environment: Mapping[str, str]) -> dict[str, bool]:
-    """True if the signature of a request covers its content, unless the user has chosen.
+    """Leave the content out of the signature of requests, unless the user has chosen.
 
     TLS protects the content already, and SHA-256 takes most of the processor time of an upload.
     """
