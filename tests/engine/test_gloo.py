@@ -50,7 +50,8 @@ from tests.support import (
 CONFIG = ModelConfig(
     vocab_size=31, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=50
 )
-TIED = ModelConfig(vocab_size=31, dim=16, num_layers=1, hidden_dim=50, tied_embeddings=True)
+TIED = ModelConfig(vocab_size=31, dim=16, num_layers=1, hidden_dim=50)
+"""Of a model whose output has the weight of its embedding."""
 
 Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Name → dtype, shape and bytes of the full tensor."""
@@ -59,6 +60,14 @@ Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
 # ---------------------------------------------------------------------------------------------
 # Layouts
 # ---------------------------------------------------------------------------------------------
+
+
+def transformer(config: ModelConfig) -> Transformer:
+    """The whole model, in plain tensors."""
+    model = Transformer(config)
+    if config == TIED:
+        model.output.weight = model.embedding.weight
+    return model
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ LAYOUTS: dict[str, Callable[[Transformer], tuple[nn.Module, int]]] = {
 def build(layout: str, config: ModelConfig, seed: int) -> Job:
     """A job with fresh weights, the same on every rank."""
     torch.manual_seed(seed)
-    model, part = LAYOUTS[layout](Transformer(config))
+    model, part = LAYOUTS[layout](transformer(config))
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -34,7 +34,7 @@ def _num_bytes(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     found = _BYTES.fullmatch(text)
     if found is None:
         raise click.BadParameter(f"{text!r} is no number of bytes; write 80GB or 1.5TiB, say")
-    size = float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].lower()]
+    size: float = float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].lower()]
     if size <= 0:
         raise click.BadParameter(f"{text!r} must be more than nothing")
     return size
