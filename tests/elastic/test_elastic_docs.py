@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from remesh.elastic import handler, status
-from remesh.elastic.agent import EXIT_DRAINED, EXIT_REPLACE
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.launch import make_parser
+from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_REPLACE
 from remesh.elastic.metrics import render_metrics
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command

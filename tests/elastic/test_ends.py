@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic.agent import EXIT_DRAINED, EXIT_JOB_FAILED
+from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_JOB_FAILED
 from tests.elastic.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from remesh.elastic import TrainingJob, entries, run
-from remesh.elastic.orders import read_report, send_order
-from remesh.elastic.reentry import Enter, Leave, Report
+from remesh.elastic.reentry import EnterWorld, LeaveWorld, Report, read_report, send_order
 from remesh.errors import WorldChangedError
 from tests.waiting import wait_until
 
@@ -42,9 +41,9 @@ class Agent:
 
     def change_world(self, number: int, rank: str) -> None:
         """Order the process out and in again."""
-        send_order(self.file, Leave(number))
+        send_order(self.file, LeaveWorld(number))
         self.wait_out(number)
-        send_order(self.file, Enter(number + 1, {"RANK": rank}))
+        send_order(self.file, EnterWorld(number + 1, {"RANK": rank}))
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_the_function_is_entered_when_rank_0_has_made_the_store(
 
         def play() -> None:
             agent.wait_out(0)
-            send_order(agent.file, Enter(1, world))
+            send_order(agent.file, EnterWorld(1, world))
             wait_until(may_enter, "it may enter")
             time.sleep(0.05)  # without waiting, it would be inside by now
             steps.append("listens")
@@ -167,12 +166,12 @@ def test_a_process_prepares_before_its_node_joins(
     def play() -> None:
         agent.wait_out(7)
         assert ranks == ["0"]
-        send_order(agent.file, Enter(8, {"RANK": "3"}))
+        send_order(agent.file, EnterWorld(8, {"RANK": "3"}))
 
     def note_rank(_job: TrainingJob) -> None:
         ranks.append(os.environ["RANK"])
 
-    send_order(agent.file, Leave(7))
+    send_order(agent.file, LeaveWorld(7))
     beside.append(threading.Thread(target=play))
     beside[0].start()
     run(note_rank, prepare=note_rank)
@@ -211,7 +210,7 @@ def test_a_change_ends_at_the_boundary_before_the_function_is_left(
         job.is_changing = True
         beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
         beside[0].start()
-        wait_until(lambda: job.is_called_out, "an order")
+        wait_until(lambda: job.must_leave, "an order")
         reached.append("changed")
         job.end_change()
         reached.append("not left")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic.agent import EXIT_JOB_FAILED
+from remesh.elastic.lifecycle import EXIT_JOB_FAILED
 from remesh.elastic.processes import Process
 from remesh.elastic.script import done_note
 from tests.campaigns.settings import share
@@ -82,25 +82,25 @@ def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:
 def start(*, note: bool, directory: Path, ends: str) -> Process:
     """A process as torch's agent would see it, when it has ended."""
     process = subprocess.Popen(["sh", "-c", ends])
+    path = done_note(str(directory), process.pid)
     if note:
-        done_note(str(directory), process.pid).touch()
-    seen = Process(process, str(directory))
+        path.touch()
     process.wait(60)
-    return seen
+    return Process(process, path)
 
 
 def test_what_is_forgiven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     aborts = "kill -ABRT $$"
     with caplog.at_level(logging.WARNING):
         assert start(note=False, directory=tmp_path, ends=aborts).poll() == -signal.SIGABRT
-        assert start(note=False, directory=tmp_path, ends="exit 3").wait(60) == 3
+        assert start(note=False, directory=tmp_path, ends="exit 3").poll() == 3
         # Exit handlers had their say: this is the script's own code.
         assert start(note=True, directory=tmp_path, ends="exit 3").poll() == 3
         assert start(note=True, directory=tmp_path, ends="exit 0").poll() == 0
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
         crashed = start(note=True, directory=tmp_path, ends=aborts)
-        assert (crashed.poll(), crashed.wait(), crashed.poll()) == (0, 0, 0)
+        assert (crashed.poll(), crashed.poll()) == (0, 0)
     assert caplog.text.count("after its work: no failure") == 1
 
 

@@ -56,13 +56,17 @@ def test_the_guard_kills_all_but_what_is_to_outlive_the_training(
     tmp_path: Path, wrapper: str, apart: str
 ) -> None:
     beats = str(tmp_path)
-    own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), beats, ""]
+    own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), "", ""]
     script = f"env -u REMESH_HEARTBEAT_FILE sleep 1000 & echo $!; {apart} {wrapper}"
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, beats], stdin=subprocess.PIPE
     )
     training = subprocess.Popen(
-        [*own, "bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True, text=True
+        [*own, "bash", "-c", script],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"REMESH_HEARTBEAT_FILE": f"{beats}/0.json"},
+        start_new_session=True,
+        text=True,
     )
     assert training.stdout is not None
     outlives, within = (int(training.stdout.readline()) for _ in range(2))
@@ -89,6 +93,8 @@ def test_the_process_that_writes_a_checkpoint_outlives_the_training(
         handle = saver.save_async({"w": np.zeros(3)}, tmp_path / "saved")
         assert saver.writer_process_id is not None
         within = subprocess.Popen(["sleep", "1000"])
+        shown = Path(f"/proc/{within.pid}/environ")
+        wait_until(lambda: b"REMESH_HEARTBEAT_FILE" in shown.read_bytes(), "its environment")
         assert guard.kill(str(tmp_path / "agent"), 60) == []
         assert within.wait(60) == -signal.SIGKILL
         assert is_alive(saver.writer_process_id)
@@ -98,13 +104,14 @@ def test_the_process_that_writes_a_checkpoint_outlives_the_training(
 def test_a_process_that_still_gives_its_memory_back_has_not_ended(tmp_path: Path) -> None:
     # The kernel takes the environment away first, by which the guard finds processes, then closes
     # files; this one takes long.
-    own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), str(tmp_path), ""]
+    own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), "", ""]
     hold = "os.posix_fallocate(os.memfd_create('held'), 0, 512 << 20)"
     script = f"import os; {hold}; print(flush=True); input()"
     training = subprocess.Popen(
         [*own, sys.executable, "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env=os.environ | {"REMESH_HEARTBEAT_FILE": str(tmp_path / "0.json")},
         start_new_session=True,
     )
     assert training.stdout is not None

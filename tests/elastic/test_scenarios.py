@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic.agent import EXIT_DRAINED, EXIT_REPLACE
+from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_REPLACE
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.elastic import fsdp_job, numpy_job
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, broken_check, kill

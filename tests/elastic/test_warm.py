@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig
 
-from remesh.elastic import child, guard, script
+from remesh.elastic import guard, script
+from remesh.elastic.processes import Processes
 from remesh.elastic.warm import LATER, Warm, modules_of
 from tests.elastic.cluster import kill
 from tests.waiting import is_alive, wait_until
@@ -48,8 +50,48 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+TORCHRUN = (
+    "LOCAL_WORLD_SIZE",
+    "ROLE_NAME",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+"""Variables that a process has from torchrun, in any world."""
+
+
+class Started:
+    """The process of a local rank."""
+
+    def __init__(self, processes: Processes, rank: int) -> None:
+        self._processes = processes
+        self._rank = rank
+        self.pid = processes.living[rank]
+        self.out, self.err = processes.logs(rank)
+
+    def poll(self) -> int | None:
+        if self._rank in self._processes.living:
+            return None
+        failed = self._processes.failed.get(self._rank)
+        return 0 if failed is None else failed.exitcode
+
+    def wait(self) -> int:
+        wait_until(lambda: self.poll() is not None, "the end of the process")
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def said(self) -> dict[str, Any]:
+        """What the process said of itself."""
+        wait_until(lambda: "\n" in Path(self.out).read_text(), "a word of the process")
+        found: dict[str, Any] = json.loads(Path(self.out).read_text().splitlines()[0])
+        return found
+
+
 class Agent:
-    """What the agent does with `Warm`."""
+    """What the agent does with its processes."""
 
     def __init__(self, directory: Path, modules: tuple[str, ...]) -> None:
         self.directory = directory
@@ -57,40 +99,39 @@ class Agent:
         self.script.write_text(SCRIPT)
         self.beats = directory / "beats"
         self.beats.mkdir()
-        self.warm = Warm(sys.executable, modules, (str(self.beats), "/snapshots"), ["train.py"])
-        self.handlers: list[SubprocessHandler] = []
+        self.warm = Warm(modules, str(self.beats), self._command())
+        self.started: list[Started] = []
 
-    def start(self, *words: str) -> SubprocessHandler:
-        """Start a process, as torch's agent does."""
-        number = len(self.handlers)
-        own = ("-I", "-S", child.__file__, str(os.getpid()), str(self.beats), "/snapshots")
-        handler = self.warm.handler(
-            entrypoint=sys.executable,
-            args=(*own, sys.executable, "-u", script.__file__, str(self.script), *words),
-            env={"LOCAL_RANK": str(number), "PYTHONPATH": str(self.directory), "ODD": "\udcff"},
-            stdout=str(self.directory / f"{number}.out"),
-            stderr=str(self.directory / f"{number}.err"),
-            local_rank_id=number,
+    def _command(self, *words: str) -> list[str]:
+        return [sys.executable, "-u", script.__file__, str(self.script), *words]
+
+    def start(self, *words: str) -> Started:
+        """Start a process of the next local rank."""
+        rank = len(self.started)
+        logs = DefaultLogsSpecs(str(self.directory / "logs"), redirects=Std.ALL)
+        config = LaunchConfig(1, 1, rank + 1, logs_specs=logs, shutdown_timeout=60)
+        processes = Processes(
+            config,
+            self._command(*words),
+            directory=str(self.beats),
+            snapshots="/snapshots",
+            warm=self.warm,
         )
-        self.handlers.append(handler)
-        return handler
-
-    def said(self, number: int) -> dict[str, Any]:
-        """What a process said of itself."""
-        file = self.directory / f"{number}.out"
-        wait_until(lambda: "\n" in file.read_text(), "a word of the process")
-        found: dict[str, Any] = json.loads(file.read_text().splitlines()[0])
-        return found
+        world = {"PYTHONPATH": str(self.directory), "ODD": "\udcff"}
+        processes.start([rank], dict.fromkeys(range(rank + 1), world))
+        self.started.append(Started(processes, rank))
+        return self.started[rank]
 
     def close(self) -> None:
         self.warm.close()
-        for handler in self.handlers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(handler.proc.pid, signal.SIGKILL)  # with what the script has forked
-            handler.proc.wait()
-            for file in (handler._stdout, handler._stderr):
-                assert file is not None
-                file.close()
+        for one in self.started:
+            kill_group(one.pid)  # with what the script has forked
+            one.wait()
+
+
+def kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -105,8 +146,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
     started = [agent.start("3", "--lr", "1"), agent.start("0")]
-    assert [handler.proc.wait(120) for handler in started] == [3, 0]
-    first, second = agent.said(0), agent.said(1)
+    assert [one.wait() for one in started] == [3, 0]
+    first, second = (one.said() for one in started)
     assert (agent.directory / "imports").read_text() == "x"
     for number, said in enumerate((first, second)):
         assert said["warm"]
@@ -114,7 +155,7 @@ def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
         # A shell starts what it puts in the background with SIGINT ignored, tests too.
         assert said["sigint"] == (signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         assert said["parent"] == os.getpid()
-        assert said["session"] == said["pid"] == started[number].proc.pid
+        assert said["session"] == said["pid"] == started[number].pid
         assert said["path"] == said["directory"] == str(agent.directory)
         # As it would be in a process of its own, with what `child` says.
         own = {
@@ -125,19 +166,19 @@ def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
             "REMESH_AGENT_DIR": str(agent.beats),
             "REMESH_SNAPSHOT_DIR": "/snapshots",
         }
-        assert said["environment"] == dict(os.environ) | own
-        outputs = [str(agent.directory / f"{number}.{end}") for end in ("err", "out")]
+        shown = said["environment"]
+        assert shown == dict(os.environ) | {name: shown[name] for name in TORCHRUN} | own
+        outputs = [started[number].err, started[number].out]
         assert [name for name in said["files"] if name.startswith("/")][-2:] == outputs
         assert not [name for name in said["files"] if name.startswith(("socket:", "pipe:"))]
-        assert (agent.directory / f"{number}.err").read_text() == "to stderr\n"
+        assert Path(started[number].err).read_text() == "to stderr\n"
     assert first["words"] == [str(agent.script), "3", "--lr", "1"]
     assert all(one != other for one, other in zip(first["drawn"], second["drawn"], strict=True))
 
 
 def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None:
-    for words in (("wait", "within"), ("wait", "apart")):
-        agent.start(*words)
-    files = [agent.directory / f"{number}.out" for number in (0, 1)]
+    started = [agent.start(*words) for words in (("wait", "within"), ("wait", "apart"))]
+    files = [Path(one.out) for one in started]
     wait_until(lambda: all(file.read_text().count("\n") == 2 for file in files), "both")
     within, apart = (int(file.read_text().splitlines()[1]) for file in files)
     server = agent.warm._server
@@ -150,7 +191,7 @@ def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None
         assert not is_alive(within)
         assert server.poll() is None
         # They are ours, so their signals are seen.
-        assert [one.proc.wait(60) for one in agent.handlers] == [-signal.SIGKILL] * 2
+        assert [one.wait() for one in started] == [-signal.SIGKILL] * 2
         assert guard.kill(str(agent.beats), 60) == []
         assert server.wait(60) == -signal.SIGKILL
     finally:
@@ -160,18 +201,19 @@ def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None
 def test_a_server_that_died_is_replaced_and_its_processes_go_on(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent.start("wait", "within")
-    first = agent.said(0)
+    first = agent.start("wait", "within")
+    first.said()
     server = agent.warm._server
     assert server is not None
     server.kill()
     server.wait()
-    assert is_alive(first["pid"])
-    assert agent.handlers[0].proc.poll() is None
+    assert is_alive(first.said()["pid"])
+    assert first.poll() is None
     agent.warm.look_after()
     assert "it ended with exit code -9" in caplog.text
-    assert agent.start("0").proc.wait(120) == 0
-    assert agent.said(1)["warm"]
+    second = agent.start("0")
+    assert second.wait() == 0
+    assert second.said()["warm"]
     assert (agent.directory / "imports").read_text() == "xx"
 
 
@@ -190,10 +232,12 @@ def test_without_a_server_processes_start_cold(
         f"import sys\nif 'fork_server' in sys.argv[0]:\n    exec({source!r})\n"
     )
     with caplog.at_level(logging.WARNING):
-        assert agent.start("5").proc.wait(120) == 5
+        started = agent.start("5")
+        assert started.wait() == 5
     assert why in caplog.text
-    assert not agent.said(0)["warm"]
-    assert agent.said(0)["parent"] == os.getpid()
+    said = started.said()
+    assert not said["warm"]
+    assert said["parent"] == os.getpid()
 
 
 DIES = """
@@ -203,7 +247,7 @@ from tests.elastic.test_warm import Agent
 
 agent = Agent(Path(sys.argv[1]), ("json",))
 agent.start("wait", "within")
-print(agent.handlers[0].proc.pid, agent.warm._server.pid, flush=True)
+print(agent.started[0].pid, agent.warm._server.pid, flush=True)
 sys.stdin.read()
 """
 

@@ -43,7 +43,6 @@ NEEDS_TORCH = (
     "remesh.elastic.handler",
     "remesh.elastic.launch",
     "remesh.elastic.processes",
-    "remesh.elastic.warm",
     "remesh.exchange.torch_group",
     "tests.support",
     "remesh.training.export",

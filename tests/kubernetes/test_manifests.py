@@ -15,8 +15,8 @@ import yaml
 from click.testing import CliRunner
 
 from remesh.cli import cli
-from remesh.elastic.agent import EXIT_REPLACE
 from remesh.elastic.launch import make_parser
+from remesh.elastic.lifecycle import EXIT_REPLACE
 from remesh.errors import ClusterError
 from remesh.kubernetes import observed, reconcile, resource
 from remesh.kubernetes.manifests import DEFINITION, JOB_RULES, SPEC, STATUS

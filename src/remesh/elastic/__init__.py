@@ -15,10 +15,12 @@ and `agent_socket`. The shells around them are the master (`master`, with its `j
 and, on the nodes, the handler for torchrun, the agent and the node check. Only these last three
 import torch.
 
+The agent is such a function too (`lifecycle`): of what it sees of its processes and the master.
+
 `entries` is what a training script uses: a function that is entered again in the same process when
-the world changes. `reentry` is its pure part, `orders` and `collectives` are its connections to the
-agent and to torch. `script` runs a training script and ends it; `heartbeat` is what the process and
-its agent tell each other through small files.
+the world changes. `reentry` is what it and the agent say, `collectives` its connection to torch.
+`script` runs a training script and ends it; `heartbeat` is what the process and its agent tell each
+other of the training, through small files.
 """
 
 from __future__ import annotations

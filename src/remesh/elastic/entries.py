@@ -1,6 +1,6 @@
 """`remesh.elastic.run`: call a training function, and call it again when the world has changed.
 
-Under `remesh run` a thread of the process waits for orders of the agent (`reentry`, `orders`). When
+Under `remesh run` a thread of the process waits for orders of the agent (`reentry`). When
 the function has to be left, the thread gets the main thread out of it, wherever that is:
 
 - from a collective: its connections are shut down, so it raises (`collectives`);
@@ -36,8 +36,16 @@ import msgspec
 
 from remesh.elastic.collectives import break_collectives, leave_groups
 from remesh.elastic.failures import Patterns
-from remesh.elastic.orders import LOOK_SECONDS, Bell, read_order, remove, write_report
-from remesh.elastic.reentry import Act, Enter, Order, Report, next_act
+from remesh.elastic.reentry import (
+    Act,
+    EnterWorld,
+    Order,
+    Report,
+    forget,
+    next_act,
+    read_order,
+    write_report,
+)
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import WorldChangedError
 from remesh.run_info import RunInfo, run_info
@@ -56,6 +64,10 @@ RETRY_SECONDS = 0.1
 """Time between two attempts to get the main thread out."""
 RAISE_AGAIN_SECONDS = 3.0
 """After so long another exception is raised: what handled the last one hangs."""
+LOOK_SECONDS = 0.02
+"""Time between two looks for an order while the function trains."""
+WAIT_SECONDS = 0.005
+"""The same while the process only waits for one."""
 STORE_SECONDS = 0.5
 """How long a process waits for the store of its world before it enters the training function."""
 PEER_SECONDS = 60.0
@@ -95,14 +107,14 @@ def run(
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("remesh.elastic.run needs the main thread; call it there")
     _quiet_nccl()
-    entrance = _Entrance(info)
+    runner = _ReentrantRunner(info)
     try:
         if prepare is not None:
-            prepare(entrance.job)
-        entrance.await_world()
-        return entrance.run(train)
+            prepare(runner.job)
+        runner.await_world()
+        return runner.run(train)
     finally:
-        entrance.close()
+        runner.close()
 
 
 def _quiet_nccl() -> None:
@@ -122,7 +134,7 @@ def _quiet_nccl() -> None:
         )
 
 
-class _Entrance:
+class _ReentrantRunner:
     """The process between its agent and the training function."""
 
     def __init__(self, info: RunInfo) -> None:
@@ -130,68 +142,62 @@ class _Entrance:
         self.job = TrainingJob(is_reentrant=True)
         self._report = Report(pid=os.getpid())
         self._order: Order | None = None
-        self._changed = threading.Condition()
+        self._problem = ""  # with the last order that could not be read
         self._is_inside = False
         self._is_forced = False
         self._raised_at = 0.0
-        self._is_closing = False
+        self._is_closing = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._former = signal.signal(SIGNAL, self._interrupt)
-        self._bell = Bell(self._file)
         self._listener = threading.Thread(target=self._listen, name="remesh-orders", daemon=True)
         self._listener.start()
         write_report(self._file, self._report)
 
     def close(self) -> None:
         """The function has ended and is not entered again."""
-        remove(self._file)
-        self._is_closing = True
-        self._bell.ring()
+        forget(self._file)
+        self._is_closing.set()
         self._listener.join()
-        self._bell.close()
         signal.signal(SIGNAL, self._former)
 
     # The main thread ----------------------------------------------------------------------
 
     def await_world(self) -> None:
         """If the node has not joined yet, wait until it has: the agent has ordered to leave."""
-        with self._changed:
-            self._order = read_order(self._file)
-        order = self._order
-        if order is not None and self._is_called_out():
-            self._say(is_out=True, number=order.number)
+        self._look()
+        if self._order is not None and self._must_leave():
+            self._say(is_out=True, number=self._order.number)
             self._wait_for_entry(WorldChangedError("the node has not joined"))
 
     def run(self, train: Callable[[TrainingJob], T]) -> T:
         """Call the function until it returns."""
         while True:
             self._raised_at, self._is_forced = 0.0, False
-            self.job.is_changing = self.job.is_called_out = False
+            self.job.is_changing = self.job.must_leave = False
             _await_store()
             error: BaseException
             try:
                 try:
                     self._is_inside = True
-                    self._bell.ring()  # an order may have come while it was out
                     return train(self.job)
                 finally:
                     self._is_inside = False
             except WorldChangedError as left:
                 error = left
             except Exception as failure:
-                if not self._is_called_out() and not _lost_peer(failure):
+                if not self._must_leave() and not _lost_peer(failure):
                     raise
                 error = failure
             self._is_inside = False
-            self._get_out(error)
+            self._leave_world(error)
             self._wait_for_entry(error)
             del error
             self.job.entries += 1
 
-    def _is_called_out(self) -> bool:
+    def _must_leave(self) -> bool:
         return next_act(self._report, self._order) is Act.LEAVE
 
-    def _get_out(self, error: BaseException) -> None:
+    def _leave_world(self, error: BaseException) -> None:
         """Leave the world: nothing of it is in use when the agent learns of it."""
         began = time.monotonic()
         break_collectives(_store_port())
@@ -199,7 +205,7 @@ class _Entrance:
         leave_groups()
         gc.collect()
         self.job.make_room()
-        text = "" if self._is_called_out() else f"{type(error).__name__}: {error}"
+        text = "" if self._must_leave() else f"{type(error).__name__}: {error}"
         self._say(is_out=True, error=text[:500])
         log.info(
             "left the training function in %.3f s: %s", time.monotonic() - began, text or "ordered"
@@ -209,21 +215,20 @@ class _Entrance:
         """Wait for the order to enter, and take over the new world."""
         limit = time.monotonic() + PEER_SECONDS
         while True:
-            with self._changed:
-                order = self._order
-                act = next_act(self._report, order)
-                if act is Act.GO_ON:
-                    self._changed.wait(LOOK_SECONDS)
+            order = self._look()
+            act = next_act(self._report, order)
             if act is Act.CONFIRM:
                 assert order is not None
                 self._say(is_out=True, number=order.number)
             elif act is Act.ENTER:
-                assert isinstance(order, Enter)
+                assert isinstance(order, EnterWorld)
                 os.environ.update(order.environment)
                 self._say(is_out=False, number=order.number)
                 return
             elif self._report.error and time.monotonic() > limit:
                 raise error
+            else:
+                time.sleep(WAIT_SECONDS)
 
     def _say(self, *, is_out: bool, number: int | None = None, error: str = "") -> None:
         number = self._report.number if number is None else number
@@ -238,21 +243,24 @@ class _Entrance:
 
     # The listener -------------------------------------------------------------------------
 
+    def _look(self) -> Order | None:
+        """The newest order."""
+        try:
+            self._order = read_order(self._file) or self._order
+        except (OSError, msgspec.MsgspecError) as error:
+            if str(error) != self._problem:
+                log.warning("an order of the agent cannot be read: %s", error)
+            self._problem = str(error)
+        return self._order
+
     def _listen(self) -> None:
         called_at: float | None = None
-        while not self._is_closing:
-            try:
-                order = read_order(self._file)
-            except (OSError, msgspec.MsgspecError) as error:
-                log.warning("an order of the agent cannot be read: %s", error)
-                order = None
-            with self._changed:
-                if order is not None:
-                    self._order = order
-                self._changed.notify_all()
-            if not (self._is_inside and self._is_called_out()):
+        pause = LOOK_SECONDS
+        while not self._is_closing.wait(pause):
+            pause = LOOK_SECONDS
+            self._look()
+            if not (self._is_inside and self._must_leave()):
                 called_at = None
-                self._bell.wait()
                 continue
             called_at = time.monotonic() if called_at is None else called_at
             try:
@@ -260,11 +268,10 @@ class _Entrance:
             except OSError as error:  # the system may have no descriptor to give at the moment
                 log.warning("the training function is not left yet: %s", error)
                 pause = RETRY_SECONDS
-            self._bell.wait(pause)
 
     def _call_out(self, seconds: float) -> float:
         """Try to get the main thread out; in how many seconds to try again."""
-        self.job.is_called_out = True
+        self.job.must_leave = True
         if self.job.is_changing and seconds < CHANGE_SECONDS:
             return RETRY_SECONDS / 10
         self._is_forced = seconds >= CHANGE_SECONDS

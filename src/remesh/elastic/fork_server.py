@@ -1,6 +1,6 @@
 """An interpreter that has imported what the training imports, and forks its processes.
 
-`fork_server.py CHANNEL AGENT BEATS SNAPSHOTS MODULES SCRIPT...`
+`fork_server.py CHANNEL AGENT MODULES SCRIPT...`
 
 Importing torch takes seconds. The agent starts this file once, with the interpreter of the
 training, and asks it for processes by messages over a socket (`warm`). A process that it forks is
@@ -12,12 +12,12 @@ What is imported here must be safe to fork: after each module it is looked wheth
 a device was opened, and if so the server ends and says which module it was. Threads of numpy's
 linear algebra are no obstacle: its library ends and starts them anew around a fork.
 
-The forked process gets the environment, directory and standard files of its request, a session of
-its own, and random numbers that were not drawn before. The kernel goes on showing the environment
+The forked process gets the environment, directory and log files of its request, a session of its
+own, and random numbers that were not drawn before. The kernel goes on showing the environment
 of this server for it, so the process writes the name of its heartbeat file there (`guard`).
 
 The file is run by path with the interpreter of the training, which may not have remesh, so it
-imports nothing but the standard library and `remesh.elastic.script`, by path as well.
+imports nothing but the standard library, and `child` and `script`, by path as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import importlib
 import importlib.util
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -37,33 +36,20 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+HEARTBEAT = "REMESH_HEARTBEAT_FILE"
 SERVER = "fork-server"
 """The name of a heartbeat file that the kernel shows for this server; others are no longer."""
 GO = b"go"
 """The agent knows the process, which may begin."""
 MAX_MESSAGE = 4 << 20
-NUM_STANDARD = 3
-_PR_SET_PDEATHSIG = 1
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci", "/dev/accel")
 
 
-class Agent(NamedTuple):
-    """Whose processes are forked; see `child`."""
-
-    pid: int  # process id of the agent
-    beats: str  # where heartbeats go
-    snapshots: str  # where snapshots go; empty if nowhere
-    shown: int  # address of the heartbeat file in the environment that the kernel shows
-
-
-def serve(channel: socket.socket, agent: Agent) -> None:
+def serve(channel: socket.socket, agent: int, shown: ctypes.Array[ctypes.c_char]) -> None:
     """Fork processes until the agent closes the channel."""
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, NUM_STANDARD)
-        if not message:
-            return
+    while message := channel.recv(MAX_MESSAGE):
         asked = json.loads(message)
         try:
             pid_of, tell_pid = os.pipe()
@@ -77,8 +63,8 @@ def serve(channel: socket.socket, agent: Agent) -> None:
                 channel.close()
                 for descriptor in (pid_of, tell_pid, let_go):
                     os.close(descriptor)
-                _become(asked, descriptors, may_go, agent)
-            for descriptor in (*descriptors, tell_pid, may_go):
+                _become(asked, may_go, agent, shown)
+            for descriptor in (tell_pid, may_go):
                 os.close(descriptor)
             os.waitpid(middle, 0)  # from now on it is the agent's child
             pid = int(os.read(pid_of, 32))
@@ -94,27 +80,21 @@ def serve(channel: socket.socket, agent: Agent) -> None:
 
 
 def _become(
-    asked: dict[str, Any], descriptors: Sequence[int], may_go: int, agent: Agent
+    asked: dict[str, Any], may_go: int, agent: int, shown: ctypes.Array[ctypes.c_char]
 ) -> NoReturn:
     """Be the training process."""
     try:
         os.setsid()
-        for standard, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, standard)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _child.redirect(asked["outputs"])
         if os.read(may_go, len(GO)) != GO:
             os._exit(1)  # the agent has given it up
         os.close(may_go)
-        _end_with(agent.pid)
+        _child.end_with(agent)
         os.chdir(asked["directory"])
         os.environ.clear()
         os.environ.update(asked["environment"])
-        heartbeats = str(Path(agent.beats, f"{os.environ.get('LOCAL_RANK', '0')}.json"))
-        os.environ["REMESH_HEARTBEAT_FILE"] = heartbeats
-        _show(heartbeats, agent)
-        os.environ["REMESH_AGENT_DIR"] = agent.beats
-        os.environ["REMESH_SNAPSHOT_DIR"] = agent.snapshots
+        # Have the kernel show the heartbeat file in the environment of this process.
+        shown.raw = os.fsencode(os.environ[HEARTBEAT]).ljust(len(shown), b"\0")
         _draw_anew()
     except BaseException as error:  # noqa: BLE001 - nothing may return into the server's loop
         if not isinstance(error, SystemExit):
@@ -124,20 +104,6 @@ def _become(
         os._exit(1)
     _script.run(asked["words"])
     raise AssertionError("it ends the process")
-
-
-def _show(heartbeats: str, agent: Agent) -> None:
-    """Have the kernel show the heartbeat file of this process in its environment, by its memory."""
-    room = len(os.fsencode(f"{agent.beats}/{SERVER}"))
-    ctypes.memmove(agent.shown, os.fsencode(heartbeats).ljust(room, b"\0"), room)
-
-
-def _end_with(agent: int) -> None:
-    """Have the kernel kill this process when the agent dies."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "the kernel does not tie a process to its parent")
-    if os.getppid() != agent:
-        sys.exit("the agent died before its process began")
 
 
 def _draw_anew() -> None:
@@ -187,10 +153,10 @@ def _open_device() -> str:
     return ""
 
 
-def _load_script() -> ModuleType:
-    """`remesh.elastic.script`, which need not be installed for this interpreter."""
-    path = Path(__file__).resolve().with_name("script.py")
-    spec = importlib.util.spec_from_file_location("_remesh_script", path)
+def _load(name: str) -> ModuleType:
+    """A module that lies beside this file: remesh need not be installed for this interpreter."""
+    path = Path(__file__).resolve().with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_remesh_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -200,13 +166,14 @@ def _load_script() -> ModuleType:
 
 def main(arguments: list[str]) -> None:
     """Preload, say so, and serve."""
-    number, agent, beats, snapshots, modules, *words = arguments
+    number, agent, modules, *words = arguments
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
-    _end_with(int(agent))
+    _child.end_with(int(agent))
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    shown = getenv(b"REMESH_HEARTBEAT_FILE")
+    room = len(os.fsencode(os.environ[HEARTBEAT]))
+    shown = (ctypes.c_char * room).from_address(getenv(HEARTBEAT.encode()))
     began = time.monotonic()
     if not sys.flags.safe_path:
         # As it will be for the script; now it is the directory of this file.
@@ -220,9 +187,9 @@ def main(arguments: list[str]) -> None:
     gc.freeze()  # collections would copy the pages that all processes share
     ready = {"modules": len(found), "seconds": time.monotonic() - began}
     channel.send(json.dumps(ready).encode())
-    serve(channel, Agent(int(agent), beats, snapshots, shown))
+    serve(channel, int(agent), shown)
 
 
 if __name__ == "__main__":
-    _script = _load_script()
+    _child, _script = _load("child"), _load("script")
     main(sys.argv[1:])

@@ -193,10 +193,11 @@ def make_handler(
     address = parameters.local_addr or client.local_address()
     check_address(address)
     store = open_store(address)
+    node_unit = parameters.get_as_int("node_unit", 1)
     settings = Settings(
         min_nodes=parameters.min_nodes,
         max_nodes=parameters.max_nodes,
-        node_unit=parameters.get_as_int("node_unit", 1) or 1,
+        node_unit=1 if node_unit is None else node_unit,
         last_call=float(parameters.get("last_call", 5.0)),
         join_timeout=float(parameters.get("join_timeout", 600.0)),
     )
@@ -208,6 +209,7 @@ def make_handler(
         port=store.port,
         num_processes=parameters.get_as_int("nproc", 1) or 1,
         settings=settings,
+        max_restarts=parameters.get_as_int("max_restarts", 3) or 0,
     )
     beat_seconds = float(parameters.get("beat_seconds", 1.0))
     node = NodeClient(client, first, test, beat_seconds=beat_seconds)

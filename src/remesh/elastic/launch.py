@@ -13,34 +13,38 @@ import logging
 import os
 import secrets
 import signal
-import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from remesh.elastic import script
-from remesh.elastic.agent import EXIT_JOB_FAILED, REENTRY_SECONDS, Agent
-from remesh.elastic.client import Client, read_token
+from remesh.elastic.agent import Agent
+from remesh.elastic.client import read_token
 from remesh.elastic.directories import MEMORY, snapshot_directory, token_file
 from remesh.elastic.failures import read_patterns
-from remesh.elastic.handler import PATIENCE, Handler, check_address, default_name, open_store
+from remesh.elastic.handler import BACKEND, PATIENCE, Handler, make_handler
 from remesh.elastic.job import HangAction, Policy
 from remesh.elastic.journal import Journal
+from remesh.elastic.lifecycle import EXIT_JOB_FAILED, Limits
 from remesh.elastic.master import Master
-from remesh.elastic.node import NodeClient
 from remesh.elastic.node_check import run_test
-from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Join
-from remesh.elastic.rendezvous import Settings
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
 from remesh.elastic.warm import modules_of
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
+
+REENTRY_SECONDS = 10.0
+SIGNALS = ("SIGINT", "SIGHUP", "SIGQUIT")
+"""Signals that end the agent as a failure; SIGTERM drains the node."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -187,9 +191,6 @@ def main(arguments: Sequence[str]) -> None:
 
 @record  # an error of ours goes where torchrun's would
 def _run(options: argparse.Namespace) -> None:
-    # SIGTERM is ours: it drains the node.
-    options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle
     if options.tee == "0" and options.redirects == "0":
         options.tee = "3"  # also into files, whose ends are part of a failure's report
     preload = _preload_of(options)
@@ -199,13 +200,13 @@ def _run(options: argparse.Namespace) -> None:
     if not isinstance(command, str):
         raise SystemExit("remesh run starts commands: leave out --run-path")
     with contextlib.ExitStack() as stack:
-        url, token = options.master, read_token(options.token_file)
+        url, file = options.master, options.token_file
         if url is None:
-            token = token or secrets.token_urlsafe(32)
+            token = read_token(file) or secrets.token_urlsafe(32)
             url = stack.enter_context(_own_master(options, token)).url
             file = stack.enter_context(token_file(int(url.rpartition(":")[2]), token))
             log.warning("the job's page is at %s; it asks for the token in %s", url, file)
-        handler = _make_handler(options, config, url, token)
+        handler = _make_handler(options, config, url, file)
         stack.callback(handler.node.close)
         snapshots = stack.enter_context(snapshot_directory(options.snapshot_dir))
         command_line = [command, *command_arguments]
@@ -255,43 +256,29 @@ def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
 
 
 def _make_handler(
-    options: argparse.Namespace, config: LaunchConfig, url: str, token: str
+    options: argparse.Namespace, config: LaunchConfig, url: str, file: str | None
 ) -> Handler:
-    client = Client(
+    parameters = RendezvousParameters(
+        BACKEND,
         url,
-        token=token,
+        config.run_id,
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        token_file=file,
         tls_ca=options.tls_ca,
-        patience=options.master_patience,
-    )
-    address = config.local_addr or client.local_address()
-    try:
-        check_address(address)
-    except ValueError as error:
-        raise SystemExit(f"remesh run: {error}") from error
-    store = open_store(address)
-    first = Join(
-        name=options.node_name or default_name(options.node_id),
+        master_patience=options.master_patience,
+        beat_seconds=options.beat_seconds,
+        name=options.node_name,
         node_id=options.node_id,
-        incarnation=uuid.uuid4().hex,
-        address=address,
-        port=store.port,
-        num_processes=config.nproc_per_node,
-        settings=_settings(options, config),
+        node_unit=options.node_unit,
+        nproc=config.nproc_per_node,
+        last_call=options.last_call,
+        join_timeout=options.join_timeout,
         max_restarts=config.max_restarts,
     )
-    node = NodeClient(client, first, run_test, beat_seconds=options.beat_seconds)
-    return Handler(node, store, config.run_id)
-
-
-def _settings(options: argparse.Namespace, config: LaunchConfig) -> Settings:
     try:
-        return Settings(
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            node_unit=options.node_unit,
-            last_call=options.last_call,
-            join_timeout=options.join_timeout,
-        )
+        return make_handler(parameters, run_test)
     except ValueError as error:
         raise SystemExit(f"remesh run: {error}") from error
 
@@ -305,43 +292,31 @@ def _run_agent(
     snapshots: str,
     preload: Sequence[str],
 ) -> None:
-    spec = WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=command[0],
-        args=tuple(command[1:]),
-        rdzv_handler=handler,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        duplicate_stdout_filters=config.duplicate_stdout_filters,
-        duplicate_stderr_filters=config.duplicate_stderr_filters,
-        virtual_local_rank=config.virtual_local_rank,
-    )
-    agent = Agent(
-        spec,
-        drain_seconds=options.drain_seconds,
-        reentry_timeout=options.reentry_timeout,
-        snapshots=snapshots,
-        preload=preload,
+    limits = Limits(
+        num_processes=config.nproc_per_node,
+        drain=options.drain_seconds,
+        reentry=options.reentry_timeout,
+        shutdown=config.shutdown_timeout or 0.0,
+        patience=options.master_patience,
         prepares=options.prepare,
-        logs_specs=config.logs_specs,
-        start_method=config.start_method,
-        log_line_prefix_template=config.log_line_prefix_template,
-        shutdown_timeout=config.shutdown_timeout,
     )
-    signal.signal(signal.SIGTERM, agent.on_sigterm)  # torch's agent does not handle it: `_run`
+    agent = Agent(handler, config, command, limits, snapshots=snapshots, preload=preload)
+    signal.signal(signal.SIGTERM, agent.on_sigterm)
+    for name in SIGNALS:
+        signal.signal(signal.Signals[name], _raise_signal)
     try:
-        result = agent.run()
-    except SystemExit as leaving:
-        if leaving.code:
+        agent.run()
+    except (SystemExit, ChildFailedError) as leaving:
+        code = leaving.code if isinstance(leaving, SystemExit) else EXIT_JOB_FAILED
+        if code:
             # With this node alone, unless the whole job has ended.
-            store_newest(snapshots, whole_only=leaving.code != EXIT_JOB_FAILED)
+            store_newest(snapshots, whole_only=code != EXIT_JOB_FAILED)
         raise
     finally:
         agent.close()
-    if result.is_failed():
-        store_newest(snapshots, whole_only=False)
-        raise ChildFailedError(name=command[0], failures=result.failures)
+
+
+def _raise_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    """End the agent by an exception, as torchrun does."""
+    name = signal.Signals(number)
+    raise SignalException(f"process {os.getpid()} got {name.name}", sigval=name)

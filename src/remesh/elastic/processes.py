@@ -1,34 +1,42 @@
-"""The training processes of a node, as torch's agent holds them.
+"""The training processes of a node, started as torchrun starts them: variables, logs, error files.
 
-torch starts all processes of a node together and stops all when one fails. Where the others go on
-in the next world, only what is missing is started: in the context of the others, with the variables
-that torch gave its predecessor and those of the new world, and with log files of its own.
+A process is forked by an interpreter that has imported its modules (`warm`), if there is one. Else
+it is a command of its own (`child`). Either way it leads a session, is a child of the agent, and
+ends with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from string import Template
+from typing import Any, TextIO
 
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.launcher.api import LaunchConfig
 
+from remesh.elastic import child, guard
 from remesh.elastic.failures import MAX_MESSAGE
 from remesh.elastic.script import done_note
+from remesh.elastic.warm import Forked, Warm
 
 log = logging.getLogger(__name__)
 
 LAST_LINES = 40
 """Lines of the logs of a process that are part of the report of its failure."""
+LOOK_SECONDS = 0.01
 _KNOWN_CAUSE = (
     "; a known cause is a thread of torch (gloo) that needs Python while Python ends; see "
     "docs/how-to/torchrun.md"
@@ -36,139 +44,225 @@ _KNOWN_CAUSE = (
 
 
 class Process:
-    """A training process as torch sees it: one that dies after its work was done has succeeded.
+    """A training process; one that dies after its work was done has succeeded.
 
     A crash at exit must not cost a restart, nor stop processes that still work: a finished job
     would run again.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], directory: str) -> None:
-        self._process = process
-        self._note = done_note(directory, process.pid)
-        self._has_succeeded = False
-        self.pid = process.pid
+    def __init__(
+        self,
+        started: subprocess.Popen[bytes] | Forked,
+        note: Path,
+        local_rank: int = 0,
+        error_file: str = "",
+    ) -> None:
+        self._started = started
+        self._note = note  # says that its work is done
+        self._local_rank = local_rank
+        self._error_file = error_file
+        self._code: int | None = None
+        self._sent: signal.Signals | None = None  # the last signal of the agent
+        self.pid = started.pid
+        self.failure: ProcessFailure | None = None  # unless a signal of the agent has ended it
+        self.logs: list[str] = []
+        self.shown = contextlib.ExitStack()  # what shows its logs
 
     def poll(self) -> int | None:
         """The exit code, once it has ended."""
-        return self._exit_code(self._process.poll())
+        if self._code is not None:
+            return self._code
+        code = self._started.poll()
+        if code is not None and code < 0 and self._note.exists():
+            log.warning(
+                "process %d died by signal %d at exit after its work: no failure%s",
+                self.pid,
+                -code,
+                _KNOWN_CAUSE if code == -signal.SIGABRT else "",
+            )
+            code = 0
+        if code and code != -(self._sent or 0):
+            self.failure = ProcessFailure(self._local_rank, self.pid, code, self._error_file)
+        self._code = code
+        return code
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end; the exit code."""
-        return self._exit_code(self._process.wait(timeout))
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its group, which may have ended."""
+        self._sent = number
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
 
-    def _exit_code(self, code: int | None) -> int | None:
-        if self._has_succeeded:
-            return 0
-        if code is None or code >= 0 or not self._note.exists():
-            return code
-        self._has_succeeded = True
-        log.warning(
-            "process %d died by signal %d at exit after its work: no failure%s",
-            self.pid,
-            -code,
-            _KNOWN_CAUSE if code == -signal.SIGABRT else "",
-        )
-        return 0
+    def release(self) -> None:
+        """Give back what belongs to a process that has ended."""
+        self._note.unlink(missing_ok=True)  # another process may get its id
+        self.shown.close()
 
-
-def look_after(context: SubprocessContext, directory: str) -> None:
-    """Take a process that dies after its work was done for one that has succeeded.
-
-    Those that were seen before stay as they are.
-    """
-    for handler in context.subprocess_handlers.values():
-        if not isinstance(handler.proc, Process):
-            process = Process(handler.proc, directory)
-            handler.proc = cast("subprocess.Popen[bytes]", process)
-
-
-def exit_codes(context: SubprocessContext) -> dict[int, int | None]:
-    """How each process has ended, by local rank; None for those that live."""
-    return {rank: one.proc.poll() for rank, one in context.subprocess_handlers.items()}
+    def give_up(self) -> None:
+        """Count a process that SIGKILL does not end as ended: it does nothing any more."""
+        self._code = -signal.SIGKILL
 
 
-def failures(context: SubprocessContext) -> dict[int, ProcessFailure]:
-    """The processes that have failed, by local rank. The others are left alone."""
-    return {
-        rank: ProcessFailure(
-            local_rank=rank,
-            pid=context.subprocess_handlers[rank].proc.pid,
-            exitcode=code,
-            error_file=context.error_files[rank],
-        )
-        for rank, code in exit_codes(context).items()
-        if code
-    }
+class Processes:
+    """The processes of a node, by local rank."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        command: Sequence[str],
+        *,
+        directory: str,
+        snapshots: str = "",
+        warm: Warm,
+    ) -> None:
+        self._config = config
+        self._command = list(command)
+        self._directory = directory
+        self._snapshots = snapshots
+        self._warm = warm
+        self._shutdown_timeout = config.shutdown_timeout or 0.0
+        self._all: dict[int, Process] = {}
+
+    @property
+    def living(self) -> dict[int, int]:
+        """The ids of the processes that live."""
+        return {rank: one.pid for rank, one in self._all.items() if one.poll() is None}
+
+    @property
+    def failed(self) -> dict[int, ProcessFailure]:
+        """The processes that have failed, since they were seen to have."""
+        return {rank: one.failure for rank, one in self._all.items() if one.failure is not None}
+
+    def file_of(self, local_rank: int) -> str:
+        """The heartbeat file of a process, beside which its orders and reports lie."""
+        return f"{self._directory}/{local_rank}.json"
+
+    def start(self, ranks: Collection[int], worlds: Mapping[int, Mapping[str, str]]) -> None:
+        """Start processes, in place of those that have ended.
+
+        `worlds` are the variables of the world, for all processes of the node.
+        """
+        if not ranks:
+            return
+        environments = {rank: {**self._variables(rank), **world} for rank, world in worlds.items()}
+        logs = self._config.logs_specs.reify(environments)  # type: ignore[union-attr] # torch's own default
+        old = [self._all.pop(rank) for rank in ranks if rank in self._all]
+        for rank in sorted(ranks):
+            self._all[rank] = self._start(rank, environments[rank], logs)
+        for process in old:
+            process.release()  # this takes a moment, for which the new ones do not wait
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """The variables of a process that are the same in all worlds."""
+        config = self._config
+        found = {
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
+            "ROLE_NAME": config.role,
+            "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+            "TORCHELASTIC_RUN_ID": config.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+            ),
+            "REMESH_HEARTBEAT_FILE": self.file_of(rank),
+            "REMESH_AGENT_DIR": self._directory,
+            "REMESH_SNAPSHOT_DIR": self._snapshots,
+        }
+        if config.virtual_local_rank:  # each process sees one GPU alone
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = range(rank + 1) if visible is None else visible.split(",")
+            if rank >= len(gpus):
+                raise ValueError(f"process {rank} has no GPU in CUDA_VISIBLE_DEVICES={visible}")
+            found |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": str(gpus[rank]).strip()}
+        return found
+
+    def _start(self, rank: int, environment: dict[str, str], logs: LogsDest) -> Process:
+        outputs = logs.stdouts[rank], logs.stderrs[rank]
+        command = macros.substitute(self._command, str(rank))
+        numa = self._config.numa_options
+        started: subprocess.Popen[bytes] | Forked | None = None
+        if numa is None:  # a process that is bound to memory is started by another command
+            started = self._warm.fork(command, {**os.environ, **environment}, outputs)
+        if started is None:
+            started = SubprocessHandler(
+                entrypoint=sys.executable,
+                args=("-I", "-S", child.__file__, str(os.getpid()), *outputs, *command),
+                env=environment,
+                stdout=None,
+                stderr=None,
+                local_rank_id=rank,
+                numa_options=numa,
+            ).proc
+        note = done_note(self._directory, started.pid)
+        process = Process(started, note, rank, logs.error_files[rank])
+        process.logs = [path for path in outputs if path]
+        self._show(process, rank, environment, logs)
+        return process
+
+    def _show(
+        self, process: Process, rank: int, environment: Mapping[str, str], logs: LogsDest
+    ) -> None:
+        """Show what a process writes, if the user wants that."""
+        config = self._config
+        prefixes = None
+        if config.log_line_prefix_template:
+            prefix = Template(config.log_line_prefix_template).safe_substitute(
+                role_name=config.role, rank=environment["RANK"], local_rank=rank
+            )
+            prefixes = {rank: prefix}
+
+        def show(files: Mapping[int, str], stream: TextIO, wanted: Callable[[str], bool]) -> None:
+            paths = {rank: files[rank]} if rank in files else {}
+            tail = TailLog(config.role, paths, stream, prefixes, log_line_filter=wanted)
+            process.shown.callback(tail.start().stop)
+
+        for files, stream, needles, copy in (
+            (logs.tee_stdouts, sys.stdout, config.duplicate_stdout_filters, logs.filtered_stdout),
+            (logs.tee_stderrs, sys.stderr, config.duplicate_stderr_filters, logs.filtered_stderr),
+        ):
+            show(files, stream, lambda _line: True)
+            if needles:
+                file = open(copy, "a", errors="replace", buffering=1)  # noqa: SIM115
+                process.shown.enter_context(file)
+                show(files, file, functools.partial(_has_any, needles))
+
+    def end(self, ranks: Collection[int], number: signal.Signals) -> None:
+        """Send processes a signal; after SIGKILL, wait until they have ended."""
+        for rank in ranks:
+            self._all[rank].send(number)
+        if number is signal.SIGKILL:
+            self._wait(ranks)
+            for rank in ranks & self.living.keys():
+                self._all[rank].give_up()
+
+    def _wait(self, ranks: Collection[int]) -> None:
+        deadline = time.monotonic() + self._shutdown_timeout
+        while self.living.keys() & ranks and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+
+    def end_all(self, number: signal.Signals) -> None:
+        """End all processes, by SIGKILL if a signal does not, and whatever they have started."""
+        self.end(self.living.keys(), number)
+        self._wait(self.living.keys())
+        self.end(self.living.keys(), signal.SIGKILL)
+        self.end_started(range(self._config.nproc_per_node))
+        for process in self._all.values():
+            process.release()
+
+    def end_started(self, ranks: Collection[int]) -> None:
+        """Kill what processes have started, and what is left of them: it would train besides."""
+        names = {f"{rank}.json" for rank in ranks}
+        left = guard.kill(self._directory, self._shutdown_timeout, names)
+        if left:
+            log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
+
+    def logs(self, rank: int) -> list[str]:
+        """The log files of a process."""
+        return self._all[rank].logs
 
 
-def kill(context: SubprocessContext, local_rank: int) -> None:
-    """SIGKILL a process and its group, and wait for its end."""
-    handler = context.subprocess_handlers[local_rank]
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(handler.proc.pid, signal.SIGKILL)
-    handler.proc.wait()
-
-
-def start_missing(
-    context: SubprocessContext,
-    environments: Mapping[int, Mapping[str, str]],
-    name: str,
-    start: Callable[..., SubprocessHandler],
-) -> None:
-    """Start processes in place of those that have ended.
-
-    `environments` are the variables of the new world, by local rank of what is missing.
-    """
-    assert isinstance(context.entrypoint, str)
-    for rank, environment in environments.items():
-        context.envs[rank] = {**context.envs[rank], **environment}
-        Path(context.error_files[rank]).unlink(missing_ok=True)
-        logs = _new_logs(context, rank, name)
-        old = context.subprocess_handlers[rank]
-        context.subprocess_handlers[rank] = start(
-            entrypoint=context.entrypoint,
-            args=context.args[rank],
-            env=context.envs[rank],
-            stdout=logs[0],
-            stderr=logs[1],
-            local_rank_id=rank,
-            numa_options=context._numa_options,  # noqa: SLF001 - not public, and needed
-        )
-        _release(old)
-    # What torch keeps for itself of processes that have ended.
-    context._running_local_ranks = set(range(context.nprocs))  # noqa: SLF001
-    context._failures.clear()  # noqa: SLF001
-
-
-def _release(old: SubprocessHandler) -> None:
-    """Kill what a process that has ended left in its group, and close its log files."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(old.proc.pid, signal.SIGKILL)
-    for stream in (old._stdout, old._stderr):  # noqa: SLF001 - `close` does not if no group is left
-        if stream is not None:
-            stream.close()
-
-
-def _new_logs(context: SubprocessContext, rank: int, name: str) -> list[str]:
-    """New log files of a process, shown where the old ones were; empty for none."""
-    found = []
-    streams = ((context.stdouts, sys.stdout), (context.stderrs, sys.stderr))
-    for number, (paths, stream) in enumerate(streams):
-        old = paths.get(rank, "")
-        if old in ("", os.devnull):
-            found.append(old)
-            continue
-        # Of the same attempt, and before the end by which people find them.
-        file = Path(old)
-        paths[rank] = str(file.with_name(f"{file.name.split('.')[0]}.{name}{file.suffix}"))
-        found.append(paths[rank])
-        tail = context._tail_logs[number]  # noqa: SLF001 - what shows the logs of the others
-        if rank not in tail._log_files:  # noqa: SLF001
-            continue
-        shown = TailLog(context.name, {rank: paths[rank]}, stream, tail._log_line_prefixes)  # noqa: SLF001
-        shown.start()
-        context._tail_logs.append(shown)  # noqa: SLF001
-    return found
+def _has_any(needles: Sequence[str], line: str) -> bool:
+    return any(needle in line for needle in needles)
 
 
 def message_of(failure: Any) -> str:

@@ -1,42 +1,44 @@
-"""How the processes of a node get from one world into the next without ending: pure functions.
+"""How a process gets from one world into the next without ending: what it and its agent say.
 
 A training function that can be entered again is called by `remesh.elastic.run`. When the world
-changes, the agent orders its processes to *leave* the function, waits until they are *out*, and
-then orders those that are out to *enter* it again with their places in the new world. What has
-ended, or is not out when the patience is over, is killed and started anew.
+changes, the agent orders its processes to *leave* the world, and then orders those that are *out*
+to *enter* the next one, with their places in it.
 
 Orders and reports are states and not events: the agent keeps the newest order for each process, a
-process its newest report, each in a file. So it does no harm if one is read late, twice, or not at
-all because the next has taken its place. Orders are numbered; a process carries out the newest that
-it knows, once. A report names the newest order that the process has carried out and its process id,
-so a report of a process that was replaced does not count for its successor.
+process its newest report, each in a file beside the heartbeats (`.order`, `.report`) that is
+replaced in one step. So it does no harm if one is read late, twice, or not at all because the next
+has taken its place. Orders are numbered; a process carries out the newest that it knows, once.
+A report names the newest order that the process has carried out and its process id, so a report of
+a process that was replaced does not count for its successor.
 
-`next_act` is the process, `Recovery` with its functions is the agent.
+`next_act` is the process; the agent is `remesh.elastic.lifecycle`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeAlias
+from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
+M = TypeVar("M")
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+
+class LeaveWorld(msgspec.Struct, frozen=True, tag=True):
     """Leave the training function."""
 
     number: int  # number of the order
 
 
-class Enter(msgspec.Struct, frozen=True, tag=True):
+class EnterWorld(msgspec.Struct, frozen=True, tag=True):
     """Enter the training function, leaving it before if need be."""
 
     number: int  # number of the order
     environment: dict[str, str]  # variables of the new world, such as the rank
 
 
-Order: TypeAlias = Leave | Enter
+Order: TypeAlias = LeaveWorld | EnterWorld
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,71 +69,43 @@ def next_act(report: Report, order: Order | None) -> Act:
         return Act.GO_ON
     if not report.is_out:
         return Act.LEAVE
-    return Act.ENTER if isinstance(order, Enter) else Act.CONFIRM
+    return Act.ENTER if isinstance(order, EnterWorld) else Act.CONFIRM
 
 
-class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of a node between two worlds, by local rank."""
-
-    number: int  # number of the order to leave
-    deadline: float  # when those that are not out are given up
-    leaving: dict[int, int]  # process ids of those that have to leave
-    out: dict[int, int] = {}  # process ids of those that are out, and can enter again
-    missing: frozenset[int] = frozenset()  # those that have to be started
-
-    @property
-    def is_settled(self) -> bool:
-        """True if it is known of each process whether it enters again."""
-        return not self.leaving
+def send_order(heartbeat_file: str, order: Order) -> None:
+    """Give a process an order, which takes the place of the last."""
+    _write(f"{heartbeat_file}.order", order)
 
 
-def begin(
-    number: int,
-    living: Mapping[int, int],
-    reports: Mapping[int, Report],
-    *,
-    num_processes: int,
-    deadline: float,
-) -> Recovery | None:
-    """Begin a recovery; None if no process can be entered again.
+def read_order(heartbeat_file: str) -> Order | None:
+    """The newest order; None if there is none."""
+    return _read(f"{heartbeat_file}.order", Order)  # type: ignore[arg-type] # a union
 
-    `number` is that of the order to leave, higher than all before.
-    """
-    able = {
-        rank: pid for rank, pid in living.items() if rank in reports and reports[rank].pid == pid
-    }
-    if not able:
+
+def write_report(heartbeat_file: str, report: Report) -> None:
+    """Say how a process is."""
+    _write(f"{heartbeat_file}.report", report)
+
+
+def read_report(heartbeat_file: str) -> Report | None:
+    """The last report of a process; None if it has made none."""
+    return _read(f"{heartbeat_file}.report", Report)
+
+
+def forget(heartbeat_file: str) -> None:
+    """Remove the order and the report of a process that is not entered again."""
+    for end in ("order", "report"):
+        Path(f"{heartbeat_file}.{end}").unlink(missing_ok=True)
+
+
+def _write(path: str, message: msgspec.Struct) -> None:
+    beside = Path(f"{path}.new")
+    beside.write_bytes(msgspec.json.encode(message))
+    beside.replace(path)
+
+
+def _read(path: str, kind: type[M]) -> M | None:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+    except FileNotFoundError:
         return None
-    missing = frozenset(range(num_processes)) - able.keys()
-    return Recovery(number=number, deadline=deadline, leaving=able, missing=missing)
-
-
-def hear(recovery: Recovery, local_rank: int, report: Report) -> Recovery:
-    """A process has reported."""
-    pid = recovery.leaving.get(local_rank)
-    if report.pid != pid or not report.is_out or report.number < recovery.number:
-        return recovery
-    return msgspec.structs.replace(
-        recovery,
-        leaving=_without(recovery.leaving, local_rank),
-        out={**recovery.out, local_rank: report.pid},
-    )
-
-
-def end(recovery: Recovery, local_rank: int) -> Recovery:
-    """A process has ended."""
-    return msgspec.structs.replace(
-        recovery,
-        leaving=_without(recovery.leaving, local_rank),
-        out=_without(recovery.out, local_rank),
-        missing=recovery.missing | {local_rank},
-    )
-
-
-def overdue(recovery: Recovery, now: float) -> dict[int, int]:
-    """The processes that have to be killed: they were not out in time. `end` follows for each."""
-    return dict(recovery.leaving) if now >= recovery.deadline else {}
-
-
-def _without(table: dict[int, int], key: int) -> dict[int, int]:
-    return {other: value for other, value in table.items() if other != key}

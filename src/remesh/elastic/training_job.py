@@ -26,7 +26,7 @@ class TrainingJob:
         is_reentrant: Whether the function is entered again when the world changes.
         boundary: What the manager knew at the last step boundary; for the next manager.
         is_changing: Whether tensors are being changed: not interrupted if that ends soon.
-        is_called_out: Whether the function has to be left.
+        must_leave: Whether the function has to be left.
     """
 
     def __init__(self, *, is_reentrant: bool = False) -> None:
@@ -34,7 +34,7 @@ class TrainingJob:
         self.is_reentrant = is_reentrant
         self.boundary: Any = None
         self.is_changing = False
-        self.is_called_out = False
+        self.must_leave = False
         self._kept: dict[Hashable, Any] = {}
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -64,5 +64,5 @@ class TrainingJob:
             WorldChangedError: If the function has to be left.
         """
         self.is_changing = False
-        if self.is_called_out:
+        if self.must_leave:
             raise WorldChangedError("the world of the job changes")

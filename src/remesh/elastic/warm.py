@@ -1,8 +1,8 @@
 """Starts training processes from an interpreter that has imported their modules already.
 
-The agent's side of `fork_server`. A process that is started here is a `Popen` like any other. If
-there is no server, or it has died, or does not answer, the process is started cold, as it would be
-without it, and the log says why; a server that has died is started again a few times.
+The agent's side of `fork_server`. If there is no server, or it has died, or does not answer, the
+log says why, and the process is started cold (`processes`); a server that has died is started again
+a few times.
 
 Which modules are preloaded: those that the user names (`--preload`), or, for a script that uses
 `remesh.elastic`, what its first lines import of packages of which it is known that importing them
@@ -20,15 +20,12 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import api
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-from remesh.elastic import fork_server, script
+from remesh.elastic import fork_server
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +43,8 @@ READY_SECONDS = 120.0
 """How long processes wait for a server that is still importing."""
 REPLY_SECONDS = 30.0
 """How long a server may take for a fork."""
+NUM_BEFORE_SCRIPT = 3
+"""Words of a command before those of the script: the interpreter, `-u`, and `script.py`."""
 MAX_STARTS = 4
 """How often a server is started."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -96,25 +95,32 @@ def _first_imports(tree: ast.Module) -> Iterator[str]:
                 return
 
 
-class Warm:
-    """Starts processes, warm if it can."""
+class Forked:
+    """A child of this process that another has forked."""
 
-    def __init__(
-        self, python: str, modules: Sequence[str], own: tuple[str, str], words: Sequence[str]
-    ) -> None:
-        self._python = python
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
+class Warm:
+    """Forks processes with the modules that they import first."""
+
+    def __init__(self, modules: Sequence[str], directory: str, command: Sequence[str]) -> None:
         self._modules = modules
-        self._own = own
-        self._words = words
+        self._heartbeats = directory
+        self._python, self._words = command[0], command[NUM_BEFORE_SCRIPT:]
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._is_ready = False
         self._starts_left = MAX_STARTS if modules else 0
-
-    @property
-    def is_on(self) -> bool:
-        """True if there is something to preload."""
-        return bool(self._modules)
 
     def look_after(self) -> None:
         """Start a server if there is none, or none any more; never waits."""
@@ -128,10 +134,9 @@ class Warm:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             number = theirs.fileno()
-            own = (str(number), str(os.getpid()), *self._own, ",".join(self._modules))
-            beats = self._own[0]
+            own = (str(number), str(os.getpid()), ",".join(self._modules))
             marks = {
-                "REMESH_HEARTBEAT_FILE": f"{beats}/{fork_server.SERVER}",
+                fork_server.HEARTBEAT: f"{self._heartbeats}/{fork_server.SERVER}",
                 # Asking whether there is a GPU must not open it.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }
@@ -143,25 +148,10 @@ class Warm:
             )
         self._channel, self._is_ready = ours, False
 
-    def handler(self, **options: Any) -> SubprocessHandler:
-        """As torch's `get_subprocess_handler`: start a process."""
-        return _Handler(self, **options)
-
-    @contextmanager
-    def for_torch(self) -> Iterator[None]:
-        """Have torch's agent start its processes here."""
-        # torch has no other place where one could say how its processes are started.
-        former = vars(api)["get_subprocess_handler"]
-        vars(api)["get_subprocess_handler"] = self.handler
-        try:
-            yield
-        finally:
-            vars(api)["get_subprocess_handler"] = former
-
     def fork(
-        self, words: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
-    ) -> int | None:
-        """Have a process forked; the id of a child of this process.
+        self, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str]
+    ) -> Forked | None:
+        """Have a process forked whose outputs go into files; a child of this process.
 
         None if there is no server that does it.
         """
@@ -169,14 +159,18 @@ class Warm:
         channel = self._wait_ready()
         if channel is None:
             return None
-        directory = str(Path.cwd())
-        message = {"words": words, "environment": dict(environment), "directory": directory}
+        message = {
+            "words": command[NUM_BEFORE_SCRIPT:],
+            "environment": dict(environment),
+            "directory": str(Path.cwd()),
+            "outputs": outputs,
+        }
         try:
             with _adopting():
-                socket.send_fds(channel, [json.dumps(message).encode()], list(descriptors))
+                channel.send(json.dumps(message).encode())
                 pid = int(self._receive(channel, REPLY_SECONDS)["pid"])
                 channel.send(fork_server.GO)  # without it, the process ends
-                return pid
+                return Forked(pid)
         except (OSError, KeyError, ValueError) as error:
             self._give_up(str(error))
             return None
@@ -230,42 +224,6 @@ class Warm:
             self._server.kill()
             self._server.wait()
         self._channel = self._server = None
-
-
-class _Handler(SubprocessHandler):
-    """A process of torch's agent, started by `Warm`."""
-
-    def __init__(self, warm: Warm, *, numa_options: Any = None, **options: Any) -> None:
-        # A process that is bound to memory is started by another command.
-        self._warm = warm if warm.is_on and numa_options is None else None
-        super().__init__(numa_options=numa_options, **options)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        files: dict[str, Any] = {"stdout": self._stdout, "stderr": self._stderr}
-        if self._warm is None:
-            return subprocess.Popen(args, env=env, start_new_session=True, **files)  # noqa: S603
-        outputs = enumerate((self._stdout, self._stderr), start=1)
-        standard = [0, *(number if file is None else file.fileno() for number, file in outputs)]
-        words = args[args.index(script.__file__) + 1 :]
-        warm = self._warm
-        return _Popen(lambda: warm.fork(words, env, standard), args, env=env, **files)
-
-
-class _Popen(subprocess.Popen[bytes]):
-    """A process that is forked by a server if that can be, and else started as usual."""
-
-    def __init__(self, fork: Callable[[], int | None], args: Sequence[str], **options: Any) -> None:
-        self._fork = fork
-        super().__init__(args, start_new_session=True, **options)
-
-    def _execute_child(self, *arguments: Any) -> None:
-        """Start the process: the one step of `Popen` that is another one here."""
-        pid = self._fork()
-        if pid is None:
-            super()._execute_child(*arguments)  # type: ignore[misc] # not public, and stable
-            return
-        self.pid = pid
-        self._child_created = True
 
 
 @contextmanager

@@ -1,0 +1,368 @@
+"""The agent of a node as a pure function: what it sees, and the time, give what it does next.
+
+Its processes train until one fails, all have succeeded, or the master has another world for them.
+Then there is one way into the next world. Each process is *in* the world, *out* of it or *missing*:
+
+1. Those that can be entered again are ordered to leave the world (`reentry`), and are out when they
+   say so. The others are ended by a signal, and are missing. What is still in at the deadline is
+   killed, and missing as well.
+2. As soon as all that is still in can be entered again, the node joins the next round: meanwhile
+   the rest gets out. After a failure the master decides before on what follows.
+3. If none is in, those that are out enter the new world, and new processes take the place of those
+   that are missing.
+
+`step` neither waits nor reads a clock; `remesh.elastic.agent` does what it says, and waits there
+for the next round and for the master's decision on a failure.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from remesh.elastic.failures import FailureAction, FailureDecision, restart_pause
+from remesh.elastic.heartbeat import Heartbeat, Request
+from remesh.elastic.protocol import Assignment, Content, JobEnded, Stop
+from remesh.elastic.reentry import Report
+from remesh.elastic.rendezvous import Change, Outcome
+
+EXIT_REPLACE = 75
+"""How the agent ends when another node should take the place of this one."""
+EXIT_JOB_FAILED = 1
+"""How it ends when the job has failed on another node, or its end cannot be learned."""
+EXIT_DRAINED = 143
+"""How it ends after SIGTERM, as other programs do."""
+EXIT_UNSAVED = 1
+"""How it ends after SIGTERM when the ranks could not save in time."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user has chosen for a node; all times in seconds."""
+
+    num_processes: int
+    drain: float  # for a checkpoint before the node leaves, or the world grows
+    reentry: float  # for a process to leave a training function that is entered again
+    shutdown: float  # for any other process to end after a signal
+    patience: float  # for a master that does not answer
+    prepares: bool = False  # whether processes start before the node joins
+
+
+class Phase(StrEnum):
+    """What an agent is about."""
+
+    PREPARE = "prepare"  # processes make what they need before the node joins
+    CHANGE = "change"  # they get from one world into the next
+    TRAIN = "train"
+    FINISHED = "finished"  # all processes have succeeded, other nodes may not
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent."""
+
+    limits: Limits
+    phase: Phase
+    order: int = 0  # number of the newest order to processes
+    deadline: float = math.inf  # when processes that are still in the old world are killed
+    asks: bool = False  # in a change: whether the master decides on a failure before
+    joins: bool = False  # in a change: whether the node has joined the next round
+    num_in_vain: int = 0  # starts in a row that failed without a step
+    hold: Request | None = None  # what the ranks are asked for, before they have to stop
+    held_since: float = 0.0
+    is_announced: bool = False  # whether the master knows that this node drains
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent sees at one moment. Processes go by their local ranks."""
+
+    living: frozenset[int] = frozenset()
+    has_failed: bool = False  # whether any has ended with an error
+    reports: dict[int, Report] = {}  # of those that live and can be entered again
+    beats: tuple[Heartbeat, ...] = ()  # of those that report their steps
+    content: Content | None = None  # the newest instruction
+    stop: Stop | None = None  # why the processes should stop, by that
+    decision: FailureDecision | None = None  # on the failures that were reported last
+    drains: bool = False  # whether there was a SIGTERM
+    silence: float = 0.0  # seconds without a session with the master
+
+
+# Actions ------------------------------------------------------------------------------------------
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    """Start all processes outside of any world, ordered to leave it."""
+
+    order: int
+
+
+class CallOut(msgspec.Struct, frozen=True):
+    """Order processes to leave their world."""
+
+    order: int
+    ranks: frozenset[int]
+
+
+class End(msgspec.Struct, frozen=True):
+    """Send processes a signal of which they end; after SIGKILL, wait until they have ended."""
+
+    ranks: frozenset[int]
+    number: signal.Signals
+    why: str = ""
+
+
+class Join(msgspec.Struct, frozen=True):
+    """Join the next round, and wait until it begins for this node."""
+
+    pause: float = 0.0  # seconds before that
+
+
+class Enter(msgspec.Struct, frozen=True):
+    """Order processes into the world that the node has joined, and start those that are missing."""
+
+    order: int
+    out: frozenset[int]
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Request a save or a wait of all processes; without a request, let them go on."""
+
+    request: Request | None
+
+
+class BeatNow(msgspec.Struct, frozen=True):
+    """Send the next heartbeat at once."""
+
+
+class AskDecision(msgspec.Struct, frozen=True):
+    """Report the failed processes, and wait for the master's decision."""
+
+
+class AnnounceDrain(msgspec.Struct, frozen=True):
+    """Tell the master that the node leaves soon."""
+
+    seconds: float
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Tell the master that the processes have succeeded."""
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """End the processes, then the agent; with the errors of those that made the job fail, if so."""
+
+    code: int
+    reason: str
+    outcome: Outcome | None = None  # with which the node leaves the job, if it has to say so
+
+
+Action: TypeAlias = (
+    Prepare
+    | CallOut
+    | End
+    | Join
+    | Enter
+    | Hold
+    | BeatNow
+    | AskDecision
+    | AnnounceDrain
+    | Finish
+    | Exit
+)
+Next: TypeAlias = tuple[State, list[Action]]
+
+
+# Steps --------------------------------------------------------------------------------------------
+
+
+def begin(limits: Limits) -> Next:
+    """The first step of an agent."""
+    if limits.prepares:
+        state = State(limits=limits, phase=Phase.PREPARE, order=1)
+        return state, [Prepare(1)]
+    return State(limits=limits, phase=Phase.CHANGE, joins=True), [Join()]
+
+
+def step(state: State, seen: Seen, now: float) -> Next:
+    """The next step of an agent, and its state after that."""
+    match state.phase:
+        case Phase.PREPARE:
+            return _prepare(state, seen)
+        case Phase.CHANGE:
+            return _change(state, seen, now)
+        case Phase.TRAIN if seen.has_failed:
+            return _leave(replace(state, asks=True), seen, now)
+        case Phase.TRAIN if not seen.living:
+            return replace(state, phase=Phase.FINISHED), [Finish()]
+        case Phase.TRAIN:
+            return _train(state, seen, now)
+        case Phase.FINISHED:
+            return _finished(state, seen, now)
+
+
+def _inside(state: State, seen: Seen) -> frozenset[int]:
+    """The processes that have not left the old world yet."""
+    out = {
+        rank
+        for rank, report in seen.reports.items()
+        if report.is_out and report.number >= state.order
+    }
+    return seen.living - out
+
+
+def _prepare(state: State, seen: Seen) -> Next:
+    if seen.drains:
+        return state, [_stopped_already()]
+    if _inside(state, seen):
+        return state, []
+    return replace(state, phase=Phase.CHANGE, joins=True), [Join()]
+
+
+def _leave(state: State, seen: Seen, now: float, number: signal.Signals = signal.SIGTERM) -> Next:
+    """Let the processes leave their world."""
+    order, able = state.order + 1, frozenset(seen.reports)
+    plain = seen.living - able
+    actions: list[Action] = []
+    if able:
+        actions.append(CallOut(order, able))
+        number = signal.SIGKILL  # nothing is lost that the others do not have
+    if plain:
+        actions.append(End(plain, number))
+    deadline = now + (state.limits.reentry if able else state.limits.shutdown)
+    return replace(state, phase=Phase.CHANGE, order=order, deadline=deadline), actions
+
+
+def _change(state: State, seen: Seen, now: float) -> Next:
+    inside = _inside(state, seen)
+    if inside and now >= state.deadline:
+        why = f"has not left the training within {state.limits.reentry:g} s"
+        if not seen.reports:
+            why = f"has not ended within {state.limits.shutdown:g} s"
+        return state, [End(inside, signal.SIGKILL, f"{why}\nIt is killed and started again")]
+    if not state.joins:
+        if inside - seen.reports.keys():
+            return state, []
+        return _join(state, seen)
+    if inside:
+        return state, []
+    trains = replace(
+        state,
+        phase=Phase.TRAIN,
+        order=state.order + 1,
+        deadline=math.inf,
+        joins=False,
+        hold=None,
+    )
+    return trains, [Enter(trains.order, seen.living)]
+
+
+def _join(state: State, seen: Seen) -> Next:
+    """Join the next round, if the master has nothing against it."""
+    pause = 0.0
+    if state.asks:
+        if seen.decision is None:
+            return state, [AskDecision()]
+        match seen.decision.action:
+            case FailureAction.FAIL:
+                return state, [Exit(EXIT_JOB_FAILED, seen.decision.reason)]
+            case FailureAction.REPLACE:
+                return state, [Exit(EXIT_REPLACE, "the machine is broken", Outcome.FAILED)]
+        # Pauses grow as long as starts fail without a step.
+        state = replace(state, num_in_vain=0 if seen.beats else state.num_in_vain + 1)
+        pause = restart_pause(state.num_in_vain)
+    if seen.drains:
+        return state, [_stopped_already()]
+    return replace(state, asks=False, joins=True), [Join(pause)]
+
+
+def _stopped_already() -> Exit:
+    return Exit(EXIT_DRAINED, "its processes had stopped already", Outcome.DRAINED)
+
+
+def _train(state: State, seen: Seen, now: float) -> Next:
+    """Do what the newest instruction says, while the processes are healthy."""
+    actions: list[Action] = []
+    grows = seen.stop is not None and seen.stop.change is Change.GROW
+    if seen.drains:
+        if not state.is_announced:
+            state = replace(state, is_announced=True)
+            actions.append(AnnounceDrain(state.limits.drain))
+        state = _hold(state, "save-and-hold", now, actions)
+        if _is_saved(state, seen, now):
+            return state, [*actions, _drained(state, seen, now)]
+    elif grows or seen.stop is None:
+        world = seen.content if isinstance(seen.content, Assignment) and not grows else None
+        may_grow = world is not None and world.grow
+        wanted: Request | None = None
+        if grows or (world is not None and world.save):
+            all_go_on = len(seen.reports) == state.limits.num_processes
+            wanted = "hold" if (may_grow or grows) and all_go_on else "save-and-hold"
+        state = _hold(state, wanted, now, actions)
+        if may_grow and _is_saved(state, seen, now):
+            actions.append(BeatNow())  # the other ranks wait as well, or will soon
+    if seen.stop is not None and not (grows and not _is_saved(state, seen, now)):
+        # Processes that hang do not react to SIGTERM.
+        hangs = seen.stop.change is Change.HANG
+        left, more = _leave(state, seen, now, signal.SIGKILL if hangs else signal.SIGTERM)
+        return left, actions + more
+    if isinstance(seen.content, JobEnded):
+        actions.append(_end(seen.content))
+    return state, actions
+
+
+def _hold(state: State, wanted: Request | None, now: float, actions: list[Action]) -> State:
+    """Have the ranks save and wait, so that no step is repeated later; or let them continue."""
+    if (wanted is None) is (state.hold is None):
+        return state
+    actions.append(Hold(wanted))
+    return replace(state, hold=wanted, held_since=now)
+
+
+def _is_saved(state: State, seen: Seen, now: float) -> bool:
+    """True if the ranks have saved and wait, or the time limit for that has passed.
+
+    Ranks that report nothing have no manager that could save.
+    """
+    all_report = len(seen.beats) == state.limits.num_processes
+    all_wait = all_report and all(beat.waits for beat in seen.beats)
+    is_late = now - state.held_since > state.limits.drain
+    return not seen.beats or all_wait or is_late
+
+
+def _drained(state: State, seen: Seen, now: float) -> Exit:
+    """Leave because of SIGTERM, after a last checkpoint if there was time for one."""
+    if not seen.beats:
+        reason = "SIGTERM, no rank reports to a manager"
+    elif all(beat.waits for beat in seen.beats):
+        reason = f"SIGTERM, saved at step {seen.beats[0].saved_step}"
+    else:
+        reason = f"SIGTERM, no checkpoint within {now - state.held_since:.0f} s"
+        return Exit(EXIT_UNSAVED, reason, Outcome.DRAINED)
+    return Exit(EXIT_DRAINED, reason, Outcome.DRAINED)
+
+
+def _end(content: JobEnded) -> Exit:
+    """End as the job has."""
+    has_succeeded = content.outcome is Outcome.SUCCEEDED
+    code = 0 if has_succeeded else EXIT_JOB_FAILED
+    return Exit(code, f"the job has {content.outcome}: {content.reason}")
+
+
+def _finished(state: State, seen: Seen, now: float) -> Next:
+    """Stay until the job has ended, or the processes have to start again with others."""
+    if isinstance(seen.content, JobEnded):
+        return state, [_end(seen.content)]
+    if seen.stop is not None:
+        return _leave(state, seen, now)
+    if seen.drains:
+        return state, [Exit(EXIT_DRAINED, "the processes of this node have succeeded")]
+    if seen.silence > state.limits.patience:
+        reason = (
+            "the processes of this node have succeeded, how the job ends is not known: the master "
+            f"has not answered for {seen.silence:.0f} s\nAsk it once it answers (remesh status URL)"
+        )
+        return state, [Exit(EXIT_JOB_FAILED, reason)]
+    return state, []
