@@ -16,9 +16,8 @@ from click.testing import CliRunner
 
 from remesh.cli import cli
 from remesh.elastic.launch import make_parser
-from remesh.elastic.lifecycle import EXIT_REPLACE
 from remesh.errors import ClusterError
-from remesh.kubernetes import observed, reconcile, resource
+from remesh.kubernetes import reconcile, resource
 from remesh.kubernetes.manifests import DEFINITION, JOB_RULES, SPEC, STATUS
 from remesh.kubernetes.observed import Role
 from remesh.kubernetes.pods import make_pod, make_secret, make_service, token_of
@@ -248,10 +247,6 @@ def test_jobs_come_back_from_the_api_server_as_they_were() -> None:
     assert (again.spec, again.status) == (job.spec, job.status)
     with pytest.raises(ClusterError, match="ElasticJob ml/train is not valid"):
         resource.parse_job({"metadata": {"name": "train", "namespace": "ml"}, "spec": {}})
-
-
-def test_the_exit_code_of_the_agent() -> None:
-    assert observed.EXIT_REPLACE == EXIT_REPLACE
 
 
 @pytest.mark.parametrize(

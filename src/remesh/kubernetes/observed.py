@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from remesh.elastic.lifecycle import EXIT_REPLACE
 from remesh.elastic.status import Status as MasterStatus
 from remesh.errors import ClusterError
 from remesh.kubernetes.resource import (
@@ -31,8 +32,6 @@ _MAX_TIME = 253402300799.0
 """The end of the year 9999, in seconds since the epoch: the last time that a status can hold."""
 
 EXIT_SUCCEEDED = 0
-EXIT_REPLACE = 75
-"""`remesh.elastic.agent.EXIT_REPLACE`, which imports torch."""
 HARDWARE_CODES = (EXIT_REPLACE, 201, 202)
 USAGE_CODES = (2, 126, 127, 128)
 """Wrong options; a command that cannot be run, or is not there, or was not started."""

@@ -1,0 +1,77 @@
+"""Processes as torchrun starts them: what they are told, what they write, and how they end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig
+
+from remesh.elastic.processes import Processes, tail_of
+from remesh.elastic.warm import Warm
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    """Starts two processes of a shell command."""
+    made: list[Processes] = []
+
+    def start(script: str, **options: Any) -> Processes:
+        logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL, tee=Std.ALL)
+        config = LaunchConfig(1, 1, 2, logs_specs=logs, shutdown_timeout=60, **options)
+        command = ["sh", "-c", script]
+        warm = Warm((), str(tmp_path), command)
+        made.append(Processes(config, command, directory=str(tmp_path), warm=warm))
+        made[0].start((0, 1), {rank: {"RANK": str(rank + 4)} for rank in (0, 1)})
+        return made[0]
+
+    yield start
+    for processes in made:
+        processes.end_all(signal.SIGKILL)
+
+
+def ended(processes: Processes) -> list[str]:
+    """What the processes have written, when they have ended."""
+    wait_until(lambda: not processes.living, "the end of the processes")
+    return [tail_of(processes.logs(rank)) for rank in (0, 1)]
+
+
+def test_a_process_that_sees_one_gpu_has_a_heartbeat_file_of_its_own(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    tells = 'echo "$LOCAL_RANK $CUDA_VISIBLE_DEVICES $REMESH_HEARTBEAT_FILE ${local_rank}"'
+    texts = ended(started(tells, virtual_local_rank=True))
+    assert texts == [f"0 3 {tmp_path}/0.json 0", f"0 5 {tmp_path}/1.json 1"]
+
+
+def test_what_the_agent_ends_has_not_failed(started: Any) -> None:
+    processes = started('[ "$RANK" = 4 ] && exit 3; sleep 1000')
+    wait_until(lambda: processes.living.keys() == {1}, "the end of the first")
+    processes.end([1], signal.SIGTERM)
+    ended(processes)
+    assert {rank: one.exitcode for rank, one in processes.failed.items()} == {0: 3}
+
+
+def test_what_processes_write_is_shown_and_parts_of_it_are_copied(
+    started: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes = started(
+        "echo found; echo lost; echo bad >&2",
+        duplicate_stdout_filters=["found"],
+        log_line_prefix_template="<${rank}>",
+    )
+    ended(processes)
+    processes.end_all(signal.SIGTERM)
+    shown = capsys.readouterr()
+    assert sorted(shown.out.split()) == ["<4>found", "<4>lost", "<5>found", "<5>lost"]
+    assert sorted(shown.err.split()) == ["<4>bad", "<5>bad"]
+    (copy,) = tmp_path.rglob("filtered_stdout.log")
+    assert sorted(copy.read_text().split()) == ["<4>found", "<5>found"]
