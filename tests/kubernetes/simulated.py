@@ -15,13 +15,11 @@ from remesh.kubernetes.observed import Master, Pod, Role, parse_pod
 from remesh.kubernetes.pods import make_pod
 from remesh.kubernetes.reconcile import (
     Action,
-    AddFinalizer,
     CreatePod,
     CreateShared,
     DeletePod,
-    DeleteShared,
     Emit,
-    RemoveFinalizer,
+    HoldJob,
     stalled,
 )
 from remesh.kubernetes.resource import (
@@ -110,16 +108,13 @@ class Cluster(ApiCluster):
     async def perform(self, job: Job, action: Action) -> None:
         await self._request()
         match action:
-            case AddFinalizer():
+            case HoldJob(held):
                 self._check(job)
-                self.change(finalizers=(FINALIZER,))
-            case RemoveFinalizer():
-                self._check(job)
-                self.change(finalizers=())
-                if self.job is not None and self.job.deleting:
-                    self.job = None
-            case CreateShared() | DeleteShared():
-                self.shared = isinstance(action, CreateShared)
+                self.change(finalizers=(FINALIZER,) if held else ())
+                if not held and self.job is not None and self.job.deleting:
+                    self.job, self.shared = None, False  # what it owns goes with it
+            case CreateShared():
+                self.shared = True
             case CreatePod(role, index):
                 manifest = make_pod(job, role, index)
                 meta = manifest["metadata"]

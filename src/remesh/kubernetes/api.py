@@ -21,20 +21,16 @@ from remesh.kubernetes.pods import (
     make_pod,
     make_secret,
     make_service,
-    secret_name,
-    service_name,
     token_of,
 )
 from remesh.kubernetes.reconcile import (
     STALLED,
     Action,
-    AddFinalizer,
     CreatePod,
     CreateShared,
     DeletePod,
-    DeleteShared,
     Emit,
-    RemoveFinalizer,
+    HoldJob,
     stalled,
 )
 from remesh.kubernetes.resource import (
@@ -135,21 +131,22 @@ class ApiCluster:
         """Carry out an action; no error if it was done, ConflictError as for `write_status`."""
         log.info("%s/%s: %s", job.namespace, job.name, action)
         match action:
-            case AddFinalizer():
-                await self._set_finalizers(job, [*job.finalizers, FINALIZER])
-            case RemoveFinalizer():
-                rest = [name for name in job.finalizers if name != FINALIZER]
-                await self._set_finalizers(job, rest)
+            case HoldJob(held):
+                names = [name for name in job.finalizers if name != FINALIZER]
+                names += [FINALIZER] * held
+                body = {"metadata": {"resourceVersion": job.version, "finalizers": names}}
+                await self._patch(JOBS, job.key, body, guarded=True)
             case CreateShared():
                 await self._create(SERVICES, make_service(job))
                 await self._create(SECRETS, make_secret(job, token_of(self._key, job)))
-            case DeleteShared():
-                await self._delete(SERVICES, job.namespace, service_name(job.name))
-                await self._delete(SECRETS, job.namespace, secret_name(job.name))
             case CreatePod(role, index):
                 await self._create(PODS, make_pod(job, role, index))
             case DeletePod(name, force):
-                await self._delete(PODS, job.namespace, name, grace=0 if force else None)
+                grace = 0 if force else None
+                with errors_of(f"delete {name}", ignore=NOT_FOUND):
+                    await self._client.delete(
+                        PODS, name, namespace=job.namespace, grace_period=grace
+                    )
             case Emit():
                 await self._create(EVENTS, self._event(job.key, job.uid, action))
 
@@ -167,10 +164,6 @@ class ApiCluster:
         told = Emit(STALLED, text, warning=True)
         await self._create(EVENTS, self._event(key, data["metadata"].get("uid", ""), told))
 
-    async def _set_finalizers(self, job: Job, names: list[str]) -> None:
-        body = {"metadata": {"resourceVersion": job.version, "finalizers": names}}
-        await self._patch(JOBS, job.key, body, guarded=True)
-
     async def _patch(self, kind: Any, key: Key, body: Manifest, *, guarded: bool = False) -> Any:
         part = "the status of " if kind is JOBS.Status else ""
         with errors_of(f"write {part}job {key.name}", guarded=guarded):
@@ -182,16 +175,6 @@ class ApiCluster:
         name = manifest["metadata"].get("name", "")
         with errors_of(f"create {manifest['kind']} {name}", ignore=CONFLICT):
             await self._client.create(kind.from_dict(manifest))
-
-    async def _delete(
-        self,
-        kind: type[GenericNamespacedResource],
-        namespace: str,
-        name: str,
-        grace: int | None = None,
-    ) -> None:
-        with errors_of(f"delete {name}", ignore=NOT_FOUND):
-            await self._client.delete(kind, name, namespace=namespace, grace_period=grace)
 
     def _event(self, key: Key, uid: str, told: Emit) -> Manifest:
         now = datetime.now().astimezone().isoformat(timespec="seconds")

@@ -65,23 +65,18 @@ TRAINING_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class AddFinalizer:
-    """Keep the job when it is deleted, until its pods are gone."""
+class HoldJob:
+    """Keep the job when it is deleted, until its pods are gone; or let it go."""
 
-
-@dataclass(frozen=True, slots=True)
-class RemoveFinalizer:
-    """Let a deleted job go."""
+    held: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CreateShared:
-    """Create the service of the master and the secret with the token, if they are not there."""
+    """Create the service of the master and the secret with the token, if they are not there.
 
-
-@dataclass(frozen=True, slots=True)
-class DeleteShared:
-    """Delete the service and the secret."""
+    The job owns them: Kubernetes deletes them with it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +104,7 @@ class Emit:
     warning: bool = False
 
 
-Action: TypeAlias = (
-    AddFinalizer | RemoveFinalizer | CreateShared | DeleteShared | CreatePod | DeletePod | Emit
-)
+Action: TypeAlias = HoldJob | CreateShared | CreatePod | DeletePod | Emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +146,11 @@ class _Draft:
             self.wakes.append(left)
         return left <= 0
 
+    def backed_off(self, failed_at: datetime | None, failures: int) -> bool:
+        """True if a pod may take the place of one that failed: the more failed, the later."""
+        pause = min(2.0 ** min(failures - 1, 10), MAX_BACKOFF) if failures else 0.0
+        return failed_at is None or self.passed(failed_at, pause)
+
     def of(self, role: Role) -> dict[int, Pod]:
         return {pod.index: pod for pod in self.pods if pod.role is role}
 
@@ -184,12 +182,10 @@ class _Draft:
 def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datetime) -> Decision:
     """Decide what happens next to a job that was read before its pods."""
     this = _Draft(job, pods, master, now, job.status)
-    if job.deleting:
-        _delete(this)
-    elif FINALIZER not in job.finalizers:
-        this.actions.append(AddFinalizer())
-    else:
-        _go_on(this)
+    if FINALIZER in job.finalizers:
+        (_delete if job.deleting else _go_on)(this)
+    elif not job.deleting:
+        this.actions.append(HoldJob(held=True))
     return Decision(this.status, tuple(this.actions), min(this.wakes, default=None))
 
 
@@ -226,13 +222,12 @@ def _start(this: _Draft) -> None:
 
 def _delete(this: _Draft) -> None:
     """Stop the workers, then the master; let the job go when nothing of it is left."""
-    if FINALIZER in this.job.finalizers and not this.pods:
-        this.actions += [DeleteShared(), RemoveFinalizer()]
-    elif FINALIZER in this.job.finalizers:
-        this.delete(this.living_workers() or this.pods)
-        for pod in this.pods:
-            if pod.expires is not None and this.passed(pod.expires, FORCE_SECONDS):
-                this.actions.append(DeletePod(pod.name, force=True))
+    if not this.pods:
+        this.actions.append(HoldJob(held=False))
+    this.delete(this.living_workers() or this.pods)
+    for pod in this.pods:
+        if pod.expires is not None and this.passed(pod.expires, FORCE_SECONDS):
+            this.actions.append(DeletePod(pod.name, force=True))
 
 
 def _finish(this: _Draft, phase: Phase, reason: str) -> None:
@@ -408,27 +403,24 @@ def _check_master(this: _Draft) -> None:
     """Count a master that has ended, and choose the number of the next."""
     status = this.status
     pod = this.of(Role.MASTER).get(status.master)
-    if pod is None and not status.master_seen:
+    ending = _ending_of(Worker(id=status.master, seen=status.master_seen), pod)
+    if ending is None:
+        this.set(master_seen=pod is not None)
         return
-    if pod is not None and not pod.has_ended and pod.expires is None:
-        this.set(master_seen=True)
-        return
-    text = "its pod was deleted"
-    if pod is not None and pod.has_ended:
-        ending = classify(pod)
-        text = ending.text
+    has_failed = pod is not None and pod.has_ended
+    if has_failed:
         this.failed("master", ending)
-        if ending.cause is Cause.USAGE:
-            _finish(this, Phase.FAILED, f"the master cannot run: {text}; check master.args")
-            return
-    failures = status.master_failures + (pod is not None and pod.has_ended)
+    if ending.cause is Cause.USAGE:
+        reason = f"the master cannot run: {ending.text}; check master.args"
+        _finish(this, Phase.FAILED, reason)
+        return
     this.set(
         master=status.master + 1,
         master_seen=False,
-        master_failures=failures,
+        master_failures=status.master_failures + has_failed,
         master_failed_at=this.now,
     )
-    this.emit("MasterReplaced", f"master {status.master}: {text}", warning=True)
+    this.emit("MasterReplaced", f"master {status.master}: {ending.text}", warning=True)
 
 
 def _place(this: _Draft) -> None:
@@ -438,11 +430,12 @@ def _place(this: _Draft) -> None:
     workers = list(status.workers)
     if len(workers) > target:
         # Those that do not run yet go first, then the newest.
-        order = sorted(workers, key=lambda each: (_runs(pods.get(each.id)), -each.id))
+        running = {pod.index for pod in pods.values() if pod.is_running}
+        order = sorted(workers, key=lambda each: (each.id in running, -each.id))
         extra = {each.id for each in order[: len(workers) - target]}
         workers = [each for each in workers if each.id not in extra]
     missing = target - len(workers)
-    if missing > 0 and (status.replaced_at is None or _backed_off(this, status.replaced_at)):
+    if missing > 0 and this.backed_off(status.replaced_at, status.replacements):
         first = status.next_worker
         workers += [Worker(id=number) for number in range(first, first + missing)]
         this.set(next_worker=first + missing)
@@ -455,26 +448,12 @@ def _place(this: _Draft) -> None:
     )
 
 
-def _runs(pod: Pod | None) -> bool:
-    return pod is not None and pod.is_running
-
-
-def _backed_off(this: _Draft, replaced_at: datetime) -> bool:
-    """True if workers may be created: the more failed, the longer it takes."""
-    return this.passed(replaced_at, _backoff(this.status.replacements))
-
-
-def _backoff(failures: int) -> float:
-    return min(2.0 ** min(failures - 1, 10), MAX_BACKOFF) if failures else 0.0
-
-
 def _place_master(this: _Draft) -> None:
     status, pods = this.status, this.of(Role.MASTER)
     this.delete(pod for pod in pods.values() if pod.index != status.master and not pod.has_ended)
     if status.master in pods or status.master_seen:
         return
-    failed_at = status.master_failed_at
-    if failed_at is None or this.passed(failed_at, _backoff(status.master_failures)):
+    if this.backed_off(status.master_failed_at, status.master_failures):
         this.actions += [CreateShared(), CreatePod(Role.MASTER, status.master)]
 
 

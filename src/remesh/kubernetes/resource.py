@@ -374,8 +374,6 @@ def problem_of(spec: Spec) -> str:
         )
     if not spec.fitting(spec.replicas):
         return f"no multiple of nodeUnit {spec.node_unit} is in {spec.fewest}:{spec.replicas}"
-    if spec.most > MAX_WORKERS:
-        return f"{spec.most} workers are more than {MAX_WORKERS}"
     containers = (spec.worker.template.get("spec") or {}).get("containers")
     if not containers:
         return "worker.template has no container"
