@@ -30,7 +30,7 @@ from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.demo import picture
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, assignments_of, content_of
+from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, content_of
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.protocol import (
     Drain,
@@ -374,7 +374,7 @@ class Nodes:
         while self.job.check is not None:
             for node in self.job.rendezvous.world:
                 sender = self.who(node.id)
-                reply = content_of(self.job, sender, assignments_of(self.job), self.now)
+                reply = content_of(self.job, sender)
                 if isinstance(reply, NodeTest):
                     is_broken = node.id == broken
                     result = TestResult(passed=not is_broken, broken=is_broken, seconds=1.0)

@@ -9,7 +9,7 @@ from remesh.elastic.job import HangDetected, Job, NodeLost, StacksCollected, Tic
 from remesh.elastic.liveness import Liveness, events_of_time, long_pause, on_beat, on_message
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.protocol import Beat, Drain, Leave, RankReport, ReportTest, TestResult
-from remesh.elastic.rendezvous import Outcome
+from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.status import status_of
 from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, joining, node, run
 
@@ -67,6 +67,7 @@ class TestCharges:
         if cause == "growth":
             for number in (2, 3):
                 state = apply(state, joining(node(number)), 101.0)
+            state = apply(state, Tick(), 109.0)  # no checkpoint is waited for any longer
         state = fail(state, 0, 110.0, COLLATERAL)
         match cause:
             case "own":
@@ -125,9 +126,10 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     state = beat(live, state, 133.0, r0=RankReport(step=102, age=31.0))
     assert "the job hangs: no rank has finished a step for 31 s" in history(state)
     assert state.dump == 1  # stacks are asked for first
-    assert state.hang_restart is None
+    assert state.rendezvous.broken is None
     state = beat(live, state, 200.0, r0=RankReport(step=102, age=98.0))
-    assert state.hang_restart is not None
+    reason = "the job hung: no rank has finished a step for 31 s"
+    assert state.rendezvous.broken == (Change.HANG, reason)
     assert charged(state) == {}
 
 

@@ -21,8 +21,6 @@ from remesh.elastic.job import (
     StacksCollected,
     Tick,
     apply,
-    assignments_of,
-    awaits_checkpoint,
     concerns_all,
     content_of,
 )
@@ -103,9 +101,7 @@ class Jobs(RuleBasedStateMachine):
         """Apply an event; nodes that have not sent it are shown what follows if it concerns all."""
         before, others = self.state, self.all_but(getattr(event, "node_id", None))
         self.state = apply(before, event, self.now)
-        if concerns_all(before, self.state) or awaits_checkpoint(
-            before, self.now
-        ) != awaits_checkpoint(self.state, self.now):
+        if concerns_all(before, self.state):
             return
         assert others == self.all_but(getattr(event, "node_id", None)), event
 
@@ -149,7 +145,7 @@ class Jobs(RuleBasedStateMachine):
     def shown_to(self, agent: Agent) -> Content:
         node = agent.node
         sender = Sender(node_id=node.id, incarnation=node.incarnation, round=agent.round)
-        return content_of(self.state, sender, assignments_of(self.state), self.now)
+        return content_of(self.state, sender)
 
     def beat(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
@@ -368,7 +364,7 @@ def fail(state: Job, number: int, now: float, message: str = "", *, exit_code: i
 def shown_to(state: Job, number: int, now: float) -> Content:
     """What a node that runs processes of round 1 has to do."""
     sender = Sender(node_id=number, incarnation="a", round=1)
-    return content_of(state, sender, assignments_of(state), now)
+    return content_of(apply(state, Tick(), now), sender)
 
 
 def seen(state: Job, now: float) -> Status:

@@ -182,10 +182,11 @@ class Client:
 
     def _send(self, name: str, body: object) -> bytes:
         """Send a request once; the body of the reply."""
-        request = urllib.request.Request(self.url_of(name))  # noqa: S310 - HTTP, as `_parts_of` sees to
+        request = urllib.request.Request(self.url_of(name))  # noqa: S310 - it is one of HTTP
         request.data = None if body is None else msgspec.json.encode(body)
         for key, value in {**self.authorization, "Content-Type": "application/json"}.items():
-            request.headers[key.capitalize()] = value.encode()  # tokens may be of any script
+            # Tokens may be of any script; http.client writes Latin-1.
+            request.add_header(key, value.encode().decode("latin-1"))
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if self.tls is not None:
             handlers.append(urllib.request.HTTPSHandler(context=self.tls))

@@ -4,7 +4,7 @@
 Most events are messages of agents, applied as they came: a `Join` with the id and the name that the
 master has given to the node. What changes with every heartbeat is in `remesh.elastic.liveness`, and
 the master makes an event of it when a node is lost, a checkpoint is saved, or the job hangs.
-`content_of` is the other direction: what a node has to do, as follows from the job and the time.
+`content_of` is the other direction: what a node has to do, as follows from the job.
 
 A world that the rendezvous has formed may have to be *checked* before its processes start: its
 members then get tests in place of their assignments. Faulty nodes are excluded, and the others form
@@ -18,7 +18,7 @@ then their processes go on, and have the state in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from itertools import chain, count
 from typing import TypeAlias
@@ -208,6 +208,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float  # when the world changes without it
     saved_before: int | None  # the step of the newest checkpoint when the request was made
     draining: frozenset[int] = frozenset()  # ids of the nodes that have to leave
+    is_over: bool = False  # whether it is saved, overdue, or not needed any more
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,8 +240,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     dump: int = 0  # number of the last request for stacks
     hanging: tuple[int, str] | None = None
     """Round and reason of a hang whose stacks are being collected."""
-    hang_restart: tuple[int, str] | None = None
-    """Round and reason of a restart of all processes after a hang."""
     progress: TrainingProgress | None = None  # how far the training was when that was recorded last
     trend: Trend = Trend()  # how the training went
     history: tuple[HistoryLine, ...] = ()  # what happened
@@ -328,7 +327,7 @@ def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
             saved = (*job.checkpoints, SavedCheckpoint(step, now))[-MAX_CHECKPOINTS:]
             return _replace(job, saved_step=step, checkpoints=saved)
         case RanksWait(number) if number == nodes.round and is_for_growth(job):
-            job = _replace(job, save_request=_ended(job.save_request, now))
+            job = _end_request(job)
         case HangDetected(number, reason) if number == nodes.round and job.hanging is None:
             job = _replace(job, hanging=(number, reason), dump=job.dump + 1)
             return _note(job, now, f"the job hangs: {reason}")
@@ -366,7 +365,7 @@ def _advance(job: Job, after: Rendezvous, now: float) -> Job:
     if after.world is not before.world:
         members = rendezvous.listed(node.id for node in after.world)
         job = _note(job, now, f"round {after.round}: nodes {members}")
-        job = _replace(job, save_request=None, hanging=None, hang_restart=None, check=None)
+        job = _replace(job, save_request=None, hanging=None, check=None)
         job = _begin_check(job, after, now)
         return _charge_suspect(job, after, now)
     if after.outcome is not None and before.outcome is None:
@@ -451,7 +450,7 @@ def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job
         event.failures,
         num_charged=charges.count,
         max_restarts=job.max_restarts,
-        num_ranks=sum(member.num_processes for member in nodes.world),
+        num_ranks=nodes.num_ranks,
         patterns=job.policy.patterns,
     )
     record = FailureRecord(
@@ -467,10 +466,13 @@ def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job
         job = _replace(job, charges={**job.charges, event.node_id: charges.plus_one()})
     if decision.charged or decision.action is not FailureAction.RESTART:
         job = _replace(job, suspect=None)
-    elif ordered_change(job, event.node_id, event.round, now) is None:
+    elif ordered_change(job, event.node_id, event.round) is None:
         job = _replace(job, suspect=(event.node_id, decision.reason))
-    if decision.action is FailureAction.RESTART:
-        job = _advance(job, rendezvous.break_world(nodes, node.id, event.round), now)
+    is_member = event.round == nodes.round and node.id in nodes.active
+    if decision.action is FailureAction.RESTART and is_member and nodes.broken is None:
+        # The others need not wait until it joins.
+        reason = f"processes of node {node.id} have failed"
+        job = _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, reason), now)
     if decision.action is FailureAction.REPLACE:
         job = _replace(job, check_reason=f"node {event.node_id} reported a broken machine")
         job = _advance(job, rendezvous.exclude(nodes, node, decision.reason, now), now)
@@ -503,7 +505,7 @@ def _drain(job: Job, event: Drain, nodes: Rendezvous, now: float) -> Job:
     if node.id in old.draining:
         return job
     request = msgspec.structs.replace(
-        old, deadline=now + event.seconds, draining=old.draining | {node.id}
+        old, deadline=now + event.seconds, draining=old.draining | {node.id}, is_over=False
     )
     text = f"node {node.id} has to leave within {event.seconds:g} s: {event.reason}"
     return _note(_replace(job, save_request=request), now, text)
@@ -520,7 +522,8 @@ def _end_hang(job: Job, number: int, nodes: Rendezvous, now: float) -> Job:
         case HangAction.RESTART:
             charges = job.hang_charges.at(now, job.policy.restart_refill)
             if charges.count < job.max_restarts:
-                return _replace(job, hang_restart=(number, reason), hang_charges=charges.plus_one())
+                job = _replace(job, hang_charges=charges.plus_one())
+                return _advance(job, rendezvous.break_world(nodes, Change.HANG, reason), now)
             counts = f"{charges.count} of {job.max_restarts} restarts"
             reason = f"{reason}; no restart left: {counts} charged to hangs"
     return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
@@ -538,17 +541,16 @@ def _settle(job: Job, now: float) -> Job:
             request = SaveRequest(deadline=deadline, saved_before=job.saved_step)
             text = f"the world can grow to {size} nodes: {len(nodes.ready)} more are ready"
             job = _note(_replace(job, save_request=request), now, text)
+    asked = job.save_request
+    if asked is not None and (now >= asked.deadline or _is_saved(asked, job.saved_step)):
+        return _end_request(job)
     return job
 
 
-def ordered_change(
-    job: Job, node_id: int, round_of_node: int, now: float
-) -> tuple[Change, str] | None:
+def ordered_change(job: Job, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
     """Why a node should stop the processes of a round now; None if it should go on."""
-    if job.hang_restart is not None:
-        return Change.HANG, job.hang_restart[1]
     change = rendezvous.restart_reason(job.rendezvous, node_id, round_of_node)
-    waits = change is not None and change[0] is Change.GROW and awaits_checkpoint(job, now)
+    waits = change is not None and change[0] is Change.GROW and awaits_checkpoint(job)
     return None if waits else change
 
 
@@ -557,18 +559,22 @@ def is_for_growth(job: Job) -> bool:
     return job.save_request is not None and not job.save_request.draining
 
 
-def _ended(request: SaveRequest | None, now: float) -> SaveRequest | None:
-    """A request that is not waited for any longer."""
-    return None if request is None else msgspec.structs.replace(request, deadline=now)
-
-
-def awaits_checkpoint(job: Job, now: float) -> bool:
+def awaits_checkpoint(job: Job) -> bool:
     """True if the requested checkpoint is neither saved nor overdue."""
+    return job.save_request is not None and not job.save_request.is_over
+
+
+def _is_saved(request: SaveRequest, saved: int | None) -> bool:
+    before = request.saved_before
+    return saved is not None and (before is None or saved > before)
+
+
+def _end_request(job: Job) -> Job:
+    """Wait for the requested checkpoint no longer."""
     request = job.save_request
-    if request is None or now >= request.deadline:
-        return False
-    before, saved = request.saved_before, job.saved_step
-    return saved is None or (before is not None and saved <= before)
+    if request is None or request.is_over:
+        return job
+    return _replace(job, save_request=msgspec.structs.replace(request, is_over=True))
 
 
 def _begin_check(job: Job, nodes: Rendezvous, now: float) -> Job:
@@ -645,31 +651,8 @@ def _rejoin(job: Job, now: float) -> Job:
     return job
 
 
-def assignments_of(job: Job) -> dict[int, Assignment]:
-    """The assignment of every member of the current nodes, by node id."""
-    world_nodes = job.rendezvous.world
-    total = sum(node.num_processes for node in world_nodes)
-    timeout = job.policy.heartbeat_timeout
-    assignments, first = {}, 0
-    for rank, node in enumerate(world_nodes):
-        assignments[node.id] = Assignment(
-            node.id,
-            job.rendezvous.round,
-            rank,
-            len(world_nodes),
-            first,
-            total,
-            world_nodes[0],
-            timeout,
-        )
-        first += node.num_processes
-    return assignments
-
-
-def content_of(
-    job: Job, sender: Sender, assignments: Mapping[int, Assignment], now: float
-) -> Content:
-    """What the node of a sender has to do now; `assignments` is `assignments_of` the job."""
+def content_of(job: Job, sender: Sender) -> Content:
+    """What the node of a sender has to do now."""
     nodes, node_id, incarnation = job.rendezvous, sender["node_id"], sender["incarnation"]
     if nodes.outcome is not None:
         return JobEnded(nodes.outcome, nodes.reason)
@@ -687,13 +670,26 @@ def content_of(
         return Stop(sender["round"], Change.STALE, reason)
     if node_id in nodes.active and job.check is not None:
         return _test_of(job, job.check, nodes, node_id)
-    change = ordered_change(job, node_id, nodes.round, now)
-    if change is not None:
-        return Stop(nodes.round, *change)
-    assignment = assignments[node_id]
-    if not awaits_checkpoint(job, now):
-        return assignment
-    return msgspec.structs.replace(assignment, save=True, grow=is_for_growth(job))
+    change = ordered_change(job, node_id, nodes.round)
+    return _assignment(job, node_id) if change is None else Stop(nodes.round, *change)
+
+
+def _assignment(job: Job, node_id: int) -> Assignment:
+    nodes, awaits = job.rendezvous, awaits_checkpoint(job)
+    place = nodes.place(node_id)
+    assert place is not None
+    return Assignment(
+        node_id,
+        nodes.round,
+        place,
+        len(nodes.world),
+        nodes.first_ranks[place],
+        nodes.num_ranks,
+        nodes.world[0],
+        job.policy.heartbeat_timeout,
+        save=awaits,
+        grow=awaits and is_for_growth(job),
+    )
 
 
 def _test_of(job: Job, check: RunningCheck, nodes: Rendezvous, node_id: int) -> Content:
@@ -735,7 +731,7 @@ def concerns_all(before: Job, after: Job) -> bool:
         or rendezvous.larger_size(old) != rendezvous.larger_size(new)
         or _stage(before.check) != _stage(after.check)
         or before.save_request != after.save_request
-        or (before.hanging, before.hang_restart) != (after.hanging, after.hang_restart)
+        or before.hanging != after.hanging
     )
 
 

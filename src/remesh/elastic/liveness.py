@@ -111,13 +111,9 @@ class Liveness:
             agents={node.incarnation: Agent(now) for node in known.values()},
             progress=begin_round(job.progress or progress, now),
             round=nodes.round,
-            num_ranks=_num_ranks(nodes),
+            num_ranks=nodes.num_ranks,
             recorded_at=now,
         )
-
-
-def _num_ranks(nodes: Rendezvous) -> int:
-    return sum(node.num_processes for node in nodes.world)
 
 
 def on_message(
@@ -193,7 +189,7 @@ def on_beat(live: Liveness, job: Job, beat: Beat, now: float) -> list[Event]:
         live.round = nodes.round
         live.progress = begin_round(live.progress, now)
         live.ranks, live.waiting = {}, set()
-        live.num_ranks = _num_ranks(nodes)
+        live.num_ranks = nodes.num_ranks
     if beat.lost_peer and live.broken_round != beat.round:
         live.broken_round, live.look_at = beat.round, 0.0
     events: list[Event] = []
@@ -217,7 +213,7 @@ def on_beat(live: Liveness, job: Job, beat: Beat, now: float) -> list[Event]:
         elif live.waiting:
             live.waiting.discard(rank)
     all_wait = len(live.waiting) == live.num_ranks
-    if all_wait and awaits_checkpoint(job, now) and is_for_growth(job):
+    if all_wait and awaits_checkpoint(job) and is_for_growth(job):
         return [*events[-1:], RanksWait(nodes.round)]
     return events[-1:]
 
@@ -290,7 +286,7 @@ def _hang_events(live: Liveness, job: Job, now: float) -> list[Event]:
             return [StacksCollected(nodes.round)]
         return []
     limit = hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges.count)
-    if job.hang_restart is None and hangs(live.progress, now, limit):
+    if nodes.broken is None and hangs(live.progress, now, limit):
         live.hung_at, live.stacks, live.answered = now, {}, set()
         return [HangDetected(nodes.round, _pause_text(live, now))]
     return []
@@ -309,7 +305,6 @@ def long_pause(live: Liveness, job: Job, now: float) -> str:
     if live.round != nodes.round or nodes.broken is not None:
         return ""
     runs = nodes.outcome is None and bool(nodes.active) and job.check is None
-    is_stopped = job.save_request is not None or job.hanging is not None
-    if not runs or is_stopped or job.hang_restart is not None:
+    if not runs or job.save_request is not None or job.hanging is not None:
         return ""
     return _pause_text(live, now) if is_long(live.progress, now) else ""

@@ -35,8 +35,6 @@ from remesh.elastic.job import (
     Tick,
     apply,
     assign_id,
-    assignments_of,
-    awaits_checkpoint,
     concerns_all,
     content_of,
     failure_record,
@@ -131,8 +129,6 @@ class Master:
         self.live = Liveness.after_start(self.job, self.clock())
         self._given = self.job  # the job that was last given to the journal
         self._durable = self.job  # the job that the journal has; instructions follow from it
-        self._assignments = assignments_of(self._durable)
-        self._awaits = False  # whether a checkpoint was awaited when nodes were last shown so
         self._connections: dict[str, Connection] = {}  # the newest of each agent
         self._due: set[Connection] = set()  # those that are shown what follows from the next write
         self._number = 0  # of the last instruction
@@ -236,8 +232,6 @@ class Master:
         for event in events_of_time(self.live, self.job, self.clock()):
             self.apply(event)
         self.apply(Tick())
-        if awaits_checkpoint(self._durable, self.clock()) != self._awaits:
-            self._show_all()
         pause = long_pause(self.live, self.job, self.clock())
         if pause and not self._is_pausing:
             log.warning("%s; it may hang", pause)
@@ -260,17 +254,7 @@ class Master:
     def _follow(self, job: Job, due: set[Connection]) -> None:
         """Let instructions follow from a job: for all nodes if it concerns them, or those due."""
         before, self._durable = self._durable, job
-        if before.rendezvous.world is not job.rendezvous.world:
-            self._assignments = assignments_of(job)
-        if concerns_all(before, job) or self._awaits != awaits_checkpoint(job, self.clock()):
-            self._show_all()
-        else:
-            for connection in due:
-                self._show(connection)
-
-    def _show_all(self) -> None:
-        self._awaits = awaits_checkpoint(self._durable, self.clock())
-        for connection in list(self._connections.values()):
+        for connection in list(self._connections.values()) if concerns_all(before, job) else due:
             self._show(connection)
 
     def on_message(self, connection: Connection, message: Message) -> None:
@@ -330,7 +314,7 @@ class Master:
         """Give an agent its instruction, if it is another one than before."""
         sender, job, now, old = connection.sender, self._durable, self.clock(), connection.given
         assert sender is not None
-        content = content_of(job, sender, self._assignments, now)
+        content = content_of(job, sender)
         dump = job.dump if job.hanging is not None else 0
         decision = self._decision_on(sender["node_id"], connection.failed)
         if old is not None and (old.content, old.dump, old.decision) == (content, dump, decision):

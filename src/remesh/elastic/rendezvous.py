@@ -103,6 +103,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and time limits: those of the first node that joins."""
     round: int = 0  # number of the last world that was formed; 0 before the first
     world: tuple[Node, ...] = ()  # its members, in the order of their ranks
+    first_ranks: tuple[int, ...] = ()  # the rank of the first process of each
     active: dict[int, None] = {}  # ids of members that are still in it
     finished: frozenset[int] = frozenset()  # ids of members that succeeded
     ready: dict[int, Node] = {}  # nodes that have joined for the next round, by id
@@ -118,14 +119,22 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome | None = None  # how the job ended; None while it runs
     reason: str = ""  # why it ended so
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the last world."""
+        return self.first_ranks[-1] + self.world[-1].num_processes if self.world else 0
+
+    def place(self, node_id: int) -> int | None:
+        """The place of a node in the last world; None if it was not in it."""
+        if node_id < len(self.world) and self.world[node_id].id == node_id:
+            return node_id  # most often ids are ranks
+        place = bisect_left(self.world, node_id, key=lambda node: node.id)
+        return place if place < len(self.world) and self.world[place].id == node_id else None
+
     def member(self, node_id: int) -> Node | None:
         """The member of the last world that has this id."""
-        if node_id < len(self.world) and self.world[node_id].id == node_id:
-            return self.world[node_id]  # most often ids are ranks
-        place = bisect_left(self.world, node_id, key=lambda node: node.id)
-        if place < len(self.world) and self.world[place].id == node_id:
-            return self.world[place]
-        return None
+        place = self.place(node_id)
+        return None if place is None else self.world[place]
 
     def known(self, node_id: int) -> Node | None:
         """The newest agent that spoke for this id and has not gone."""
@@ -204,12 +213,9 @@ def exclude(state: Rendezvous, node: Node, reason: str, now: float) -> Rendezvou
     return remove(new, node.id, node.incarnation, now)
 
 
-def break_world(state: Rendezvous, node_id: int, round_of_node: int) -> Rendezvous:
-    """Processes of a node have failed and start again: the others need not wait until it joins."""
-    if state.broken is not None or round_of_node != state.round or node_id not in state.active:
-        return state
-    broken = Change.RESTARTED, f"processes of node {node_id} have failed"
-    return msgspec.structs.replace(state, broken=broken)
+def break_world(state: Rendezvous, change: Change, reason: str) -> Rendezvous:
+    """The members of the world should stop and join again."""
+    return msgspec.structs.replace(state, broken=(change, reason))
 
 
 def end(state: Rendezvous, outcome: Outcome, reason: str) -> Rendezvous:
@@ -267,10 +273,13 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
         return state
     ordered = sorted(state.ready)
     chosen, rest = ordered[:size], ordered[size:]
+    world = tuple(state.ready[node_id] for node_id in chosen)
+    counts = (node.num_processes for node in world[:-1])
     return msgspec.structs.replace(
         state,
         round=state.round + 1,
-        world=tuple(state.ready[node_id] for node_id in chosen),
+        world=world,
+        first_ranks=tuple(itertools.accumulate(counts, initial=0)),
         active=dict.fromkeys(chosen),
         finished=frozenset(),
         ready={node_id: state.ready[node_id] for node_id in rest},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -241,16 +241,18 @@ def status_of(
     """The status of a job, as a page shows it if there is a query."""
     nodes, limits = job.rendezvous, _Limits() if query is None else OF_A_PAGE
     phase, reason = phase_of(job)
-    survey = survey_of(job, live)
+    states = _states(job)
+    slow, behind = progress.slow_ranks(live.ranks), set(progress.lagging_ranks(live.ranks))
+    # Ranks in trouble come first.
+    ranks = sorted(live.ranks, key=lambda rank: (-slow.get(rank, 0.0), rank not in behind, rank))
     shown_nodes: Sequence[int]
     shown_ranks: Sequence[int]
     if query is None:
-        shown_nodes, nodes_part = _most_troubled(survey), Part.whole(len(survey.states))
-        shown_ranks = sorted(survey.ranks(live)[:MAX_ROWS])
-        ranks_part = Part.whole(len(live.ranks))
+        shown_nodes, nodes_part = _most_troubled(states), Part.whole(len(states))
+        shown_ranks, ranks_part = sorted(ranks[:MAX_ROWS]), Part.whole(len(ranks))
     else:
-        shown_nodes, nodes_part = _page(_found(job, live, now, survey, query.find), query.nodes)
-        shown_ranks, ranks_part = _page(survey.ranks(live), query.ranks)
+        shown_nodes, nodes_part = _page(_found(job, live, now, states, query.find), query.nodes)
+        shown_ranks, ranks_part = _page(ranks, query.ranks)
     return Status(
         time=now,
         began=job.began,
@@ -264,18 +266,18 @@ def status_of(
         node_unit=nodes.settings.node_unit,
         max_restarts=job.max_restarts,
         restart_budget="" if job.began is None else restart_budget(job),
-        nodes=tuple(_node_rows(job, live, now, survey, shown_nodes)),
-        nodes_by_state=dict(Counter(survey.states.values()).most_common()),
+        nodes=tuple(_node_rows(job, live, now, states, shown_nodes)),
+        nodes_by_state=dict(Counter(states.values()).most_common()),
         nodes_part=nodes_part,
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
         step_age=progress.pause_of(live.progress, now) if _trains(job, live) else None,
         saved_step=job.saved_step,
-        ranks=tuple(_rank_rows(live, now, survey, shown_ranks)),
+        ranks=tuple(_rank_row(live, now, rank, slow.get(rank), behind) for rank in shown_ranks),
         ranks_part=ranks_part,
-        num_ranks=len(live.ranks),
-        num_slow=len(survey.slow),
-        num_behind=len(survey.behind),
+        num_ranks=len(ranks),
+        num_slow=len(slow),
+        num_behind=len(behind),
         failures=_failures(job, limits),
         stacks=_stacks(live, limits),
         num_stacks=len(live.stacks),
@@ -310,31 +312,6 @@ def phase_of(job: Job) -> tuple[str, str]:
     return "waiting", f"{len(nodes.ready)} nodes are ready, {nodes.settings.min_nodes} are needed"
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The facts about all nodes and ranks, of which a status shows some."""
-
-    states: Mapping[int, str]  # the state of each node, by id, in their order
-    slow: Mapping[int, float]  # ranks that are slow, and how many times the median their steps take
-    behind: frozenset[int]  # ranks that have finished fewer steps than others
-
-    def ranks(self, live: Liveness) -> list[int]:
-        """All ranks that report steps, those in trouble first."""
-        troubled = self.slow.keys() | self.behind
-
-        def trouble(rank: int) -> tuple[float, bool, int]:
-            return -self.slow.get(rank, 0.0), rank not in self.behind, rank
-
-        others = (rank for rank in sorted(live.ranks) if rank not in troubled)
-        return [*sorted(troubled, key=trouble), *others]
-
-
-def survey_of(job: Job, live: Liveness) -> Survey:
-    """The survey of a job."""
-    behind = frozenset(progress.lagging_ranks(live.ranks))
-    return Survey(_states(job), progress.slow_ranks(live.ranks), behind)
-
-
 def _states(job: Job) -> dict[int, str]:
     nodes = job.rendezvous
     draining = job.save_request.draining if job.save_request is not None else frozenset[int]()
@@ -349,36 +326,32 @@ def _states(job: Job) -> dict[int, str]:
     return dict(sorted(states.items()))
 
 
-def _most_troubled(survey: Survey) -> list[int]:
+def _most_troubled(states: Mapping[int, str]) -> list[int]:
     """The nodes that a status shows, if there are too many for it."""
     order = ("excluded", "gone", "draining", "ready", "finished", "active")
-    found = sorted(survey.states, key=lambda node_id: order.index(survey.states[node_id]))
+    found = sorted(states, key=lambda node_id: order.index(states[node_id]))
     return sorted(found[:MAX_ROWS])
 
 
 def _node_rows(
-    job: Job, live: Liveness, now: float, survey: Survey, ids: Iterable[int]
+    job: Job, live: Liveness, now: float, states: Mapping[int, str], ids: Iterable[int]
 ) -> Iterator[NodeStatus]:
     nodes = job.rendezvous
-    places, first = {}, 0
-    for rank, node in enumerate(nodes.world):
-        places[node.id] = rank, first
-        first += node.num_processes
     names: dict[int, str] = {}
     for node_id in ids:
         known = nodes.ready.get(node_id) or nodes.member(node_id)
         if known is None and not names:
             names = {number: name for name, number in job.names.items()}
         agent = None if known is None else live.agents.get(known.incarnation)
-        place = places[node_id] if node_id in nodes.active else (None, None)
-        reason = nodes.excluded[node_id][1] if survey.states[node_id] == "excluded" else ""
+        place = nodes.place(node_id) if node_id in nodes.active else None
+        reason = nodes.excluded[node_id][1] if states[node_id] == "excluded" else ""
         yield NodeStatus(
             id=node_id,
             name=names.get(node_id, "") if known is None else known.name,
             address="" if known is None else known.address,
-            state=survey.states[node_id],
-            node_rank=place[0],
-            first_rank=place[1],
+            state=states[node_id],
+            node_rank=place,
+            first_rank=None if place is None else nodes.first_ranks[place],
             num_processes=0 if known is None else known.num_processes,
             last_heard=None if agent is None else max(now - agent.heard, 0.0),
             num_charged=charges_of(job, node_id, now).count,
@@ -387,19 +360,18 @@ def _node_rows(
         )
 
 
-def _rank_rows(
-    live: Liveness, now: float, survey: Survey, ranks: Iterable[int]
-) -> Iterator[RankStatus]:
-    for rank in ranks:
-        heard = live.ranks[rank]
-        yield RankStatus(
-            rank=rank,
-            step=heard.step,
-            age=max(now - heard.time, 0.0),
-            step_seconds=heard.step_seconds,
-            slow=survey.slow.get(rank),
-            behind=rank in survey.behind,
-        )
+def _rank_row(
+    live: Liveness, now: float, rank: int, slow: float | None, behind: Collection[int]
+) -> RankStatus:
+    heard = live.ranks[rank]
+    return RankStatus(
+        rank=rank,
+        step=heard.step,
+        age=max(now - heard.time, 0.0),
+        step_seconds=heard.step_seconds,
+        slow=slow,
+        behind=rank in behind,
+    )
 
 
 def _stacks(live: Liveness, limits: _Limits) -> dict[int, str]:
@@ -459,13 +431,13 @@ def _present(job: Job, live: Liveness, now: float) -> list[progress.Sample]:
     return [progress.sample(live.progress, num_ranks(job.rendezvous), now)]
 
 
-def _found(job: Job, live: Liveness, now: float, survey: Survey, find: str) -> list[int]:
+def _found(job: Job, live: Liveness, now: float, states: Mapping[int, str], find: str) -> list[int]:
     """The nodes that show all of some words."""
     words = find.casefold().split()
     if not words:
-        return list(survey.states)
+        return list(states)
     found = []
-    for row in _node_rows(job, live, now, survey, survey.states):
+    for row in _node_rows(job, live, now, states, states):
         why = row.reason or row.check
         shown = f"{row.id} {row.name} {row.address} {row.state} {why}".casefold()
         if all(word in shown for word in words):
