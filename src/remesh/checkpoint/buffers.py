@@ -61,12 +61,12 @@ def choose_buffers(
 
 
 def own_buffers(
-    entries: Iterable[TensorEntry], stored: Container[str], rank: int
+    entries: Iterable[TensorEntry], stored: Container[str], rank: int | None
 ) -> list[TensorEntry]:
     """The tensors that a rank loads: its own buffers, where they are stored."""
     return [
         dataclasses.replace(entry, name=name_on_rank(entry.name, rank))
-        if entry.is_buffer and name_on_rank(entry.name, rank) in stored
+        if rank is not None and entry.is_buffer and name_on_rank(entry.name, rank) in stored
         else entry
         for entry in entries
     ]

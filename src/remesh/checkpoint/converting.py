@@ -22,7 +22,6 @@ import msgspec
 from msgspec.structs import replace
 
 from remesh._repr import short_repr
-from remesh.catalog import explained_absence
 from remesh.checkpoint.agree import PlanCache
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.local import exchange_of
@@ -40,9 +39,8 @@ from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone, Exchange, run_on_one
 from remesh.formats import native
-from remesh.formats.decoding import decoded
 from remesh.formats.framing import Writer
-from remesh.formats.table import FORMATS, Contents, Source, place_of, read_contents, writer_of
+from remesh.formats.table import FORMATS, Contents, Source, writer_of
 from remesh.pipeline import Compress
 from remesh.pipeline.source import StoredMemory, TensorSource
 from remesh.storage import Storage, open_storage
@@ -127,25 +125,18 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     if not is_place(path):
         raise StateError(f"convert: path must name a place, not {type(path).__name__}")
     writer, program = writer_of(format), as_transform(transform)
-    place = place_of(source)
-    with explained_absence(place):
-        contents = _chosen(read_contents(place), only)
-    target = open_storage(path)
-    if place.storage.url == target.url and not place.file:
-        raise StateError(
-            f"{place.storage.url}: source and destination are one place; convert to another"
-        )
-    record = contents.record
-    if metadata is None and record is not None and format == native.FORMAT_NAME:
-        metadata = record.metadata
+    opened, target = Checkpoint(source), open_storage(path)
+    if opened._stored.url == target.url:
+        raise StateError(f"{target.url}: source and destination are one place; convert to another")
+    contents = _chosen(opened._contents, only)
+    if metadata is None and format == native.FORMAT_NAME:
+        metadata = opened.metadata
     resolved = None if program is None else _resolve(contents, program)
-    identity = "" if record is None else native.identity_of(record)
-    readable = decoded(place.storage, contents.index)
-    stored = TensorSource(readable, contents.index, identity, resolved)
+    stored = dataclasses.replace(opened._source, index=contents.index, resolved=resolved)
     description = describe_stored(contents, stored, None if program is None else program.owners)
     if format != native.FORMAT_NAME:
         _import_torch_for(description)
-        _warn_of_unchecked(description, place.storage.url, format)
+        _warn_of_unchecked(description, opened._stored.url, format)
     num_values = len(description.values) + len(description.merged_lists) + len(description.objects)
     exchange = Alone() if group is None else exchange_of(group)
     options = options_of(

@@ -45,7 +45,6 @@ from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import collector_rests
 from remesh.core.index import Index
-from remesh.core.state import Description
 from remesh.core.strided import Layout
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
@@ -194,16 +193,26 @@ def plan_into(
     Returns the plan of this rank, and whether what is stored was compared for it on any rank, so
     that it holds for these bytes alone.
     """
-    describe = _describing(state, stored, exchange, options)
+    transform, resizes = options.transform, bool(options.resize)
+    if transform is not None:
+        describe = describe_transformed(
+            exchange, state, stored, transform, cast=options.cast, resizes=resizes
+        )
     plans: list[RankLoadPlan] = []
 
     def plan() -> bytes:
+        known: Names = stored
         with collector_rests():
-            description, known = describe()
+            if transform is not None:
+                description, known = describe()
+            else:
+                description = describe_local(state, stored)
+                own = own_buffers(description.tensors, stored.index, stored.rank)
+                description.tensors = own
             try:
                 plans.append(match(description, known, options, reserved))
             except MismatchError as error:
-                raise error if options.transform else with_recipe(error, state, stored) from None
+                raise error if transform else with_recipe(error, state, stored) from None
         [mine] = plans
         return msgspec.msgpack.encode((bool(mine.checks), mine.asked_bits(), mine.unfitting))
 
@@ -238,34 +247,11 @@ def plan_into(
     return dataclasses.replace(mine, report=report), compares
 
 
-def _describing(
-    state: Any, stored: StoredState, exchange: Exchange, options: LoadOptions
-) -> Callable[[], tuple[Description, Names]]:
-    """The last part of describing a state, with what is stored by its names. Collective."""
-    if options.transform is not None:
-        return describe_transformed(
-            exchange,
-            state,
-            stored,
-            options.transform,
-            cast=options.cast,
-            resizes=bool(options.resize),
-        )
-
-    def describe() -> tuple[Description, StoredState]:
-        description = describe_local(state, stored)
-        if stored.rank is not None:
-            description.tensors = own_buffers(description.tensors, stored.index, stored.rank)
-        return description, stored
-
-    return describe
-
-
 def _compare(plan: RankLoadPlan, read: Read) -> bytes:
     """Read and compare what a plan needs to have equal. Collective."""
     read(plan.comparing, lambda _size: None)
     problems = dict.fromkeys(problem for problem, is_equal in plan.checks if not is_equal())
-    refuse(plan.names.stored, Findings(conflicts=list(problems)))
+    refuse(plan.stored, Findings(conflicts=list(problems)))
     return b""
 
 

@@ -55,7 +55,7 @@ from remesh.errors import StateError
 from remesh.pipeline import Destination
 from remesh.pipeline.source import check_conversion, region_destination
 from remesh.planner import LoadPlan, ReadLimits, plan_load
-from remesh.transform import Region, Transform
+from remesh.transform import Region, Resolved, Transform
 
 Names = StoredState | TransformedState
 """What is stored, by the names that a state has for it."""
@@ -119,7 +119,8 @@ class RankLoadPlan:
     """The part of one rank in a load."""
 
     description: Description  # the state
-    names: Names  # what is stored, by the names of the state
+    stored: StoredState  # what is stored
+    names: Names  # the same by the names of the state
     filling: RankReads  # what is read into the tensors of the state
     before: Sequence[Callable[[], None]]  # what fills new elements of larger tensors before that
     after: Sequence[Callable[[], None]]  # and with what is read
@@ -135,17 +136,18 @@ class RankLoadPlan:
 
     def object(self, unique_name: str) -> object:
         """A loaded element of a sharded object, or what the state had."""
-        if unique_name in self.names.stored.document.objects:
-            return self.names.stored.object(unique_name)
+        if unique_name in self.stored.document.objects:
+            return self.stored.object(unique_name)
         return next(e.data for e in self.description.objects if e.unique_name == unique_name)
 
     def asked_bits(self) -> bytes:
         """A bit for each stored name: does this rank ask for it, or a name that it is tied to?"""
-        description, stored = self.description, self.names.stored
+        description, stored = self.description, self.stored
         asked = {entry.name for entry in description.tensors}
         asked.update(description.values, description.merged_lists)
         asked.update(element.unique_name for element in description.objects)
-        asked.update(self.names.read_for(asked))
+        if isinstance(self.names, TransformedState):
+            asked.update(self.names.read_for(asked))
         asked.update(stored.holders(asked))
         index = stored.index
         rows = {index.row(name) for name in asked if name in index}
@@ -184,8 +186,9 @@ class _Matching:
     def __init__(self, description: Description, names: Names, options: LoadOptions) -> None:
         self.description = description
         self.names = names
+        self.made = names if isinstance(names, TransformedState) else None
         self.options = options
-        self.stored = names.stored
+        self.stored = names.stored if isinstance(names, TransformedState) else names
         self.index = self.stored.index
         self.found = Findings()
         self.entries = with_all_names(description.tensors)
@@ -203,11 +206,11 @@ class _Matching:
         plain: list[tuple[TensorEntry, StoredTensor]] = []
         made: list[tuple[TensorEntry, str]] = []
         for entry, own in self.entries:
-            resized = self.names.resized_from(own)
+            is_touched = self.made is not None and not self.made.is_untouched(own)
+            resized = self.made.resized_from(own) if self.made and is_touched else None
             sources = [resized] if resized else [name for name in own if name in self.index]
-            if resized is None and not self.names.is_untouched(own):
-                assert isinstance(self.names, TransformedState)
-                target = self.match_made(self.names, entry, own)
+            if self.made and is_touched and resized is None:
+                target = self.match_made(self.made.resolved, entry, own)
                 made += [] if target is None else [(entry, target)]
             elif sources:
                 if resized is None:
@@ -222,9 +225,9 @@ class _Matching:
         mismatch.refuse(self.stored, found, keep_missing=self.options.keep_missing)
         for entry, tensor in plain:
             self.want(entry, tensor)
-        for entry, target in made:
-            assert isinstance(self.names, TransformedState)
-            self.want_made(self.names, entry, target)
+        if self.made:
+            for entry, target in made:
+                self.want_made(self.made.resolved, entry, target)
         self.refuse_shared()
         mismatch.refuse(self.stored, found, keep_missing=self.options.keep_missing)
         if reserved:
@@ -232,6 +235,7 @@ class _Matching:
         _ = self.filling.plan, self.comparing.plan
         return RankLoadPlan(
             self.description,
+            self.stored,
             self.names,
             self.filling,
             self.before,
@@ -404,12 +408,12 @@ class _Matching:
 
     # -- tensors that a transformation makes ------------------------------------------------
 
-    def match_made(self, names: TransformedState, entry: TensorEntry, own: list[str]) -> str | None:
+    def match_made(self, resolved: Resolved, entry: TensorEntry, own: list[str]) -> str | None:
         """The name under which a tensor is made; None if it is not, which is then filed.
 
         A tied tensor has several names of its `own`.
         """
-        found, resolved = self.found, names.resolved
+        found = self.found
         if any(name in resolved.kept for name in own):
             found.kept.extend(own)
             return None
@@ -430,9 +434,8 @@ class _Matching:
             return made[0]
         return None
 
-    def want_made(self, names: TransformedState, entry: TensorEntry, name: str) -> None:
+    def want_made(self, resolved: Resolved, entry: TensorEntry, name: str) -> None:
         """Want this rank's part of a tensor that is made of stored ones."""
-        resolved = names.resolved
         for part in entry.parts:
             regions = resolved.regions(name, part.box)
             if regions:

@@ -139,8 +139,8 @@ class Findings:
     conflicts: list[str] = field(default_factory=list)
     resizable: list[str] = field(default_factory=list)
     unfitting: list[str] = field(default_factory=list)
-    others: tuple[str, ...] = ()
-    new_parameters: bool = False
+    others: tuple[str, ...] = ()  # what a name below tensors begins with that are something else
+    new_parameters: bool = False  # whether an optimizer has parameters that the stored one has not
 
     def is_another(self, tensor: str, why: str) -> None:
         """Note that something other than this kind of tensor is stored under its name."""

@@ -21,34 +21,17 @@ class StoredState:
     url: str  # where it is stored, for messages
     index: Index  # the tensors
     document: native.ValuesDocument  # everything else
-    identity: str = ""
-    """The commit record that refers to them (`native.identity_of`); "" if none does."""
+    identity: str = ""  # the commit record that refers to them (`native.identity_of`), if any does
     rank: int | None = None
     """The rank that loads, which gets its own buffers where they are stored for each rank."""
-    limits: ReadLimits = field(default_factory=ReadLimits)
-    """How its files are read; the same on all ranks."""
+    limits: ReadLimits = field(default_factory=ReadLimits)  # for its files; the same on all ranks
     sequences: Mapping[Path, str] = field(init=False)
-    """Paths of stored containers that were a `list` or a `tuple`."""
     _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
     _containers: dict[str, Path] | None = field(default=None, init=False)
     _items: dict[str, tuple[str, object]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.sequences = {tuple(path): kind for path, kind in self.document.sequences}
-
-    @property
-    def stored(self) -> StoredState:
-        """Itself: as `TransformedState` has it, whose other questions are answered here, too."""
-        return self
-
-    def is_untouched(self, _names: Collection[str]) -> bool:
-        return True
-
-    def resized_from(self, _names: Collection[str]) -> str | None:
-        return None
-
-    def read_for(self, _names: Collection[str]) -> set[str]:
-        return set()
 
     def __iter__(self) -> Iterator[str]:
         """Every stored name: tensors and their aliases, values, lists, elements of objects."""

@@ -101,8 +101,6 @@ class TransformedState:
 
     def resized_from(self, names: Sequence[str]) -> str | None:
         """The stored tensor that is renamed to one of the names, if it has another size."""
-        if self.is_untouched(names):
-            return None
         return next(filter(None, map(self.resolved.resized.get, names)), None)
 
     def read_for(self, names: Iterable[str]) -> set[str]:
