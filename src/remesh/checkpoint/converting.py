@@ -26,7 +26,7 @@ from remesh.checkpoint.agree import PlanCache
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
-from remesh.checkpoint.opened import Checkpoint, VerifyReport
+from remesh.checkpoint.opened import Checkpoint, VerifyReport, open_source
 from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.checkpoint.transformed import renamed_lists, renamed_path, renamed_sequences
 from remesh.core import values
@@ -125,18 +125,18 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     if not is_place(path):
         raise StateError(f"convert: path must name a place, not {type(path).__name__}")
     writer, program = writer_of(format), as_transform(transform)
-    opened, target = Checkpoint(source), open_storage(path)
-    if opened._stored.url == target.url:
-        raise StateError(f"{target.url}: source and destination are one place; convert to another")
-    contents = _chosen(opened._contents, only)
-    if metadata is None and format == native.FORMAT_NAME:
-        metadata = opened.metadata
+    contents, stored, url = open_source(source)
+    contents, target = _chosen(contents, only), open_storage(path)
+    if url == target.url:
+        raise StateError(f"{url}: source and destination are one place; convert to another")
+    if metadata is None and contents.record is not None and format == native.FORMAT_NAME:
+        metadata = contents.record.metadata
     resolved = None if program is None else _resolve(contents, program)
-    stored = dataclasses.replace(opened._source, index=contents.index, resolved=resolved)
+    stored = dataclasses.replace(stored, index=contents.index, resolved=resolved)
     description = describe_stored(contents, stored, None if program is None else program.owners)
     if format != native.FORMAT_NAME:
         _import_torch_for(description)
-        _warn_of_unchecked(description, opened._stored.url, format)
+        _warn_of_unchecked(description, url, format)
     num_values = len(description.values) + len(description.merged_lists) + len(description.objects)
     exchange = Alone() if group is None else exchange_of(group)
     options = options_of(

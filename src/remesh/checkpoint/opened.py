@@ -25,7 +25,7 @@ from remesh.core.state import Path, assemble
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
 from remesh.formats.decoding import decoded
-from remesh.formats.table import place_of, read_contents
+from remesh.formats.table import Contents, place_of, read_contents
 from remesh.pipeline.source import TensorSource
 from remesh.planner import ReadLimits
 from remesh.storage import Buffer
@@ -117,6 +117,16 @@ class TensorSlice:
         return self.checkpoint.read(self.stored.name, box).reshape(kept)
 
 
+def open_source(path: Any) -> tuple[Contents, TensorSource, str]:
+    """What a place holds, what its tensors are read from, and where it is, for messages."""
+    place = place_of(path)
+    with explained_absence(place):
+        contents = read_contents(place)
+    identity = "" if contents.record is None else native.identity_of(contents.record)
+    readable = decoded(place.storage, contents.index)
+    return contents, TensorSource(readable, contents.index, identity), place.url
+
+
 class Checkpoint:
     """A committed checkpoint, opened for reading. Not collective: any one process may open it.
 
@@ -148,14 +158,11 @@ class Checkpoint:
         if framework not in {None, "torch", "numpy"}:
             raise StateError(f'framework must be "torch", "numpy" or None, not {framework!r}')
         self._framework = framework
-        place = place_of(path)
-        with explained_absence(place):
-            self._contents = read_contents(place)
-        index, record = self._contents.index, self._contents.record
-        identity = "" if record is None else native.identity_of(record)
-        self._storage = decoded(place.storage, index)
-        self._source = TensorSource(self._storage, index, identity)
-        self._stored = StoredState(place.url, index, self._contents.document, identity)
+        self._contents, self._source, url = open_source(path)
+        self._storage = self._source.storage
+        self._stored = StoredState(
+            url, self._contents.index, self._contents.document, self._source.identity
+        )
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._stored.url!r})"
