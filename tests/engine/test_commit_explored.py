@@ -24,14 +24,11 @@ import pytest
 
 import remesh
 from remesh.background import status_files
-from remesh.background.writer import SaveWriter, WriteTask
+from remesh.background.writer import SaveWriter, Trainer, WriteTask
 from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
-from remesh.checkpoint.save_plan import plan_rank
-from remesh.checkpoint.unchanged import History
 from remesh.errors import StorageError
 from remesh.exchange import Exchange
 from remesh.formats import native
-from remesh.formats.framing import Part
 from remesh.pipeline.arena import Arena, Chunk
 from remesh.pipeline.stage import Filled, Stager
 from remesh.pipeline.write import CHUNK_SIZE
@@ -409,14 +406,13 @@ def ranks_of_save(
     def prepare(exchange: Exchange) -> tuple[WriteTask, list[Filled]]:
         options = SaveOptions(overwrite=True, metadata={}, meets=True)
         state = state_of(exchange.rank, num_ranks, value)
-        agreed = agree(exchange, storage, state, options, cache=PlanCache(), emit=lambda *_: None)
-        mine = plan_rank(exchange, storage, agreed, History())
+        mine = agree(exchange, storage, state, options, cache=PlanCache(), emit=lambda *_: None)
         layout, filled = mine.stream.layout, list[Filled]()
         arena = Arena(layout.num_chunks * CHUNK_SIZE, CHUNK_SIZE)
         Stager(layout, arena).stage(filled.append, lambda _size: None)
         task = WriteTask(
             "",
-            agreed.save_id,
+            mine.save_id,
             exchange.rank,
             num_ranks,
             DEADLINE,
@@ -429,7 +425,7 @@ def ranks_of_save(
             "",
             (),
             True,
-            agreed.global_plan,
+            mine.global_plan,
         )
         return task, filled
 
@@ -442,24 +438,13 @@ def serve(task: WriteTask, filled: Sequence[Filled], member: Member) -> None:
     chunks: dict[int, Chunk] = {one.chunk.slot: one.chunk for one in filled}
 
     storage = Gated(member.world.storage, member)
-    writer = SaveWriter(task, storage, None, chunks.__getitem__, Silent())
+    trainer = Trainer(lambda _: None, lambda: None, lambda *_: None, lambda *_: None)
+    writer = SaveWriter(task, storage, None, chunks.__getitem__, trainer)
     writer._status._wake = Pauses(member, writer)  # type: ignore[assignment]
     for one in filled:
         writer.fill(one.number, one.num_bytes, one.chunk.slot)
     writer.end_staging(None)
     writer.save()
-
-
-class Silent:
-    """The trainer's side, which has nothing to do."""
-
-    def free(self, slot: int) -> None: ...
-
-    def stop_staging(self) -> None: ...
-
-    def see(self, point: str, num_bytes: int = 0) -> None: ...
-
-    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None: ...
 
 
 class Pauses:

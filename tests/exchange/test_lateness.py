@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,8 @@ from tests.support import run_processes
 from tests.waiting import wait_until
 
 from remesh.errors import ExchangeError
-from remesh.exchange import Exchange, ThreadGroup
-from remesh.exchange.lateness import (
-    LateError,
-    Limits,
-    Marks,
-    SlowCall,
-    describe_absent,
-    find_absent,
-)
+from remesh.exchange import Exchange
+from remesh.exchange.lateness import LateError, LateRanks, describe_absent, find_absent
 from remesh.exchange.torch_group import TorchGroup
 
 
@@ -77,14 +70,10 @@ class FrozenStore(DictStore):
         return super().check(keys)
 
 
-def _call(
-    store: DictStore | None, rank: int, limits: Limits, *, patience: float = 60.0
-) -> SlowCall:
-    marks = Marks(store, rank, range(3), patience=patience)
-    return SlowCall("gather", marks, range(3), limits)
-
-
-_LIMITS = Limits(timeout=100, warn_after=10)
+def _call(store: DictStore | None, rank: int, *, patience: float = 60.0) -> LateRanks:
+    call = LateRanks(store, rank, range(3), timeout=100, warn_after=10, patience=patience)
+    call.begin("gather", range(3))
+    return call
 
 
 # ----- who is absent -----
@@ -131,8 +120,8 @@ def test_a_message_names_so_many_ranks_at_most() -> None:
 
 def test_a_slow_call_warns_at_growing_distances(caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore()
-    call = _call(store, 0, _LIMITS)
-    _call(store, 2, _LIMITS)
+    call = _call(store, 0)
+    _call(store, 2)
     warned_at = []
     for waited in range(1, 100):
         before = len(caplog.messages)
@@ -150,42 +139,40 @@ def test_a_slow_call_warns_at_growing_distances(caplog: pytest.LogCaptureFixture
 
 def test_one_of_the_waiting_ranks_warns(caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore()
-    with_first = [_call(store, rank, _LIMITS) for rank in (2, 0)]
-    for call in with_first:
-        call.look(10)
-    assert [message[:16] for message in caplog.messages] == ["gather on rank 0"]
-    for call in with_first:
-        call.end()
-    assert store.keys == {}
-    caplog.clear()
-    without_first = [_call(store, rank, _LIMITS) for rank in (2, 1)]
-    for waited in (10, 20):
-        for call in without_first:
-            call.look(waited)
-    assert [message[:16] for message in caplog.messages] == ["gather on rank 2"] * 2
-    for call in without_first:
-        call.end()
-    assert store.keys == {}
+    calls = [_call(store, rank) for rank in (2, 0)]
+    for first in (calls, calls[::-1]):
+        caplog.clear()
+        for waited in (10, 20):
+            for call in first:
+                call.look(waited)
+        assert [message[:16] for message in caplog.messages] == [
+            f"gather on rank {2 if first is calls else 0}"
+        ] * 2
+        for call in calls:
+            call.end()
+        assert store.keys == {}
+        for call in calls:
+            call.begin("gather", range(3))
 
 
 def test_a_rank_that_gives_up_says_so_to_the_others() -> None:
     store = DictStore()
-    waiting = _call(store, 2, _LIMITS)
+    waiting = _call(store, 2)
     waiting.look(1)
-    Marks(store, 0, range(3)).report_failure("rank 0: connection closed")
-    Marks(store, 1, range(3)).report_failure("rank 1: a consequence")
+    _call(store, 0).report_failure("rank 0: connection closed")
+    _call(store, 1).report_failure("rank 1: a consequence")
     with pytest.raises(LateError, match="another rank has given up: rank 0: connection closed"):
         waiting.look(2)
 
 
 def test_looks_of_a_large_job_are_rare() -> None:
-    marks = Marks(DictStore(), 1, range(4000))
-    call = SlowCall("gather", marks, range(4000), Limits(timeout=1000, warn_after=100))
+    call = LateRanks(DictStore(), 1, range(4000), timeout=1000, warn_after=100)
+    call.begin("gather", range(4000))
     assert call.look(1) == 20
 
 
 def test_without_a_store_the_deadline_holds() -> None:
-    call = _call(None, 0, _LIMITS)
+    call = _call(None, 0)
     call.look(99)
     with pytest.raises(LateError, match="is not known: the group has no store"):
         call.look(100)
@@ -193,7 +180,7 @@ def test_without_a_store_the_deadline_holds() -> None:
 
 def test_a_store_that_failed_is_not_asked_again() -> None:
     store = LostStore()
-    call = _call(store, 0, _LIMITS)
+    call = _call(store, 0)
     call.look(1)
     asked = store.requests
     with pytest.raises(LateError, match="not known: the group's store failed: reset by peer"):
@@ -204,7 +191,7 @@ def test_a_store_that_failed_is_not_asked_again() -> None:
 
 def test_a_store_that_stands_still_does_not_hold_up_the_deadline() -> None:
     store = FrozenStore()
-    call = _call(store, 0, _LIMITS, patience=0.01)
+    call = _call(store, 0, patience=0.01)
     with pytest.raises(LateError, match=r"store did not answer within 0\.01 s"):
         call.look(100)
     store.released.set()
@@ -277,24 +264,3 @@ def test_a_deadline_names_the_missing_and_ends_the_wait_of_all() -> None:
         for late in ("rank 1 (global rank 2) has", "ranks 1, 2 (global ranks 2, 3) have")
     )
     assert "another rank has given up: rank 0: no end within 1 s" in last
-
-
-@pytest.fixture
-def patient_threads() -> Iterator[list[threading.Thread]]:
-    threads: list[threading.Thread] = []
-    yield threads
-    for thread in threads:
-        thread.join()
-
-
-def test_threads_that_wait_name_the_rank_that_has_not_come(
-    caplog: pytest.LogCaptureFixture, patient_threads: list[threading.Thread]
-) -> None:
-    group = ThreadGroup(2, timeout=600, warn_after=0.01)
-    thread = threading.Thread(target=lambda: group.exchange(0).all_gather(b""))
-    patient_threads.append(thread)
-    thread.start()
-    wait_until(lambda: bool(caplog.messages), "rank 0 warns")
-    group.exchange(1).all_gather(b"")
-    assert "all-gather on rank 0 has waited" in caplog.messages[0]
-    assert "rank 1 has not come" in caplog.messages[0]

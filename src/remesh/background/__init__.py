@@ -13,7 +13,7 @@ The writer runs in a thread, or in a process (`process`), to which calls go thro
 at the top level.
 """
 
-from remesh.background.handle import Progress, SaveHandle
+from remesh.background.save import Progress, SaveHandle
 from remesh.background.saver import Saver as Saver
 from remesh.background.saver import save_async as save_async
 

@@ -9,7 +9,7 @@ first.
 A message is a call: the save that it is about, the name of a method and its arguments. To the
 process go the methods of a `SaveWriter`, from it those of its `Trainer`. The bytes of tensors are
 in none of them: they lie in the arena, of which messages name slots. An error travels as between
-ranks (`remesh.exchange`).
+ranks (`remesh.exchange`). What is logged goes to the trainer's log.
 
 At the trainer's end (`WriterProcess`) a thread receives the messages of the process. If the process
 dies, the saves that it had fail, and the other ranks are told so.
@@ -25,6 +25,7 @@ session of its own and ignores Ctrl-C, so what ends the trainer does not end it.
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import multiprocessing
 import os
 import queue
@@ -35,6 +36,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -66,26 +69,23 @@ class _Failure(NamedTuple):
     data: bytes
 
 
-def _send(
-    connection: Connection, lock: threading.Lock, rank: int, message: Sequence[object]
-) -> None:
-    """Send a message; does nothing if the peer is gone."""
-    packed = [
+def _packed(rank: int, arguments: Sequence[object]) -> list[object]:
+    """The arguments of a call, as they are sent."""
+    return [
         _Failure(encode_failure(rank, item)) if isinstance(item, BaseException) else item
-        for item in message
+        for item in arguments
     ]
-    # A receiving thread finds the end of the peer, and knows what to do about it.
-    with lock, suppress(OSError):
-        connection.send(packed)
 
 
-def _receive(connection: Connection) -> list[Any] | None:
+def _unpacked(arguments: Sequence[Any]) -> list[Any]:
+    return [decode_failure(item.data) if isinstance(item, _Failure) else item for item in arguments]
+
+
+def _receive(connection: Connection) -> Any:
     """The next message; None if there is no further one, or the peer is gone."""
-    try:
-        message = connection.recv()
-    except (EOFError, OSError):
-        return None
-    return [decode_failure(item.data) if isinstance(item, _Failure) else item for item in message]
+    with suppress(EOFError, OSError):
+        return connection.recv()
+    return None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -142,7 +142,9 @@ class WriterProcess:
 
     def send(self, task: WriteTask, name: str, *arguments: object) -> None:
         """Call a method of the writer of a save; does nothing if the process has died."""
-        _send(self._connection, self._sending, task.rank, (task.save_id, name, *arguments))
+        # The receiving thread finds the end of the process, and knows what to do about it.
+        with self._sending, suppress(OSError):
+            self._connection.send((task.save_id, name, *_packed(task.rank, arguments)))
 
     def death(self, task: WriteTask) -> ExchangeError:
         """Why a save fails whose process has died."""
@@ -162,15 +164,16 @@ class WriterProcess:
 
     def _follow(self) -> None:
         while message := _receive(self._connection):
+            if isinstance(message, logging.LogRecord):
+                _LOGGER.handle(message)
+                continue
             save_id, name, *arguments = message
-            if name == "log":
-                _LOGGER.log(*arguments)
-            elif save_id in self._saves:  # otherwise it has ended
+            if save_id in self._saves:  # otherwise it has ended
                 save = self._saves[save_id]
                 if name == "end":
                     with self._lock:
                         del self._saves[save_id]
-                getattr(save, name)(*arguments)
+                getattr(save, name)(*_unpacked(arguments))
         with self._lock:
             self._is_lost = True
             saves = list(self._saves.values())
@@ -197,6 +200,7 @@ class RemoteWriter:
         self._is_lost = False
         self._ended = threading.Event()
         self._own_error: BaseException | None = None
+        self.stop_staging = trainer.stop_staging
 
     def begin(self) -> None:
         """Send the task. If it cannot be sent, the process is as good as dead."""
@@ -234,9 +238,6 @@ class RemoteWriter:
             self._lent.discard(slot)
         self._trainer.free(slot)
 
-    def stop_staging(self) -> None:
-        self._trainer.stop_staging()
-
     def see(self, point: str, num_bytes: int) -> None:
         """A listener that fails gives the save up, if it still can be."""
         try:
@@ -257,7 +258,7 @@ class RemoteWriter:
             lent = list(self._lent)
         for slot in lent:
             self._trainer.free(slot)
-        self._trainer.stop_staging()
+        self.stop_staging()
         status = self.task.status(self._storage)
         if status.is_committed():
             self.end(None, ())
@@ -271,7 +272,8 @@ def _end(
     """Let the process end, and wait for it; a forked copy of its owner leaves it alone."""
     if os.getpid() != owner:
         return
-    _send(connection, lock, 0, ("", "abort"))
+    with lock, suppress(OSError):
+        connection.send(("", "abort"))
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -284,44 +286,6 @@ def _end(
 # ---------------------------------------------------------------------------------------------
 
 
-class _TrainersLog(logging.Handler):
-    """Says in the trainer's log what is said here; on this process's own when it is gone."""
-
-    def __init__(self, process: _Process) -> None:
-        super().__init__()
-        self._process = process
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self._process.is_orphan:
-            self._process.send(0, "", "log", record.levelno, record.getMessage())
-        elif logging.lastResort is not None:
-            logging.lastResort.handle(record)
-
-
-class _RemoteTrainer:
-    """The `Trainer` of a save, in another process."""
-
-    def __init__(self, process: _Process, task: WriteTask) -> None:
-        self._process = process
-        self._task = task
-
-    def _send(self, name: str, *arguments: object) -> None:
-        self._process.send(self._task.rank, self._task.save_id, name, *arguments)
-
-    def free(self, slot: int) -> None:
-        self._send("free", slot)
-
-    def stop_staging(self) -> None:
-        self._send("stop_staging")
-
-    def see(self, point: str, num_bytes: int = 0) -> None:
-        self._send("see", point, num_bytes)
-
-    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
-        self._process.log_end(self._task, error)
-        self._send("end", error, parts)
-
-
 class _Process:
     """The saves of this process and what they have in common."""
 
@@ -329,14 +293,14 @@ class _Process:
         self._connection = connection
         self._parent = parent
         self._chunks = chunks
-        self._outgoing: queue.SimpleQueue[tuple[int, tuple[object, ...]] | None]
-        self._outgoing = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, name="outgoing", daemon=True)
         self._sender.start()
         self._saves: dict[str, tuple[SaveWriter, threading.Thread]] = {}
-        self.is_orphan = False
+        self._is_orphan = False
         self._is_aborted = False
-        _LOGGER.addHandler(_TrainersLog(self))
+        self._log = logging.handlers.QueueHandler(self._outgoing)
+        _LOGGER.addHandler(self._log)
 
     def run(self) -> None:
         """Follow the trainer's messages to their end, and the saves to theirs."""
@@ -350,8 +314,9 @@ class _Process:
                     writer.cancel(None)
                 break
             elif save_id in self._saves:  # otherwise it has ended
-                getattr(self._saves[save_id][0], name)(*arguments)
-        self.is_orphan = True
+                getattr(self._saves[save_id][0], name)(*_unpacked(arguments))
+        self._is_orphan = True
+        _LOGGER.removeHandler(self._log)  # from now on lines are printed here
         for writer, _ in self._saves.values():
             if not writer.staged.is_set():
                 error = ExchangeError(
@@ -366,18 +331,7 @@ class _Process:
         self._outgoing.put(None)
         self._sender.join(_LAST_SECONDS)
 
-    def send(self, rank: int, *message: object) -> None:
-        """Send the trainer a message of a rank."""
-        self._outgoing.put((rank, message))
-
-    def log_end(self, task: WriteTask, error: BaseException | None) -> None:
-        """Log how a save has ended that its trainer cannot hear of."""
-        if self.is_orphan and not self._is_aborted:
-            end = "is committed" if error is None else f"failed: {error}"
-            text = "rank %d ended before its save to %s did; the save %s"
-            _LOGGER.warning(text, task.rank, task.place, end)
-
-    def _receive(self) -> list[Any] | None:
+    def _receive(self) -> Any:
         """The next message of the trainer; None if there is no further one.
 
         Children that the trainer has forked have copies of its end, and may outlive it. So the end
@@ -391,16 +345,24 @@ class _Process:
     def _begin(self, task: WriteTask) -> None:
         self._saves = {one: save for one, save in self._saves.items() if save[1].is_alive()}
         last = open_storage(task.last_place) if task.sources else None
-        trainer = _RemoteTrainer(self, task)
+        trainer = Trainer(*(partial(self._tell, task, one.name) for one in fields(Trainer)))
         writer = SaveWriter(task, open_storage(task.place), last, self._chunks.chunk, trainer)
         thread = threading.Thread(target=writer.run, name="remesh-save")
         self._saves[task.save_id] = (writer, thread)
         thread.start()
 
+    def _tell(self, task: WriteTask, name: str, *arguments: Any) -> None:
+        if name == "end" and self._is_orphan and not self._is_aborted:
+            error, _ = arguments
+            end = "is committed" if error is None else f"failed: {error}"
+            text = "rank %d ended before its save to %s did; the save %s"
+            _LOGGER.warning(text, task.rank, task.place, end)
+        self._outgoing.put((task.save_id, name, *_packed(task.rank, arguments)))
+
     def _send_queued(self) -> None:
-        lock = threading.Lock()
-        while (item := self._outgoing.get()) is not None:
-            _send(self._connection, lock, *item)
+        while (message := self._outgoing.get()) is not None:
+            with suppress(OSError):  # the main thread finds the end of the trainer
+                self._connection.send(message)
 
 
 def main() -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Literal
 
-from remesh.background.handle import Phase, Progress, SaveHandle
 from remesh.background.process import RemoteWriter
-from remesh.background.writer import SaveWriter, WriteTask
+from remesh.background.writer import SaveWriter, Trainer, WriteTask
 from remesh.checkpoint.report import SaveReport
 from remesh.errors import RankFailedError
 from remesh.events import Emit
@@ -22,9 +23,110 @@ from remesh.formats.framing import Part
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.stage import Filled, Stager
 
+Phase = Literal["staging", "writing", "committing", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of this rank's part of a save."""
+
+    num_bytes: int
+    """Bytes that this rank writes."""
+    staged_bytes: int
+    """Bytes that are copied out of the trainer's memory."""
+    written_bytes: int
+    """Bytes that are written."""
+    phase: Phase
+    """The current phase, or the result of the save."""
+    kept_bytes: int = 0
+    """Bytes of files that did not change since the save before, which it does not write."""
+
+
+class SaveHandle(Future[SaveReport]):
+    """A save that is under way, made by `save_async`: a `concurrent.futures.Future`.
+
+    `result` returns when the checkpoint is committed and durable, and raises why the save failed,
+    which leaves the previous checkpoint untouched. Callbacks run in the thread that ends the save.
+
+    Args:
+        url: Where the checkpoint goes.
+        progress: How far the save is.
+        cancel: Asks the server to give the save up.
+    """
+
+    def __init__(
+        self, url: str, progress: Callable[[], Progress], cancel: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._url = url
+        self._progress = progress
+        self._ask_to_cancel = cancel
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self._url!r}, {self._progress().phase})"
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint goes."""
+        return self._url
+
+    @property
+    def staged(self) -> bool:
+        """True if the trainer may change its state, as always once `save_async` has returned."""
+        return self._progress().phase != "staging"
+
+    def progress(self) -> Progress:
+        """How far this rank's part is."""
+        return self._progress()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is committed and durable.
+
+        Returns:
+            What this rank wrote, and how long the save took.
+
+        Raises:
+            TimeoutError: If `timeout` seconds pass before.
+            concurrent.futures.CancelledError: If the save was cancelled on this rank.
+            RemeshError: Why it failed; the previous checkpoint is untouched.
+        """
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if self.done():
+                raise
+            text = f"the save to {self._url} has not ended: {self._progress()}"
+            raise TimeoutError(text) from None
+
+    def running(self) -> bool:
+        """True if the save has not ended."""
+        return not self.done()
+
+    def cancel(self) -> bool:
+        """Ask all ranks to give the save up, which may be too late: then it is committed.
+
+        As for an `asyncio.Task`, the save has not ended when this returns. If it ends because of
+        this, `cancelled` is true then. On other ranks it fails with a `RankFailedError`.
+
+        Returns:
+            Whether the save had not ended, or was cancelled before.
+        """
+        if self.done():
+            return self.cancelled()
+        self._ask_to_cancel()
+        return True
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """End the save with an error; with a `CancelledError` as cancelled. Called by the save."""
+        if isinstance(exception, CancelledError):
+            super().cancel()
+            super().set_running_or_notify_cancel()
+        else:
+            super().set_exception(exception)
+
 
 class BackgroundSave:
-    """One save on this rank, as its trainer has it; see `remesh.background.writer.Trainer`.
+    """One save on this rank, as its trainer has it.
 
     `on_commit` is called with what this rank has written, once that is committed, and makes the
     report of it.
@@ -41,7 +143,6 @@ class BackgroundSave:
     ) -> None:
         self._task = task
         self._stager = stager
-        self._arena = arena
         self._emit = emit
         self._on_commit = on_commit
         self._writer: SaveWriter | RemoteWriter
@@ -53,10 +154,9 @@ class BackgroundSave:
         self._phase: Phase = "staging"
         self._is_cancelled = False
         self.handle = SaveHandle(url, self._progress, self._cancel)
-
-    # -----------------------------------------------------------------------------------------
-    # Called by the saver
-    # -----------------------------------------------------------------------------------------
+        self.trainer = Trainer(
+            lambda slot: arena.give(arena.chunk(slot)), stager.cancel, self.see, self._end
+        )
 
     def start(self, writer: SaveWriter | RemoteWriter, *, daemon: bool) -> None:
         """Take what may be refused; unless `daemon`, the interpreter waits for the save's end."""
@@ -65,7 +165,7 @@ class BackgroundSave:
 
     def withdraw(self, error: BaseException) -> None:
         """End a save that was started, or could not be, before it has begun."""
-        self.end(error, ())
+        self._end(error, ())
         self._may_run.set()
 
     def stage(self) -> None:
@@ -97,17 +197,8 @@ class BackgroundSave:
                 if self._phase == "staging":
                     self._phase = "writing" if self._task.num_bytes else "committing"
 
-    # -----------------------------------------------------------------------------------------
-    # Called by the writer
-    # -----------------------------------------------------------------------------------------
-
-    def free(self, slot: int) -> None:
-        self._arena.give(self._arena.chunk(slot))
-
-    def stop_staging(self) -> None:
-        self._stager.cancel()
-
-    def see(self, point: str, num_bytes: int = 0) -> None:
+    def see(self, point: str, num_bytes: int) -> None:
+        """Follow an event of the save."""
         with self._lock:
             if point == "save.chunk_staged":
                 self._staged_bytes += num_bytes
@@ -117,7 +208,7 @@ class BackgroundSave:
                 self._phase = "committing"
         self._emit(point, num_bytes)
 
-    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
+    def _end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
         """The save has ended; it fails after all if the saver or its last listener does."""
         report: SaveReport | None = None
         if error is None:

@@ -27,11 +27,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from remesh.background.handle import SaveHandle
 from remesh.background.process import RemoteWriter, WriterProcess
-from remesh.background.save import BackgroundSave
+from remesh.background.save import BackgroundSave, SaveHandle
 from remesh.background.writer import SaveWriter, WriteTask
-from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
+from remesh.checkpoint.agree import PlanCache, RankSavePlan, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_count, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.local import (
@@ -41,7 +40,6 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.report import SaveReport
-from remesh.checkpoint.save_plan import RankSavePlan, plan_on_all
 from remesh.checkpoint.saving import check_compress, options_of, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
@@ -281,7 +279,7 @@ class Saver:
                 _place_for_process(path, storage)
             self._wait_for_turn(storage.url)
 
-        agreed = agree(
+        mine = agree(
             exchange,
             storage,
             state,
@@ -290,7 +288,6 @@ class Saver:
             emit=emit,
             earlier=_failure_of(make_room),
         )
-        mine = plan_on_all(exchange, storage, agreed, self._cache.history)
         started: list[BackgroundSave] = []
 
         def start() -> bytes:
@@ -357,12 +354,12 @@ class Saver:
         )
         task = WriteTask(
             _place_for_process(path, storage) if self._has_process else storage.url,
-            mine.agreed.save_id,
+            mine.save_id,
             exchange.rank,
             exchange.world_size,
             self._deadline,
             self._report_seconds,
-            mine.agreed.options.format,
+            mine.options.format,
             stream.files,
             stream.layout.num_bytes if stream.files.paths else 0,
             stream.parts,
@@ -370,7 +367,7 @@ class Saver:
             "" if last is None else last.url,
             mine.sources if may_copy else [],
             self._arena.num_ready_bytes < num_chunk_bytes,
-            mine.agreed.global_plan,
+            mine.global_plan,
         )
         devices = device_staging(piece.memory for piece in stream.layout.pieces)
         copies = None
@@ -389,9 +386,9 @@ class Saver:
 
         save = BackgroundSave(task, storage.url, stager, self._arena, emit, remember)
         writer = (
-            RemoteWriter(self._live_process(), task, storage, save)
+            RemoteWriter(self._live_process(), task, storage, save.trainer)
             if self._has_process
-            else SaveWriter(task, storage, last, self._arena.chunk, save)
+            else SaveWriter(task, storage, last, self._arena.chunk, save.trainer)
         )
         save.start(writer, daemon=self._at_exit == "abort")
         return save
@@ -419,14 +416,8 @@ class Saver:
         """Give the memory back when no save has begun for `IDLE_SECONDS`."""
         if self._idle is not None:
             self._idle.cancel()
-        rest = weakref.WeakMethod(self._rest)  # the saver does not live on for it
-
-        def rest_if_alive() -> None:
-            method = rest()
-            if method is not None:
-                method()
-
-        self._idle = threading.Timer(IDLE_SECONDS, rest_if_alive)
+        # The saver does not live on for it.
+        self._idle = threading.Timer(IDLE_SECONDS, _rest, [weakref.ref(self)])
         self._idle.daemon = True
         with suppress(RuntimeError, MemoryError):  # without a thread the memory stays
             self._idle.start()
@@ -482,6 +473,11 @@ class Saver:
             free = int((available_memory() or 0) * ARENA_SHARE)
             free //= max(run_info().local_world_size, 1)
             self._arena.grow(min(rounded, self._arena.num_bytes + free))
+
+
+def _rest(saver: weakref.ref[Saver]) -> None:
+    if (alive := saver()) is not None:
+        alive._rest()  # noqa: SLF001 - of this module
 
 
 def _failure_of(action: Callable[[], None]) -> BaseException | None:

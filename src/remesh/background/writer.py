@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -68,24 +67,16 @@ class WriteTask:
         )
 
 
-class Trainer(Protocol):
+@dataclass(frozen=True, slots=True)
+class Trainer:
     """What a writer tells the trainer's side."""
 
-    def free(self, slot: int) -> None:
-        """A slot of the arena is free again."""
-        ...
-
-    def stop_staging(self) -> None:
-        """The files are given up."""
-        ...
-
-    def see(self, point: str, num_bytes: int = 0) -> None:
-        """An event of `remesh.events.SAVE_POINTS`; what it raises fails the save."""
-        ...
-
-    def end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
-        """The save has failed, or is committed; then `parts` says what this rank wrote."""
-        ...
+    free: Callable[[int], None]  # a slot of the arena is free again
+    stop_staging: Callable[[], None]  # the files are given up
+    see: Callable[[str, int], None]
+    """An event of `remesh.events.SAVE_POINTS`, with its bytes; what it raises fails the save."""
+    end: Callable[[BaseException | None, Sequence[Part]], None]
+    """The save has failed, or is committed; then the parts say what this rank wrote."""
 
 
 class SaveWriter:
@@ -144,12 +135,13 @@ class SaveWriter:
     def save(self) -> list[Part]:
         """Write, and see the save through to its end; what this rank wrote."""
         task = self.task
-        see = self._trainer.see
         try:
             return write_and_commit(
-                self._status.run_joined, self._storage, task.global_plan, self._write, see
+                self._status.run_joined, self._storage, task.global_plan, self._write, self._emit
             )
-        except BaseException:
+        except BaseException as error:
+            if not self._status.has_begun:
+                self._status.report(error)
             if not (task.rank == 0 or self._status.is_counted):
                 kept = [part.path for part in task.kept]
                 remove_paths(self._storage, [*task.files.paths, *kept])
@@ -174,6 +166,9 @@ class SaveWriter:
             msgspec.structs.replace(part, is_kept=number in self._copied)
             for number, part in enumerate(parts)
         ]
+
+    def _emit(self, point: str, num_bytes: int = 0) -> None:
+        self._trainer.see(point, num_bytes)
 
     def _create(self) -> ChunkWriter:
         task = self.task

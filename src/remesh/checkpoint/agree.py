@@ -11,13 +11,20 @@ the network.
 
 A process keeps the part of one rank in one plan, and says so: if any process has another rank now,
 or was not there when the plan was made, rank 0 plans anew.
+
+Then each rank lays out its files, as the writer of the format says. In a storage in which an object
+is written by one process, and for files that hold checksums of their tensors, each file has one
+writer, which collects its tensors (`remesh.pipeline.collect`).
 """
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -25,13 +32,7 @@ import numpy as np
 
 from remesh.checkpoint.arguments import check_same_options
 from remesh.checkpoint.buffers import Buffers, choose_buffers
-from remesh.checkpoint.collecting import plan_files
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
-from remesh.checkpoint.documents import (
-    check_metadata,
-    document_of,
-    document_of_all,
-)
 from remesh.checkpoint.local import (
     LocalTensors,
     describe_local,
@@ -40,18 +41,35 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.replacing import existing_checkpoint
-from remesh.checkpoint.sharing import check_same_place, check_space, is_one_directory, meet
-from remesh.checkpoint.unchanged import History
+from remesh.checkpoint.sharing import check_same_place, check_sees, check_space, is_one_directory
+from remesh.checkpoint.stream_layout import RankStream, lay_out
+from remesh.checkpoint.unchanged import (
+    FileSource,
+    History,
+    OwnFile,
+    keep_files,
+    own_files,
+    remove_paths,
+    sources_of,
+)
+from remesh.core import values
 from remesh.core.collector import collector_rests
-from remesh.core.geometry import IntArray
+from remesh.core.geometry import Box, IntArray
+from remesh.core.index import Index
 from remesh.core.integrity import raw_digest
+from remesh.core.memory import Memory
 from remesh.core.state import Description
+from remesh.core.tables import BoxTable
+from remesh.errors import CoverageError, NameCollisionError, StateError, StorageError
 from remesh.events import Emit
-from remesh.exchange import Exchange, run_joined
+from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
-from remesh.formats.framing import Existing, Grid, Saved
+from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, Writer
+from remesh.formats.native import ValuesDocument
 from remesh.formats.table import writer_of
-from remesh.pipeline import Compress
+from remesh.formats.whole_tensors import decode_files, give_to_ranks
+from remesh.pipeline import Collection, Compress, SpreadMemory
+from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.storage import FileSystemSpace, Storage
 
@@ -89,25 +107,46 @@ class GlobalSavePlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Agreement:
-    """The agreement of the ranks of a save, as one of them knows it."""
+class RankSavePlan:
+    """The part of one rank in a save that the ranks have agreed on."""
 
     save_id: str  # names the save
-    rank: int
     options: SaveOptions  # what the caller asked for
     tensors: LocalTensors  # the boxes that this rank holds, copies included
-    layout: bytes  # a digest of these boxes
-    rows: IntArray  # rows of them that it writes, in file order
     document: bytes  # its values, encoded
-    grid: Grid  # what the writer of the format makes of the boxes
-    holders: bytes  # what all ranks hold, as an index, if each file has one writer
-    global_plan: GlobalSavePlan | None  # on rank 0, what it knows of all ranks
+    stream: RankStream  # what it writes
+    history: History  # what it knew of the last save
+    files: Sequence[OwnFile]  # all files of this rank, if files may be kept
+    kept: Sequence[Part]
+    """What it says of those that did not change, which are there already."""
+    global_plan: GlobalSavePlan | None = None  # on rank 0, what it knows of all ranks
 
     @property
     def on_rank_0(self) -> GlobalSavePlan:
         """On rank 0, what it knows of all ranks."""
         assert self.global_plan is not None
         return self.global_plan
+
+    @property
+    def paths(self) -> list[str]:
+        """All data files of this rank."""
+        return [*(part.path for part in self.kept), *self.stream.files.paths]
+
+    @property
+    def sources(self) -> list[FileSource]:
+        """Files of the last checkpoint that files of the stream may be."""
+        of_path = {file.frame.path: file for file in self.files}
+        return sources_of(self.history, [of_path[path] for path in self.stream.files.paths])
+
+    def remove_kept(self, storage: Storage) -> None:
+        """Remove what is there already, if the save is given up before it has begun."""
+        remove_paths(storage, [part.path for part in self.kept])
+
+    def committed(self, storage: Storage, parts: Sequence[Part]) -> History:
+        """The history after this save is committed, given what this rank said of it."""
+        if not (self.files and parts):  # a writer process that died after the commit said nothing
+            return self.history
+        return self.history.after(storage, self.files, parts, self.tensors.boxes.num_bytes)
 
 
 @dataclass(slots=True)
@@ -202,10 +241,11 @@ class _Held:
             cache.history.num_bytes_to_keep(layout) if options.keeps else 0,
         )
 
-    def details(self, request: _Request) -> _Details:
+    def details(self, request: _Request) -> bytes:
         boxes = self.boxes if request.shared else self.boxes.without_shared()
-        return _Details(
-            boxes if request.boxes else BoxesMessage(), self.document if request.document else b""
+        document = self.document if request.document else b""
+        return msgspec.msgpack.encode(
+            _Details(boxes if request.boxes else BoxesMessage(), document)
         )
 
 
@@ -218,12 +258,52 @@ def agree(
     cache: PlanCache,
     emit: Emit,
     earlier: BaseException | None = None,
-) -> Agreement:
+) -> RankSavePlan:
     """Describe, compare, check and plan. Collective; all ranks raise the failure of one.
 
     The cache has the plan of the last save, and gets that of this one. An `earlier` failure of a
     rank is raised in place of the first step.
     """
+    mine, answer, made = _assign(
+        exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier
+    )
+    if answer.compares:
+        comparison = _comparison(options, is_new=answer.rows is not None)
+        copies = None if cache.plan is None else cache.plan.copies
+        compare_copies(exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes)
+    planned: list[RankSavePlan] = []
+
+    def plan_files() -> bytes:
+        if answer.meets and exchange.rank:
+            check_sees(storage, exchange.rank, _meeting_path(answer.save_id))
+        planned.append(_plan_rank(exchange, storage, mine, options, answer, cache))
+        return b""
+
+    try:
+        run_on_all(exchange, plan_files)
+        cache.met_in = _parent(storage.url) if answer.meets else cache.met_in
+    except BaseException:
+        for own in planned:
+            own.remove_kept(storage)
+        raise
+    finally:
+        if answer.meets and not exchange.rank:
+            with suppress(StorageError):  # an orphan is recognised by its name
+                storage.delete(_meeting_path(answer.save_id))
+    return replace(planned[0], global_plan=made)
+
+
+def _assign(
+    exchange: Exchange,
+    storage: Storage,
+    state: Any,
+    options: SaveOptions,
+    *,
+    cache: PlanCache,
+    emit: Emit,
+    earlier: BaseException | None,
+) -> tuple[_Held, _WriteAssignment, GlobalSavePlan | None]:
+    """Agree on who writes what: what this rank holds and its assignment; on rank 0, the plan."""
     held: list[_Held] = []
     planners: list[_Planner] = []
 
@@ -232,7 +312,7 @@ def agree(
             raise earlier
         with collector_rests():
             if exchange.rank == 0:
-                check_metadata(options.metadata)
+                _check_metadata(options.metadata)
                 planners.append(_Planner(storage, options, cache, emit))
             held.append(_Held.of(state, options.buffers, exchange.rank))
         emit("save.described")
@@ -249,35 +329,15 @@ def agree(
     )
     [mine] = held
     if isinstance(answer, _Request):
-        details = msgspec.msgpack.encode(mine.details(answer))
-        reply = run_joined(exchange, lambda: details, plan)
-        answer = msgspec.msgpack.decode(reply, type=_WriteAssignment)
+        tell = partial(mine.details, answer)
+        answer = msgspec.msgpack.decode(run_joined(exchange, tell, plan), type=_WriteAssignment)
     if answer.rows is None or answer.shared is None:
         cache.hits += 1
     else:
         cache.rows = np.frombuffer(answer.rows, dtype=np.int64)
         cache.shared = np.frombuffer(answer.shared, dtype=np.int64)
         cache.plan_id, cache.rank = answer.save_id, exchange.rank
-    if answer.meets:
-        meet(exchange, storage, _meeting_path(answer.save_id))
-        cache.met_in = _parent(storage.url)
-    if answer.compares:
-        finish_device_work(mine.tensors.memories)
-        comparison = _comparison(options, is_new=answer.rows is not None)
-        copies = None if cache.plan is None else cache.plan.copies
-        compare_copies(exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes)
-    return Agreement(
-        answer.save_id,
-        exchange.rank,
-        options,
-        mine.tensors,
-        mine.boxes.layout,
-        cache.rows,
-        mine.document,
-        answer.grid,
-        answer.holders,
-        planners[0].made if planners else None,
-    )
+    return mine, answer, planners[0].made if planners else None
 
 
 def describe_to_store(
@@ -287,7 +347,7 @@ def describe_to_store(
     description = describe_local(state)
     description.tensors = choose_buffers(description.tensors, buffers, rank)
     tensors = tensors_to_store(description)
-    return description, tensors, document_of(description, tensors.aliases).encode()
+    return description, tensors, _document_of(description, tensors.aliases).encode()
 
 
 class _Planner:
@@ -345,12 +405,12 @@ class _Planner:
         assert plan is not None
         encoded = [self._document, *(one.document for one in details[1:])]
         replicas = [one.replicas for one in told]
-        document = document_of_all(encoded, replicas, plan.cuts.tensors.names)
+        document = _document_of_all(encoded, replicas, plan.cuts.tensors.names)
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in told]
         kept = np.array([one.num_bytes_to_keep for one in told], dtype=np.int64)
         check_space(spaces, np.maximum(plan.bytes_per_rank(world_size) - kept, 0), storage.url)
         how = options.format_options
-        grid, holders = plan_files(writer, storage, plan, document, how, world_size)
+        grid, holders = _plan_grid(writer, storage, plan, document, how, world_size)
         meets = (
             (options.meets or bool(writer.object_names))
             and world_size > 1
@@ -384,6 +444,27 @@ class _Planner:
         return answers
 
 
+def _plan_grid(
+    writer: Writer,
+    storage: Storage,
+    plan: SavePlan,
+    document: ValuesDocument,
+    options: Mapping[str, object],
+    world_size: int,
+) -> tuple[Grid, bytes]:
+    """Rank 0: plan the files of a format.
+
+    Returns what its writer makes of what is stored; and what all ranks hold, as an index, if each
+    file has one writer.
+    """
+    grid = writer.grid(plan.cuts, document, options)
+    if not writer.object_names or (storage.shares_files and not writer.has_checksums):
+        return grid, b""
+    is_final = writer.object_names == "final" and len(decode_files(grid).files) == 1
+    names = "renamed" if storage.shares_files else "final" if is_final else "by_save"
+    return give_to_ranks(grid, world_size, names), plan.index_of_holders(world_size).encode()
+
+
 def _are_first(digests: Sequence[bytes]) -> list[bool]:
     """Whether each rank is the first that has its digest."""
     first: dict[bytes, int] = {}
@@ -405,3 +486,174 @@ def _meeting_path(save_id: str) -> str:
 
 def _parent(url: str) -> str:
     return url.rpartition("/")[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# The files of a rank
+# ---------------------------------------------------------------------------------------------
+
+
+def _plan_rank(
+    exchange: Exchange,
+    storage: Storage,
+    held: _Held,
+    options: SaveOptions,
+    assigned: _WriteAssignment,
+    cache: PlanCache,
+) -> RankSavePlan:
+    """Lay out this rank's files, and keep those that did not change since the save before."""
+    tensors, rows, writer = held.tensors, cache.rows, writer_of(options.format)
+    # All of them: a live reshard reads also what other ranks' files hold.
+    finish_device_work(tensors.memories)
+    save_id, rank, grid = assigned.save_id, exchange.rank, assigned.grid
+    files: list[OwnFile] = []
+    kept: list[Part] = []
+    history = cache.history
+
+    def frames_of(boxes: BoxTable) -> Sequence[Frame]:
+        return writer.frames(boxes, rows, rank, save_id, grid)
+
+    if options.keeps and writer.has_digests:
+        history = history.of_layout(held.boxes.layout, tensors.is_frozen)
+        files = own_files(writer, tensors, rows, history.group, (rank, save_id, grid))
+        kept = keep_files(storage, history, files, tensors, at_once=options.meets)
+        there = {part.path for part in kept}
+        left = [file for file in files if file.frame.path not in there]
+        frames, numbers = [file.frame for file in left], [file.numbers for file in left]
+        stream = lay_out(frames, tensors, numbers, CHUNK_SIZE, options.compress)
+    elif not assigned.holders:
+        stream = lay_out(frames_of(tensors.boxes), tensors, compress=options.compress)
+    else:
+        stream = _lay_out_collected(frames_of, tensors, rows, assigned.holders, exchange)
+        is_final = decode_files(grid).names == "final"
+        replaces = is_final and options.overwrite
+        stream = replace(stream, files=replace(stream.files, replaces=replaces))
+    return RankSavePlan(save_id, options, tensors, held.document, stream, history, files, kept)
+
+
+def _lay_out_collected(
+    frames_of: Callable[[BoxTable], Sequence[Frame]],
+    tensors: LocalTensors,
+    rows: IntArray,
+    holders: bytes,
+    exchange: Exchange,
+) -> RankStream:
+    """The stream of a rank that writes whole tensors of which other ranks hold boxes.
+
+    Its frames are made of a table of whole tensors; `holders` is what `_plan_grid` gave.
+    """
+    index = Index.decode(holders, "the save")
+    table, given = index.tensors, tensors.given(rows)
+    boxes = given.boxes
+    collection = Collection(exchange, index, boxes, given.memories)
+    own = {
+        boxes.tensors.names[tensor]: memory
+        for row, (tensor, memory) in enumerate(
+            zip(boxes.tensor.tolist(), given.memories, strict=True)
+        )
+        if boxes.box(row).shape == boxes.tensors.shape(tensor)
+    }
+    numbers = [n for n in range(len(table.names)) if math.prod(table.shape(n))]
+    memories: list[Memory] = [
+        own.get(table.names[n]) or SpreadMemory(collection, n) for n in numbers
+    ]
+    whole = BoxTable.of(table, [(n, Box.whole(table.shape(n))) for n in numbers])
+    frames = frames_of(whole)
+    stream = lay_out(frames, replace(tensors, boxes=whole, memories=memories))
+    for frame, at in zip(frames, stream.files.start.tolist(), strict=True):
+        collection.checksums.extend(
+            (at + first, at + last, tuple(at + place for place in places))
+            for first, last, places in frame.checksums
+        )
+    return replace(stream, collection=collection)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is not a tensor
+# ---------------------------------------------------------------------------------------------
+
+
+def _document_of(description: Description, aliases: Mapping[str, str]) -> ValuesDocument:
+    """All that a rank knows that is not a tensor."""
+    document = ValuesDocument(
+        values={
+            name: msgspec.Raw(values.encode(value, name))
+            for name, value in description.values.items()
+        },
+        lists=dict(description.merged_lists),
+        sequences=[(list(path), kind) for path, kind in description.sequences.items()],
+        aliases=dict(aliases),
+        unchecked=list(description.unchecked) or msgspec.UNSET,
+    )
+    for element in description.objects:
+        if element.is_main_replica:
+            name = element.unique_name
+            value = values.encode_object(element.data, name)
+            stored = native.ObjectElement(
+                element.name, element.global_shape, element.global_offset, msgspec.Raw(value)
+            )
+            if bytes(document.objects.setdefault(name, stored).value) != value:
+                raise NameCollisionError(
+                    f"{name}: this element has two different main replicas\n"
+                    "Rename one of them, or give it its own offset"
+                )
+    for name, path in description.paths.items():
+        document.set_path(name, path)
+    for name in (*(entry.name for entry in description.tensors), *document.objects):
+        if name not in description.paths:
+            document.set_path(name, (name,))
+    return document
+
+
+def _document_of_all(
+    documents: Sequence[bytes], replicas: Sequence[Sequence[str]], names: Sequence[str]
+) -> ValuesDocument:
+    """The values of all ranks, which go together with each other and with names of tensors.
+
+    Of each rank, in rank order: its encoded document, empty if it is that of another rank; and the
+    elements of sharded objects of which it has another replica than the main one.
+    """
+    document = native.merge_documents(
+        [ValuesDocument.decode(encoded, "values") for encoded in documents if encoded]
+    )
+    _check_names(names, document)
+    _check_replicas(document, replicas)
+    return document
+
+
+def _check_names(tensor_names: Iterable[str], document: ValuesDocument) -> None:
+    """Check that a name is a tensor or a value or an alias, on whichever ranks."""
+    tensors = set(tensor_names)
+    for kind, names in (("value", document.values), ("tied tensor", document.aliases)):
+        both = tensors.intersection(names)
+        if both:
+            name = min(both)
+            raise StateError(
+                f"{name}: a tensor of its own on one rank and a {kind} on another\nGive them "
+                "different names, or make the ranks agree"
+            )
+
+
+def _check_replicas(document: ValuesDocument, replicas: Sequence[Sequence[str]]) -> None:
+    """Check that every element of a sharded object has a main replica."""
+    for rank, names in enumerate(replicas):
+        for name in names:
+            if name not in document.objects:
+                raise CoverageError(
+                    f"{name}: rank {rank} has a replica of this element, but no rank its main "
+                    "replica\n"
+                    "Exactly one rank must have replica_id 0"
+                )
+
+
+def _check_metadata(metadata: Mapping[str, object]) -> None:
+    """Check that what is recorded beside the state is a JSON object."""
+    try:
+        same = msgspec.json.decode(msgspec.json.encode(metadata)) == dict(metadata)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise StateError(f"metadata must be a JSON object: {error}") from error
+    if not same:
+        raise StateError(
+            "metadata must be a JSON object\n"
+            "Only strings as keys, and str, int, float, bool, None, lists and dicts as values"
+        )

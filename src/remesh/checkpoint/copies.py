@@ -21,12 +21,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import xxhash
 
-from remesh.checkpoint.local import LocalTensors
+from remesh.checkpoint.local import LocalTensors, finish_device_work
 from remesh.core.geometry import Box, IntArray, boxes_of_flat_range
 from remesh.core.memory import DigestedMemory, contiguous_bytes
 from remesh.core.state import Role
@@ -96,8 +97,8 @@ def compare_copies(
         return [b"" if is_done else b"again"] * exchange.world_size
 
     for on_host in (False, True):
-        digests = _digests(tensors, rows, comparison, on_host=on_host)
-        if run_joined(exchange, digests.__bytes__, join) == b"":
+        digest = partial(_digests, tensors, rows, comparison, on_host=on_host)
+        if run_joined(exchange, digest, join) == b"":
             return
 
 
@@ -105,6 +106,7 @@ def _digests(
     tensors: LocalTensors, rows: IntArray, comparison: Comparison, *, on_host: bool
 ) -> bytes:
     """The digests of the rows that are compared, one after the other."""
+    finish_device_work(tensors.memories)
     digests = []
     levels = comparison.levels(tensors.roles[rows])
     for row, level in zip(rows.tolist(), levels.tolist(), strict=True):

@@ -30,8 +30,8 @@ import numpy as np
 
 from remesh._repr import short_repr
 from remesh.checkpoint.agree import (
-    Agreement,
     PlanCache,
+    RankSavePlan,
     SaveOptions,
     agree,
     describe_to_store,
@@ -294,7 +294,7 @@ class Resharder:
         transfer.execute(self._exchange, given.memories, reads.destinations, on_read)
         return False
 
-    def _agree_on_source(self) -> tuple[StoredState, Agreement]:
+    def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
         """The state of all ranks, as if it were stored; what they agreed on. Collective."""
         options = SaveOptions(
             overwrite=False,

@@ -1,7 +1,6 @@
 """One save, from top to bottom, in any format that can be written.
 
-1. Plan: the ranks agree who writes what (`agree`), and each lays out its files as the writer of the
-   format says (`save_plan`).
+1. Plan: the ranks agree who writes what, and each lays out its files (`agree`).
 2. Write: every rank writes its files and makes them durable.
 3. Finish: rank 0 gets the positions and digests of all files, and commits (`commit`).
 
@@ -21,13 +20,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, get_args
 
-from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
+from remesh.checkpoint.agree import PlanCache, RankSavePlan, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import remove_own, write_and_commit
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.report import SaveReport
-from remesh.checkpoint.save_plan import RankSavePlan, plan_on_all
 from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
@@ -188,14 +186,13 @@ def save_agreed(
         emit = moments
         if is_shown:
             emit = shown.enter_context(showing(moments, "saving", exchange.rank, storage.url))
-        agreed = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
-        mine = plan_on_all(exchange, storage, agreed, cache.history)
+        mine = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
         join, write_mine = partial(run_joined, exchange), partial(write, storage, mine, emit)
         try:
-            parts = write_and_commit(join, storage, agreed.global_plan, write_mine, emit)
+            parts = write_and_commit(join, storage, mine.global_plan, write_mine, emit)
         except NotSharedError:
             # Rank 0 has removed what it sees; this rank's files lie elsewhere.
-            remove_own(storage, agreed.save_id, mine.paths)
+            remove_own(storage, mine.save_id, mine.paths)
             raise
         cache.history = mine.committed(storage, parts)
         emit("save.done")
@@ -211,7 +208,7 @@ def write(storage: Storage, mine: RankSavePlan, emit: Emit) -> list[Part]:
     if stream.collection is None and not stream.files.paths:
         storage.sync()
         return list(mine.kept)
-    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.agreed.tensors.memories)
+    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
     begin = partial(emit, "save.file_created", num_bytes)
     todo = storage, stream.files, stream.layout
     on_chunk = partial(emit, "save.chunk_written")

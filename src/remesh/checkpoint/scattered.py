@@ -35,7 +35,6 @@ from remesh.checkpoint.commit import decode_parts, last_steps, remove_own
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
 from remesh.checkpoint.match import LoadOptions, RankReads
 from remesh.checkpoint.report import RestoreReport
-from remesh.checkpoint.save_plan import plan_on_all
 from remesh.checkpoint.saving import write
 from remesh.checkpoint.stored import StoredState
 from remesh.core.dtypes import CarrierDType
@@ -134,8 +133,7 @@ def save_scattered(
     failure what was written is removed, unless it may be complete.
     """
     options = SaveOptions(True, metadata, shares_place=False, buffers=buffers)
-    agreed = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
-    mine = plan_on_all(exchange, storage, agreed, cache.history)
+    mine = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
     parts: list[list[Part]] = []
 
     def join(replies: list[bytes]) -> list[bytes]:
@@ -145,7 +143,7 @@ def save_scattered(
 
     def describe() -> bytes:
         emit("save.parts_gathered", sum(part.num_bytes for own in parts for part in own))
-        return msgspec.msgpack.encode(last_steps(agreed.on_rank_0, parts))
+        return msgspec.msgpack.encode(last_steps(mine.on_rank_0, parts))
 
     try:
         files = msgspec.msgpack.decode(
@@ -156,7 +154,7 @@ def save_scattered(
             _copy_files(exchange, storage, files, nodes, distance)
         small = run_on_one(exchange, describe)
     except Exception:
-        remove_own(storage, agreed.save_id, mine.paths)
+        remove_own(storage, mine.save_id, mine.paths)
         raise
     # If that fails, the files stay: on another node the checkpoint may be committed already.
     run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))

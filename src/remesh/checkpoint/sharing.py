@@ -9,8 +9,8 @@ checks find that:
   have written (`check_arrived`).
 * Ranks of a background save meet only through the storage, so they would wait for each other until
   the deadline. Rank 0 therefore puts a small file before the first save to a directory, and every
-  rank looks for it (`meet`). That is left out if the file systems prove that the directory is the
-  same one (`is_one_directory`).
+  rank looks for it (`check_sees`). That is left out if the file systems prove that the directory is
+  the same one (`is_one_directory`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import numpy as np
 from remesh._repr import format_bytes
 from remesh.core.geometry import IntArray
 from remesh.errors import CheckpointNotFoundError, NoSpaceError, NotSharedError, StorageError
-from remesh.exchange import Exchange, run_on_all
 from remesh.storage import FileSystemSpace, Storage
 
 MAX_SHOWN = 8
@@ -108,27 +107,14 @@ def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, u
             )
 
 
-def meet(exchange: Exchange, storage: Storage, path: str) -> None:
-    """Check that every rank sees a file that rank 0 has put, and removes. Collective.
-
-    If a rank does not see it, all raise NotSharedError.
-    """
-
-    def look() -> bytes:
-        if exchange.rank and not _is_seen(storage, path):
-            raise NotSharedError(
-                f"{_shortened(storage.url)}: rank {exchange.rank} does not see what rank 0 writes "
-                f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
-                "disks of the nodes are not shared, even if they have the same path on every node."
-            )
-        return b""
-
-    try:
-        run_on_all(exchange, look)
-    finally:
-        if not exchange.rank:
-            with suppress(StorageError):  # an orphan is recognised by its name
-                storage.delete(path)
+def check_sees(storage: Storage, rank: int, path: str) -> None:
+    """Check that a rank sees a file that rank 0 has put."""
+    if not _is_seen(storage, path):
+        raise NotSharedError(
+            f"{_shortened(storage.url)}: rank {rank} does not see what rank 0 writes "
+            f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
+            "disks of the nodes are not shared, even if they have the same path on every node."
+        )
 
 
 def _is_seen(storage: Storage, path: str) -> bool:

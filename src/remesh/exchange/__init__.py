@@ -11,13 +11,12 @@ a torch process group is `remesh.exchange.torch_group.TorchGroup`; it imports to
 imported here.
 """
 
-from remesh.exchange.alone import Alone
 from remesh.exchange.protocol import Exchange
 from remesh.exchange.protocol import decode_failure as decode_failure
 from remesh.exchange.protocol import encode_failure as encode_failure
 from remesh.exchange.protocol import run_joined as run_joined
 from remesh.exchange.protocol import run_on_all as run_on_all
 from remesh.exchange.protocol import run_on_one as run_on_one
-from remesh.exchange.threads import ThreadExchange, ThreadGroup
+from remesh.exchange.threads import Alone, ThreadExchange, ThreadGroup
 
 __all__ = ["Alone", "Exchange", "ThreadExchange", "ThreadGroup"]

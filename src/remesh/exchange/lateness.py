@@ -5,9 +5,9 @@ share, and takes it away when the call has succeeded. The ranks without a mark a
 not come. They are found by halving, since a store says at once whether all of some keys are set;
 calls that do not wait send nothing to the store.
 
-Of the ranks that wait, one warns: rank 0, or the first to do so if rank 0 is not among them. A rank
-whose call fails leaves its mark, since the group cannot be used from then on, and leaves the reason
-in the store, where the other ranks that wait find it. So they need not wait for their own deadline.
+Of the ranks that wait, the first that has waited long enough warns. A rank whose call fails leaves
+its mark, since the group cannot be used from then on, and leaves the reason in the store, where the
+other ranks that wait find it. So they need not wait for their own deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -30,6 +29,7 @@ _LOOKS_PER_SECOND = 200
 """Looks at the store that all waiting ranks together take in a second."""
 
 _PREFIX = "remesh/late/"
+_FAILURE, _WARNS = _PREFIX + "failure", _PREFIX + "warns"
 
 
 class LateError(RuntimeError):
@@ -39,39 +39,15 @@ class LateError(RuntimeError):
 class KeyStore(Protocol):
     """The part of a `torch.distributed.Store` that is used."""
 
-    def set(self, key: str, value: str) -> object:
-        """Set a key."""
-        ...
+    def set(self, key: str, value: str) -> object: ...
 
-    def get(self, key: str) -> bytes:
-        """The value of a key; blocks while it is not set."""
-        ...
+    def get(self, key: str) -> bytes: ...
 
-    def check(self, keys: list[str]) -> bool:
-        """True if all keys are set."""
-        ...
+    def check(self, keys: list[str]) -> bool: ...
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter that begins at 0; its new value."""
-        ...
+    def add(self, key: str, amount: int) -> int: ...
 
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long a call waits for other ranks."""
-
-    timeout: float  # seconds until it fails
-    warn_after: float = 10.0
-    """Seconds until the first warning; each next one comes after twice the time."""
-
-    @property
-    def mark_after(self) -> float:
-        """Seconds until a rank marks that it waits."""
-        return min(1.0, self.timeout / 4, self.warn_after / 4)
+    def delete_key(self, key: str) -> bool: ...
 
 
 def find_absent(
@@ -108,11 +84,19 @@ def _list_ranks(word: str, ranks: Sequence[int]) -> str:
     return f"{word}{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-class Marks:
-    """The marks of the ranks of one group, as one rank sees and sets them.
+class LateRanks:
+    """What one rank of a group knows and tells of ranks that are late, call by call.
 
     A store may be gone or frozen, as the rank that serves it may be. The first call of it that
-    fails, or does not answer within `patience` seconds, is the last; `trouble` then says why.
+    fails, or does not answer within `patience` seconds, is the last.
+
+    Args:
+        store: The store of the group; None if it has none.
+        rank: This rank in the group.
+        global_ranks: The global rank of each rank of the group.
+        timeout: Seconds until a call fails.
+        warn_after: Seconds until the first warning; each next one comes after twice the time.
+        patience: Seconds that the store has for an answer.
     """
 
     def __init__(
@@ -120,61 +104,86 @@ class Marks:
         store: KeyStore | None,
         rank: int,
         global_ranks: Sequence[int],
+        timeout: float,
+        warn_after: float = 10.0,
         *,
         patience: float = 10.0,
     ) -> None:
-        self.rank = rank
-        self.global_ranks = global_ranks
-        self.trouble = "" if store is not None else "the group has no store"
+        self.timeout = timeout
+        self.mark_after = min(1.0, timeout / 4, warn_after / 4)
+        """Seconds until a rank marks that it waits."""
         self._store = store
+        self._trouble = "" if store is not None else "the group has no store"
         self._patience = patience
+        self._rank = rank
+        self._global_ranks = global_ranks
+        self._warn_after = warn_after
+        self._interval = max(self.mark_after, len(global_ranks) / _LOOKS_PER_SECOND)
+        self._operation = ""
+        self._awaited: Sequence[int] = ()
+        self._next_warning = warn_after
+        self._warns = False  # whether it is this rank that warns
 
-    def set(self) -> None:
-        """Mark that this rank waits."""
-        self._ask(lambda store: store.set(_mark_of(self.rank), "1"))
+    def begin(self, operation: str, awaited: Sequence[int]) -> None:
+        """Note that a call has waited for some ranks for a moment."""
+        self._operation, self._awaited = operation, awaited
+        self._next_warning, self._warns = self._warn_after, False
+        self._ask(lambda store: store.set(_mark_of(self._rank), "1"))
 
-    def clear(self, *, was_speaker: bool) -> None:
-        """Take the mark of this rank away, and its right to warn if it had taken it."""
-        self._ask(lambda store: store.delete_key(_mark_of(self.rank)))
-        if was_speaker:
-            self._ask(lambda store: store.delete_key(_PREFIX + "speaker"))
+    def look(self, waited: float) -> float:
+        """Look what the other ranks do, and warn if it is time to; seconds until the next look.
 
-    def take_turn(self) -> bool:
-        """True if this rank is the one that warns, from now until it clears its mark."""
-        if self.rank == 0 or self.trouble:
-            return self.rank == 0
-        if self._ask(lambda store: store.check([_mark_of(0)])):
-            return False
-        return self._ask(lambda store: store.add(_PREFIX + "speaker", 1)) == 1
+        Raises `LateError` if the deadline has passed, or another rank has given up.
+        """
+        if (reason := self._failure()) is not None:
+            raise LateError(f"another rank has given up: {reason}")
+        if waited >= self.timeout:
+            raise LateError(f"no end within {self.timeout:g} s: {self._describe_absent()}")
+        if waited >= self._next_warning:
+            self._next_warning = 2 * waited
+            self._warns = self._warns or self._ask(lambda store: store.add(_WARNS, 1)) == 1
+            if self._warns or (self._trouble and self._rank == 0):
+                _LOGGER.warning(
+                    "%s on rank %d has waited %.0f s: %s\n"
+                    "Every rank must make this call (it fails after %g s)",
+                    self._operation,
+                    self._rank,
+                    waited,
+                    self._describe_absent(),
+                    self.timeout,
+                )
+        return min(self._interval, min(self.timeout, self._next_warning) - waited)
+
+    def end(self) -> None:
+        """Note that the call has succeeded."""
+        self._ask(lambda store: store.delete_key(_mark_of(self._rank)))
+        if self._warns:
+            self._ask(lambda store: store.delete_key(_WARNS))
 
     def report_failure(self, reason: str) -> None:
         """Leave for the other ranks why this one has given up, if no other rank has."""
-        if self.failure() is None:
-            self._ask(lambda store: store.set(_PREFIX + "failure", reason))
+        if self._failure() is None:
+            self._ask(lambda store: store.set(_FAILURE, reason))
 
-    def failure(self) -> str | None:
+    def _failure(self) -> str | None:
         """Why a rank has given up, if one has."""
-        if not self._ask(lambda store: store.check([_PREFIX + "failure"])):
-            return None
-        reason = self._ask(lambda store: store.get(_PREFIX + "failure"))
+        reason = self._ask(lambda store: store.get(_FAILURE) if store.check([_FAILURE]) else None)
         return None if reason is None else reason.decode()
 
-    def describe_absent(self, awaited: Sequence[int]) -> str:
-        """A sentence that says which of the awaited ranks have not come."""
-
+    def _describe_absent(self) -> str:
         def find(store: KeyStore) -> list[int]:
-            absent = find_absent(awaited, lambda ranks: store.check([_mark_of(r) for r in ranks]))
+            absent = find_absent(self._awaited, lambda some: store.check([*map(_mark_of, some)]))
             return list(islice(absent, _NAMED + 1))
 
         found = self._ask(find)
         if found is None:
-            return f"which ranks have not come is not known: {self.trouble}"
-        return describe_absent(found, self.global_ranks)
+            return f"which ranks have not come is not known: {self._trouble}"
+        return describe_absent(found, self._global_ranks)
 
     def _ask(self, question: Callable[[KeyStore], T]) -> T | None:
         """The answer of the store, or None if it does not answer."""
         store = self._store
-        if store is None or self.trouble:
+        if store is None or self._trouble:
             return None
         answers: list[T] = []
         errors: list[Exception] = []
@@ -191,60 +200,12 @@ class Marks:
         thread.join(self._patience)
         if answers:
             return answers[0]
-        self.trouble = (
+        self._trouble = (
             f"the group's store failed: {errors[0]}"
             if errors
             else f"the group's store did not answer within {self._patience:g} s"
         )
         return None
-
-
-class SlowCall:
-    """A call that has waited for other ranks since some moment."""
-
-    def __init__(
-        self, operation: str, marks: Marks, awaited: Sequence[int], limits: Limits
-    ) -> None:
-        self._operation = operation
-        self._marks = marks
-        self._awaited = awaited
-        self._limits = limits
-        self._interval = max(limits.mark_after, len(marks.global_ranks) / _LOOKS_PER_SECOND)
-        self._next_warning = limits.warn_after
-        self._is_speaker = False
-        marks.set()
-
-    def look(self, waited: float) -> float:
-        """Look what the other ranks do, and warn if it is time to; seconds until the next look.
-
-        Raises `LateError` if the deadline has passed, or another rank has given up.
-        """
-        if (reason := self._marks.failure()) is not None:
-            raise LateError(f"another rank has given up: {reason}")
-        if waited >= self._limits.timeout:
-            late = self._marks.describe_absent(self._awaited)
-            raise LateError(f"no end within {self._limits.timeout:g} s: {late}")
-        if waited >= self._next_warning:
-            self._next_warning = 2 * waited
-            self._is_speaker = self._is_speaker or self._marks.take_turn()
-            if self._is_speaker:
-                self._warn(waited)
-        return min(self._interval, min(self._limits.timeout, self._next_warning) - waited)
-
-    def end(self) -> None:
-        """Note that the call has succeeded."""
-        self._marks.clear(was_speaker=self._is_speaker and self._marks.rank != 0)
-
-    def _warn(self, waited: float) -> None:
-        _LOGGER.warning(
-            "%s on rank %d has waited %.0f s: %s\n"
-            "Every rank must make this call (it fails after %g s)",
-            self._operation,
-            self._marks.rank,
-            waited,
-            self._marks.describe_absent(self._awaited),
-            self._limits.timeout,
-        )
 
 
 def _mark_of(rank: int) -> str:

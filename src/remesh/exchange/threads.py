@@ -7,21 +7,19 @@ next one does not disturb threads that still read.
 
 A meeting that can no longer become complete must not hang: it fails on every rank that waits as
 soon as the group is aborted, which a runner of rank-threads does when one of them ends, and
-at the latest when the time is up. Before that, the lowest rank that waits warns of those that have
-not come. Ranks that call different operations are told so.
+at the latest when the time is up. Ranks that call different operations are told so.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from remesh.errors import ExchangeError
-from remesh.exchange.lateness import LateError, Limits, Marks, SlowCall, describe_absent
+from remesh.exchange.lateness import describe_absent
 from remesh.exchange.protocol import Buffers, Exchange
 
 _Contribution = list[bytes]
@@ -29,8 +27,8 @@ _Contribution = list[bytes]
 
 @dataclass(slots=True)
 class _Meeting:
-    operations: dict[int, str] = field(default_factory=dict)
-    contributions: dict[int, _Contribution] = field(default_factory=dict)
+    brought: dict[int, tuple[str, _Contribution]] = field(default_factory=dict)
+    """The operation and the contribution of each rank."""
     complete: bool = False
 
 
@@ -40,14 +38,11 @@ class ThreadGroup:
     Args:
         world_size: Number of ranks.
         timeout: Seconds that a rank waits for the others in one call.
-        warn_after: Seconds after which one of the waiting ranks logs a warning with those that have
-            not come; each next one comes after twice the time.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0, warn_after: float = 10.0) -> None:
+    def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
         self.world_size = world_size
-        self.patience = min(timeout, warn_after)
-        self._limits = Limits(timeout, warn_after)
+        self.timeout = timeout
         self._condition = threading.Condition()
         self._meeting = _Meeting()
         self._failure: str | None = None
@@ -73,58 +68,31 @@ class ThreadGroup:
         with self._condition:
             meeting = self._meeting
             if self._failure is None:
-                meeting.operations[rank] = operation
-                meeting.contributions[rank] = contribution
-                if len(meeting.operations) == self.world_size:
+                meeting.brought[rank] = operation, contribution
+                if len(meeting.brought) == self.world_size:
                     self._close(meeting)
-                else:
-                    self._wait(meeting, rank)
+                elif not self._condition.wait_for(
+                    lambda: meeting.complete or self._failure is not None, self.timeout
+                ):
+                    ranks = range(self.world_size)
+                    late = describe_absent(sorted({*ranks} - {*meeting.brought}), ranks)
+                    self.abort(f"no end within {self.timeout:g} s: {late}; see what they wait for")
             if not meeting.complete:
                 raise ExchangeError(f"{operation} failed on rank {rank}: {self._failure}")
-        return [meeting.contributions[index] for index in range(self.world_size)]
-
-    def _wait(self, meeting: _Meeting, rank: int) -> None:
-        """Wait until a meeting has ended, well or not."""
-        waiting = _Waiting(meeting, rank, self.world_size)
-        awaited = range(self.world_size)
-        call = SlowCall(meeting.operations[rank], waiting, awaited, self._limits)
-        began = time.monotonic()
-        try:
-            while not self._condition.wait_for(
-                lambda: meeting.complete or self._failure is not None,
-                call.look(time.monotonic() - began),
-            ):
-                pass
-        except LateError as error:
-            self._failure = f"{error}; see what they wait for"
-            self._condition.notify_all()
+        return [meeting.brought[index][1] for index in range(self.world_size)]
 
     def _close(self, meeting: _Meeting) -> None:
-        if len(set(meeting.operations.values())) > 1:
-            calls = ", ".join(f"rank {r}: {name}" for r, name in sorted(meeting.operations.items()))
-            self._failure = (
+        operations = {rank: operation for rank, (operation, _) in sorted(meeting.brought.items())}
+        if len(set(operations.values())) > 1:
+            calls = ", ".join(f"rank {rank}: {name}" for rank, name in operations.items())
+            self.abort(
                 f"the ranks call different operations ({calls}); every rank must make the same "
                 "calls in the same order"
             )
         else:
             meeting.complete = True
             self._meeting = _Meeting()
-        self._condition.notify_all()
-
-
-class _Waiting(Marks):
-    """The ranks that wait, as the meeting itself shows them."""
-
-    def __init__(self, meeting: _Meeting, rank: int, world_size: int) -> None:
-        super().__init__(None, rank, range(world_size))
-        self._meeting = meeting
-
-    def take_turn(self) -> bool:
-        return self.rank == min(self._meeting.operations)
-
-    def describe_absent(self, awaited: Sequence[int]) -> str:
-        absent = sorted({*awaited} - {*self._meeting.operations})
-        return describe_absent(absent, self.global_ranks)
+            self._condition.notify_all()
 
 
 class ThreadExchange(Exchange):
@@ -133,7 +101,7 @@ class ThreadExchange(Exchange):
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.world_size = group.world_size
-        self.patience = group.patience
+        self.patience = group.timeout
         self._group = group
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -161,3 +129,14 @@ class ThreadExchange(Exchange):
             for buffer in incoming[rank]:
                 buffer[:] = np.frombuffer(items[self.rank], np.uint8, len(buffer), start)
                 start += len(buffer)
+
+
+class Alone(ThreadExchange):
+    """A group of one rank, which receives its own messages."""
+
+    def __init__(self) -> None:
+        super().__init__(ThreadGroup(1), 0)
+
+    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
+        for leaving, arriving in zip(outgoing[0], incoming[0], strict=True):
+            arriving[:] = leaving

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from remesh.errors import ExchangeError
-from remesh.exchange.lateness import Limits, Marks, SlowCall
+from remesh.exchange.lateness import LateRanks
 from remesh.exchange.protocol import Buffers, Bytes, Exchange
 
 __all__ = ["TorchGroup"]
@@ -83,8 +83,8 @@ class TorchGroup(Exchange):
         timeout: Seconds that a call waits for other ranks before it fails, naming those that have
             not come. By default the group's own timeout, at most an hour. A longer limit than the
             group's has no effect on most calls.
-        warn_after: Seconds after which one of the waiting ranks, rank 0 if it waits, logs a warning
-            with the ranks that have not come.
+        warn_after: Seconds after which one of the waiting ranks logs a warning with the ranks that
+            have not come.
 
     Raises:
         ExchangeError: If there is no default group, or this process is not in the group.
@@ -113,9 +113,9 @@ class TorchGroup(Exchange):
         self.world_size = len(self._global_ranks)
         self._device = _message_device(self._group)
         seconds = _default_timeout(self._group, self._device) if timeout is None else timeout
-        self._limits = Limits(seconds, warn_after)
         self.patience = min(seconds, warn_after)
-        self._marks = Marks(_store_of(self._group), self.rank, self._global_ranks)
+        store = _store_of(self._group)
+        self._late = LateRanks(store, self.rank, self._global_ranks, seconds, warn_after)
         self._operation = ""
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -196,8 +196,8 @@ class TorchGroup(Exchange):
             number = torch.zeros(1, device=device)
             work = dist.all_reduce(number, group=self._group, async_op=True)
             assert work is not None  # this process is in the group
-            if not _poll(work, self._limits.timeout):
-                raise RuntimeError(f"it did not end within {self._limits.timeout:g} s")
+            if not _poll(work, self._late.timeout):
+                raise RuntimeError(f"it did not end within {self._late.timeout:g} s")
         return True
 
     def begin_swap(
@@ -234,7 +234,7 @@ class TorchGroup(Exchange):
         try:
             yield
         except RuntimeError as error:
-            self._marks.report_failure(f"rank {self.rank}: {error}")
+            self._late.report_failure(f"rank {self.rank}: {error}")
             raise ExchangeError(
                 f"{operation} failed on rank {self.rank} of {self.world_size} (global rank "
                 f"{self._global_ranks[self.rank]}): {error}\nLook for the first rank that died "
@@ -308,7 +308,7 @@ class TorchGroup(Exchange):
         """Wait until messages are sent and received."""
         # NCCL makes one piece of work of the whole batch.
         peers = [one.rank for one in messages] if len(works) == len(messages) else None
-        until = time.monotonic() + self._limits.timeout
+        until = time.monotonic() + self._late.timeout
         try:
             for index, work in enumerate(works):
                 left = until - time.monotonic()
@@ -328,19 +328,19 @@ class TorchGroup(Exchange):
         if device.type == "cpu":
             work.wait(_milliseconds(seconds))
         elif not _poll(work, seconds):
-            raise RuntimeError(f"it did not end within {self._limits.timeout:g} s")
+            raise RuntimeError(f"it did not end within {self._late.timeout:g} s")
 
     def _finish(self, work: dist.Work | None, *, of_first: bool = False) -> None:
         """Wait for a collective, within the limits."""
         assert work is not None  # this process is in the group
         began = time.monotonic()
-        if self._is_done(work, self._limits.mark_after):
+        if self._is_done(work, self._late.mark_after):
             return
         awaited = range(1) if of_first and self.rank != 0 else range(self.world_size)
-        call = SlowCall(self._operation, self._marks, awaited, self._limits)
-        while not self._is_done(work, call.look(time.monotonic() - began)):
+        self._late.begin(self._operation, awaited)
+        while not self._is_done(work, self._late.look(time.monotonic() - began)):
             pass
-        call.end()
+        self._late.end()
 
     def _is_done(self, work: dist.Work, seconds: float) -> bool:
         """True if a collective ends within some seconds."""
