@@ -7,15 +7,15 @@ dictionaries of arrays.
 
 The modules in reading order; each imports only those before it:
 
-1. `syntax`, `messages`: names in a text, and errors that point at them;
+1. `syntax`: names in a text, and errors that point at them;
 2. `tensor_info`, `rearrange`, `expressions`: tensors as expressions over sources, and the walk from
    a box of a target back to boxes of sources;
-3. `operators`, `fused`: what a statement can do, one class each, whose fields are its attributes;
+3. `operators`: what a statement can do, one class each, whose fields are its attributes;
 4. `statements`: text to statements;
 5. `optimizer_state`: which tensors follow a parameter;
 6. `wildcards`: a statement with wildcards to steps with plain names;
 7. `renames`: all that may be given as a program, and the statements that it becomes;
-8. `layout`, `execute`: what ends up where, and each name bound to an expression;
+8. `execute`: what ends up where, and each name bound to an expression;
 9. `inverse`: statements turned around;
 10. `resolved`, `resolve`: the answers, and how they are found for given tensors;
 11. `arrays`, `transform`: arrays in memory, and the public class.

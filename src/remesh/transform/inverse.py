@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from remesh.errors import TransformError
-from remesh.transform.messages import Problem
 from remesh.transform.operators import Operator, Tie
 from remesh.transform.statements import Statement
-from remesh.transform.syntax import STAR, Name, Pieces, Wildcard, are_many
+from remesh.transform.syntax import STAR, Name, Pieces, Problem, Wildcard, are_many
 from remesh.transform.wildcards import Pattern
 
 Key = tuple[Pieces, tuple[int, int] | None]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from remesh.core.geometry import Box, boxes_of_flat_range, flat_span, ravel_offset, strides_of
+from remesh.core.geometry import Box, boxes_of_flat_range, flat_runs, flat_span
 
 Shape = tuple[int, ...]
 
@@ -175,25 +175,12 @@ def _match_group(box: Box, shape: Shape, other_shape: Shape) -> list[tuple[Box, 
         for axis, other_axis in zip(inner, other_inner, strict=True):
             offset[other_axis], extents[other_axis] = box.offset[axis], box.shape[axis]
         return [(box, Box(tuple(offset), tuple(extents)))]
+    starts, length = flat_runs(shape, box)
     return [
         pair
-        for start, stop in _flat_runs(box, shape)
-        for pair in _common_boxes(shape, other_shape, start, stop)
+        for start in starts.tolist()
+        for pair in _common_boxes(shape, other_shape, start, start + length)
     ]
-
-
-def _flat_runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
-    """The flat ranges that a box consists of, each as long as can be."""
-    axis = box.ndim - 1
-    while axis > 0 and box.shape[axis] == shape[axis]:
-        axis -= 1
-    length = math.prod(box.shape[max(axis, 0) :])
-    strides = strides_of(shape)
-    first = ravel_offset(box.offset, shape)
-    outer = [range(0, extent * strides[i], strides[i]) for i, extent in enumerate(box.shape[:axis])]
-    for steps in itertools.product(*outer):
-        start = first + sum(steps)
-        yield start, start + length
 
 
 def _common_boxes(

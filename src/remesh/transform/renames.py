@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remesh.errors import TransformError
-from remesh.transform.messages import Problem, shorten, text_error
 from remesh.transform.operators import Operand
 from remesh.transform.optimizer_state import State, find_states, short_name
 from remesh.transform.statements import (
@@ -30,7 +29,7 @@ from remesh.transform.statements import (
     pieces_of,
     statement_of,
 )
-from remesh.transform.syntax import NOTHING, Name, Span
+from remesh.transform.syntax import NOTHING, Name, Problem, Span, shorten, text_error
 from remesh.transform.wildcards import Step, form_of
 
 Rule = Callable[[str], str | None]

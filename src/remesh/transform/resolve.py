@@ -24,11 +24,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from remesh.errors import TransformError
-from remesh.transform import messages
-from remesh.transform.execute import Bindings
+from remesh.transform import syntax
+from remesh.transform.execute import Bindings, Sources, ends_of_results, info_from_states
 from remesh.transform.expressions import (
     Leaf,
     Node,
@@ -39,7 +39,6 @@ from remesh.transform.expressions import (
     without_conversions,
 )
 from remesh.transform.inverse import COPY
-from remesh.transform.layout import Sources, ends_of_results, info_from_states
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.rearrange import Shape
 from remesh.transform.renames import Renames
@@ -74,14 +73,8 @@ class Resolver:
         states = find_states(self.infos, read, self.owners)
         self.sources = Sources(self.infos, states, self.aliases)
         self.bindings: Bindings
-        self.targets: Infos = {}
+        self.result: Resolved
         self.target_states = States()
-        self.plans: dict[str, Plan] = {}
-        self.kept: dict[str, str] = {}
-        self.untouched: dict[str, None] = {}
-        self.missing: dict[str, str] = {}
-        self.conflicts: dict[str, str] = {}
-        self.resized: dict[str, str] = {}
         self.leaves: dict[str, tuple[Leaf, ...]] = {}
         self.maybe_owned = {
             state.parameter: name for name, maybe in states.undecided.items() for state in maybe
@@ -91,27 +84,20 @@ class Resolver:
         self.bindings, _ = self.execute()
         given = self.given_targets
         outputs = self.outputs() if self.with_outputs or given is None else {}
-        self.targets = {**outputs, **(given or {})}
-        self.target_states = find_states(self.targets, self.bindings.values, self.owners)
-        for name, info in self.targets.items():
+        found = self.result = Resolved(self.infos, {**outputs, **(given or {})})
+        self.target_states = find_states(found.targets, self.bindings.values, self.owners)
+        for name, info in found.targets.items():
             self.plan(name, info)
         parameter_of, gone = self.sources.states.parameter_of, self.bindings.deleted
         deleted = tuple(n for n in self.infos if n in gone or parameter_of(n) in gone)
-        used = {name for plan in self.plans.values() for name in plan.sources}
-        used.update(deleted, self.untouched)
-        wanted = self.targets.keys() | self.target_states.by_parameter.keys()
-        for name in list(self.missing)[:_MAX_HINTS]:
+        used = {name for plan in found.plans.values() for name in plan.sources}
+        used.update(deleted, found.untouched)
+        wanted = found.targets.keys() | self.target_states.by_parameter.keys()
+        for name in list(found.missing)[:_MAX_HINTS]:
             # Similar names take time to find.
-            self.missing[name] = "; ".join([self.missing[name], *self.sources.nearest(name)])
-        return Resolved(
-            self.infos,
-            self.targets,
-            plans=self.plans,
-            resized=self.resized,
-            kept=self.kept,
-            untouched=frozenset(self.untouched),
-            missing=self.missing,
-            conflicts=self.conflicts,
+            found.missing[name] = "; ".join([found.missing[name], *self.sources.nearest(name)])
+        return replace(
+            found,
             deleted=deleted,
             unused_results=tuple(name for name in self.bindings.unread if name not in wanted),
             unused=tuple(name for name in self.infos if name not in used),
@@ -213,9 +199,9 @@ class Resolver:
         if name not in self.infos:
             source = None if state is None else self.state_source(state.parameter, state)
         if source is None or source == name:
-            self.untouched[name] = None
+            self.result.untouched.add(name)
         if source is None:
-            self.missing[name] = "there is no source of that name"
+            self.result.missing[name] = "there is no source of that name"
         else:
             self.plan_whole(name, info, (source,))
 
@@ -223,7 +209,7 @@ class Resolver:
         """True if a target keeps its value because a statement added or deleted something."""
         for numbers, verb in ((self.bindings.added, "added"), (self.bindings.deleted, "deleted")):
             if touched in numbers:
-                self.kept[name] = f"{touched!r} is {verb} by statement {numbers[touched]}"
+                self.result.kept[name] = f"{touched!r} is {verb} by statement {numbers[touched]}"
                 return True
         return False
 
@@ -232,10 +218,10 @@ class Resolver:
         sources = self.infos
         lacking = next((leaf for leaf in self.leaves_of(name) if leaf.name not in sources), None)
         if lacking is not None:
-            self.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
+            self.result.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
             return
         if self.resizes and isinstance(node, Leaf) and info and node.shape != info.shape:
-            self.resized[name] = node.name
+            self.result.resized[name] = node.name
         elif info is not None:
             self.check_shape(name, name, node, info)
             if node.dtype != info.dtype and self.cast and node.dtype is not None:
@@ -246,7 +232,7 @@ class Resolver:
                     f"target {name!r} is {info.dtype}, but this makes it {node.dtype}",
                     [f"to convert it, add a statement {name} -> {name}, dtype={info.dtype}"],
                 )
-        self.plans[name] = Plan(tuple(leaf.name for leaf in self.leaves_of(name)), node)
+        self.result.plans[name] = Plan(tuple(leaf.name for leaf in self.leaves_of(name)), node)
 
     def leaves_of(self, name: str) -> tuple[Leaf, ...]:
         if name not in self.leaves:
@@ -270,17 +256,17 @@ class Resolver:
                 same_dtype = self.cast or info.dtype == found.dtype
                 agree = same_dtype and info.shape == found.shape
                 if self.resizes and len(sources) == 1 and info.shape != found.shape:
-                    self.resized[name], agree = source, True
+                    self.result.resized[name], agree = source, True
             if not agree:
-                self.conflicts[name] = (
+                self.result.conflicts[name] = (
                     f"is {_described(info)}, but {source!r} is {_described(found)}"
                 )
                 return
         if info is None:
-            self.plans[name] = Plan(sources, None)
+            self.result.plans[name] = Plan(sources, None)
             return
         nodes = [leaf for source in sources if (leaf := self.sources.leaf(source)) is not None]
-        self.plans[name] = Plan(sources, tied([convert(leaf, info.dtype) for leaf in nodes]))
+        self.result.plans[name] = Plan(sources, tied([convert(leaf, info.dtype) for leaf in nodes]))
 
     # -----------------------------------------------------------------------------------------
     # Optimizer state
@@ -324,8 +310,8 @@ class Resolver:
         node = whole if is_complete else made_of(whole, found)
         if node is None:
             lacking = [o.name for o in self.leaves_of(parameter) if o.name not in found]
-            self.missing[name] = (
-                f"it follows {parameter!r}, which is made of {messages.listing(lacking)}, of which "
+            self.result.missing[name] = (
+                f"it follows {parameter!r}, which is made of {syntax.listing(lacking)}, of which "
                 f"the sources have no {state.slot}"
             )
             return
@@ -340,7 +326,7 @@ class Resolver:
         if info is not None:
             self.check_shape(name, parameter, node, info)
         dtype = None if info is None else info.dtype
-        self.plans[name] = Plan(tuple(found.values()), node, found, dtype)
+        self.result.plans[name] = Plan(tuple(found.values()), node, found, dtype)
 
     def check_not_assigned(self, parameter: str, name: str, source: str) -> None:
         """A state that has statements of its own is not silently taken from the source."""

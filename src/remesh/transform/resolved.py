@@ -76,25 +76,25 @@ class Resolved:
     """The sources by name; None for a plain value."""
     targets: Infos
     """The targets by name, likewise; where none were given, the outputs."""
-    kept: Mapping[str, str]
+    kept: dict[str, str] = field(default_factory=dict)
     """Targets that keep their initial value, and why."""
-    untouched: frozenset[str]
+    untouched: set[str] = field(default_factory=set)
     """Targets that no statement touches: what becomes of them is what would without a
     transformation."""
-    missing: Mapping[str, str]
+    missing: dict[str, str] = field(default_factory=dict)
     """Targets for which there is no source, and why."""
-    conflicts: Mapping[str, str]
+    conflicts: dict[str, str] = field(default_factory=dict)
     """Targets that are taken over as they are from a source of another shape or dtype, and how
     these differ."""
-    deleted: tuple[str, ...]
+    deleted: tuple[str, ...] = ()
     """Sources that statements deleted, with their optimizer states."""
-    unused_results: tuple[str, ...]
+    unused_results: tuple[str, ...] = ()
     """Names that statements assigned, which are no targets and were not read."""
-    plans: Mapping[str, Plan] = field(repr=False)
+    plans: dict[str, Plan] = field(default_factory=dict, repr=False)
     """The plan of each target."""
-    resized: Mapping[str, str]
+    resized: dict[str, str] = field(default_factory=dict)
     """Targets that are one source in another size, where this is allowed, and the source."""
-    unused: tuple[str, ...]
+    unused: tuple[str, ...] = ()
     """Sources that no target reads and no statement deleted."""
 
     __repr__ = short_repr

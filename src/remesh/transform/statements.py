@@ -30,25 +30,27 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, NoReturn
 
 from remesh.errors import TransformError
-from remesh.transform.fused import FusedFfn, FusedQkv, FusedQkvByRank
-from remesh.transform.messages import Problem, nearest, shorten, text_error
 from remesh.transform.operators import (
+    OPERATORS,
     Attribute,
     AttributeValue,
-    Cast,
     Concat,
     Operator,
-    Permute,
     Rename,
-    Reshape,
     Split,
-    Stack,
-    StatedCast,
-    Tie,
-    Unstack,
-    Untie,
 )
-from remesh.transform.syntax import STAR, Name, Pieces, Span, Wildcard, are_many
+from remesh.transform.syntax import (
+    STAR,
+    Name,
+    Pieces,
+    Problem,
+    Span,
+    Wildcard,
+    are_many,
+    nearest,
+    shorten,
+    text_error,
+)
 
 # ---------------------------------------------------------------------------------------------
 # Statements
@@ -98,24 +100,8 @@ class Statement:
 
 Statements = tuple[Statement, ...]
 
-_OPERATORS: tuple[type[Operator], ...] = (
-    Rename,
-    Concat,
-    Split,
-    Stack,
-    Unstack,
-    Permute,
-    Reshape,
-    Cast,
-    StatedCast,
-    Tie,
-    Untie,
-    FusedQkv,
-    FusedQkvByRank,
-    FusedFfn,
-)
-_FIELDS = {kind: frozenset(own.name for own in fields(kind)) for kind in _OPERATORS}
-_LED_BY = {name: kind for kind in _OPERATORS for name in kind.leads}
+_FIELDS = {kind: frozenset(own.name for own in fields(kind)) for kind in OPERATORS}
+_LED_BY = {name: kind for kind in OPERATORS for name in kind.leads}
 _FLAGS = frozenset(name for name, kind in _LED_BY.items() if name not in _FIELDS[kind])
 ATTRIBUTES = frozenset(_LED_BY).union(*_FIELDS.values())
 """The names of all attributes."""
@@ -200,7 +186,7 @@ def _operator(
                 f"{leader.name} and {other.name} are two operators; write two statements",
                 other.span,
             )
-        owners = [one.title or one.leads[0] for one in _OPERATORS if other.name in _FIELDS[one]]
+        owners = [one.title or one.leads[0] for one in OPERATORS if other.name in _FIELDS[one]]
         raise Problem(
             f"{other.name} belongs to {' or '.join(owners)}, not to this statement", other.span
         )

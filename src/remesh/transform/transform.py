@@ -63,10 +63,8 @@ class Transform:
 
     def __init__(self, program: Program, *, owners: Mapping[str, str] | None = None) -> None:
         given = read_program(program)
-        if callable(given):
-            _fill(self, dict(owners or {}), given, None)
-        else:
-            _fill(self, dict(owners or {}), None, given)
+        rule, bound = (given, None) if callable(given) else (None, given)
+        _filled(self, dict(owners or {}), rule, bound, None)
 
     @property
     def statements(self) -> Statements:
@@ -98,7 +96,7 @@ class Transform:
         if self.rename is None or self.program is not None:
             return self
         renames = renames_among(self.rename, names, self.owners)
-        return _fill(object.__new__(Transform), self.owners, self.rename, renames)
+        return _filled(object.__new__(Transform), self.owners, self.rename, renames, None)
 
     def reversed(self) -> Transform:
         """The statements turned around: last first, arrows from right to left.
@@ -110,7 +108,7 @@ class Transform:
         """
         self._refuse_rule()
         turned = inverse.reverse(self.statements)
-        return _fill(object.__new__(Transform), self.owners, None, turned)
+        return _filled(object.__new__(Transform), self.owners, None, turned, None)
 
     def inverse(self) -> Transform:
         """The transformation that undoes this one.
@@ -124,7 +122,7 @@ class Transform:
         self._refuse_rule()
         statements = self.statements  # made of renames at each call
         turned = inverse.invert(statements)
-        return _fill(object.__new__(Transform), self.owners, None, turned, statements)
+        return _filled(object.__new__(Transform), self.owners, None, turned, statements)
 
     def resolve(
         self,
@@ -207,17 +205,9 @@ class Transform:
         return "\n".join(map(str, self.statements))
 
 
-def _fill(
-    transform: Transform,
-    owners: Mapping[str, str],
-    rename: Rule | None,
-    program: Statements | Renames | None,
-    undone: Statements | None = None,
-) -> Transform:
-    object.__setattr__(transform, "owners", owners)
-    object.__setattr__(transform, "rename", rename)
-    object.__setattr__(transform, "program", program)
-    object.__setattr__(transform, "undone", undone)
+def _filled(transform: Transform, *values: object) -> Transform:
+    for name, value in zip(("owners", "rename", "program", "undone"), values, strict=True):
+        object.__setattr__(transform, name, value)
     return transform
 
 

@@ -29,11 +29,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from remesh.errors import TransformError
-from remesh.transform import messages
-from remesh.transform.messages import Problem
+from remesh.transform import syntax
 from remesh.transform.operators import Operand, Operands
 from remesh.transform.statements import Statement
-from remesh.transform.syntax import STAR, Name, Pieces, Span, Wildcard
+from remesh.transform.syntax import STAR, Name, Pieces, Problem, Span, Wildcard
 
 Binding = tuple[tuple[str, str], ...]
 """The digits that each placeholder stands for."""
@@ -324,7 +323,7 @@ class Expander:
             known = list(self._target_names() if self._target_names else ())
         like = "".join("0" if isinstance(piece, Wildcard) else piece for piece in pieces)
         text = "".join(map(str, pieces))
-        hints = messages.nearest(like, known)
+        hints = syntax.nearest(like, known)
         return Problem(f"no {where} matches {text!r}", name.span, hints)
 
     def _step(self, statement: Statement, binding: Binding) -> Step:
