@@ -36,7 +36,6 @@ from remesh.core.dtypes import BY_NAME, DType
 from remesh.core.geometry import IntArray, strides_of
 from remesh.core.values import UnresolvedValue
 from remesh.errors import (
-    CorruptCheckpointError,
     FormatVersionError,
     RemeshError,
     UnsupportedValueError,
@@ -52,11 +51,12 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x8
+_READ_AT_ONCE = 1 << 16
 MAX_PIECES = 1 << 20
 """Row-major pieces of one strided tensor; with more, its elements lie almost singly."""
 
 
-class RangeFile(io.RawIOBase):
+class _RangeFile(io.RawIOBase):
     """Bytes [start, stop) of a file in a storage, as a file that can be read and sought."""
 
     def __init__(self, storage: Storage, path: str, start: int, stop: int) -> None:
@@ -64,7 +64,7 @@ class RangeFile(io.RawIOBase):
         self._storage = storage
         self._path = path
         self._start = start
-        self.size = stop - start
+        self._size = stop - start
         self._at = 0
 
     def readable(self) -> bool:
@@ -77,16 +77,21 @@ class RangeFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self.size)
+        stop = min(self._at + len(buffer), self._size)
         data = self._storage.read(self._path, self._start + self._at, self._start + stop)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+
+def open_range(storage: Storage, path: str, start: int, stop: int) -> io.BufferedReader:
+    """Bytes [start, stop) of a file in a storage, read in blocks as they are asked for."""
+    return io.BufferedReader(_RangeFile(storage, path, start, stop), _READ_AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class Archive:
     storages: Mapping[str, tuple[int, int]]
     """Position in the file and size in bytes of each storage."""
     allow: Collection[str] = ()  # names that the user allows its pickle
+    path: str = ""  # the file of the checkpoint that it lies in
 
     def value(self, tensor_of: Callable[[ArchivedTensor], object] | None = None) -> Any:
         """The saved value; see `restricted_pickle.resolved`."""
@@ -130,13 +136,9 @@ def check_extent(tensor: ArchivedTensor, num_bytes: int, where: str) -> int:
 
 
 def read_archive(
-    file: IO[bytes],
-    where: str,
-    *,
-    base: int = 0,
-    allow: Collection[str] = (),
+    file: IO[bytes], where: str, *, path: str = "", base: int = 0, allow: Collection[str] = ()
 ) -> Archive:
-    """Read what an archive describes; `base` is the byte of the outer file at which it begins."""
+    """Read what an archive describes, which begins at byte `base` of the file at `path`."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -153,63 +155,41 @@ def read_archive(
             where, f"not an archive of torch.save, or cut short ({error!s:.80})"
         ) from error
     size = file.seek(0, io.SEEK_END)
-    names = {entry.filename: _Entry(file, entry, size, where) for entry in entries}
+
+    def start_of(entry: zipfile.ZipInfo) -> int:
+        """Where the bytes of an entry begin."""
+        header, what = b"", "is damaged"
+        if 0 <= entry.header_offset < size:
+            file.seek(entry.header_offset)
+            header = file.read(_LOCAL_HEADER.size)
+        if len(header) == _LOCAL_HEADER.size and header.startswith(_LOCAL_MAGIC):
+            *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+            start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+            if start <= start + entry.file_size <= size:
+                return int(start)
+            what = "leaves it; the file was cut short or is damaged"
+        raise damaged(where, f"the archive's entry {entry.filename!r:.200} {what}")
+
+    def content(entry: zipfile.ZipInfo) -> bytes:
+        file.seek(start_of(entry))
+        return file.read(entry.file_size)
+
+    names = {entry.filename: entry for entry in entries}
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise damaged(where, "a zip file, but not one of torch.save (no data.pkl)")
     root = pickles[0].removesuffix("data.pkl")
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise FormatVersionError(f"{where}: compressed; save it again without compression")
-    if f"{root}byteorder" in names and names[f"{root}byteorder"].content() != b"little":
+    if f"{root}byteorder" in names and content(names[f"{root}byteorder"]) != b"little":
         raise FormatVersionError(f"{where}: written on a big-endian machine; convert it there")
     storages = {
-        name.removeprefix(f"{root}data/"): (base + entry.start(), entry.size)
+        name.removeprefix(f"{root}data/"): (base + start_of(entry), entry.file_size)
         for name, entry in names.items()
         if name.startswith(f"{root}data/")
     }
-    pickled = pickle_reader.parse(names[pickles[0]].content(), where)
-    return Archive(where, pickled, storages, allow)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An entry of an archive of so many bytes, as the archive's directory has it."""
-
-    file: IO[bytes]
-    info: zipfile.ZipInfo
-    num_bytes: int
-    where: str
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return self.info.file_size
-
-    def start(self) -> int:
-        """Where its bytes begin."""
-        header = b""
-        if 0 <= self.info.header_offset < self.num_bytes:
-            self.file.seek(self.info.header_offset)
-            header = self.file.read(_LOCAL_HEADER.size)
-        if len(header) < _LOCAL_HEADER.size or not header.startswith(_LOCAL_MAGIC):
-            raise self._damaged("is damaged")
-        *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        start = self.info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        if not start <= start + self.size <= self.num_bytes:
-            raise self._damaged("leaves it; the file was cut short or is damaged")
-        return int(start)
-
-    def content(self) -> bytes:
-        """Its bytes."""
-        start = self.start()
-        self.file.seek(start)
-        data = self.file.read(self.size)
-        if len(data) < self.size:
-            raise self._damaged("was cut short")
-        return data
-
-    def _damaged(self, what: str) -> CorruptCheckpointError:
-        return damaged(self.where, f"the archive's entry {self.info.filename!r:.200} {what}")
+    pickled = pickle_reader.parse(content(names[pickles[0]]), where)
+    return Archive(where, pickled, storages, allow, path)
 
 
 def scan_head(head: bytes) -> tuple[bytes, int] | None:

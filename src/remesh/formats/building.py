@@ -41,11 +41,17 @@ from remesh.errors import (
     NameCollisionError,
     UnsupportedValueError,
 )
-from remesh.formats.archive import Archive, is_row_major, row_major_pieces
+from remesh.formats.archive import (
+    Archive,
+    is_row_major,
+    open_range,
+    read_archive,
+    row_major_pieces,
+)
 from remesh.formats.checks import check_name, check_path, check_shape, damaged, is_unicode
 from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
-from remesh.formats.place import Listing, file_size
+from remesh.formats.place import Listing, Place, file_size
 from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.storage import Storage
 
@@ -114,9 +120,7 @@ def _near(ranges: Sequence[Range]) -> list[list[int]]:
 class IndexBuilder:
     """Tensors, pieces and values as they are found."""
 
-    storage: Storage  # where the checkpoint is
-    listing: Listing = field(default_factory=dict)
-    """Sizes of files that a listing told; others are asked for."""
+    place: Place  # what is read
     document: ValuesDocument = field(default_factory=ValuesDocument)  # the values so far
     described_by: str = ""
     """The file that says which boxes there are, if they must cover each element once."""
@@ -132,13 +136,29 @@ class IndexBuilder:
     _extents: list[Sequence[int]] = field(default_factory=list)
     _file: list[int] = field(default_factory=list)
     _position: list[int] = field(default_factory=list)
-    _strided: list[tuple[int, int, IntArray, tuple[int, ...], IntArray]] = field(
-        default_factory=list
-    )
-    """Row, file, and the offsets, common shape and positions of the pieces of strided tensors."""
-    _num_strided: int = 0
     _views: dict[tuple[object, ...], str] = field(default_factory=dict)
     _sequences: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def storage(self) -> Storage:
+        """Where the checkpoint is."""
+        return self.place.storage
+
+    @property
+    def listing(self) -> Listing:
+        """The files of the place; of a single file, nothing beside it."""
+        return self.place.listing_beside
+
+    def where(self, path: str) -> str:
+        """A file of the checkpoint, for messages."""
+        return f"{self.storage.url}/{path}"
+
+    def archive(self, path: str, start: int = 0, num_bytes: int | None = None) -> Archive:
+        """The archive of `torch.save` that a file, or some bytes of one, is."""
+        if num_bytes is None:
+            num_bytes = file_size(self.storage, self.listing, path)
+        file = open_range(self.storage, path, start, start + num_bytes)
+        return read_archive(file, self.where(path), path=path, base=start, allow=self.place.allow)
 
     def add_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> int:
         """Add a tensor; returns its row."""
@@ -175,7 +195,7 @@ class IndexBuilder:
                 self._sizes.append(file_size(self.storage, self.listing, path))
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
-                    f"{self.storage.url}/{path}: missing, though the checkpoint names it\nLoad "
+                    f"{self.where(path)}: missing, though the checkpoint names it\nLoad "
                     "another checkpoint, or restore this file from a copy."
                 ) from None
             row = self._files[path] = len(self._files)
@@ -195,14 +215,15 @@ class IndexBuilder:
     def add_boxes(
         self,
         rows: Sequence[int],
-        boxes: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+        offsets: Sequence[Sequence[int]],
+        shapes: Sequence[Sequence[int]],
         paths: Sequence[str],
         positions: Sequence[int],
     ) -> None:
-        """`add_piece` for many boxes, given their offsets and shapes; none is empty."""
+        """`add_piece` for many boxes, none of which is empty."""
         self._tensor += rows
-        self._offsets += boxes[0]
-        self._extents += boxes[1]
+        self._offsets += offsets
+        self._extents += shapes
         self._file += map(self._file_row, paths)
         self._position += positions
 
@@ -232,14 +253,14 @@ class IndexBuilder:
         name, dtype, whole = self._tensors[row]
         if box.ndim != len(whole):
             raise self._outside(row, path, box)
-        file = self._file_row(path)
         offsets, shape, starts = row_major_pieces(box.shape, strides, name)
         offsets = offsets + np.array(box.offset, dtype=np.int64)
-        starts = position + starts * BY_NAME[dtype].itemsize
-        self._strided.append((row, file, offsets, shape, starts))
-        self._num_strided += len(starts)
+        starts, count = position + starts * BY_NAME[dtype].itemsize, len(starts)
+        self.add_boxes(
+            [row] * count, offsets.tolist(), [shape] * count, [path] * count, starts.tolist()
+        )
         # A tensor that was expanded has many pieces in few bytes, and does not grow with the file.
-        if len(self._tensor) + self._num_strided > MIN_PIECES + self.num_bytes:
+        if len(self._tensor) > MIN_PIECES + self.num_bytes:
             raise FormatVersionError(
                 f"{self.storage.url}: {name}: its elements, and those of other tensors, lie with "
                 f"strides {tuple(strides)!r:.80}\n"
@@ -255,11 +276,11 @@ class IndexBuilder:
             self._sizes.append(len(content))
         return name
 
-    def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive, path: str) -> None:
+    def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive) -> None:
         """Add a whole tensor that lies in an archive of `torch.save`."""
         row = self.add_tensor(name, tensor.dtype, tensor.shape)
         position = archive.position(tensor)
-        self.add_strided(row, Box.whole(tensor.shape), path, position, tensor.strides)
+        self.add_strided(row, Box.whole(tensor.shape), archive.path, position, tensor.strides)
 
     def add_alias(self, alias: str, name: str) -> None:
         """Add a further name of a tensor."""
@@ -274,17 +295,22 @@ class IndexBuilder:
         check_name(name, self.storage.url)
         self.document.values[name] = msgspec.Raw(encoded(value, f"{self.storage.url}: {name}"))
 
-    def add_leaf(self, name: str, path: Path, value: object) -> None:
-        """Add an opaque value; the parameter names of an optimizer are a list merged over ranks."""
-        is_params = path[-3:-2] == ("param_groups",) and path[-1] == "params"
-        if (
-            is_params
+    def add_leaf(self, path: Path, value: object, archive: Archive | None = None) -> None:
+        """Add what is at a place of the state: a tensor of an archive, or an opaque value."""
+        name = name_of(path)
+        if isinstance(value, ArchivedTensor):
+            assert archive is not None
+            self.add_archived(name, value, archive)
+        elif (
+            # The parameter names of an optimizer are a list that is merged over ranks.
+            (path[-3:-2], path[-1]) == (("param_groups",), "params")
             and isinstance(value, list)
             and all(type(item) is str and is_unicode(item) for item in value)
         ):
             self.document.lists[name] = list(value)
         else:
             self.add_value(name, value)
+        self.set_path(name, path)
 
     def add_object(
         self, name: str, shape: tuple[int, ...], offset: tuple[int, ...], value: object
@@ -296,24 +322,24 @@ class IndexBuilder:
         self.document.objects[unique] = ObjectElement(name, shape, offset, raw)
         self.document.set_path(unique, (unique,))
 
-    def add_nested(self, path: Path, archive: Archive, file: str) -> None:
-        """Take apart a nested value that lies in an archive; `path` is its place in the state."""
-        self.add_tree(path, archive.value(), archive, file)
+    def add_nested(self, path: Path, archive: Archive) -> None:
+        """Take apart the nested value of an archive; `path` is its place in the state."""
+        self.add_tree(path, archive.value(), archive)
 
-    def add_tree(self, path: Path, root: object, archive: Archive, file: str) -> None:
+    def add_tree(self, path: Path, root: object, archive: Archive) -> None:
         """Add a part of an archive's value; names of one view, of tied weights, are one tensor."""
-        found = take_apart(root, path, archive.where, archive.pickled.num_bytes)
-        for name, tensor in found.tensors.items():
-            view = file, archive.position(tensor), tensor.dtype, tensor.shape, tensor.strides
-            first = name if 0 in tensor.shape else self._views.setdefault(view, name)
+        found = take_apart(root, path, archive)
+        for name, (at, value) in found.leaves.items():
+            first = name
+            if isinstance(value, ArchivedTensor) and 0 not in value.shape:
+                kind = value.dtype, value.shape, value.strides
+                view = archive.path, archive.position(value), *kind
+                first = self._views.setdefault(view, name)
             if first == name:
-                self.add_archived(name, tensor, archive, file)
+                self.add_leaf(at, value, archive)
             else:
                 self.add_alias(name, first)
-        for name, value in found.leaves.items():
-            self.add_leaf(name, found.paths[name], value)
-        for name, at in found.paths.items():
-            self.set_path(name, at)
+                self.set_path(name, at)
         self.set_sequences(found.sequences)
 
     def set_path(self, name: str, path: Path) -> None:
@@ -354,22 +380,17 @@ class IndexBuilder:
         """All pieces, tensor by tensor, with their files and positions."""
         tensors = TensorTable.of(self._tensors)
         num_dims = tensors.shapes.shape[1]
-        offsets = [pad_dims(self._offsets, num_dims, 0)]
-        extents = [pad_dims(self._extents, num_dims, 1)]
-        tensor = [np.array(self._tensor, dtype=np.int64)]
-        file = [np.array(self._file, dtype=np.int64)]
-        position = [np.array(self._position, dtype=np.int64)]
-        for row, file_row, some_offsets, shape, starts in self._strided:
-            missing = num_dims - len(shape)
-            offsets.append(np.pad(some_offsets, ((0, 0), (0, missing))))
-            extents.append(np.repeat(pad_dims([shape], num_dims, 1), len(starts), axis=0))
-            tensor.append(np.full(len(starts), row))
-            file.append(np.full(len(starts), file_row))
-            position.append(starts)
-        order = np.argsort(np.concatenate(tensor), kind="stable")
-        columns = (np.concatenate(parts)[order] for parts in (tensor, offsets, extents))
-        boxes = BoxTable(tensors, *columns)
-        return boxes, np.concatenate(file)[order], np.concatenate(position)[order]
+        tensor, file, position = (
+            np.array(column, dtype=np.int64)
+            for column in (self._tensor, self._file, self._position)
+        )
+        offsets, extents = (
+            pad_dims(self._offsets, num_dims, 0),
+            pad_dims(self._extents, num_dims, 1),
+        )
+        order = np.argsort(tensor, kind="stable")
+        boxes = BoxTable(tensors, tensor[order], offsets[order], extents[order])
+        return boxes, file[order], position[order]
 
     def _check_pieces(self, boxes: BoxTable, file: IntArray, position: IntArray) -> None:
         """Check that all pieces lie in their tensors and in their files."""
@@ -456,13 +477,12 @@ NAME_CHARS_PER_BYTE = 16
 
 @dataclass(slots=True)
 class Nested:
-    """Leaves by stored name."""
+    """The leaves of a nested value."""
 
     where: str  # the file, for error messages
     max_chars: int  # how many characters the names may have, together
-    tensors: dict[str, ArchivedTensor] = field(default_factory=dict)
-    leaves: dict[str, object] = field(default_factory=dict)  # all other leaves
-    paths: dict[str, Path] = field(default_factory=dict)  # the path of each name
+    leaves: dict[str, tuple[Path, object]] = field(default_factory=dict)
+    """The path and the value of each stored name."""
     sequences: dict[Path, str] = field(default_factory=dict)  # which containers are lists or tuples
     _plain: dict[int, bool] = field(default_factory=dict)
 
@@ -470,9 +490,7 @@ class Nested:
         """Take a node apart."""
         if len(path) > MAX_NESTING:
             raise CorruptCheckpointError(f"{self.where}: nested more than {MAX_NESTING} deep")
-        if isinstance(node, ArchivedTensor):
-            self.tensors[self._claim(path)] = node
-        elif isinstance(node, Mapping) and self.is_taken_apart(path, node):
+        if isinstance(node, Mapping) and self.is_taken_apart(path, node):
             keys = [path_key(key) for key in node]
             if len(set(keys)) < len(keys):
                 raise self._collision(name_of(path), "several of its keys")
@@ -483,7 +501,7 @@ class Nested:
             for number, child in enumerate(node):
                 self.visit((*path, number), child)
         else:
-            self.leaves[self._claim(path)] = node
+            self._add(path, node)
 
     def is_taken_apart(self, path: Path, node: Mapping[Any, Any]) -> bool:
         """True if the items of a dict get paths of their own."""
@@ -504,16 +522,14 @@ class Nested:
             self._plain[id(node)] = found
         return found
 
-    def _claim(self, path: Path) -> str:
-        """Take the stored name of a path."""
+    def _add(self, path: Path, leaf: object) -> None:
         name = name_of(path)
         self.max_chars -= len(name)
         if self.max_chars < 0:
             raise CorruptCheckpointError(f"{self.where}: its names are longer than its file")
-        if name in self.paths:
-            raise self._collision(name, f"{self.paths[name]!s:.200} and {path!s:.200}")
-        self.paths[name] = path
-        return name
+        if name in self.leaves:
+            raise self._collision(name, f"{self.leaves[name][0]!s:.200} and {path!s:.200}")
+        self.leaves[name] = path, leaf
 
     def _collision(self, name: str, places: str) -> NameCollisionError:
         return NameCollisionError(
@@ -522,9 +538,10 @@ class Nested:
         )
 
 
-def take_apart(root: Any, path: Path, where: str, num_bytes: int) -> Nested:
-    """Take a nested value of a pickle of `num_bytes` apart; at the top, no dict is `value`."""
-    found = Nested(where, MIN_NAME_CHARS + NAME_CHARS_PER_BYTE * num_bytes)
+def take_apart(root: Any, path: Path, archive: Archive) -> Nested:
+    """Take a part of an archive's value apart; at the top, what is no dict is `value`."""
+    num_bytes = archive.pickled.num_bytes
+    found = Nested(archive.where, MIN_NAME_CHARS + NAME_CHARS_PER_BYTE * num_bytes)
     is_whole = not path and isinstance(root, Mapping) and found.is_taken_apart(path, root)
     found.visit(path if path or is_whole else ("value",), root)
     return found

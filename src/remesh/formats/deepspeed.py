@@ -44,7 +44,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,6 @@ from remesh.formats.building import FlatPart, IndexBuilder, add_flat_parts
 from remesh.formats.checks import check_name, damaged, integers, mapping, sequence
 from remesh.formats.place import Place, Trackers
 from remesh.formats.restricted_pickle import ArchivedTensor
-from remesh.formats.torch_file import open_archive
 
 NAME = "deepspeed"
 MARKER = "mp_rank_XX_model_states.pt, zero_pp_rank_* or zero/*/fp32.pt, or latest (DeepSpeed)"
@@ -107,7 +106,7 @@ def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
     base = _TRACKERS.folder(place)
     names = [path.removeprefix(base) for path in place.listing if path.startswith(base)]
-    reader = _Reader(builder, base, place.allow)
+    reader = _Reader(builder, base)
     if any(map(_UNIVERSAL.fullmatch, names)):
         reader.read_universal(names)
     else:
@@ -129,16 +128,14 @@ class _Reader:
 
     builder: IndexBuilder  # what is built
     base: str  # the folder, with a slash at its end
-    allow: Collection[str]  # see `remesh.formats.table.Source`
     prefix: Path = ()  # keys before all names: the tensor-parallel rank, if there are several
     groups: list[list[str]] = field(default_factory=list)
     """Names of the parameters of each group, as far as they are known."""
 
     def open(self, name: str) -> RankFile:
         """Open a file with a dict in it."""
-        path = self.base + name
-        archive = open_archive(self.builder.storage, path, self.builder.listing, allow=self.allow)
-        return RankFile(path, archive, mapping(archive.value(), archive.where, "its content"))
+        archive = self.builder.archive(self.base + name)
+        return RankFile(archive, mapping(archive.value(), archive.where, "its content"))
 
     # -- by rank ------------------------------------------------------------------------------
 
@@ -151,7 +148,7 @@ class _Reader:
                 match = pattern.fullmatch(name)
                 if match is not None:
                     found.setdefault(match["mp"], {})[int(match["dp"] or 0)] = name
-        where = f"{self.builder.storage.url}/{self.base}"
+        where = self.builder.where(self.base)
         if models.keys() < optims.keys():
             raise damaged(where, "has no *_model_states.pt")
         layers = [match for match in map(_LAYER.fullmatch, names) if match is not None]
@@ -166,8 +163,7 @@ class _Reader:
                 self.prefix = (f"mp_rank_{number}",)
             self._read_rank(models[number], optims.get(number, {}), stage)
         for match in layers:
-            file = self.open(match.string)
-            self._add_weights(file, f"{int(match['number'])}.")
+            self._add_weights(self.open(match.string), f"{int(match['number'])}.")
         for match in filter(None, map(_EXPERTS.fullmatch, names)):
             self.prefix = (f"mp_rank_{match['mp']}",) if len(models) > 1 else ()
             self._add_weights(self.open(match.string), "")
@@ -211,7 +207,7 @@ class _Reader:
         wanted = max(shards[0].counts, default=len(names))
         if wanted != len(names) or sorted(names) != list(range(len(names))):
             raise damaged(
-                f"{self.builder.storage.url}/{self.base}",
+                self.builder.where(self.base),
                 f"has optimizer files of the ranks {shown(sorted(names))}, and was saved by "
                 f"{wanted}: some are missing",
             )
@@ -251,25 +247,21 @@ class _Reader:
         }
         self.groups[number] += added.values()
         cut = self._cut_of(shards[0], number, len(group))
-        weights = [
-            shard.file.part(shard.weights[number], "a group of parameters") for shard in shards
-        ]
-        for name, parts in cut(group, weights, where).items():
-            if name in added:
-                at = self._at("model", added[name])
-                add_flat_parts(self.builder, at, group[name], parts)
+        # The parameters themselves have no key.
+        flat: dict[str | None, list[Any]] = {None: [shard.weights[number] for shard in shards]}
         for key, value in shards[0].state[number].items():
-            check_name(key, where)
-            if not (isinstance(value, ArchivedTensor) and len(value.shape) == 1):
-                self._add_common(added.values(), key, value, shards[0].file)
-                continue
-            flat = [
-                shard.file.part(shard.state[number].get(key), f"{key} of a group")
-                for shard in shards
-            ]
-            for name, parts in cut(group, flat, where).items():
+            if isinstance(value, ArchivedTensor) and len(value.shape) == 1:
+                flat[check_name(key, where)] = [shard.state[number].get(key) for shard in shards]
+            else:
+                self._add_common(added.values(), check_name(key, where), value, shards[0].file)
+        for key, held in flat.items():
+            what = f"{'parameters' if key is None else key} of a group"
+            own = [shard.file.part(value, what) for shard, value in zip(shards, held, strict=True)]
+            for name, parts in cut(group, own, where).items():
                 if name in added:
-                    at = self._at("optimizer", "state", added[name], key)
+                    at = self._at("model", added[name])
+                    if key is not None:
+                        at = self._at("optimizer", "state", added[name], key)
                     add_flat_parts(self.builder, at, group[name], parts)
 
     def _cut_of(self, shard: Shard, number: int, num_parameters: int) -> Cut:
@@ -292,21 +284,15 @@ class _Reader:
         for name in group:
             self._add_leaf(self._at("optimizer", "state", name, key), value, file)
 
-    def _add_leaf(self, place: Path, value: object, file: RankFile) -> None:
-        is_step = place[-1] == "step" and "state" in place and type(value) in {int, float}
-        if isinstance(value, ArchivedTensor):
-            self.builder.add_archived(name_of(place), value, file.archive, file.path)
-        elif is_step:
-            # Optimizers of DeepSpeed count in numbers, those of torch in tensors.
-            self._add_number(name_of(place), value)
-        else:
-            self.builder.add_value(name_of(place), value)
+    def _add_leaf(self, place: Path, value: Any, file: RankFile) -> None:
+        if not (place[-1] == "step" and "state" in place and type(value) in {int, float}):
+            self.builder.add_leaf(place, value, file.archive)
+            return
+        # Optimizers of DeepSpeed count in numbers, those of torch in float32 tensors without dims.
+        constant = self.builder.add_constant(np.array(value, "<f4").tobytes())
+        row = self.builder.add_tensor(name_of(place), "float32", ())
+        self.builder.add_piece(row, Box((), ()), constant, 0)
         self.builder.set_path(name_of(place), place)
-
-    def _add_number(self, name: str, value: Any) -> None:
-        """Add a number as a tensor without dims, of the type in which torch counts steps."""
-        file = self.builder.add_constant(np.array(value, "<f4").tobytes())
-        self.builder.add_piece(self.builder.add_tensor(name, "float32", ()), Box((), ()), file, 0)
 
     def _add_groups(self, groups: Sequence[Any], file: RankFile) -> None:
         """Add the options of the groups, and the steps that are counted there."""
@@ -323,9 +309,7 @@ class _Reader:
                 if option != "params":
                     self._add_leaf((*place, check_name(option, file.where)), value, file)
             if self.groups:
-                name = name_of((*place, "params"))
-                self.builder.document.lists[name] = own
-                self.builder.set_path(name, (*place, "params"))
+                self.builder.add_leaf((*place, "params"), own)
             if "step" in options:  # fused optimizers count there
                 for name in own:
                     at = self._at("optimizer", "state", name, "step")
@@ -382,7 +366,7 @@ class _Reader:
 
     def _add_tree(self, path: Path, root: object, file: RankFile) -> None:
         if root is not None:
-            self.builder.add_tree((*self.prefix, *path), root, file.archive, file.path)
+            self.builder.add_tree((*self.prefix, *path), root, file.archive)
 
     def _at(self, *keys: str | int) -> Path:
         return (*self.prefix, *keys)
@@ -433,10 +417,9 @@ class _Reader:
         self, file_name: str, parameter: str, key: str, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Add a parameter or a state of it."""
-        path = self.base + file_name
-        archive = open_archive(self.builder.storage, path, self.builder.listing, allow=self.allow)
+        archive = self.builder.archive(self.base + file_name)
         value = archive.value()
-        file = RankFile(path, archive, value if isinstance(value, Mapping) else {})
+        file = RankFile(archive, value if isinstance(value, Mapping) else {})
         tensor = file.content.get("param", value)
         place = self._at("optimizer", "state", parameter, key)
         if key == "fp32":
@@ -465,7 +448,6 @@ _EXPERT = re.compile(r"\.deepspeed_experts\.(?P<number>[0-9]{1,6})(?=\.|$)")
 class RankFile:
     """A file with a dict in it."""
 
-    path: str
     archive: Archive
     content: Mapping[Any, Any]
 
@@ -480,7 +462,8 @@ class RankFile:
             raise damaged(self.where, f"{what} is no tensor in one dim")
         if value.strides != (1,) and value.shape[0] > 1:
             raise damaged(self.where, f"{what} does not lie without gaps")
-        return FlatPart(self.path, self.archive.position(value), value.shape[0], value.dtype)
+        position = self.archive.position(value)
+        return FlatPart(self.archive.path, position, value.shape[0], value.dtype)
 
 
 def param_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:

@@ -21,20 +21,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import shown
-from remesh.core.dtypes import BY_NAME
-from remesh.core.state import name_of
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
 from remesh.formats.building import FlatPart, IndexBuilder, add_flat_parts
 from remesh.formats.checks import check_name, damaged, decode_json, integers, mapping, sequence
-from remesh.formats.place import Listing, Place
+from remesh.formats.place import Place
 from remesh.formats.safetensors_files import StoredArray, read_arrays
-from remesh.storage import Storage
 
 NAME = "flat_param"
 MARKER = "files flat_param.RRRRR-WWWWW or optim_param.RRRRR-WWWWW (ATorch's FSDP checkpoints)"
@@ -60,30 +57,31 @@ def is_at(place: Place) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what a directory holds; its tensors stay where they are."""
-    storage, files, allow = place.storage, place.listing, place.allow
-    model, metas = _family(storage, files, "flat_param"), _family(storage, files, "flat_meta")
-    optimizer = _family(storage, files, "optim_param")
+    model, metas, optimizer = (
+        _family(place, family) for family in ("flat_param", "flat_meta", "optim_param")
+    )
     if not model and not optimizer:
-        raise CheckpointNotFoundError(f"{storage.url}: {MARKER} are not there")
+        raise CheckpointNotFoundError(f"{place.url}: {MARKER} are not there")
     shapes: dict[str, tuple[int, ...]] = {}
     if model:
         if len(metas) != len(model):
             raise CorruptCheckpointError(
-                f"{storage.url}: {len(model)} files flat_param, but {len(metas)} flat_meta"
+                f"{place.url}: {len(model)} files flat_param, but {len(metas)} flat_meta"
             )
-        shapes = _add_model(builder, model, metas, allow)
+        shapes = _add_model(builder, model, metas)
     if optimizer:
-        _add_optimizer(builder, optimizer, shapes, allow)
+        _add_optimizer(builder, optimizer, shapes)
 
 
-def _family(storage: Storage, files: Iterable[str], family: str) -> list[str]:
+def _family(place: Place, family: str) -> list[str]:
     """The files of a family, in the order of ranks."""
+    files = place.listing
     found = [match for path in files if (match := _FILE.fullmatch(path)) and match[1] == family]
     ranks = sorted(int(match[2]) for match in found)
     sizes = {int(match[3]) for match in found}
     if found and (sizes != {len(ranks)} or ranks != list(range(len(ranks)))):
         raise CorruptCheckpointError(
-            f"{storage.url}: the files {family}.* are of ranks {ranks} of {sorted(sizes)}\nSome "
+            f"{place.url}: the files {family}.* are of ranks {ranks} of {sorted(sizes)}\nSome "
             "are missing, or several checkpoints were saved here"
         )
     return [match[0] for match in sorted(found, key=lambda match: int(match[2]))]
@@ -105,18 +103,17 @@ class ParameterSlice:
 
 
 def _add_model(
-    builder: IndexBuilder, files: Sequence[str], meta_files: Sequence[str], allow: Collection[str]
+    builder: IndexBuilder, files: Sequence[str], meta_files: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """Add parameters and buffers; returns the shapes of the parameters."""
-    storage = builder.storage
-    _check_version(storage, builder.listing, meta_files[0], allow)
-    arrays = read_arrays(storage, files, builder.listing)
+    _check_version(builder, meta_files[0])
+    arrays = read_arrays(builder, files)
     units = [arrays[path] for path in files]
     parts: dict[str, list[FlatPart]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, path in enumerate(meta_files):
-        for name, own in _read_slices(storage, path, allow).items():
-            where = f"{storage.url}/{path}: {name}"
+        for name, own in _read_slices(builder, path).items():
+            where = f"{builder.where(path)}: {name}"
             if shapes.setdefault(name, own.shape) != own.shape:
                 raise CorruptCheckpointError(
                     f"{where}: shape {own.shape}, on other ranks {shapes[name]}"
@@ -129,34 +126,30 @@ def _add_model(
     for name, shape in shapes.items():
         add_flat_parts(builder, ("model", name), shape, parts[name])
     if BUFFERS in builder.listing:
-        found = read_arrays(storage, [BUFFERS], builder.listing)
-        for name, array in found[BUFFERS].items():
-            whole = _part(array, 0, math.prod(array.shape), f"{storage.url}/{BUFFERS}: {name}")
-            add_flat_parts(builder, ("model", name), array.shape, [whole])
+        for name, array in read_arrays(builder, [BUFFERS])[BUFFERS].items():
+            add_flat_parts(builder, ("model", name), array.shape, [array.flat()])
     return shapes
 
 
-def _check_version(
-    storage: Storage, files: Listing, meta_file: str, allow: Collection[str]
-) -> None:
+def _check_version(builder: IndexBuilder, meta_file: str) -> None:
     """Check the meta file, which is written last. Early checkpoints of ATorch have none."""
-    if MODEL_META not in files:
-        if storage.read(meta_file, 0, 1) == _PICKLE:
+    if MODEL_META not in builder.listing:
+        if builder.storage.read(meta_file, 0, 1) == _PICKLE:
             return
         raise CheckpointNotFoundError(
-            f"{storage.url}: only files of a save that was not finished (no {MODEL_META})"
+            f"{builder.storage.url}: only files of a save that was not finished (no {MODEL_META})"
         )
-    meta = _plain(storage, MODEL_META, allow)
+    meta = _plain(builder, MODEL_META)
     version = meta.get("version") if isinstance(meta, dict) else None
     if version not in (0, VERSION):
         raise FormatVersionError(
-            f"{storage.url}/{MODEL_META}: version {version}; known are 0 and {VERSION}"
+            f"{builder.where(MODEL_META)}: version {version}; known are 0 and {VERSION}"
         )
 
 
-def _read_slices(storage: Storage, path: str, allow: Collection[str]) -> dict[str, ParameterSlice]:
-    where = f"{storage.url}/{path}"
-    document = mapping(_plain(storage, path, allow), where, "its content")
+def _read_slices(builder: IndexBuilder, path: str) -> dict[str, ParameterSlice]:
+    where = builder.where(path)
+    document = mapping(_plain(builder, path), where, "its content")
     units = mapping(document.get("flat_param_meta", {}), where, "flat_param_meta")
     if any("expert_ranks" in mapping(unit, where, "a unit") for unit in units.values()):
         raise FormatVersionError(
@@ -183,54 +176,34 @@ def _slice_of(value: Any, where: str) -> ParameterSlice:
 
 
 def _add_optimizer(
-    builder: IndexBuilder,
-    files: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    allow: Collection[str],
+    builder: IndexBuilder, files: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Add the optimizer. Flat state gets the shape of its parameter, if that is as large."""
-    storage = builder.storage
-    parts: dict[str, list[FlatPart]] = {}
-    wholes: dict[str, StoredArray] = {}
-    arrays = read_arrays(storage, files, builder.listing)
+    parts: dict[str, list[StoredArray]] = {}
+    arrays = read_arrays(builder, files)
     for path in files:
         for key, array in arrays[path].items():
-            if len(array.shape) == 1:
-                whole = _part(array, 0, array.shape[0], f"{storage.url}/{path}: {key}")
-                parts.setdefault(key, []).append(whole)
-            else:
-                wholes.setdefault(key, array)
-    for key, found in parts.items():
+            parts.setdefault(key, []).append(array)
+    for key, (first, *others) in parts.items():
         parameter, _, state = key.rpartition("-")
-        size = sum(part.num_elements for part in found)
-        shape = shapes.get(parameter, (size,))
-        fitting = shape if math.prod(shape) == size else (size,)
-        add_flat_parts(builder, ("optimizer", "state", parameter, state), fitting, found)
-    for key, array in wholes.items():
-        parameter, _, state = key.rpartition("-")
-        whole = _part(array, 0, math.prod(array.shape), f"{storage.url}: {key}")
-        add_flat_parts(builder, ("optimizer", "state", parameter, state), array.shape, [whole])
-    groups = _plain(storage, OPTIMIZER_META, allow)
+        shape, found = first.shape, [first.flat()]
+        if len(shape) == 1:
+            found += [other.flat() for other in others]
+            size = sum(part.num_elements for part in found)
+            whole = shapes.get(parameter, (size,))
+            shape = whole if math.prod(whole) == size else (size,)
+        add_flat_parts(builder, ("optimizer", "state", parameter, state), shape, found)
+    groups, where = _plain(builder, OPTIMIZER_META), builder.where(OPTIMIZER_META)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CorruptCheckpointError(f"{storage.url}/{OPTIMIZER_META}: not a list of groups")
+        raise CorruptCheckpointError(f"{where}: not a list of groups")
     for number, group in enumerate(groups):
         for option, value in group.items():
-            check_name(option, f"{storage.url}/{OPTIMIZER_META}")
-            place = ("optimizer", "param_groups", number, option)
+            place = ("optimizer", "param_groups", number, check_name(option, where))
             if option == "params":
-                builder.document.lists[name_of(place)] = _names(value, storage)
+                builder.add_leaf(place, list(map(str, sequence(value, where, option))))
             elif option not in _NOT_OPTIONS:
-                builder.add_value(name_of(place), value)
-            else:
-                continue
-            builder.set_path(name_of(place), place)
+                builder.add_leaf(place, value)
     builder.set_sequences({("optimizer", "param_groups"): "list"})
-
-
-def _names(value: Any, storage: Storage) -> list[str]:
-    where = f"{storage.url}/{OPTIMIZER_META}"
-    names = sequence(value, where, "params")
-    return [check_name(name if isinstance(name, str) else str(name), where) for name in names]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -240,19 +213,19 @@ def _names(value: Any, storage: Storage) -> list[str]:
 
 def _part(array: StoredArray, start: int, stop: int, where: str) -> FlatPart:
     """A range of the elements of a tensor of a safetensors file."""
-    if not 0 <= start <= stop <= math.prod(array.shape):
+    whole = array.flat()
+    if not 0 <= start <= stop <= whole.num_elements:
         raise CorruptCheckpointError(
             f"{where}: the range [{start}, {stop}) is not in a tensor of shape {array.shape}"
         )
-    position = array.position + start * BY_NAME[array.dtype].itemsize
-    return FlatPart(array.path, position, stop - start, array.dtype)
+    return whole.range(start, stop)
 
 
-def _plain(storage: Storage, path: str, allow: Collection[str]) -> Any:
+def _plain(builder: IndexBuilder, path: str) -> Any:
     """The content of a meta file: a pickle of plain values, or JSON."""
-    where = f"{storage.url}/{path}"
+    where, allow = builder.where(path), builder.place.allow
     try:
-        data = storage.read(path)
+        data = builder.storage.read(path)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(f"{where}: missing") from None
     if data[:1] == _PICKLE:

@@ -59,14 +59,10 @@ class Frame:
 class Part(msgspec.Struct, frozen=True):
     """A file that one rank wrote: sent to rank 0, which makes the checkpoint of all parts."""
 
-    path: str
-    """The data file."""
-    num_bytes: int
-    """Its size."""
-    positions: bytes
-    """int64 positions of the boxes in it, as bytes."""
-    digests: bytes
-    """uint64 block digests, as bytes."""
+    path: str  # the data file
+    num_bytes: int  # its size
+    positions: bytes  # int64 positions of the boxes in it, as bytes
+    digests: bytes  # uint64 block digests, as bytes
     numbers: bytes | None = None
     """int64 numbers of the boxes in the rank's assignment, as bytes; None for all boxes of it, in
     its order."""
@@ -75,8 +71,7 @@ class Part(msgspec.Struct, frozen=True):
     stored_begin: bytes | None = None
     """int64 bytes of the stored file at which its blocks begin, as bytes; None if it is not
     compressed."""
-    stored_bytes: int | None = None
-    """Size of the stored file; None if it is not compressed."""
+    stored_bytes: int | None = None  # size of the stored file; None if it is not compressed
 
     @property
     def stored_size(self) -> int:

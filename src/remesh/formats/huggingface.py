@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -104,23 +104,22 @@ def is_at(place: Place) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a folder holds; its tensors stay where they are."""
-    storage, paths, allow = place.storage, place.listing, place.allow
+    paths = place.listing
     parts = _parts_in(paths)
     sharded = [found[1] for path in paths if (found := _SHARDED.fullmatch(path))]
     if not parts and not sharded:
-        raise CheckpointNotFoundError(f"{storage.url}: no {MARKER}")
+        raise CheckpointNotFoundError(f"{place.url}: no {MARKER}")
     states = [found for path in paths if (found := _STATE.fullmatch(path))]
     is_training = bool(sharded) or any(found["key"].startswith("optimizer") for found in states)
     for folder, names in parts.items():
         for number, group in groupby(sorted(_weights_in(names)), lambda found: found.number):
-            chosen = _chosen(list(group), f"{storage.url}/{folder}")
+            chosen = _chosen(list(group), builder.where(folder))
             keys = [f"model{number}"] if is_training or number else []
-            _add_weights(builder, folder, chosen, (*filter(None, [folder]), *keys), allow)
+            _add_weights(builder, folder, chosen, (*filter(None, [folder]), *keys))
     for base in sharded:  # their names begin with `model.` and `optimizer.` already
-        torch_dcp.add_folder(builder, base, allow)
+        torch_dcp.add_folder(builder, base)
     for found in states if is_training else ():
-        archive = torch_file.open_archive(storage, found[0], paths, allow=allow)
-        builder.add_nested((found["key"],), archive, found[0])
+        builder.add_nested((found["key"],), builder.archive(found[0]))
 
 
 def _parts_in(paths: Iterable[str]) -> dict[str, list[str]]:
@@ -162,24 +161,23 @@ def _chosen(found: list[_Weights], where: str) -> _Weights:
     return first
 
 
-def _add_weights(
-    builder: IndexBuilder, folder: str, weights: _Weights, prefix: Path, allow: Collection[str]
-) -> None:
+def _add_weights(builder: IndexBuilder, folder: str, weights: _Weights, prefix: Path) -> None:
     """Add the tensors of a file, or of the files that an index names."""
     base = f"{folder}/" if folder else ""
     places: Mapping[str, str] = {}
     files = [base + weights.name]
     if weights.is_index:
-        places = _places(builder.storage, base, weights.name)
+        where, index = builder.where(base + weights.name), builder.storage.read(base + weights.name)
+        named = decode_json(index, where, _WeightMap).weight_map
+        places = {tensor: base + path for tensor, path in named.items()}
         files = sorted(set(places.values()))
         for path in files:
             builder.size_of(path)  # a missing one is an error that says who names it
     if weights.is_pickled:
         for path in files:
-            archive = torch_file.open_archive(builder.storage, path, builder.listing, allow=allow)
-            builder.add_nested(prefix, archive, path)
+            builder.add_nested(prefix, builder.archive(path))
     else:
-        arrays = safetensors_files.read_arrays(builder.storage, files, builder.listing)
+        arrays = safetensors_files.read_arrays(builder, files)
         chosen = (
             (name, array)
             for path in files
@@ -190,16 +188,9 @@ def _add_weights(
     lost = sorted(name for name in places if not builder.has_tensor(name_of((*prefix, name))))
     if lost:
         raise damaged(
-            f"{builder.storage.url}/{base}{weights.name}",
+            builder.where(base + weights.name),
             f"names {len(lost)} tensors that are not in their files, such as {lost[0]}",
         )
-
-
-def _places(storage: Storage, base: str, name: str) -> dict[str, str]:
-    """Tensor → file, as an index has them."""
-    where = f"{storage.url}/{base}{name}"
-    places = decode_json(storage.read(base + name), where, _WeightMap).weight_map
-    return {tensor: base + path for tensor, path in places.items()}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -327,4 +318,75 @@ class HuggingFaceWriter(WholeWriter):
         return Existing(INDEX_NAME, paths=(INDEX_NAME, *own))
 
 
+# ---------------------------------------------------------------------------------------------
+# Weights for inference (`remesh.training.export_weights`)
+#
+# The caller chooses the name of the files, which may lie beside others: only those of an earlier
+# export of the same name are replaced. In an object store a single file is replaced when its upload
+# is complete; several have the id of the save in their names, and the index, which is replaced in
+# one step, names them.
+# ---------------------------------------------------------------------------------------------
+
+
+class SafetensorsExport(HuggingFaceWriter):
+    """Writes weights in safetensors files."""
+
+    name = "exported safetensors"
+    options = ("name", "max_shard_bytes")
+    object_names = "final"
+    is_beside_others = True
+
+    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        limit, name = limit_of(options), str(options["name"])
+        return plan_files(cuts.tensors, document, limit, name)
+
+    def existing(self, storage: Storage, options: Mapping[str, object]) -> Existing | None:
+        """The index first, and the files that only it names."""
+        name, suffix = str(options["name"]), SUFFIX
+        there, index = storage.list_directory().files, index_name(name)
+        paths = []
+        if index in there:
+            # Another export may have a name that looks like one with the id of a save.
+            by_save = re.compile(
+                rf"{re.escape(name)}-[0-9a-f]{{12}}-\d{{5}}-of-\d{{5}}{re.escape(suffix)}"
+            )
+            named = indexed_files(storage, index)
+            paths = [index, *(file for file in named if file in there and by_save.fullmatch(file))]
+        return _existing([*paths, *_files_of(name, suffix, there)])
+
+
+class PthExport(torch_file.TorchFileWriter):
+    """Writes weights in a `.pth` file.
+
+    It has checksums of its tensors, as every archive should that is given to others. So it has one
+    writer, which sees all bytes of it.
+    """
+
+    name = "exported pth"
+    options = ("name",)
+    has_metadata = has_checksums = is_beside_others = True
+
+    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        return torch_file.plan_archive(cuts, document, f"{options['name']}.pth")
+
+    def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
+        return [*config_file(saved), *super().small_files(saved)]
+
+    def existing(self, storage: Storage, options: Mapping[str, object]) -> Existing | None:
+        there = storage.list_directory().files
+        return _existing(_files_of(str(options["name"]), ".pth", there))
+
+
+def _files_of(name: str, suffix: str, there: Iterable[str]) -> list[str]:
+    """The files of an export of this name, also those of one that was killed."""
+    end = re.escape(suffix)
+    pattern = rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}}{end}|{end})(\.[0-9a-f]{{12}})?"
+    return [path for path in sorted(there) if re.fullmatch(pattern, path)]
+
+
+def _existing(paths: Sequence[str]) -> Existing | None:
+    return Existing(paths[0], paths=tuple(paths)) if paths else None
+
+
 WRITERS = (HuggingFaceWriter(),)
+EXPORTS = (SafetensorsExport(), PthExport())

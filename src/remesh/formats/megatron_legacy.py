@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,10 @@ from remesh._repr import shown
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.formats.archive import Archive
-from remesh.formats.building import IndexBuilder, Nested, take_apart
+from remesh.formats.building import IndexBuilder, take_apart
 from remesh.formats.checks import mapping
 from remesh.formats.place import Place, Trackers
 from remesh.formats.restricted_pickle import ArchivedTensor
-from remesh.formats.torch_file import open_archive
 
 NAME = "megatron_legacy"
 MARKER = "mp_rank_XX/model_optim_rng.pt (Megatron before torch_dist)"
@@ -84,18 +83,17 @@ def is_at(place: Place) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
-    storage, files, allow = place.storage, place.listing, place.allow
     base = _TRACKERS.folder(place)
     parts = []
-    for path in files:
+    for path in place.listing:
         found = _FILE.fullmatch(path.removeprefix(base)) if path.startswith(base) else None
         if found is not None:
-            archive = open_archive(storage, path, files, allow=allow)
+            archive = builder.archive(path)
             content = mapping(archive.value(), archive.where, "its content")
             at = int(found["pp"] or 0), int(found["tp"])
-            parts.append(_Part(found["folder"], at, path, archive, content))
+            parts.append(_Part(found["folder"], at, archive, content))
     if len(parts) == 1:
-        builder.add_nested((), parts[0].archive, parts[0].path)
+        builder.add_tree((), parts[0].content, parts[0].archive)
         return
     parts.sort(key=lambda part: part.place)
     try:
@@ -104,18 +102,18 @@ def read(place: Place, builder: IndexBuilder) -> None:
         _log.warning(
             "%s: the models of its %d parts are not joined, because %s\n"
 "Names begin with the folders of the parts, such as %s",
-            storage.url, len(parts), reason, parts[0].folder,
+            place.url, len(parts), reason, parts[0].folder,
         )  # fmt: skip
         for part in parts:
-            builder.add_nested((part.folder,), part.archive, part.path)
+            builder.add_tree((part.folder,), part.content, part.archive)
         return
     joined.add_to(builder)
     for part in parts:
         for key, value in part.content.items():
             if key in _OF_RANKS:
-                builder.add_tree((part.folder, key), value, part.archive, part.path)
+                builder.add_tree((part.folder, key), value, part.archive)
             elif part is parts[0] and not _is_model(key):
-                builder.add_tree((key,), value, part.archive, part.path)
+                builder.add_tree((key,), value, part.archive)
 
 
 def _is_model(key: object) -> bool:
@@ -137,20 +135,18 @@ class _Part:
 
     folder: str
     place: tuple[int, int]
-    path: str
     archive: Archive
     content: Mapping[Any, Any]
 
 
-Held = tuple[_Part, ArchivedTensor]
+Held = tuple[Archive, ArchivedTensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
     """A joined model."""
 
-    tensors: dict[str, list[Held]]
-    """For each name what the tensor-parallel ranks have of it."""
+    tensors: dict[str, list[Held]]  # for each name what the tensor-parallel ranks have of it
     leaves: dict[str, object]
 
     @classmethod
@@ -169,25 +165,27 @@ class _Joined:
             for stage in range(num_stages):
                 ranks = parts[stage * num_ranks : (stage + 1) * num_ranks]
                 models = [
-                    take_apart(
-                        part.content.get(chunk, {}), ("model",), part.archive.where,
-                        part.archive.pickled.num_bytes,
-                    )
+                    take_apart(part.content.get(chunk, {}), ("model",), part.archive).leaves
                     for part in ranks
-                ]  # fmt: skip
+                ]
                 first_layer += joined._add_stage(ranks, models, first_layer)
         for name, held in joined.tensors.items():
             if len(held) > 1:
                 joined._cut_of(name, held)
         return joined
 
-    def _add_stage(self, ranks: list[_Part], models: list[Nested], first_layer: int) -> int:
+    def _add_stage(
+        self, ranks: list[_Part], models: Sequence[Mapping[str, Any]], first_layer: int
+    ) -> int:
         """Add what the ranks of a stage have; returns how many layers these are."""
-        first = models[0]
-        if any(model.tensors.keys() != first.tensors.keys() for model in models):
+        tensors = [
+            {name: one for name, (_, one) in model.items() if isinstance(one, ArchivedTensor)}
+            for model in models
+        ]
+        if any(own.keys() != tensors[0].keys() for own in tensors):
             raise _CannotJoinError(f"ranks of {ranks[0].folder} have different names")
         last = -1
-        for name in (*first.tensors, *first.leaves):
+        for name, (_, value) in models[0].items():
             found = _LAYER.fullmatch(name)
             new = name
             if found is not None:
@@ -195,29 +193,26 @@ class _Joined:
                 new = f"{found['head']}{first_layer + int(found['number'])}{found['tail']}"
             if new in self.tensors or new in self.leaves:
                 raise _CannotJoinError(f"two stages have {shown(name)}")
-            if name in first.tensors:
-                held = (model.tensors[name] for model in models)
-                self.tensors[new] = list(zip(ranks, held, strict=True))
+            if name in tensors[0]:
+                held = zip(ranks, tensors, strict=True)
+                self.tensors[new] = [(part.archive, own[name]) for part, own in held]
             else:
-                self.leaves[new] = first.leaves[name]
+                self.leaves[new] = value
         return last + 1
 
     def add_to(self, builder: IndexBuilder) -> None:
         """Add the model to what is built."""
         for name, held in self.tensors.items():
-            path = ("model", name.removeprefix("model."))
             self._add_tensor(builder, name, held)
-            builder.set_path(name, path)
+            builder.set_path(name, ("model", name.removeprefix("model.")))
         for name, value in self.leaves.items():
-            path = ("model", name.removeprefix("model."))
-            builder.add_leaf(name, path, value)
-            builder.set_path(name, path)
+            builder.add_leaf(("model", name.removeprefix("model.")), value)
 
     def _add_tensor(self, builder: IndexBuilder, name: str, held: list[Held]) -> None:
-        part, first = held[0]
+        archive, first = held[0]
         dim, num_blocks = (None, 1) if len(held) == 1 else self._cut_of(name, held)
         if dim is None:
-            builder.add_archived(name, first, part.archive, part.path)
+            builder.add_archived(name, first, archive)
             return
         whole = list(first.shape)
         whole[dim] *= len(held)
@@ -225,15 +220,14 @@ class _Joined:
         extent = first.shape[dim] // num_blocks
         block = [*first.shape[:dim], extent, *first.shape[dim + 1 :]]
         itemsize = BY_NAME[first.dtype].itemsize
-        for rank, (part, tensor) in enumerate(held):
+        for rank, (archive, tensor) in enumerate(held):
             for number in range(num_blocks):
                 offset = [0] * len(block)
                 offset[dim] = (number * len(held) + rank) * extent
-                position = part.archive.position(tensor)
+                box = Box(tuple(offset), tuple(block))
+                position = archive.position(tensor)
                 position += number * extent * tensor.strides[dim] * itemsize
-                builder.add_strided(
-                    row, Box(tuple(offset), tuple(block)), part.path, position, tensor.strides
-                )
+                builder.add_strided(row, box, archive.path, position, tensor.strides)
 
     def _cut_of(self, name: str, held: list[Held]) -> tuple[int | None, int]:
         """The dim that ranks cut, and how many blocks each has; None if each has all of it."""

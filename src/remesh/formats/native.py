@@ -124,19 +124,19 @@ class _Version(msgspec.Struct):
 
 def decode_record(text: bytes, where: str) -> CommitRecord:
     """The commit record of its text; `FormatVersionError` if it is of another version."""
+
+    def damaged(what: str) -> CorruptCheckpointError:
+        advice = repair_advice(where.removesuffix(f"/{RECORD_NAME}"))
+        return CorruptCheckpointError(f"{where}: {what}. {advice}")
+
     try:
         file = msgspec.json.decode(text, type=_RecordFile)
         body = msgspec.json.format(bytes(file.record), indent=-1)
         head = msgspec.json.decode(body, type=_Version)
     except MALFORMED as error:
-        raise CorruptCheckpointError(
-            f"{where}: not a commit record ({error}). {_record_advice(where)}"
-        ) from error
+        raise damaged(f"not a commit record ({error})") from error
     if hex_digest(body) != file.digest:
-        raise CorruptCheckpointError(
-            f"{where}: the commit record was changed after it was written (its digest differs). "
-            f"{_record_advice(where)}"
-        )
+        raise damaged("the commit record was changed after it was written (its digest differs)")
     if head.format != FORMAT_NAME or head.version != FORMAT_VERSION:
         raise FormatVersionError(
             f"{where}: written in format {head.format!r} version {head.version}\nThis remesh reads "
@@ -145,13 +145,7 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
     try:
         return msgspec.json.decode(body, type=CommitRecord)
     except MALFORMED as error:
-        raise CorruptCheckpointError(
-            f"{where}: incomplete commit record: {error}. {_record_advice(where)}"
-        ) from error
-
-
-def _record_advice(where: str) -> str:
-    return repair_advice(where.removesuffix(f"/{RECORD_NAME}"))
+        raise damaged(f"incomplete commit record: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------

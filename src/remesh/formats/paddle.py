@@ -30,8 +30,6 @@ written last.
 
 from __future__ import annotations
 
-import io
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -52,8 +50,8 @@ from remesh.errors import (
     PickleRefusedError,
     UnsupportedValueError,
 )
-from remesh.formats import restricted_pickle, safetensors_files
-from remesh.formats.archive import RangeFile
+from remesh.formats import restricted_pickle
+from remesh.formats.archive import open_range
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, check_name, check_path, damaged
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
@@ -62,7 +60,7 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_reader import parse_file
 from remesh.formats.pickle_records import Record, Span
 from remesh.formats.pickle_writer import dumps
-from remesh.formats.place import Listing, Place, file_size
+from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import numbers, numpy_dtype
 from remesh.formats.safetensors_files import read_arrays
 from remesh.storage import Storage
@@ -77,11 +75,10 @@ _DATA_NAME = re.compile(r"\d+(?:_\d+)?_(\d+)\.(?:distcp|safetensors)")
 """Name of a data file; the group is the checkpoint's number."""
 
 _HOMES = (
-    "paddle.distributed.flex_checkpoint.dcp.metadata",
-    "paddle.distributed.checkpoint.metadata",
+    "paddle.distributed.flex_checkpoint.dcp.metadata.",
+    "paddle.distributed.checkpoint.metadata.",
 )
 _NOT_TENSORS = frozenset({"StructuredToParameterName@@"})
-_READ_AT_ONCE = 1 << 16
 
 
 _Extents = Annotated[
@@ -133,9 +130,7 @@ class Metadata:
 def read_metadata(storage: Storage, path: str, *, allow: Collection[str] = ()) -> Metadata:
     """Read a metadata file."""
     where = f"{storage.url}/{path}"
-    kinds = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
-    also = {f"{home}.{kind}" for home in _HOMES for kind in kinds}
-    found = restricted_pickle.loads(storage.read(path), where, allow=allow, also=also).root
+    found = restricted_pickle.loads(storage.read(path), where, allow=allow, also=_HOMES).root
     try:
         return Metadata(
             {
@@ -180,41 +175,32 @@ def _fields(kind: type[_Box], record: Record, where: str) -> _Box:
 # ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """Where the elements of an array lie in a data file."""
-
-    position: int  # first byte
-    num_bytes: int
-    itemsize: int  # bytes of an element
+_Stored = tuple[int, int, int]
+"""Where the elements of an array lie in a data file: first byte, bytes, bytes of an element."""
 
 
-def find_arrays(
-    storage: Storage, files: Listing, path: str, *, allow: Collection[str] = ()
-) -> dict[str, StoredArray]:
-    """Where the arrays of a data file lie; what is between them is all that is read."""
-    where = f"{storage.url}/{path}"
+def find_arrays(builder: IndexBuilder, path: str) -> dict[str, _Stored]:
+    """The arrays of a data file; what is between them is all that is read."""
+    storage, where, num_bytes = builder.storage, builder.where(path), builder.size_of(path)
     if storage.read(path, 8, 9) == b"{":  # behind the length of a header
-        arrays = read_arrays(storage, [path], files)[path]
-        return {name: _of_safetensors(array) for name, array in arrays.items()}
-    raw = RangeFile(storage, path, 0, file_size(storage, files, path))
-    file = io.BufferedReader(raw, _READ_AT_ONCE)
-    found = restricted_pickle.check_names(parse_file(file, where), where, allow=allow).root
+        flat = {name: one.flat() for name, one in read_arrays(builder, [path])[path].items()}
+        widths = {name: BY_NAME[one.dtype].itemsize for name, one in flat.items()}
+        return {
+            name: (one.position, one.num_elements * widths[name], widths[name])
+            for name, one in flat.items()
+        }
+    pickled = parse_file(open_range(storage, path, 0, num_bytes), where)
+    found = restricted_pickle.check_names(pickled, where, allow=builder.place.allow).root
     if not isinstance(found, dict) or not all(type(name) is str for name in found):
         raise damaged(where, "not a data file of Paddle: it holds no dict of names")
     return {
-        check_name(name, where): _stored_array(array, f"{where}: {name:.200}")
+        check_name(name, where): _pickled_array(array, f"{where}: {name:.200}")
         for name, array in found.items()
         if name not in _NOT_TENSORS
     }
 
 
-def _of_safetensors(array: safetensors_files.StoredArray) -> StoredArray:
-    itemsize = BY_NAME[array.dtype].itemsize
-    return StoredArray(array.position, math.prod(array.shape) * itemsize, itemsize)
-
-
-def _stored_array(array: Any, where: str) -> StoredArray:
+def _pickled_array(array: Any, where: str) -> _Stored:
     try:
         _, shape, dtype, is_fortran, span = array.state
         extents, element = numbers(shape), numpy_dtype(dtype)
@@ -228,7 +214,7 @@ def _stored_array(array: Any, where: str) -> StoredArray:
         raise CorruptCheckpointError(
             f"{where}: an array of shape {extents} is not row-major and little-endian"
         )
-    return StoredArray(span.position, span.num_bytes, element.itemsize)
+    return span.position, span.num_bytes, element.itemsize
 
 
 # ---------------------------------------------------------------------------------------------
@@ -261,37 +247,40 @@ def other_files(paths: Collection[str]) -> list[str]:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what a checkpoint holds; its tensors stay where they are."""
-    storage, files, path, allow = place.storage, place.listing_beside, place.file, place.allow
+    path = place.file
     if not path:
-        numbers = checkpoint_numbers(files)
+        numbers = checkpoint_numbers(place.listing)
         if not numbers:
-            raise CheckpointNotFoundError(f"{storage.url}: {MARKER} is not there")
+            raise CheckpointNotFoundError(f"{place.url}: {MARKER} is not there")
         path = metadata_name(numbers[-1])
-    metadata = read_metadata(storage, path, allow=allow)
+    metadata = read_metadata(place.storage, path, allow=place.allow)
     rows = {}
     for name, boxes in metadata.state_dict_metadata.items():
-        dtype, shape = _tensor_of(f"{storage.url}/{path}: {name}", boxes)
+        dtype, shape = _tensor_of(f"{builder.where(path)}: {name}", boxes)
         rows[name] = (builder.add_tensor(name, dtype, shape), BY_NAME[dtype].itemsize)
         builder.set_path(name, metadata.flat_mapping.get(name) or (name,))
-    arrays: dict[str, dict[str, StoredArray]] = {}
+    arrays: dict[str, dict[str, _Stored]] = {}
     for index, file in metadata.storage_metadata.items():
-        where = f"{storage.url}/{file}: {index.tensor_key}"
-        if index.tensor_key not in rows:
+        name, where = index.tensor_key, f"{builder.where(file)}: {index.tensor_key}"
+        if name not in rows:
             raise CorruptCheckpointError(f"{where}: stored, but {path} does not describe it")
         if index.replica_id not in {None, 0}:
             continue
-        row, itemsize = rows[index.tensor_key]
+        row, itemsize = rows[name]
         box = _box_of(metadata, index, where)
         start, stop = _range_of(index, box, where)
         if file not in arrays:
-            sizes = {file: builder.size_of(file)}
-            arrays[file] = find_arrays(storage, sizes, file, allow=allow)
-        array = arrays[file].get(index.tensor_key)
-        if array is None:
+            arrays[file] = find_arrays(builder, file)
+        if name not in arrays[file]:
             raise CorruptCheckpointError(f"{where}: missing, though the metadata name it")
-        _check_array(array, itemsize, stop - start, where)
-        builder.add_range(row, box, (start, stop), file, array.position)
-    builder.described_by = f"{storage.url}/{path}"
+        position, num_bytes, width = arrays[file][name]
+        if (width, num_bytes) != (itemsize, itemsize * (stop - start)):
+            raise CorruptCheckpointError(
+                f"{where}: {num_bytes} bytes in elements of {width} are stored\n"
+                f"The metadata say {stop - start} elements of {itemsize}"
+            )
+        builder.add_range(row, box, (start, stop), file, position)
+    builder.described_by = builder.where(path)
 
 
 def _tensor_of(where: str, boxes: list[LocalTensorMetadata]) -> tuple[str, tuple[int, ...]]:
@@ -340,21 +329,12 @@ def _range_of(index: LocalTensorIndex, box: Box, where: str) -> tuple[int, int]:
     return start, stop
 
 
-def _check_array(array: StoredArray, itemsize: int, num_elements: int, where: str) -> None:
-    if (array.itemsize, array.num_bytes) != (itemsize, itemsize * num_elements):
-        raise CorruptCheckpointError(
-            f"{where}: {array.num_bytes} bytes in elements of {array.itemsize} are stored\n"
-            f"The metadata say {num_elements} elements of {itemsize}"
-        )
-
-
 # ---------------------------------------------------------------------------------------------
 # Writing
 # ---------------------------------------------------------------------------------------------
 
 
 NUMBER = 0
-_HOME = "paddle.distributed.flex_checkpoint.dcp.metadata"
 
 
 def _file_name(rank: int, turn: int) -> str:
@@ -386,33 +366,9 @@ def _header(entries: list[tuple[str, DType, Box]]) -> tuple[bytes, list[int]]:
     return encode_header(tensors, {})
 
 
-def _made(kind: str, state: object) -> Record:
-    return Record(f"{_HOME}.{kind}", is_new=True, state=state)
-
-
-def _box(boxes: BoxTable, number: int, box: Box) -> Record:
-    tensors = boxes.tensors
-    state = {
-        "global_offset": tuple(box.offset),
-        "local_shape": tuple(box.shape),
-        "dtype": tensors.dtype(number).name,
-        "global_shape": tuple(tensors.shape(number)),
-        "is_flattened": False,
-        "flattened_range": None,
-    }
-    return _made("LocalTensorMetadata", state)
-
-
-def _index(name: str, box: Box) -> Record:
-    state = {
-        "tensor_key": name,
-        "global_offset": tuple(box.offset),
-        "is_flattened": False,
-        "flattened_range": None,
-        "replica_id": None,
-        "local_shape": tuple(box.shape),
-    }
-    return _made("LocalTensorIndex", state)
+def _made(box: LocalTensorMetadata | LocalTensorIndex) -> Record:
+    state = msgspec.structs.asdict(box)
+    return Record(f"{_HOMES[0]}{type(box).__name__}", is_new=True, state=state)
 
 
 class PaddleWriter(Writer):
@@ -473,20 +429,26 @@ class PaddleWriter(Writer):
             entries = [(names[n], boxes.tensors.dtype(n), box) for n, box in wholes.items()]
             files.append((path, _header(entries)[0]))
             places |= {names[number]: [(box, path)] for number, box in wholes.items()}
-        numbers = {name: number for number, name in enumerate(names)}
-        metadata = _made(
-            "Metadata",
-            {
-                "state_dict_metadata": {
-                    name: [_box(boxes, numbers[name], box) for box, _ in held]
-                    for name, held in places.items()
-                },
-                "storage_metadata": {
-                    _index(name, box): path for name, held in places.items() for box, path in held
-                },
-                "flat_mapping": {name: tuple(map(str, document.path_of(name))) for name in names},
+        tensors = {
+            name: (boxes.tensors.dtype(n).name, boxes.tensors.shape(n))
+            for n, name in enumerate(names)
+        }
+        state = {
+            "state_dict_metadata": {
+                name: [
+                    _made(LocalTensorMetadata(box.offset, box.shape, *tensors[name]))
+                    for box, _ in held
+                ]
+                for name, held in places.items()
             },
-        )
+            "storage_metadata": {
+                _made(LocalTensorIndex(name, box.offset, local_shape=box.shape)): path
+                for name, held in places.items()
+                for box, path in held
+            },
+            "flat_mapping": {name: tuple(map(str, document.path_of(name))) for name in names},
+        }
+        metadata = Record(f"{_HOMES[0]}Metadata", is_new=True, state=state)
         return [*files, (metadata_name(NUMBER), dumps(metadata))]
 
     def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:

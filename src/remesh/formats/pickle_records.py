@@ -69,7 +69,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Like objects as columns (`pickle_rows`), in place of many items or many keys and values."""
+    """Like objects as columns (`RowForm`), in place of many items or many keys and values."""
 
     form: object  # what they are
     columns: list[list[Any]]  # the values of their fields

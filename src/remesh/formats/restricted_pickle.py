@@ -46,10 +46,9 @@ from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS
 from remesh.core.values import MAX_NESTING, UnresolvedValue, decode, encode, enum_member
 from remesh.errors import CheckpointError, CorruptCheckpointError, PickleRefusedError
 from remesh.formats.checks import damaged
-from remesh.formats.pickle_reader import parse
+from remesh.formats.pickle_reader import RowForm, parse
 from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record
 from remesh.formats.pickle_records import describe as describe_error
-from remesh.formats.pickle_rows import RowForm
 
 MIN_PARTS = 1 << 16
 PARTS_PER_BYTE = 8
@@ -63,20 +62,23 @@ def loads(
     data: bytes,
     where: str,
     *,
-    also: Collection[str] = (),
+    also: tuple[str, ...] = (),
     allow: Collection[str] = (),
     rows: Sequence[RowForm] = (),
 ) -> Pickled:
-    """Read a pickle that only names plain values, tensors, arrays, and what is allowed."""
+    """Read a pickle that only names plain values, tensors, arrays, and what is allowed.
+
+    Names that begin as those in `also` are allowed, too.
+    """
     return check_names(parse(data, where, rows), where, also=also, allow=allow)
 
 
 def check_names(
-    pickled: Pickled, where: str, *, also: Collection[str] = (), allow: Collection[str] = ()
+    pickled: Pickled, where: str, *, also: tuple[str, ...] = (), allow: Collection[str] = ()
 ) -> Pickled:
     """The same pickle, if it only names plain values, tensors, arrays, and what is allowed."""
     for name in sorted(pickled.names):
-        if not (name in KNOWN or name in also or name in allow):
+        if not (name in KNOWN or name in allow or name.startswith(also)):
             raise refusal(name, where)
     return pickled
 

@@ -33,11 +33,10 @@ def is_at(place: Place) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what a file or a folder holds; its tensors stay where they are."""
-    storage, files = place.storage, place.listing_beside
-    paths = [place.file] if place.file else _files_of(files)
+    paths = [place.file] if place.file else _files_of(place.listing)
     if not paths:
-        raise CheckpointNotFoundError(f"{storage.url}: no file *{SUFFIX}")
-    arrays = read_arrays(storage, paths, files)
+        raise CheckpointNotFoundError(f"{place.url}: no file *{SUFFIX}")
+    arrays = read_arrays(builder, paths)
     add_arrays(builder, (item for file in paths for item in arrays[file].items()))
 
 

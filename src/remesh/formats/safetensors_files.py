@@ -23,10 +23,9 @@ from remesh.core.geometry import Box
 from remesh.core.safetensors_file import HeaderEntry
 from remesh.core.state import Path, name_of
 from remesh.errors import FormatVersionError, StateError
-from remesh.formats.building import IndexBuilder, read_ranges
+from remesh.formats.building import FlatPart, IndexBuilder, read_ranges
 from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
-from remesh.formats.place import Listing, file_size
-from remesh.storage import Storage
+from remesh.formats.place import file_size
 
 HEAD_BYTES = 1 << 16
 """Bytes of a file that are read at first; most headers are shorter."""
@@ -48,30 +47,31 @@ class StoredArray(NamedTuple):
     offset: tuple[int, ...] | None = None
     """Where it lies in the tensor that it is a part of; None if it is whole."""
 
+    def flat(self) -> FlatPart:
+        """Its elements."""
+        return FlatPart(self.path, self.position, math.prod(self.shape), self.dtype)
+
 
 # ---------------------------------------------------------------------------------------------
 # Headers
 # ---------------------------------------------------------------------------------------------
 
 
-def read_arrays(
-    storage: Storage, paths: Sequence[str], listing: Listing
-) -> dict[str, dict[str, StoredArray]]:
+def read_arrays(builder: IndexBuilder, paths: Sequence[str]) -> dict[str, dict[str, StoredArray]]:
     """The tensors of files, by file and name, from their headers alone."""
-    sizes = {path: file_size(storage, listing, path) for path in paths}
+    storage = builder.storage
+    sizes = {path: file_size(storage, builder.listing, path) for path in paths}
     ranges = [(path, 0, min(size, HEAD_BYTES)) for path, size in sizes.items()]
     heads = dict(zip(sizes, read_ranges(storage, ranges), strict=True))
     lengths = {}
     for path, head in heads.items():
-        where = f"{storage.url}/{path}"
+        where = builder.where(path)
         lengths[path] = 8 + safetensors_file.header_length(head, where)
         if lengths[path] > sizes[path]:
             raise damaged(where, "ends in its safetensors header: the file was cut short")
     longer = [(path, 0, length) for path, length in lengths.items() if length > HEAD_BYTES]
     heads.update(zip((path for path, *_ in longer), read_ranges(storage, longer), strict=True))
-    return {
-        path: _arrays_in(heads[path], path, sizes[path], f"{storage.url}/{path}") for path in sizes
-    }
+    return {path: _arrays_in(heads[path], path, sizes[path], builder.where(path)) for path in sizes}
 
 
 def _arrays_in(head: bytes, path: str, size: int, where: str) -> dict[str, StoredArray]:
@@ -153,10 +153,10 @@ def add_arrays(
         if others and any(part.offset is None for part in parts):
             raise StateError(
                 f"{builder.storage.url}: {first.path} and {others[0].path} both hold {name}\nName "
-                f"one file, such as {builder.storage.url}/{first.path}"
+                f"one file, such as {builder.where(first.path)}"
             )
         if any((p.dtype, len(p.shape)) != (first.dtype, len(first.shape)) for p in others):
-            where = f"{builder.storage.url}/{first.path}: {name}"
+            where = f"{builder.where(first.path)}: {name}"
             raise damaged(where, "its parts in several files differ in dtype or number of dims")
         boxes = [Box(part.offset or (0,) * len(part.shape), part.shape) for part in parts]
         whole = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))

@@ -28,7 +28,6 @@ from remesh.core.index import Index
 from remesh.errors import CheckpointNotFoundError, RemeshError, StateError
 from remesh.formats import (
     deepspeed,
-    exported,
     flat_param,
     huggingface,
     megatron_legacy,
@@ -37,7 +36,6 @@ from remesh.formats import (
     paddle,
     safetensors,
     torch_dcp,
-    torch_dcp_writer,
     torch_file,
     zarr,
 )
@@ -79,37 +77,25 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A module as a row of the table."""
+    """A row of the table: what a module says of its format."""
 
-    module: ModuleType  # defines `NAME`, `MARKER`, `is_at` and, but for `native`, `read`
-    writers: tuple[Writer, ...] = ()
+    name: str  # what a user calls it
+    marker: str  # what marks a place that holds it, for messages
+    module: ModuleType  # defines `is_at` and, but for `native`, `read`
+    needs_listing: bool
+    """Whether recognising it takes a listing; then it is asked only if all others fail."""
+    files: re.Pattern[str] | None
+    """Names of files that are a checkpoint by themselves, so that one folder holds several."""
+    writers: tuple[Writer, ...]
     """How it is written: one writer, or several where files for several systems are read alike;
     none if it is only read."""
 
     @classmethod
     def of(cls, module: ModuleType, writer: ModuleType | None = None) -> Format:
         """The row of a module; its `WRITERS` may be in another one."""
-        return cls(module, getattr(writer or module, "WRITERS", ()))
-
-    @property
-    def name(self) -> str:
-        """What a user calls it."""
-        return self.module.NAME  # type: ignore[no-any-return]
-
-    @property
-    def marker(self) -> str:
-        """What marks a place that holds it, for messages."""
-        return self.module.MARKER  # type: ignore[no-any-return]
-
-    @property
-    def needs_listing(self) -> bool:
-        """Whether recognising it takes a listing; then it is asked only if all others fail."""
-        return getattr(self.module, "NEEDS_LISTING", True)
-
-    @property
-    def files(self) -> re.Pattern[str] | None:
-        """Names of files that are a checkpoint by themselves, so that one folder holds several."""
-        return getattr(self.module, "FILES", None)
+        said, writers = vars(module), vars(writer or module).get("WRITERS", ())
+        needs_listing, files = said.get("NEEDS_LISTING", True), said.get("FILES")
+        return cls(said["NAME"], said["MARKER"], module, needs_listing, files, writers)
 
     def is_at(self, place: Place) -> bool:
         """True if a place has the mark of this format."""
@@ -119,7 +105,7 @@ class Format:
 
     def read(self, place: Place) -> Contents:
         """Read what a place holds; its tensors stay where they are."""
-        builder = IndexBuilder(place.storage, place.listing_beside)
+        builder = IndexBuilder(place)
         self.module.read(place, builder)
         return Contents(self.name, builder.build(), builder.document)
 
@@ -129,8 +115,7 @@ ENTRY_POINTS = "remesh.formats"
 
 FORMATS: tuple[Format, ...] = (
     Format.of(native, native_writer),
-    Format.of(torch_dcp, torch_dcp_writer),
-    *map(Format.of, (zarr, huggingface, safetensors, torch_file, paddle)),
+    *map(Format.of, (torch_dcp, zarr, huggingface, safetensors, torch_file, paddle)),
     *map(Format.of, (flat_param, deepspeed, megatron_legacy)),
     *(Format.of(point.load()) for point in entry_points(group=ENTRY_POINTS)),
 )
@@ -146,7 +131,7 @@ def _by_name(writers: Iterable[Writer]) -> dict[str, Writer]:
 
 WRITERS: Mapping[str, Writer] = _by_name(writer for row in FORMATS for writer in row.writers)
 """How each format is written that can be, by name."""
-_EXPORTS = {writer.name: writer for writer in exported.WRITERS}
+_EXPORTS = {writer.name: writer for writer in huggingface.EXPORTS}
 
 
 def writer_of(name: str) -> Writer:

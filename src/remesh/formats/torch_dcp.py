@@ -20,6 +20,13 @@ their own instead of `common.pt`.
 
 With torch's safetensors variant all tensors of a file lie in one safetensors file behind the
 values; the metadata says only where that begins.
+
+Writing, every rank makes one file of archives back to back (see `ArchiveLayout`), and another one
+for the tensors that the option `separation_hint` sets apart. Rank 0 writes one more with the
+values, each an archive of its own, and then `.metadata`. File names carry the id of the save, so
+that a save never meets the files of another; `.metadata` says which ones count. For Megatron,
+values that are equal on all ranks go to `common.pt`, nested as they were, and `metadata.json` comes
+last.
 """
 
 from __future__ import annotations
@@ -27,39 +34,47 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
 
 from remesh._repr import shown
-from remesh.core import safetensors_file
-from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box
-from remesh.core.state import Path
-from remesh.errors import (
-    FormatVersionError,
-)
+from remesh.core import safetensors_file, values
+from remesh.core.dtypes import BY_NAME, DType
+from remesh.core.geometry import Box, IntArray, row_products
+from remesh.core.state import Path, assemble, name_of
+from remesh.core.tables import BoxTable, Cuts
+from remesh.errors import CheckpointError, FormatVersionError, StateError
 from remesh.formats import restricted_pickle
 from remesh.formats.archive import (
     Archive,
-    RangeFile,
+    ArchiveLayout,
+    archive_of,
     check_extent,
     is_row_major,
     read_archive,
     scan_head,
+    tensor_record,
     tensor_value,
 )
 from remesh.formats.building import IndexBuilder, read_groups, read_ranges, refused
 from remesh.formats.checks import check_name, check_path, damaged, integers
+from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
+from remesh.formats.native import ValuesDocument
+from remesh.formats.pickle_reader import RowForm
 from remesh.formats.pickle_records import Name, Record, Rows
-from remesh.formats.pickle_rows import RowForm
-from remesh.formats.place import Place, file_size
+from remesh.formats.pickle_writer import dumps
+from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.storage import Storage
 
 NAME = "torch_dcp"
 METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
+CONFIG_NAME = "metadata.json"
 LIGHTNING_NAME = "meta.pt"
 COMMON_KEY = "common_state/shard_0_1"
 NEEDS_LISTING = False
@@ -76,31 +91,12 @@ _OBJECT = re.compile(
     r"(.*)/shard_([0-9]{1,18}(?:\.[0-9]{1,18})*)_([0-9]{1,18}(?:\.[0-9]{1,18})*)", re.DOTALL
 )
 _DCP = "torch.distributed.checkpoint"
-_MCORE = "megatron.core.dist_checkpointing.strategies"
 
-
-METADATA_CLASSES: tuple[str, ...] = (
-    *(
-        f"{_DCP}.metadata.{name}"
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-            "MetadataIndex",
-            "StorageMeta",
-        )
-    ),
-    *(f"{_DCP}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-    *(
-        f"{_DCP}.planner.{name}"
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
-    ),
-    *(f"{_MCORE}.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
+METADATA_MODULES = (
+    *(f"{_DCP}.{module}." for module in ("metadata", "filesystem", "planner")),
+    "megatron.core.dist_checkpointing.strategies.torch.",
 )
-"""The classes that `.metadata` is made of. They only hold what they are given."""
+"""The modules of the classes that `.metadata` is made of. They only hold what they are given."""
 
 
 def is_at(place: Place) -> bool:
@@ -108,14 +104,14 @@ def is_at(place: Place) -> bool:
     return place.storage.exists(METADATA_NAME)
 
 
-def read(place: Place, builder: IndexBuilder) -> None:
+def read(_place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
-    add_folder(builder, "", place.allow)
+    add_folder(builder, "")
 
 
-def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None:
+def add_folder(builder: IndexBuilder, base: str) -> None:
     """Add a checkpoint in the folder `base`, which ends with a slash or is empty."""
-    reader = _Reader(builder, allow, read_metadata(builder.storage, base, ROWS), base)
+    reader = _Reader(builder, read_metadata(builder.storage, base, ROWS), base)
     reader.read_tensors()
     reader.read_values()
     for name in (COMMON_NAME, LIGHTNING_NAME):
@@ -135,7 +131,7 @@ def read_metadata(storage: Storage, base: str = "", rows: Sequence[RowForm] = ()
     """The record of `.metadata`; `rows` are what comes as columns where many follow each other."""
     where = f"{storage.url}/{base}{METADATA_NAME}"
     data = storage.read(base + METADATA_NAME)
-    metadata = restricted_pickle.loads(data, where, also=METADATA_CLASSES, rows=rows).root
+    metadata = restricted_pickle.loads(data, where, also=METADATA_MODULES, rows=rows).root
     parts = ("storage_data", "state_dict_metadata")
     if isinstance(metadata, Record) and all(type(metadata.field(part)) is dict for part in parts):
         return metadata
@@ -169,30 +165,11 @@ ROWS = (_CHUNKS, _PLACES)
 Numbers = tuple[int, ...]
 
 
-@dataclass(slots=True)
-class Places:
-    """Where the archives of chunks and values lie, a row each."""
-
-    rows: dict[str, dict[Numbers | None, int]] = field(default_factory=dict)
-    """The row of each chunk, by name and offset; the offset of a value is None."""
-    path: list[str] = field(default_factory=list)  # files, as the metadata names them
-    start: list[int] = field(default_factory=list)  # first bytes
-    num_bytes: list[int] = field(default_factory=list)  # lengths
+_Archived = tuple[str, int, int]
+"""Where the archive of a chunk or a value lies: file, first byte and length."""
 
 
-@dataclass(slots=True)
-class Chunks:
-    """Boxes of tensors, a row each."""
-
-    tensor: list[int] = field(default_factory=list)
-    """Rows of the tensors in the index that is built."""
-    offset: list[Numbers] = field(default_factory=list)  # where the boxes begin
-    shape: list[Numbers] = field(default_factory=list)
-    place: list[int] = field(default_factory=list)  # rows of their places
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The description of the tensor in an archive, which lies row by row, from its head."""
 
     shape: Numbers  # the tensor's shape
@@ -248,14 +225,13 @@ def boxes_of(value: object, num_dims: int, where: str) -> Iterator[tuple[Numbers
 
 
 PlaceRow = tuple[str, Numbers | None, str, int, int]
-"""Name and offset of a chunk, file, first byte and length."""
+"""Name and offset of a chunk (None for a value), file, first byte and length."""
 
 
-def places_of(key: object, info: object, where: str) -> Sequence[PlaceRow] | Iterator[PlaceRow]:
+def places_of(key: object, info: object, where: str) -> Iterable[PlaceRow]:
     """The rows of a key and a value of `storage_data`."""
     if isinstance(key, Rows) and key is info and key.form is _PLACES:
-        names, offsets, paths, starts, lengths = key.columns
-        return zip(names, offsets, paths, starts, lengths, strict=True)
+        return zip(*key.columns, strict=True)
     if not isinstance(key, Record) or not isinstance(info, Record):
         raise damaged(where, "not the metadata of a checkpoint")
     name, path = check_name(key.field("fqn"), where), check_name(info.field("relative_path"), where)
@@ -278,24 +254,13 @@ def places_of(key: object, info: object, where: str) -> Sequence[PlaceRow] | Ite
 # -- reading ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the archive of a chunk or a value lies."""
+class _Chunk(NamedTuple):
+    """A box of a tensor as the metadata has it, with its archive."""
 
-    path: str
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A box as the metadata has it, with its archive."""
-
-    name: str
-    row: int
-    dtype: str
-    box: Box
-    place: _Place
+    row: int  # of the tensor in the index that is built
+    offset: Numbers
+    shape: Numbers
+    place: _Archived
 
 
 @dataclass(slots=True)
@@ -303,154 +268,121 @@ class _Reader:
     """One checkpoint while it is read."""
 
     builder: IndexBuilder
-    allow: Collection[str]
     metadata: Record
     base: str
-    storage: Storage = field(init=False)
-    places: Places = field(default_factory=Places)
-    entries: Mapping[str, Any] = field(init=False)  # what is stored, by name
-    flat_shapes: Mapping[str, Any] = field(init=False)
-    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    places: dict[str, dict[Numbers | None, _Archived]] = field(default_factory=dict)
+    """Where the archive of each chunk lies, by name and offset; the offset of a value is None."""
+    flat: dict[str, tuple[Numbers, Numbers]] = field(default_factory=dict)
+    """The stored size and the true shape of each tensor that is stored flattened."""
     tensors: dict[bytes, object] = field(default_factory=dict)
     heads: Heads = field(default_factory=Heads)
-    file_sizes: dict[str, int] = field(default_factory=dict)
+    embedded: dict[tuple[str, int], safetensors_file.Header] = field(default_factory=dict)
+    """The headers of safetensors files inside of files."""
     num_bytes_read: int = 0
 
     def __post_init__(self) -> None:
-        self.storage = self.builder.storage
-        self.entries = self.metadata.field("state_dict_metadata")
+        files: dict[str, tuple[str, int]] = {}  # the full path and the size
         for key, info in self.metadata.field("storage_data").items():
-            self._add_places(places_of(key, info, self.where))
-        flat_shapes = self.metadata.field(FLAT_SHAPES)
-        self.flat_shapes = flat_shapes if isinstance(flat_shapes, dict) else {}
-
-    @property
-    def paths(self) -> Mapping[str, Path]:
-        """The place of each name in the nested state that was saved, as far as it is known."""
-        found = self.metadata.field("planner_data")
-        return found if isinstance(found, dict) else {}
+            for name, offset, path, start, num_bytes in places_of(key, info, self.where):
+                if path not in files:
+                    full = self.base + check_name(path, self.where)
+                    files[path] = full, self.builder.size_of(full)
+                full, size = files[path]
+                if not 0 <= start <= start + num_bytes <= size:
+                    raise damaged(
+                        self.builder.where(full),
+                        f"has {size} bytes, but {name} lies at {start}:{start + num_bytes}: the "
+                        "file was cut short",
+                    )
+                if name not in self.places:
+                    self.places[check_name(name, self.where)] = {}
+                self.places[name][offset] = full, start, num_bytes
 
     @property
     def where(self) -> str:
         """The metadata file, for error messages."""
-        return f"{self.storage.url}/{self.base}{METADATA_NAME}"
+        return self.builder.where(self.base + METADATA_NAME)
+
+    def _entries(self, kind: str) -> Iterator[tuple[str, Record]]:
+        """What is stored, of one class of DCP, by name."""
+        for name, entry in self.metadata.field("state_dict_metadata").items():
+            if isinstance(entry, Record) and entry.name.rpartition(".")[2] == kind:
+                yield check_name(name, self.where), entry
 
     def _path_of(self, name: str) -> Path:
-        return check_path(self.paths.get(name, (name,)), f"{self.where}: {name}")
+        """The place of a name in the nested state that was saved, as far as it is known."""
+        found = self.metadata.field("planner_data")
+        path = found.get(name, (name,)) if isinstance(found, dict) else (name,)
+        return check_path(path, f"{self.where}: {name}")
 
-    def _add_places(self, places: Iterable[PlaceRow]) -> None:
-        rows, known, sizes = self.places.rows, self.places, self.file_sizes
-        for name, offset, path, start, num_bytes in places:
-            of_name = rows.get(name)
-            if of_name is None:
-                of_name = rows[check_name(name, self.where)] = {}
-            size = sizes.get(path)
-            if size is None:
-                full = self.base + check_name(path, self.where)
-                size = sizes[path] = self.builder.size_of(full)
-            if not 0 <= start <= start + num_bytes <= size:
-                raise damaged(
-                    f"{self.storage.url}/{self.base}{path}",
-                    f"has {size} bytes, but {name} lies at {start}:{start + num_bytes}: the file "
-                    "was cut short",
-                )
-            of_name[offset] = len(known.path)
-            known.path.append(path)
-            known.start.append(start)
-            known.num_bytes.append(num_bytes)
-
-    def _place(self, row: int) -> _Place:
-        known = self.places
-        return _Place(self.base + known.path[row], known.start[row], known.num_bytes[row])
-
-    def _row_of(self, name: str, offset: tuple[int, ...] | None) -> int:
-        """The row of a place."""
-        row = self.places.rows.get(name, {}).get(offset)
-        if row is None:
+    def _place(self, name: str, offset: Numbers | None) -> _Archived:
+        place = self.places.get(name, {}).get(offset)
+        if place is None:
             at = "" if offset is None else f" at {offset}"
             raise damaged(self.where, f"does not say where {name}{at} lies")
-        return row
+        return place
 
     # -- tensors ----------------------------------------------------------------------------
 
     def read_tensors(self) -> None:
         """Add all tensors and their pieces."""
-        chunks = Chunks()
+        chunks: list[_Chunk] = []
         names: dict[int, tuple[str, str]] = {}
-        for name, entry in self.entries.items():
-            if kind_of(entry) != "TensorStorageMetadata":
-                continue
-            where = f"{self.where}: {check_name(name, self.where)}"
+        for name, entry in self._entries("TensorStorageMetadata"):
+            where = f"{self.where}: {name}"
             dtype, size = dtype_of(entry), integers(entry.field("size"), where, "a shape")
             if dtype is None:
                 raise damaged(where, "its dtype is not known")
             row = self.builder.add_tensor(name, dtype, self._true_shape(name, size))
             names[row] = name, dtype
-            self.sizes[name] = size
-            self._set_path(name)
-            for offset, shape in boxes_of(entry.field("chunks"), len(size), where):
-                if 0 not in shape:
-                    chunks.tensor.append(row)
-                    chunks.offset.append(offset)
-                    chunks.shape.append(shape)
-                    chunks.place.append(self._row_of(name, offset))
+            path = self._path_of(name)
+            self.builder.set_path(name, path)
+            self._set_lists(path)
+            chunks += [
+                _Chunk(row, offset, shape, self._place(name, offset))
+                for offset, shape in boxes_of(entry.field("chunks"), len(size), where)
+                if 0 not in shape
+            ]
         self._add_chunks(chunks, names)
 
-    def _add_chunks(self, chunks: Chunks, names: Mapping[int, tuple[str, str]]) -> None:
+    def _add_chunks(self, chunks: Sequence[_Chunk], names: Mapping[int, tuple[str, str]]) -> None:
         """Add the pieces of chunks, given the names and dtypes of tensors by their rows."""
-        places, base = self.places, self.base
-        ranges = [
-            (base + places.path[row], places.start[row], places.start[row] + HEAD_BYTES)
-            for row in chunks.place
-        ]
-        embedded: dict[tuple[str, int], safetensors_file.Header] = {}
+        ranges = [(path, start, start + HEAD_BYTES) for *_, (path, start, _) in chunks]
         positions = [-1] * len(ranges)
-        for group, first, data in read_groups(self.storage, ranges):
+        for group, first, data in read_groups(self.builder.storage, ranges):
             for number in group:
-                start = ranges[number][1]
-                name, dtype = names[chunks.tensor[number]]
-                shape, head = chunks.shape[number], self.heads.find(data, start - first)
+                chunk, begin = chunks[number], ranges[number][1] - first
+                name, dtype = names[chunk.row]
+                head = self.heads.find(data, begin)
                 if (
                     head is not None
-                    and (head.shape, head.dtype) == (shape, dtype)
-                    and head.stop <= places.num_bytes[chunks.place[number]]
-                    and name not in self.flat_shapes
+                    and (head.shape, head.dtype) == (chunk.shape, dtype)
+                    and head.stop <= chunk.place[2]
+                    and name not in self.flat
                 ):
-                    positions[number] = start + head.start
-                    continue
-                box, place = Box(chunks.offset[number], shape), self._place(chunks.place[number])
-                chunk = _Chunk(name, chunks.tensor[number], dtype, box, place)
-                found = data[start - first : start - first + HEAD_BYTES]
-                if found.startswith(b"PK"):
-                    self._add_chunk(chunk, found)
+                    positions[number] = ranges[number][1] + head.start
+                elif data.startswith(b"PK", begin):
+                    self._add_chunk(chunk, name, dtype, data[begin : begin + HEAD_BYTES])
                 else:
-                    self._add_embedded(chunk, embedded)
+                    self._add_embedded(chunk, name, dtype)
         plain = [number for number, position in enumerate(positions) if position >= 0]
         self.builder.add_boxes(
-            [chunks.tensor[number] for number in plain],
-            (
-                [chunks.offset[number] for number in plain],
-                [chunks.shape[number] for number in plain],
-            ),
+            [chunks[number].row for number in plain],
+            [chunks[number].offset for number in plain],
+            [chunks[number].shape for number in plain],
             [ranges[number][0] for number in plain],
             [positions[number] for number in plain],
         )
-
-    def _set_path(self, name: str) -> None:
-        path = self._path_of(name)
-        self.builder.set_path(name, path)
-        self._set_lists(path)
 
     def _set_lists(self, path: Path) -> None:
         """Containers whose keys are numbers were lists."""
         numbered = (path[:at] for at, key in enumerate(path) if isinstance(key, int))
         self.builder.set_sequences(dict.fromkeys(numbered, "list"))
 
-    def _true_shape(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
+    def _true_shape(self, name: str, size: Numbers) -> Numbers:
         """The shape of a tensor: of a flattened one it is not what the metadata calls its size."""
-        if name not in self.flat_shapes:
-            return size
-        data = self.flat_shapes[name]
+        shapes = self.metadata.field(FLAT_SHAPES)
+        data = shapes.get(name) if isinstance(shapes, dict) else None
         shape = data.get(FLAT_SHAPE) if isinstance(data, dict) else None
         if shape is None:
             return size
@@ -460,16 +392,17 @@ class _Reader:
                 self.where,
                 f"{name} is stored flattened as {size}, which does not fit its shape {shape}",
             )
+        self.flat[name] = size, shape
         return shape
 
-    def _add_chunk(self, chunk: _Chunk, head: bytes) -> None:
+    def _add_chunk(self, chunk: _Chunk, name: str, dtype: str, head: bytes) -> None:
         """Add the pieces of a chunk that has an archive of its own."""
-        where = f"{self.storage.url}/{chunk.place.path}: {chunk.name}"
-        start, num_bytes = chunk.place.start, chunk.place.num_bytes
+        path, start, num_bytes = chunk.place
+        where = f"{self.builder.where(path)}: {name}"
         found = scan_head(head)
         if found is None:
             self._count(num_bytes, where)
-            archive = self._archive(chunk.place, where)
+            archive = self.builder.archive(*chunk.place)
             tensor = archive.value()
             position = archive.position(tensor) if isinstance(tensor, ArchivedTensor) else 0
         else:
@@ -480,18 +413,17 @@ class _Reader:
                 self.heads.add(head[: found[1]], tensor, position - start)
         if not isinstance(tensor, ArchivedTensor):
             raise damaged(where, "no plain tensor is stored there")
-        if (tensor.shape, tensor.dtype) != (chunk.box.shape, chunk.dtype):
+        if (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
             raise damaged(
                 where,
-                f"{tensor.dtype} {tensor.shape} is stored there, and {chunk.dtype} "
-                f"{chunk.box.shape} was expected",
+                f"{tensor.dtype} {tensor.shape} is stored there, and {dtype} {chunk.shape} was "
+                "expected",
             )
-        if chunk.name in self.flat_shapes and self._is_flat(chunk):
-            self._add_flat(chunk, tensor, position, where)
+        box = Box(chunk.offset, chunk.shape)
+        if name in self.flat:
+            self._add_flat(chunk, name, tensor, position, where)
         else:
-            self.builder.add_strided(
-                chunk.row, chunk.box, chunk.place.path, position, tensor.strides
-            )
+            self.builder.add_strided(chunk.row, box, path, position, tensor.strides)
 
     def _tensor_of(self, pickled: bytes, where: str) -> object:
         """The tensor that the pickle of a chunk describes; most chunks have one of a few shapes."""
@@ -507,65 +439,60 @@ class _Reader:
         if self.num_bytes_read > self.builder.num_bytes:
             raise damaged(where, "its metadata say that several values lie in the same bytes")
 
-    def _is_flat(self, chunk: _Chunk) -> bool:
-        size = self.sizes[chunk.name]
-        return self._true_shape(chunk.name, size) != size
-
-    def _add_flat(self, chunk: _Chunk, tensor: ArchivedTensor, position: int, where: str) -> None:
-        """Add the boxes of a range of a flattened chunk: each lies row by row in the range."""
-        size = self.sizes[chunk.name]
-        shape = self._true_shape(chunk.name, size)
-        local = tuple(whole // n for whole, n in zip(shape, size[:-1], strict=True))
-        *numbers, start = chunk.box.offset
-        stop = start + chunk.box.shape[-1]
-        is_range = math.prod(chunk.box.shape[:-1]) == 1 and tensor.strides[-1:] == (1,)
-        if not is_range or stop > math.prod(local):
-            raise damaged(where, f"{chunk.box} is not a range of a chunk of shape {local}")
-        corner = tuple(number * extent for number, extent in zip(numbers, local, strict=True))
-        bounds, path = (start, stop), chunk.place.path
-        self.builder.add_range(chunk.row, Box(corner, local), bounds, path, position)
-
-    def _add_embedded(
-        self, chunk: _Chunk, headers: dict[tuple[str, int], safetensors_file.Header]
+    def _add_flat(
+        self, chunk: _Chunk, name: str, tensor: ArchivedTensor, position: int, where: str
     ) -> None:
+        """Add the boxes of a range of a flattened chunk: each lies row by row in the range."""
+        size, shape = self.flat[name]
+        local = tuple(whole // n for whole, n in zip(shape, size[:-1], strict=True))
+        *numbers, start = chunk.offset
+        stop = start + chunk.shape[-1]
+        is_range = math.prod(chunk.shape[:-1]) == 1 and tensor.strides[-1:] == (1,)
+        if not is_range or stop > math.prod(local):
+            box = Box(chunk.offset, chunk.shape)
+            raise damaged(where, f"{box} is not a range of a chunk of shape {local}")
+        corner = tuple(number * extent for number, extent in zip(numbers, local, strict=True))
+        bounds = start, stop
+        self.builder.add_range(chunk.row, Box(corner, local), bounds, chunk.place[0], position)
+
+    def _add_embedded(self, chunk: _Chunk, name: str, dtype_name: str) -> None:
         """Add a chunk of a file whose tensors lie in one safetensors file."""
-        path, start = chunk.place.path, chunk.place.start
-        where = f"{self.storage.url}/{path}"
-        header = headers.get((path, start))
+        path, start, _ = chunk.place
+        where, read = self.builder.where(path), self.builder.storage.read
+        header = self.embedded.get((path, start))
         if header is None:
-            prefix = self.storage.read(path, start, start + 8)
-            length = safetensors_file.header_length(prefix, where)
-            self._count(8 + length, where)
-            data = self.storage.read(path, start, start + 8 + length)
-            header = headers[path, start] = safetensors_file.decode_header(data, where)
-        entry = header.entries.get(chunk.name)
-        dtype = BY_NAME[chunk.dtype]
-        if entry is None or tuple(entry.shape) != chunk.box.shape:
-            raise damaged(where, f"it does not hold the chunk {chunk.box} of {chunk.name}")
+            length = 8 + safetensors_file.header_length(read(path, start, start + 8), where)
+            self._count(length, where)
+            data = read(path, start, start + length)
+            header = self.embedded[path, start] = safetensors_file.decode_header(data, where)
+        entry, dtype = header.entries.get(name), BY_NAME[dtype_name]
+        box = Box(chunk.offset, chunk.shape)
+        if entry is None or tuple(entry.shape) != box.shape:
+            raise damaged(where, f"it does not hold the chunk {box} of {name}")
         if entry.dtype != dtype.safetensors or dtype.pairs:
-            raise damaged(where, f"{chunk.name} has elements {entry.dtype}, not {chunk.dtype}")
+            raise damaged(where, f"{name} has elements {entry.dtype}, not {dtype_name}")
         begin, end = entry.data_offsets
-        if end - begin != chunk.box.size * dtype.itemsize:
-            raise damaged(where, f"{end - begin} bytes are stored for {chunk.box} of {chunk.name}")
-        position = start + header.data_start + begin
-        self.builder.add_piece(chunk.row, chunk.box, path, position)
+        if end - begin != box.size * dtype.itemsize:
+            raise damaged(where, f"{end - begin} bytes are stored for {box} of {name}")
+        self.builder.add_piece(chunk.row, box, path, start + header.data_start + begin)
 
     # -- values -----------------------------------------------------------------------------
 
     def read_values(self) -> None:
         """Add what is not a tensor."""
-        names = [n for n, entry in self.entries.items() if kind_of(entry) == "BytesStorageMetadata"]
-        places = [self._place(self._row_of(check_name(name, self.where), None)) for name in names]
-        for place in places:
-            self._count(place.num_bytes, f"{self.storage.url}/{place.path}")
-        ranges = [(place.path, place.start, place.start + place.num_bytes) for place in places]
-        for name, place, data in zip(names, places, read_ranges(self.storage, ranges), strict=True):
-            self._add_value(name, place, data)
+        places = {
+            name: self._place(name, None) for name, _ in self._entries("BytesStorageMetadata")
+        }
+        for path, _, num_bytes in places.values():
+            self._count(num_bytes, self.builder.where(path))
+        ranges = [(path, start, start + length) for path, start, length in places.values()]
+        for name, data in zip(places, read_ranges(self.builder.storage, ranges), strict=True):
+            self._add_value(name, places[name], data)
 
-    def _add_value(self, name: str, place: _Place, data: bytes) -> None:
-        where = f"{self.storage.url}/{place.path}: {name}"
-
-        archive = read_archive(io.BytesIO(data), where, base=place.start, allow=self.allow)
+    def _add_value(self, name: str, place: _Archived, data: bytes) -> None:
+        path, start, _ = place
+        where, allow = f"{self.builder.where(path)}: {name}", self.builder.place.allow
+        archive = read_archive(io.BytesIO(data), where, path=path, base=start, allow=allow)
         element = element_of(name)
         if name == COMMON_KEY:
             # A list of one item, as every object of Megatron's.
@@ -573,33 +500,22 @@ class _Reader:
             if not isinstance(found, list) or len(found) != 1:
                 raise damaged(where, "not a list of one item, as Megatron's objects are")
             common = replace(archive, pickled=replace(archive.pickled, root=found[0]))
-            self.builder.add_nested((), common, place.path)
+            self.builder.add_nested((), common)
         elif element is not None:
             key, offset, shape = element
-            value = opaque(archive, data, place.start)
+            value = opaque(archive, data, start)
             if isinstance(value, list) and len(value) == 1:
                 value = value[0]
             self.builder.add_object(key, shape, offset, value)
         else:
-            path = self._path_of(name)
-            self._set_lists(path)
-            self.builder.add_nested(path, archive, place.path)
+            at = self._path_of(name)
+            self._set_lists(at)
+            self.builder.add_nested(at, archive)
 
     def read_archive(self, name: str) -> None:
         """Add values that lie in an archive of their own, if there is one of this name."""
-        path = self.base + name
-        if path not in self.builder.listing:
-            return
-        size = file_size(self.storage, self.builder.listing, path)
-        archive = self._archive(_Place(path, 0, size), f"{self.storage.url}/{path}")
-        self.builder.add_nested((), archive, path)
-
-    def _archive(self, place: _Place, where: str) -> Archive:
-        stop = place.start + place.num_bytes
-        raw = RangeFile(self.storage, place.path, place.start, stop)
-        return read_archive(
-            io.BufferedReader(raw, 1 << 16), where, base=place.start, allow=self.allow
-        )
+        if self.base + name in self.builder.listing:
+            self.builder.add_nested((), self.builder.archive(self.base + name))
 
 
 def opaque(archive: Archive, data: bytes, base: int) -> object:
@@ -615,11 +531,6 @@ def opaque(archive: Archive, data: bytes, base: int) -> object:
         return tensor_value(tensor, data, position)
 
     return archive.value(tensor_of)
-
-
-def kind_of(entry: object) -> str:
-    """Which class of DCP a record is of; empty if it is none."""
-    return entry.name.rpartition(".")[2] if isinstance(entry, Record) else ""
 
 
 def dtype_of(entry: Record) -> str | None:
@@ -639,3 +550,272 @@ def element_of(name: str) -> tuple[str, Numbers, Numbers] | None:
         return None
     offset, shape = (tuple(map(int, text.split("."))) for text in found.groups()[1:])
     return found[1], offset, shape
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _file_name(rank: int, number: int, save_id: str) -> str:
+    return f"__{rank}_{number}_{save_id}.distcp"
+
+
+def _check_flat_shapes(cuts: Cuts, options: Mapping[str, object]) -> None:
+    shapes = _flat_shapes(options)
+    if not shapes:
+        return
+    boxes, rows = cuts.boxes, {name: row for row, name in enumerate(cuts.tensors.names)}
+    lengths = boxes.extents[np.arange(len(boxes)), cuts.tensors.ndims[boxes.tensor] - 1]
+    cut_otherwise = set(boxes.tensor[row_products(boxes.extents) != lengths].tolist())
+    for name, shape in shapes.items():
+        row = rows.get(name)
+        size = None if row is None else cuts.tensors.shape(row)
+        if size is None or not is_flattened(size, shape) or row in cut_otherwise:
+            raise StateError(
+                f"flat_shapes: {name!r} is no flattened form of a tensor of shape {shape}\n"
+                f"The state holds {'nothing' if size is None else f'shape {size}'} of that name. A "
+                "flattened form has the number of parts in each dim, and the size of a part; a box "
+                "of it is a range of one part."
+            )
+
+
+def _flat_shapes(options: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """The option `flat_shapes`: the true shapes of tensors that are stored as flattened ranges."""
+    shapes: Any = options.get("flat_shapes", {})
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _frame(boxes: BoxTable, rows: IntArray, path: str) -> Frame:
+    """A data file: an archive for each box."""
+    positions: list[int] = []
+    fillers: list[tuple[int, bytes]] = []
+    pickles: dict[tuple[str, tuple[int, ...]], bytes] = {}
+    at = 0
+    for row in rows.tolist():
+        box, dtype = boxes.box(row), boxes.tensors.dtype(int(boxes.tensor[row]))
+        pickled = pickles.get((dtype.name, box.shape))
+        if pickled is None:
+            pickled = dumps(tensor_record(dtype, box.shape, "0"))
+            pickles[dtype.name, box.shape] = pickled
+        archive = ArchiveLayout(pickled, [box.size * dtype.itemsize], at)
+        fillers += archive.fillers
+        positions += archive.positions
+        at += archive.num_bytes
+    return Frame(path, at, rows, np.array(positions), fillers=tuple(fillers))
+
+
+def _dcp_leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    """A plain value as torch takes it apart: dicts, and lists that hold any, at any depth."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _dcp_leaves((*path, str(key)), item)
+    elif isinstance(value, list) and _holds_mapping(value):
+        for number, item in enumerate(value):
+            yield from _dcp_leaves((*path, number), item)
+    else:
+        yield path, value
+
+
+def _holds_mapping(items: list[object]) -> bool:
+    return any(
+        isinstance(item, Mapping) or (isinstance(item, list) and _holds_mapping(item))
+        for item in items
+    )
+
+
+def common_file(document: ValuesDocument) -> SmallFile:
+    """Megatron's file of the values that are equal on all ranks, nested as they were."""
+    common: dict[Path, object] = {
+        document.path_of(name): values.decode(bytes(raw)) for name, raw in document.values.items()
+    }
+    common |= {document.path_of(name): list(items) for name, items in document.lists.items()}
+    sequences = {tuple(path): kind for path, kind in document.sequences}
+    return COMMON_NAME, archive_of(assemble(common, sequences), COMMON_NAME)
+
+
+def config_file(backend: str) -> SmallFile:
+    """Megatron's file that says which backends wrote a checkpoint; its last one."""
+    config = {
+        "sharded_backend": backend,
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    return CONFIG_NAME, msgspec.json.encode(config)
+
+
+def _value_file_and_metadata(
+    saved: Saved, objects: dict[str, object], paths: Mapping[str, Path] | None
+) -> list[SmallFile]:
+    """The file of archives of values, if there are any, and the metadata of everything."""
+    # Megatron keeps each element of a grid of values in a list.
+    for name, element in saved.document.objects.items():
+        objects[name] = [values.decode(bytes(element.value))]
+    path, data = _file_name(0, 1, saved.save_id), bytearray()
+    entries: dict[str, Record] = {}
+    storage: dict[Record, Record] = {}
+    sizes = _Sizes()
+    for name, value in objects.items():
+        archive = archive_of(value, name)
+        entries[name] = Record(f"{_DCP}.metadata.BytesStorageMetadata", is_new=True)
+        storage[_key(name, None, None)] = _info((path, len(data), len(archive)))
+        data += archive
+    places, chunks = _places(saved), dict[int, list[tuple[Box, _Archived]]]()
+    for row, tensor in enumerate(saved.boxes.tensor.tolist()):
+        chunks.setdefault(tensor, []).append((saved.boxes.box(row), places[row]))
+    tensors = saved.cuts.tensors
+    numbers = {name: number for number, name in enumerate(tensors.names)}
+    numbers |= {alias: numbers[name] for alias, name in saved.document.aliases.items()}
+    for name, number in numbers.items():
+        found = chunks.get(number, [])
+        boxes = [box for box, _ in found]
+        entries[name] = _tensor_entry(tensors.dtype(number), tensors.shape(number), boxes, sizes)
+        for hint, (box, place) in enumerate(found):
+            storage[_key(name, sizes[box.offset], hint)] = _info(place)
+    save: dict[str, object] = {"checkpoint_id": None, "save_id": saved.save_id}
+    save |= {"load_id": None, "modules": []}
+    state: dict[str, Any] = {
+        "state_dict_metadata": entries,
+        "planner_data": paths,
+        "storage_data": storage,
+        "storage_meta": _made("StorageMeta", save),
+        "version": "1.0.0",
+    }
+    flat = _flat_shapes(saved.options)
+    if flat:
+        state[FLAT_SHAPES] = {
+            name: {FLAT_SHAPE: sizes[flat[name]]} if name in flat else {} for name in numbers
+        }
+    files = [(path, bytes(data))] if data else []
+    return [*files, (METADATA_NAME, dumps(_made("Metadata", state)))]
+
+
+def _places(saved: Saved) -> dict[int, _Archived]:
+    """Where the archive of each box lies, from the same plan by which its rank wrote it."""
+    places = {}
+    for rank, rows in enumerate(saved.assignments):
+        for file in DcpWriter().frames(saved.boxes, rows, rank, saved.save_id, saved.grid):
+            # Heads and tails alternate, so each archive begins at every other filler.
+            begins = [position for position, _ in file.fillers[::2]]
+            ends = [*begins[1:], file.num_bytes]
+            for row, begin, end in zip(file.rows.tolist(), begins, ends, strict=True):
+                places[row] = (file.path, begin, end - begin)
+    return places
+
+
+class _Sizes(dict[tuple[int, ...], Record]):
+    """`torch.Size` of each shape and offset; a pickle holds what is used again once."""
+
+    def __missing__(self, numbers: tuple[int, ...]) -> Record:
+        found = self[numbers] = Record("torch.Size", (numbers,))
+        return found
+
+
+def _made(kind: str, state: object) -> Record:
+    return Record(f"{_DCP}.metadata.{kind}", is_new=True, state=state)
+
+
+def _tensor_entry(dtype: DType, shape: tuple[int, ...], boxes: list[Box], sizes: _Sizes) -> Record:
+    layout = Record("torch.serialization._get_layout", ("torch.strided",))
+    memory_format = Record(f"{_DCP}.metadata._MEM_FORMAT_ENCODING", (0,))
+    properties = (Name(f"torch.{dtype.name}"), layout, False, memory_format, False)
+    chunks = [
+        _made("ChunkStorageMetadata", {"offsets": sizes[box.offset], "sizes": sizes[box.shape]})
+        for box in boxes
+    ]
+    state = {"properties": _made("TensorProperties", properties), "size": sizes[shape]}
+    return _made("TensorStorageMetadata", {**state, "chunks": chunks})
+
+
+def _key(name: str, offset: Record | None, hint: int | None) -> Record:
+    place = {} if offset is None else {"offset": offset}
+    return _made("MetadataIndex", {"fqn": name, "index": hint, **place})
+
+
+def _info(place: _Archived) -> Record:
+    path, offset, length = place
+    state = {"relative_path": path, "offset": offset, "length": length}
+    return Record(f"{_DCP}.filesystem._StorageInfo", is_new=True, state=state)
+
+
+class DcpWriter(Writer):
+    """Writes checkpoints of `torch.distributed.checkpoint`."""
+
+    name = "torch_dcp"
+    options = ("separation_hint", "flat_shapes")
+
+    def grid(self, cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        """The option `separation_hint`: what the names of tensors begin with that lie apart."""
+        _check_flat_shapes(cuts, options)
+        hint = options.get("separation_hint", "")
+        if not isinstance(hint, str) or "/" in hint:
+            raise StateError(
+                f"separation_hint={hint!r}: names of files begin with it, so it is a text without "
+                "'/'"
+            )
+        return hint.encode()
+
+    def frames(
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
+    ) -> list[Frame]:
+        """The data file of a rank, and another one for the tensors that `separation_hint` names."""
+        hint, names, name = grid.decode(), boxes.tensors.names, _file_name(rank, 0, save_id)
+        apart = np.array(
+            [
+                bool(hint) and names[tensor].startswith(hint)
+                for tensor in boxes.tensor[rows].tolist()
+            ],
+            dtype=bool,
+        )
+        files = [(name, rows[~apart]), (hint + name, rows[apart])]
+        return [_frame(boxes, rows, path) for path, rows in files if len(rows)]
+
+    def small_files(self, saved: Saved) -> list[SmallFile]:
+        document, objects = saved.document, dict[str, object]()
+        lists = {tuple(at) for at, _ in document.sequences}
+
+        def path_of(name: str) -> Path:
+            # As torch writes it: numbers are places in lists, all else is text.
+            path = document.path_of(name)
+            return tuple(
+                key if isinstance(key, int) and path[:number] in lists else str(key)
+                for number, key in enumerate(path)
+            )
+
+        paths = {name: path_of(name) for name in (*saved.cuts.tensors.names, *document.aliases)}
+        for name, raw in document.values.items():
+            for path, leaf in _dcp_leaves(path_of(name), values.decode(bytes(raw))):
+                paths[name_of(path)], objects[name_of(path)] = path, leaf
+        for name, items in document.lists.items():
+            paths[name], objects[name] = path_of(name), list(items)
+        paths |= {name: (name,) for name in document.objects}
+        return _value_file_and_metadata(saved, objects, paths)
+
+    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
+        """The checkpoint that is there, of torch or of Megatron."""
+        if not storage.exists(METADATA_NAME):
+            return None
+        builder = IndexBuilder(Place(storage))
+        try:
+            read(builder.place, builder)
+            files = [file.path for file in builder.build().files]
+        except CheckpointError:
+            return Existing(METADATA_NAME)  # what it refers to is unknown, and stays
+        beside = (path for path in (COMMON_NAME, CONFIG_NAME) if storage.exists(path))
+        return Existing(METADATA_NAME, paths=tuple(dict.fromkeys((METADATA_NAME, *beside, *files))))
+
+
+class TorchDistWriter(DcpWriter):
+    """Writes Megatron's `torch_dist`."""
+
+    name = "torch_dist"
+
+    def small_files(self, saved: Saved) -> list[SmallFile]:
+        """The objects, `common.pt`, `.metadata` and `metadata.json`."""
+        return [
+            common_file(saved.document),
+            *_value_file_and_metadata(saved, {}, None),
+            config_file("torch_dist"),
+        ]
+
+
+WRITERS = (DcpWriter(), TorchDistWriter())

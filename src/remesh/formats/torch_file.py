@@ -12,7 +12,6 @@ collects the tensors and writes the file, with checksums.
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -21,18 +20,12 @@ from remesh.core import values
 from remesh.core.state import Path, assemble
 from remesh.core.tables import Cuts
 from remesh.errors import UnsupportedValueError
-from remesh.formats.archive import (
-    Archive,
-    ArchiveLayout,
-    RangeFile,
-    read_archive,
-    tensor_record,
-)
+from remesh.formats.archive import ArchiveLayout, tensor_record
 from remesh.formats.building import IndexBuilder
 from remesh.formats.framing import Existing, Grid
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import dumps
-from remesh.formats.place import Listing, Place, file_size
+from remesh.formats.place import Place
 from remesh.formats.whole_tensors import WholeFile, WholeFiles, WholeWriter
 from remesh.storage import Storage
 
@@ -53,17 +46,7 @@ def is_single(paths: Collection[str]) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a file holds; its tensors stay where they are."""
-    files = place.listing_beside
-    path = place.file or min(files, default="")
-    builder.add_nested((), open_archive(place.storage, path, files, allow=place.allow), path)
-
-
-def open_archive(
-    storage: Storage, path: str, listing: Listing, *, allow: Collection[str] = ()
-) -> Archive:
-    """The archive that a whole file is; its size may be known from a listing."""
-    raw = RangeFile(storage, path, 0, file_size(storage, listing, path))
-    return read_archive(io.BufferedReader(raw, 1 << 16), f"{storage.url}/{path}", allow=allow)
+    builder.add_nested((), builder.archive(place.file or min(place.listing, default="")))
 
 
 # ---------------------------------------------------------------------------------------------

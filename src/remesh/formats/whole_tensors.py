@@ -74,24 +74,25 @@ class WholeWriter(Writer):
         self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
     ) -> list[Frame]:
         """The files of which a rank writes something; shared fillers are written by rank 0."""
-        plan = decode_files(grid)
-        if plan.writers:
-            return _own_frames(boxes, rank, save_id, plan)
-        names = boxes.tensors.names
+        plan, names = decode_files(grid), boxes.tensors.names
+        if plan.writers:  # a rank has collected the tensors of its files, and writes them in order
+            rows = np.arange(len(boxes))
         placed = [plan.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
         numbers, positions = np.array(placed, np.int64).reshape(-1, 2).T
         found = []
         for number, file in enumerate(plan.files):
-            here = numbers == number
-            if rank == 0 or here.any():
+            here = np.flatnonzero(numbers == number)
+            name, fillers = written_name(plan, number, save_id), tuple(file.fillers)
+            if plan.writers and plan.writers[number] == rank:
+                here = here[np.argsort(positions[here], kind="stable")]
+                place = rows[here], positions[here]
                 frame = Frame(
-                    written_name(plan, number, save_id),
-                    file.num_bytes,
-                    rows[here],
-                    positions[here],
-                    fillers=tuple(file.fillers) if rank == 0 else (),
-                    is_shared=True,
+                    name, file.num_bytes, *place, fillers=fillers, checksums=tuple(file.checksums)
                 )
+                found.append(frame)
+            elif not plan.writers and (rank == 0 or len(here)):
+                fillers, place = fillers if rank == 0 else (), (rows[here], positions[here])
+                frame = Frame(name, file.num_bytes, *place, fillers=fillers, is_shared=True)
                 found.append(frame)
         return found
 
@@ -104,32 +105,6 @@ class WholeWriter(Writer):
             Rename(written_name(plan, number, saved.save_id), file.name)
             for number, file in enumerate(plan.files)
         ]
-
-
-def _own_frames(boxes: BoxTable, rank: int, save_id: str, plan: WholeFiles) -> list[Frame]:
-    """The files that a rank writes by itself."""
-    row_of = {boxes.tensors.names[tensor]: row for row, tensor in enumerate(boxes.tensor.tolist())}
-    here: dict[int, list[tuple[int, int]]] = {
-        number: [] for number, writer in enumerate(plan.writers) if writer == rank
-    }
-    for name, (number, position) in plan.places.items():
-        if number in here and name in row_of:  # a tensor without elements has no box
-            here[number].append((position, row_of[name]))
-    found = []
-    for number, placed in here.items():
-        file = plan.files[number]
-        positions, rows = np.array(sorted(placed), np.int64).reshape(-1, 2).T
-        name = written_name(plan, number, save_id)
-        frame = Frame(
-            name,
-            file.num_bytes,
-            rows,
-            positions,
-            fillers=tuple(file.fillers),
-            checksums=tuple(file.checksums),
-        )
-        found.append(frame)
-    return found
 
 
 def give_to_ranks(grid: Grid, world_size: int, names: str) -> Grid:

@@ -41,9 +41,14 @@ from remesh.formats.checks import MALFORMED, decode_json
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.place import Place
-from remesh.formats.torch_dcp import COMMON_NAME, element_of, opaque
-from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
-from remesh.formats.torch_file import open_archive
+from remesh.formats.torch_dcp import (
+    COMMON_NAME,
+    CONFIG_NAME,
+    common_file,
+    config_file,
+    element_of,
+    opaque,
+)
 from remesh.storage import Storage
 
 NAME = "zarr"
@@ -87,9 +92,9 @@ def is_at(place: Place) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
-    storage, files, allow = place.storage, place.listing, place.allow
+    files = place.listing
     if CONFIG_NAME not in files:
-        raise CheckpointNotFoundError(f"{storage.url}: no {MARKER}")
+        raise CheckpointNotFoundError(f"{place.url}: no {MARKER}")
     for path in files:
         folder, _, name = path.rpartition("/")
         if name == ARRAY_NAME and folder:
@@ -97,18 +102,16 @@ def read(place: Place, builder: IndexBuilder) -> None:
         element = element_of(path.removesuffix(".pt")) if path.endswith(".pt") else None
         if element is not None:
             key, offset, shape = element
-            archive = open_archive(storage, path, files, allow=allow)
-            value = opaque(archive, storage.read(path), 0)
+            value = opaque(builder.archive(path), place.storage.read(path), 0)
             builder.add_object(key, shape, offset, value)
     if COMMON_NAME in files:
-        archive = open_archive(storage, COMMON_NAME, files, allow=allow)
-        builder.add_nested((), archive, COMMON_NAME)
+        builder.add_nested((), builder.archive(COMMON_NAME))
 
 
 def _add_array(builder: IndexBuilder, name: str) -> None:
     """Add a tensor and its chunks."""
     storage, files = builder.storage, builder.listing
-    where = f"{storage.url}/{name}/{ARRAY_NAME}"
+    where = builder.where(f"{name}/{ARRAY_NAME}")
     array = decode_json(storage.read(f"{name}/{ARRAY_NAME}"), where, _Array)
     dtype = _dtype_of(array.dtype, where)
     if array.zarr_format != 2 or len(array.chunks) != len(array.shape):

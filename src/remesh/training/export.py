@@ -3,7 +3,7 @@
 An export is a save. The ranks learn which weights there are, from the live state or from a
 checkpoint, and choose names and element types (`_choose`). Then each rank describes its boxes of
 them under their new names, as memories that cast (`_Exported`), and saves the description in files
-that may lie beside others (`remesh.formats.exported`).
+that may lie beside others (`remesh.formats.huggingface`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ from remesh.core.strided import Layout
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.events import ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
-from remesh.formats import exported
 from remesh.formats.decoding import decoded
-from remesh.formats.huggingface import index_name, indexed_files
+from remesh.formats.huggingface import (
+    PthExport,
+    SafetensorsExport,
+    index_name,
+    indexed_files,
+)
 from remesh.formats.table import place_of
 from remesh.formats.whole_tensors import FileTensor, file_names, split_into_files
 from remesh.pipeline.source import StoredMemory, TensorSource, converted
@@ -47,7 +51,7 @@ from remesh.storage import Storage, open_storage
 
 WeightFormat = Literal["safetensors", "pth"]
 
-_FORMATS = {"safetensors": exported.SafetensorsExport.name, "pth": exported.PthExport.name}
+_FORMATS = {"safetensors": SafetensorsExport.name, "pth": PthExport.name}
 
 _log = logging.getLogger("remesh")
 
