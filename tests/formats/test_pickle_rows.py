@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -17,9 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import remesh
 from remesh.formats.pickle_reader import parse
 from remesh.formats.pickle_records import Rows
 from remesh.formats.torch_dcp import ROWS, boxes_of, places_of
+from remesh.sharding import Box, Part
 
 NUMBERS = st.sampled_from((0, 1, 106, 148, 255, 256, 65535, 65536, 2**31, 2**40, 2**55))
 SIZES = st.integers(0, 5).flatmap(lambda n: st.lists(NUMBERS, min_size=n, max_size=n))
@@ -81,6 +84,15 @@ def test_columns_say_what_the_objects_say(what: Metadata, protocol: int) -> None
     assert len(places) == len(what.storage_data)
 
 
+def test_what_remesh_writes_is_read_as_columns(tmp_path: Path) -> None:
+    parts = tuple(Part(Box((n, 0), (1, 2)), torch.full((1, 2), n)) for n in range(300))
+    remesh.save({"w": remesh.ShardedTensor("w", (300, 2), parts)}, tmp_path, format="torch_dcp")
+    *found, num_rows = said((tmp_path / ".metadata").read_bytes(), ROWS)
+    assert [len(items) for items in found] == [300, 300]
+    assert num_rows > 550
+    assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].size == (300, 2)
+
+
 def test_runs_are_read_as_columns() -> None:
     chunks = [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, 70000])) for n in range(3000)]
     entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([3000, 9]), chunks)
@@ -90,4 +102,4 @@ def test_runs_are_read_as_columns() -> None:
     }
     *found, num_rows = said(pickle.dumps(Metadata({"w": entry}, None, storage), 4), ROWS)
     assert [len(items) for items in found] == [3000, 3000]
-    assert num_rows > 5900
+    assert num_rows > 5500

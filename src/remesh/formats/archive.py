@@ -53,7 +53,7 @@ _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x8
 _READ_AT_ONCE = 1 << 16
 MAX_PIECES = 1 << 20
-"""Row-major pieces of one strided tensor; with more, its elements lie almost singly."""
+"""Row-major pieces of one strided tensor."""
 
 
 class _RangeFile(io.RawIOBase):
@@ -224,9 +224,12 @@ def scan_head(head: bytes) -> tuple[bytes, int] | None:
 
 
 def row_major_pieces(
-    shape: Sequence[int], strides: Sequence[int], where: str
+    shape: Sequence[int], strides: Sequence[int], where: str, num_pieces: int = MAX_PIECES
 ) -> tuple[IntArray, tuple[int, ...], IntArray]:
-    """Boxes of a strided tensor that lie row by row: offsets, common shape, first elements."""
+    """Boxes of a strided tensor that lie row by row: offsets, common shape, first elements.
+
+    There are at most `num_pieces`.
+    """
     inside: list[int] = []
     step = 1
     for dim in sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d]):
@@ -236,10 +239,12 @@ def row_major_pieces(
         step *= shape[dim]
     outside = [d for d in range(len(shape)) if shape[d] > 1 and d not in inside]
     counts = [shape[d] for d in outside]
-    if math.prod(counts) > MAX_PIECES:
+    if math.prod(counts) > min(num_pieces, MAX_PIECES):
+        # A tensor that was expanded has many pieces in few bytes, and does not grow with the file.
         raise FormatVersionError(
-            f"{where}: its {math.prod(shape)} elements lie with strides {tuple(strides)}, almost "
-            "singly\nSave it again after contiguous()"
+            f"{where}: its {math.prod(shape)} elements lie with strides {tuple(strides)!r:.80}\n"
+            f"These are more than {MAX_PIECES} pieces, or, with those of other tensors, more "
+            "pieces than its files have bytes; save it again after contiguous()"
         )
     places = np.indices(counts, dtype=np.int64).reshape(len(counts), math.prod(counts))
     offsets = np.zeros((places.shape[1], len(shape)), dtype=np.int64)

@@ -37,7 +37,6 @@ from remesh.core.values import INT64, MAX_NESTING, UnresolvedValue
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FormatVersionError,
     NameCollisionError,
     UnsupportedValueError,
 )
@@ -49,7 +48,6 @@ from remesh.formats.archive import (
     row_major_pieces,
 )
 from remesh.formats.checks import check_name, check_path, check_shape, damaged, is_unicode
-from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.place import Listing, Place, file_size
 from remesh.formats.restricted_pickle import ArchivedTensor
@@ -253,28 +251,15 @@ class IndexBuilder:
         name, dtype, whole = self._tensors[row]
         if box.ndim != len(whole):
             raise self._outside(row, path, box)
-        offsets, shape, starts = row_major_pieces(box.shape, strides, name)
+        self._file_row(path)  # so that its bytes count
+        budget = MIN_PIECES + self.num_bytes - len(self._tensor)
+        where = f"{self.where(path)}: {name}"
+        offsets, shape, starts = row_major_pieces(box.shape, strides, where, budget)
         offsets = offsets + np.array(box.offset, dtype=np.int64)
         starts, count = position + starts * BY_NAME[dtype].itemsize, len(starts)
         self.add_boxes(
             [row] * count, offsets.tolist(), [shape] * count, [path] * count, starts.tolist()
         )
-        # A tensor that was expanded has many pieces in few bytes, and does not grow with the file.
-        if len(self._tensor) > MIN_PIECES + self.num_bytes:
-            raise FormatVersionError(
-                f"{self.storage.url}: {name}: its elements, and those of other tensors, lie with "
-                f"strides {tuple(strides)!r:.80}\n"
-                "These are more pieces than its files have bytes; save it again after "
-                "contiguous()"
-            )
-
-    def add_constant(self, content: bytes) -> str:
-        """Add a file of a few bytes that is stored nowhere; returns its name."""
-        name = constant_file(content)
-        if name not in self._files:
-            self._files[name] = len(self._files)
-            self._sizes.append(len(content))
-        return name
 
     def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive) -> None:
         """Add a whole tensor that lies in an archive of `torch.save`."""

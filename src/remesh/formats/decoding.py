@@ -1,19 +1,12 @@
-"""Files that are not stored as they are read.
+"""Files that are not stored as they are read: remesh's own, compressed block by block.
 
-`decoded` gives a storage in which all files of an index can be read as its positions say.
-
-In remesh's own format, files may be compressed block by block (`remesh.core.compression`); the
-index says where each block lies. A read decodes the blocks that its range meets. A block that
-cannot be decoded reads as bytes that do not have its digest, so that it is found like any other
-damage.
-
-A tensor of another system may be stored as a number in a pickle. An index says of each piece which
-bytes of which file it is, so a reader names a file that is not there, whose name spells its bytes.
+The index says where each block lies (`remesh.core.compression`). A read decodes the blocks that its
+range meets. A block that cannot be decoded reads as bytes that do not have its digest, so that it
+is found like any other damage.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -31,36 +24,21 @@ from remesh.core.integrity import Digests, block_digests
 from remesh.formats.checks import damaged
 from remesh.storage import Buffer, Storage, StorageView
 
-_CONSTANT = re.compile(r"#bytes-((?:[0-9a-f]{2}){1,16})")
-
-
-def constant_file(content: bytes) -> str:
-    """The name of a file that is stored nowhere and holds these bytes, 16 at most."""
-    return f"#bytes-{content.hex()}"
-
-
-def _constant(name: str) -> bytes | None:
-    """The content of a file whose name spells it; None of a stored file."""
-    found = _CONSTANT.fullmatch(name)
-    return None if found is None else bytes.fromhex(found[1])
-
 
 def decoded(storage: Storage, index: Index) -> Storage:
     """A storage in which all files of an index can be read; most often the same."""
-    if index.is_compressed:
-        rows = {file.path: row for row, file in enumerate(index.files)}
+    if not index.is_compressed:
+        return storage
+    rows = {file.path: row for row, file in enumerate(index.files)}
 
-        def table_of(path: str) -> BlockTable | None:
-            return index.block_table(rows[path]) if path in rows else None
+    def table_of(path: str) -> BlockTable | None:
+        return index.block_table(rows[path]) if path in rows else None
 
-        def digest_of(path: str, number: int) -> Digests:
-            row = int(index.first_block[rows[path]]) + number
-            return index.digests[row : row + 1]
+    def digest_of(path: str, number: int) -> Digests:
+        row = int(index.first_block[rows[path]]) + number
+        return index.digests[row : row + 1]
 
-        return DecompressedFiles(storage, table_of, digest_of)
-    if any(_constant(file.path) is not None for file in index.files):
-        return _ConstantFiles(storage)
-    return storage
+    return DecompressedFiles(storage, table_of, digest_of)
 
 
 class DecompressedFiles(StorageView):
@@ -158,23 +136,3 @@ def read_table(storage: Storage, path: str) -> BlockTable | None:
         return decode_table(storage.read(path, stored_bytes - size, stored_bytes), stored_bytes)
     except ValueError as error:
         raise damaged(f"{storage.url}/{path}", str(error)) from error
-
-
-class _ConstantFiles(StorageView):
-    """A storage that also has the files whose names spell their bytes."""
-
-    def size(self, path: str) -> int:
-        content = _constant(path)
-        return self._storage.size(path) if content is None else len(content)
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        content = _constant(path)
-        return self._storage.read(path, start, stop) if content is None else content[start:stop]
-
-    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        content = _constant(path)
-        if content is None:
-            return self._storage.read_into(path, start, buffer)
-        found = content[start : start + buffer.size]
-        buffer[: len(found)] = np.frombuffer(found, np.uint8)
-        return len(found)

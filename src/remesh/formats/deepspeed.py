@@ -48,10 +48,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from remesh._repr import shown
-from remesh.core.geometry import Box
 from remesh.core.state import Path, name_of
 from remesh.errors import FormatVersionError
 from remesh.formats.archive import Archive
@@ -200,7 +197,7 @@ class _Reader:
         for name, value in file.content.items():
             place = self._at("model", prefix + check_name(name, file.where))
             if isinstance(value, ArchivedTensor) and not self._has(name_of(place)):
-                self._add_leaf(place, value, file)
+                self.builder.add_leaf(place, value, file.archive)
 
     def _check_ranks(self, names: Mapping[int, str], shards: Sequence[Shard]) -> None:
         """Check that there is a file for each rank."""
@@ -282,17 +279,7 @@ class _Reader:
     def _add_common(self, group: Iterable[str], key: str, value: object, file: RankFile) -> None:
         """Add what is the same for all parameters of a group."""
         for name in group:
-            self._add_leaf(self._at("optimizer", "state", name, key), value, file)
-
-    def _add_leaf(self, place: Path, value: Any, file: RankFile) -> None:
-        if not (place[-1] == "step" and "state" in place and type(value) in {int, float}):
-            self.builder.add_leaf(place, value, file.archive)
-            return
-        # Optimizers of DeepSpeed count in numbers, those of torch in float32 tensors without dims.
-        constant = self.builder.add_constant(np.array(value, "<f4").tobytes())
-        row = self.builder.add_tensor(name_of(place), "float32", ())
-        self.builder.add_piece(row, Box((), ()), constant, 0)
-        self.builder.set_path(name_of(place), place)
+            self.builder.add_leaf(self._at("optimizer", "state", name, key), value, file.archive)
 
     def _add_groups(self, groups: Sequence[Any], file: RankFile) -> None:
         """Add the options of the groups, and the steps that are counted there."""
@@ -307,14 +294,15 @@ class _Reader:
             place = self._at("optimizer", "param_groups", number)
             for option, value in options.items():
                 if option != "params":
-                    self._add_leaf((*place, check_name(option, file.where)), value, file)
+                    at = (*place, check_name(option, file.where))
+                    self.builder.add_leaf(at, value, file.archive)
             if self.groups:
                 self.builder.add_leaf((*place, "params"), own)
             if "step" in options:  # fused optimizers count there
                 for name in own:
                     at = self._at("optimizer", "state", name, "step")
                     if not self._has(name_of(at)):
-                        self._add_leaf(at, options["step"], file)
+                        self.builder.add_leaf(at, options["step"], file.archive)
         if groups:
             self.builder.set_sequences({self._at("optimizer", "param_groups"): "list"})
 
@@ -334,7 +322,7 @@ class _Reader:
             ]
             place = self._at("model", check_name(name, first.where))
             if isinstance(fragments[0], ArchivedTensor) and fragments[0].shape == shape:
-                self._add_leaf(place, fragments[0], first)
+                self.builder.add_leaf(place, fragments[0], first.archive)
             elif fragments[0] is not None:
                 weights = [
                     file.part(part, name) for file, part in zip(files, fragments, strict=True)
@@ -349,7 +337,7 @@ class _Reader:
         buffers = sequence(file.content.get("buffer_names") or [], file.where, "buffer_names")
         for name in [check_name(buffer, file.where) for buffer in buffers]:
             if isinstance(tensors.get(name), ArchivedTensor):
-                self._add_leaf(self._at("model", name), tensors[name], file)
+                self.builder.add_leaf(self._at("model", name), tensors[name], file.archive)
         shared = mapping(file.content.get("shared_params") or {}, file.where, "shared_params")
         for alias, name in shared.items():
             place = self._at("model", check_name(alias, file.where))
@@ -429,7 +417,7 @@ class _Reader:
         if is_flat and shape is not None and tensor.shape == (math.prod(shape),):
             add_flat_parts(self.builder, place, shape, [file.part(tensor, key)])
         else:
-            self._add_leaf(place, tensor, file)
+            self.builder.add_leaf(place, tensor, file.archive)
 
 
 # ---------------------------------------------------------------------------------------------

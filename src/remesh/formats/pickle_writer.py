@@ -7,7 +7,8 @@ other type, by what the type says of itself to Python's own pickler. This is the
 remesh writes pickles, and none of them names anything of remesh.
 
 The opcodes are those of protocol 2, which every reader knows; they are described in Python's
-`pickletools`.
+`pickletools`. In protocol 4 all is put away that Python's own pickler puts away, so long runs of
+like objects can be read as columns (`pickle_reader.RowForm`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import copyreg
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from remesh.formats.pickle_records import Name, PersistentId, Record
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, protocol: Literal[2, 4] = 2) -> bytes:
     """Write a pickle; TypeError for a value of another type."""
-    writer = _Writer()
+    writer = _Writer(protocol, bytearray(b"\x80%c" % protocol))
     writer.write(value)
     return bytes(writer.data + b".")
 
@@ -32,9 +33,11 @@ def dumps(value: Any) -> bytes:
 class _Writer:
     """The pickle so far; what is written once more is fetched by its number."""
 
-    data: bytearray = field(default_factory=lambda: bytearray(b"\x80\x02"))
+    protocol: int
+    data: bytearray
     numbers: dict[object, int] = field(default_factory=dict)
     """Of texts, of names (each in a tuple), and of calls, by their ids."""
+    count: int = 0  # how many numbers there are
 
     def write(self, value: Any) -> None:
         kind = type(value)
@@ -56,9 +59,11 @@ class _Writer:
             self._write_tuple(value)
         elif kind is list:
             self.data += b"]"
+            self._put_away()
             self._write_items(value)
         elif isinstance(value, Mapping):
             self.data += b"}"
+            self._put_away()
             self._write_pairs(value)
         elif kind is PersistentId:
             self.write(value.pid)
@@ -67,10 +72,16 @@ class _Writer:
             raise TypeError(f"no pickle of {kind.__qualname__} is written")
 
     def _write_tuple(self, items: tuple[Any, ...]) -> None:
-        if items:
+        if not items:
+            self.data += b")"
+            return
+        if len(items) > 3:
             self._write_marked(items, b"t")
         else:
-            self.data += b")"
+            for item in items:
+                self.write(item)
+            self.data.append(0x84 + len(items))  # TUPLE1 and so on
+        self._put_away()
 
     def _write_items(self, items: list[Any]) -> None:
         if items:
@@ -92,23 +103,39 @@ class _Writer:
             self.data += b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
             return
         write(value)
-        number = self.numbers[key] = len(self.numbers)
-        self.data += b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)
+        self.numbers[key] = self.count
+        self._put_away(is_fetched=True)
+
+    def _put_away(self, is_fetched: bool = False) -> None:
+        """Give a number to what was written; in protocol 2 only if it may be fetched by that."""
+        number = self.count
+        if self.protocol == 4:
+            self.data += b"\x94"
+        elif is_fetched:
+            self.data += b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)
+        else:
+            return
+        self.count += 1
 
     def _write_text(self, text: str) -> None:
         data = text.encode()
-        self.data += b"X" + struct.pack("<I", len(data)) + data
+        is_short = self.protocol == 4 and len(data) < 256
+        self.data += b"\x8c%c" % len(data) if is_short else b"X" + struct.pack("<I", len(data))
+        self.data += data
 
     def _write_name(self, name: Name) -> None:
         module, _, own = name.full.rpartition(".")
-        module = "__builtin__" if module == "builtins" else module  # as in Python 2
+        if module == "builtins" and self.protocol == 2:
+            module = "__builtin__"  # as in Python 2
         self.data += f"c{module}\n{own}\n".encode()
 
     def _write_record(self, record: Record) -> None:
-        assert record.kwargs is None, "protocol 2 has no named arguments"
+        assert record.kwargs is None, "named arguments are not written"
         self.write(Name(record.name))
         self._write_tuple(record.args)
         self.data += b"\x81" if record.is_new else b"R"
+        if record.is_new or record.state is not None:
+            self._put_away()
         if record.state is not None:
             self.write(record.state)
             self.data += b"b"

@@ -42,7 +42,7 @@ from remesh.formats import (
 from remesh.formats.building import IndexBuilder
 from remesh.formats.framing import Writer
 from remesh.formats.place import Place
-from remesh.storage import Storage, ask_together, open_storage
+from remesh.storage import ask_together, open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +201,11 @@ def format_at(place: Place) -> Format:
 def read_contents(place: Place) -> Contents:
     """Read what a place holds, in whatever format; tensors stay where they are."""
     row, files = _opened(place)
-    return row.read(place) if files is None else _native_contents(place.storage, files)
-
-
-def _native_contents(storage: Storage, files: native.NativeFiles) -> Contents:
-    record, where = files.record, storage.url
+    if files is None:
+        return row.read(place)
+    record, where = files.record, place.storage.url
     return Contents(
-        native.FORMAT_NAME,
+        row.name,
         Index.decode(files.index_bytes, f"{where}/{record.index.path}"),
         native.ValuesDocument.decode(files.values_bytes, f"{where}/{record.values.path}"),
         record,

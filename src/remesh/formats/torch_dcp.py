@@ -653,7 +653,6 @@ def _value_file_and_metadata(
     path, data = _file_name(0, 1, saved.save_id), bytearray()
     entries: dict[str, Record] = {}
     storage: dict[Record, Record] = {}
-    sizes = _Sizes()
     for name, value in objects.items():
         archive = archive_of(value, name)
         entries[name] = Record(f"{_DCP}.metadata.BytesStorageMetadata", is_new=True)
@@ -668,9 +667,9 @@ def _value_file_and_metadata(
     for name, number in numbers.items():
         found = chunks.get(number, [])
         boxes = [box for box, _ in found]
-        entries[name] = _tensor_entry(tensors.dtype(number), tensors.shape(number), boxes, sizes)
+        entries[name] = _tensor_entry(tensors.dtype(number), tensors.shape(number), boxes)
         for hint, (box, place) in enumerate(found):
-            storage[_key(name, sizes[box.offset], hint)] = _info(place)
+            storage[_key(name, _size(box.offset), hint)] = _info(place)
     save: dict[str, object] = {"checkpoint_id": None, "save_id": saved.save_id}
     save |= {"load_id": None, "modules": []}
     state: dict[str, Any] = {
@@ -683,10 +682,10 @@ def _value_file_and_metadata(
     flat = _flat_shapes(saved.options)
     if flat:
         state[FLAT_SHAPES] = {
-            name: {FLAT_SHAPE: sizes[flat[name]]} if name in flat else {} for name in numbers
+            name: {FLAT_SHAPE: _size(flat[name])} if name in flat else {} for name in numbers
         }
     files = [(path, bytes(data))] if data else []
-    return [*files, (METADATA_NAME, dumps(_made("Metadata", state)))]
+    return [*files, (METADATA_NAME, dumps(_made("Metadata", state), 4))]
 
 
 def _places(saved: Saved) -> dict[int, _Archived]:
@@ -702,27 +701,23 @@ def _places(saved: Saved) -> dict[int, _Archived]:
     return places
 
 
-class _Sizes(dict[tuple[int, ...], Record]):
-    """`torch.Size` of each shape and offset; a pickle holds what is used again once."""
-
-    def __missing__(self, numbers: tuple[int, ...]) -> Record:
-        found = self[numbers] = Record("torch.Size", (numbers,))
-        return found
+def _size(numbers: tuple[int, ...]) -> Record:
+    return Record("torch.Size", (numbers,))
 
 
 def _made(kind: str, state: object) -> Record:
     return Record(f"{_DCP}.metadata.{kind}", is_new=True, state=state)
 
 
-def _tensor_entry(dtype: DType, shape: tuple[int, ...], boxes: list[Box], sizes: _Sizes) -> Record:
+def _tensor_entry(dtype: DType, shape: tuple[int, ...], boxes: list[Box]) -> Record:
     layout = Record("torch.serialization._get_layout", ("torch.strided",))
     memory_format = Record(f"{_DCP}.metadata._MEM_FORMAT_ENCODING", (0,))
     properties = (Name(f"torch.{dtype.name}"), layout, False, memory_format, False)
     chunks = [
-        _made("ChunkStorageMetadata", {"offsets": sizes[box.offset], "sizes": sizes[box.shape]})
+        _made("ChunkStorageMetadata", {"offsets": _size(box.offset), "sizes": _size(box.shape)})
         for box in boxes
     ]
-    state = {"properties": _made("TensorProperties", properties), "size": sizes[shape]}
+    state = {"properties": _made("TensorProperties", properties), "size": _size(shape)}
     return _made("TensorStorageMetadata", {**state, "chunks": chunks})
 
 
