@@ -53,6 +53,7 @@ FOREIGN = "remesh.compat"
 def test_the_top_level_holds_what_a_training_script_types() -> None:
     assert remesh.__all__ == TOP_LEVEL
     assert set(TOP_LEVEL) <= set(dir(remesh))
+    assert "lazy_names" not in dir(remesh)
 
 
 def test_the_page_of_public_names_is_up_to_date() -> None:

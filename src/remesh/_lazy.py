@@ -29,6 +29,6 @@ def lazy_names(
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *module_of, *submodules})
+        return sorted({*vars(sys.modules[package])["__all__"], *module_of, *submodules})
 
     return get, names

@@ -21,7 +21,7 @@ def model_of(config: ModelConfig) -> Transformer:
 def naive_attention(block: Block, config: ModelConfig, x: Tensor) -> Tensor:
     """Head by head and position by position."""
     batch, seq, _ = x.shape
-    width, group = config.head_dim, config.num_heads // config.num_kv_heads
+    width, group = block.head_dim, config.num_heads // config.num_kv_heads
     q, k, v = (
         (x @ projection.weight.T).double()
         for projection in (block.q_proj, block.k_proj, block.v_proj)

@@ -8,7 +8,7 @@ the second; casts that it asks for are left out, so a tolerance should be given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from remesh.storage import shown_url
 from remesh.transform import Region, Resolved, Transform, arranged
 
 _Array = summary.Array
+
+_Part = tuple[Box, tuple[str, Box], Region | None]
+"""A box of the second checkpoint, the box of a tensor of the first, and how it is rearranged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +131,18 @@ def _compare_values(
     found = dict.fromkeys(names, (0, 0.0))
     whole = ((name, Box.whole(second.index[name].shape)) for name in names)
     for batch in summary.batches_of(second.index, whole):
-        parts = [list(_parts(name, chunk, resolved)) for name, chunk in batch]
-        sources = [(part.source, part.source_box) for own in parts for part in own]
+        parts = [_parts(name, chunk, resolved) for name, chunk in batch]
+        sources = [source for own in parts for _, source, _ in own]
         blocks = iter(_numbers(first, sources))
         for (name, chunk), own, right in zip(batch, parts, _numbers(second, batch), strict=True):
             left = np.empty(right.shape, right.dtype)
-            for part in own:
+            for box, _, region in own:
                 block = next(blocks)
-                if part.region is not None:
-                    block = arranged(block, part.region)
+                if region is not None:
+                    block = arranged(block, region)
                 if block.dtype != left.dtype:
                     left = left.astype(np.result_type(left.dtype, block.dtype))
-                place: tuple[Any, ...] = (*part.box.relative_to(chunk).slices, ...)
+                place: tuple[Any, ...] = (*box.relative_to(chunk).slices, ...)
                 left[place] = block
             count, distance = _difference(left, right, tolerance)
             found[name] = (found[name][0] + count, max(found[name][1], distance))
@@ -147,22 +150,12 @@ def _compare_values(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The part of the first checkpoint in a box of the second."""
-
-    box: Box
-    source: str  # the tensor that is read
-    source_box: Box  # the box of it
-    region: Region | None = None  # how it is rearranged; None if it is not
-
-
-def _parts(name: str, chunk: Box, resolved: Resolved | None) -> Iterator[_Part]:
+def _parts(name: str, chunk: Box, resolved: Resolved | None) -> list[_Part]:
+    """The parts of the first checkpoint in a box of the second."""
     if resolved is None:
-        yield _Part(chunk, name, chunk)
-        return
-    for region in resolved.regions(name, chunk):
-        yield _Part(region.target_box, region.source, region.source_box, region)
+        return [(chunk, (name, chunk), None)]
+    regions = resolved.regions(name, chunk)
+    return [(region.target_box, (region.source, region.source_box), region) for region in regions]
 
 
 def _numbers(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[_Array]:

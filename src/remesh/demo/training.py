@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,19 +52,14 @@ class ModelConfig:
     num_kv_heads: int = 2
     hidden_dim: int = 640
 
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.dim // self.num_heads
-
 
 class Block(nn.Module):
     """Causal attention with grouped queries, and a SwiGLU MLP."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        kv_dim = config.num_kv_heads * config.head_dim
+        self.head_dim = config.dim // config.num_heads
+        kv_dim = config.num_kv_heads * self.head_dim
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
@@ -131,8 +126,7 @@ class TrainConfig:
         return min((step + 1) / self.num_warmup_steps, 1.0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trainee:
+class Trainee(NamedTuple):
     """A model in some layout, its optimizer and its scheduler."""
 
     config: TrainConfig
@@ -140,11 +134,6 @@ class Trainee:
     model: nn.Module
     optimizer: AdamW
     scheduler: LambdaLR
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """Everything that a checkpoint needs of it."""
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
 
 def read_tokens() -> Tensor:

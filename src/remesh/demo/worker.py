@@ -40,7 +40,12 @@ def train(job: TrainingJob) -> None:
     dist.init_process_group("gloo")
     rank, config = dist.get_rank(), TrainConfig()
     trainee = build(config, spec.layout)
-    state: dict[str, Any] = {**trainee.parts, "num_steps_done": 0}
+    state: dict[str, Any] = {
+        "model": trainee.model,
+        "optimizer": trainee.optimizer,
+        "scheduler": trainee.scheduler,
+        "num_steps_done": 0,
+    }
     tokens = job.keep("tokens", read_tokens)
     is_first = job.entries == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     with Path(spec.logs, f"{os.getpid()}.jsonl").open("a", buffering=1) as log:

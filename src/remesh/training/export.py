@@ -26,7 +26,7 @@ from remesh.adapters.memory import torch_dtype
 from remesh.checkpoint.agree import PlanCache, SaveOptions
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.loading import open_shared
-from remesh.checkpoint.local import describe_local, exchange_of, memory_of, split_aliases
+from remesh.checkpoint.local import describe_local, exchange_of, memory_of, with_all_names
 from remesh.checkpoint.saving import save_agreed
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
@@ -133,15 +133,17 @@ def export_weights(
         raise ValueError(f"format must be 'safetensors' or 'pth', got {format!r}")
     exchange = exchange_of(group)
     state, place = _live_or_stored(source, entry)
-    local = describe_local(state)
-    replies = run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local)))
     if place is None:
-        weights, stored = _merge(replies), None
+        local = describe_local(state)
+        weights = _merge(run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local))))
     else:
-        weights, stored = _stored_weights(exchange, place)
+        local = _describe_stored(exchange, place, entry)
+        weights = _describe(local)
     entries = source if isinstance(source, Mapping) else {weight.path[0] for weight in weights}
     tensors = _choose(weights, entry, names, dtype, sorted(map(str, entries)))
-    boxes = _live_boxes(local) if stored is None else _stored_boxes(exchange, stored, tensors)
+    boxes: dict[str, list[TensorEntry]] = {}  # of each tensor on this rank
+    for one, _ in with_all_names(local.tensors):
+        boxes.setdefault(one.name, []).append(one)
     storage = open_storage(path)
     values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
     options = SaveOptions(
@@ -223,24 +225,19 @@ def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
 
 
 def _describe(description: Description) -> list[_Weight]:
-    """The weights on this rank."""
-    kept, aliases = split_aliases(description.tensors)
+    """The weights of a description; those of a live state are on this rank."""
     paths = description.paths
-    others: dict[str, list[tuple[str | int, ...]]] = {}
-    for alias, name in aliases.items():
-        others.setdefault(name, []).append(paths.get(alias, (alias,)))
-    found = {
-        entry.name: _Weight(
+    return [
+        _Weight(
             entry.name,
             paths.get(entry.name, (entry.name,)),
             entry.dtype,
             entry.global_shape,
-            others.get(entry.name, []),
+            [paths.get(alias, (alias,)) for alias in names[1:]],
             _record_of(entry.name) in description.fixed,
         )
-        for entry in kept
-    }
-    return list(found.values())
+        for entry, names in with_all_names(description.tensors)
+    ]
 
 
 def _record_of(name: str) -> str:
@@ -257,26 +254,35 @@ def _merge(replies: Sequence[bytes]) -> list[_Weight]:
     return list(found.values())
 
 
-def _stored_weights(exchange: Exchange, source: Any) -> tuple[list[_Weight], TensorSource]:
-    """The weights of a checkpoint, and how they are read."""
+def _describe_stored(exchange: Exchange, source: Any, entry: str | None) -> Description:
+    """A checkpoint as a state; each rank holds whole tensors, of as many bytes as others."""
     place = place_of(source)
     stored = open_shared(exchange, place)
     index, path_of = stored.index, stored.document.path_of
-    others: dict[str, list[tuple[str | int, ...]]] = {}
+    reader = TensorSource(decoded(place.storage, index), index, stored.identity)
+    names_of = {name: [name] for name in index.tensors.names}
     for alias, name in index.aliases.items():
-        others.setdefault(name, []).append(path_of(alias))
-    weights = [
-        _Weight(
-            name,
-            path_of(name),
-            index[name].dtype,
-            index[name].shape,
-            others.get(name, []),
-            stored.has_value(_record_of(name)),
-        )
-        for name in index.tensors.names
-    ]
-    return weights, TensorSource(decoded(place.storage, index), index, stored.identity)
+        names_of[name].append(alias)
+    found = Description()
+    loads = [0] * exchange.world_size
+    for name, names in names_of.items():
+        tensor, record = index[name], _record_of(name)
+        found.paths.update({one: path_of(one) for one in names})
+        found.fixed.update({record} if stored.has_value(record) else ())
+        parts: tuple[Part, ...] = ()
+        if entry is None or any(found.paths[one][0] == entry for one in names):
+            rank = loads.index(min(loads))
+            loads[rank] += tensor.num_bytes
+            if rank == exchange.rank:
+                whole = Box.whole(tensor.shape)
+                memory = StoredMemory(reader, name, tensor.dtype, whole)
+                parts = (Part(whole, cast("ArrayLike", memory)),)
+        role = Role.MAIN if parts else Role.REPLICA
+        found.tensors += [
+            TensorEntry(one, tensor.dtype, tensor.shape, parts, role, alias_key=name)
+            for one in names
+        ]
+    return found
 
 
 def _choose(
@@ -343,33 +349,6 @@ def _refuse_adapter(name: str) -> None:
 # ---------------------------------------------------------------------------------------------
 # The boxes of a rank
 # ---------------------------------------------------------------------------------------------
-
-
-def _live_boxes(description: Description) -> dict[str, list[TensorEntry]]:
-    """The boxes of each tensor on this rank."""
-    boxes: dict[str, list[TensorEntry]] = {}
-    for entry in split_aliases(description.tensors)[0]:
-        boxes.setdefault(entry.name, []).append(entry)
-    return boxes
-
-
-def _stored_boxes(
-    exchange: Exchange, stored: TensorSource, tensors: Sequence[_Tensor]
-) -> dict[str, list[TensorEntry]]:
-    """The tensors that this rank reads from a checkpoint: of as many bytes as others."""
-    boxes: dict[str, list[TensorEntry]] = {}
-    loads = [0] * exchange.world_size
-    for tensor in tensors:
-        rank = loads.index(min(loads))
-        loads[rank] += FileTensor(tensor.source, tensor.dtype, tensor.shape).num_bytes
-        if rank == exchange.rank:
-            whole = Box.whole(tensor.shape)
-            memory = StoredMemory(stored, tensor.source, tensor.source_dtype, whole)
-            part = Part(whole, cast("ArrayLike", memory))
-            boxes[tensor.source] = [
-                TensorEntry(tensor.source, tensor.source_dtype, tensor.shape, (part,), Role.MAIN)
-            ]
-    return boxes
 
 
 def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> list[TensorEntry]:
