@@ -203,7 +203,7 @@ def stays_open(_self: object) -> None:
 
 def test_a_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that cannot fail would show nothing."""
-    monkeypatch.setattr("remesh.storage.local_io.LocalWriter.abort", stays_open)
+    monkeypatch.setattr("remesh.storage.local.LocalWriter.abort", stays_open)
     fault = OneFault(1, Kind(errno.EIO), only="fallocate")
     with pytest.raises(AssertionError, match=r"data-.*\.safetensors"):
         meet(tmp_path, 1, fault)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from remesh.core import pieces
 from remesh.core.dtypes import BY_NAME, DTYPES
 from remesh.core.geometry import Box
-from remesh.core.index import Index, Piece, StoredFile, StoredTensor
-from remesh.core.index_columns import LISTS, MIN_ROWS
+from remesh.core.index import LISTS, MIN_ROWS, Index, Piece, StoredFile, StoredTensor
 from remesh.core.packing import pack, unpack
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import CorruptCheckpointError

@@ -101,11 +101,6 @@ class TestMemoryStorage(StorageConformance):
         return MemoryStorage()
 
 
-class TestMemoryStorageWithCapacity(StorageConformance):
-    def make_storage(self, tmp_path: Path) -> Storage:
-        return MemoryStorage(capacity=1 << 20)
-
-
 class TestFaultyStorageWithoutFaults(StorageConformance):
     def make_storage(self, tmp_path: Path) -> Storage:
         return FaultyStorage(MemoryStorage(), [])

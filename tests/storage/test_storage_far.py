@@ -20,9 +20,8 @@ from remesh.exchange import Exchange
 from remesh.pipeline import limits_for
 from remesh.planner import ReadLimits, assignment
 from remesh.storage import Buffer, flow_for, open_storage
-from remesh.storage.buckets import _signing
-from remesh.storage.object_store import NUM_UPLOADS, PART_BYTES, ObjectStorage
-from remesh.storage.requests import BYTES_UNDER_WAY
+from remesh.storage.object_store import NUM_UPLOADS, PART_BYTES, ObjectStorage, _signing
+from remesh.storage.workers import BYTES_UNDER_WAY
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
 from tests.support import run_ranks
 

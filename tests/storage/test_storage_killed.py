@@ -20,7 +20,7 @@ import remesh
 from remesh.errors import StorageError
 from remesh.events import Event
 from remesh.pipeline.write import CHUNK_SIZE
-from remesh.storage import buckets, requests
+from remesh.storage import object_store, workers
 from tests.storage.object_servers import BUCKET, ENVIRONMENT
 from tests.waiting import wait_until
 
@@ -66,8 +66,8 @@ def _endpoint(log: Path, process: subprocess.Popen[bytes]) -> str:
 def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
     server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(buckets.RETRIES, "max_retries", 3)
-    monkeypatch.setattr(requests, "BYTES_UNDER_WAY", 32 << 20)  # two parts
+    monkeypatch.setitem(object_store.RETRIES, "max_retries", 3)
+    monkeypatch.setattr(workers, "BYTES_UNDER_WAY", 32 << 20)  # two parts
     state = {"weights": np.arange(40 << 20, dtype=np.int32)}
     all_chunks = state["weights"].nbytes // CHUNK_SIZE
     num_chunks = 0

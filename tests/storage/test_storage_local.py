@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from remesh.errors import CheckpointExistsError, NoSpaceError, StorageError
 from remesh.storage import ALIGNMENT, Buffer, LocalStorage, aligned_buffer
-from remesh.storage.local import network_mount, room_identity
-from remesh.storage.local_io import open_direct
+from remesh.storage.local import network_mount, open_direct, room_identity
 from tests.descriptors import open_below
 
 MIB = 1 << 20
@@ -244,7 +243,7 @@ def test_files_get_their_size_where_no_room_can_be_reserved(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = _Fallocate([errno.EINTR, errno.EOPNOTSUPP])
-    monkeypatch.setattr("remesh.storage.local_io._find_fallocate", lambda: refuse)
+    monkeypatch.setattr("remesh.storage.local._find_fallocate", lambda: refuse)
     writer = storage.create("file", 10)
     writer.finish()
     assert storage.read("file") == bytes(10)
@@ -255,7 +254,7 @@ def test_a_full_disk_is_found_before_writing(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refuse = _Fallocate([number])
-    monkeypatch.setattr("remesh.storage.local_io._find_fallocate", lambda: refuse)
+    monkeypatch.setattr("remesh.storage.local._find_fallocate", lambda: refuse)
     with pytest.raises(NoSpaceError, match="a/file"):
         storage.create("a/file", 10)
     assert storage.list() == []
@@ -298,7 +297,7 @@ def test_full_file_system(tiny: Path) -> None:
 
 def test_full_file_system_while_writing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = _Fallocate([errno.EOPNOTSUPP])
-    monkeypatch.setattr("remesh.storage.local_io._find_fallocate", lambda: refuse)
+    monkeypatch.setattr("remesh.storage.local._find_fallocate", lambda: refuse)
     storage = LocalStorage(tiny)
     writer = storage.create("file", 2 * MIB)
     content = random_bytes(2 * MIB)

@@ -37,10 +37,9 @@ from remesh.storage import (
     StorageView,
     open_storage,
 )
-from remesh.storage.buckets import CLIENT, RETRIES
 from remesh.storage.messages import explain
-from remesh.storage.object_store import ObjectStorage
-from remesh.storage.parts import StreamWriter
+from remesh.storage.object_store import CLIENT, RETRIES, ObjectStorage
+from remesh.storage.remote import StreamWriter
 from tests.storage.faulty_proxy import Fault, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
 from tests.support import Fail, FaultyStorage, run_ranks

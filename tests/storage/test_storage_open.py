@@ -11,9 +11,8 @@ import pytest
 import remesh
 from remesh.errors import CheckpointNotFoundError, StorageError
 from remesh.storage import LocalStorage, MemoryStorage, is_local, open_storage
-from remesh.storage.buckets import Bucket, open_bucket
 from remesh.storage.fsspec_store import FsspecStorage
-from remesh.storage.object_store import ObjectStorage
+from remesh.storage.object_store import Bucket, ObjectStorage, open_bucket
 from tests.support import FaultyStorage
 
 

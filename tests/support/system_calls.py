@@ -3,7 +3,7 @@
 Python code reaches the file system through functions of `os`. `SystemCalls` stands in for those
 that matter to a storage, for as long as its `with` block lasts, and asks a handler before each:
 the handler may raise, let the call go through, or let it do only a part of its work, as the system
-may for any read or write. Room is reserved by `fallocate`, which `remesh.storage.local_io` calls in
+may for any read or write. Room is reserved by `fallocate`, which `remesh.storage.local` calls in
 the C library; that is watched as well.
 
 Only calls on paths below one directory are shown to the handler. What a descriptor was opened for
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
-from remesh.storage import local_io
+from remesh.storage import local
 
 NAMES = (
     "open",
@@ -85,7 +85,7 @@ class SystemCalls:
         for name in NAMES:
             patch = mock.patch.object(os, name, self._watched(name, getattr(os, name)))
             self._patches.append(patch)
-        reserve = mock.patch.object(local_io, "_reserve", self._watched_reserve(local_io._reserve))
+        reserve = mock.patch.object(local, "_reserve", self._watched_reserve(local._reserve))
         self._patches.append(reserve)
         for patch in self._patches:
             patch.start()

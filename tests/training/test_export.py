@@ -34,7 +34,7 @@ from remesh.formats.whole_tensors import (
 from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import Buffer, LocalStorage, MemoryStorage
-from remesh.storage.local_io import LocalWriter
+from remesh.storage.local import LocalWriter
 from remesh.training import export
 from remesh.training.export import export_weights
 from tests.support import Fail, FaultyStorage, run_processes, run_ranks

@@ -32,15 +32,15 @@ from remesh.catalog.checkpoints import release as release
 from remesh.catalog.checkpoints import remove as remove
 from remesh.catalog.checkpoints import step_name as step_name
 from remesh.catalog.checkpoints import with_record as with_record
-from remesh.catalog.files import describe_findings as describe_findings
-from remesh.catalog.files import files_of as files_of
-from remesh.catalog.files import read_record_and_sizes as read_record_and_sizes
 from remesh.catalog.scan import Entry as Entry
+from remesh.catalog.scan import describe_findings as describe_findings
 from remesh.catalog.scan import explained_absence as explained_absence
+from remesh.catalog.scan import files_of as files_of
 from remesh.catalog.scan import is_checkpoint as is_checkpoint
 from remesh.catalog.scan import natural_key as natural_key
 from remesh.catalog.scan import newest_entry as newest_entry
 from remesh.catalog.scan import nothing_at as nothing_at
+from remesh.catalog.scan import read_record_and_sizes as read_record_and_sizes
 from remesh.catalog.scan import scan as scan
 
 __all__ = ["CheckpointInfo", "ManagerNote", "Provenance", "lease", "pin", "unpin"]

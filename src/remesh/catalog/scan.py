@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from remesh.catalog.checkpoints import known_problem, newest_of, number_in, step_of
-from remesh.catalog.files import describe_findings, files_of, read_record_and_sizes
-from remesh.core.integrity import repair_advice
+from remesh.core.integrity import Finding, compare_sizes, repair_advice
 from remesh.errors import (
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     RemeshError,
     StorageError,
@@ -32,6 +32,53 @@ from remesh.storage import (
     is_local,
     open_storage,
 )
+
+
+def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
+    """Every file that a record names."""
+    return (record.index, record.values, *record.files)
+
+
+def read_record_and_sizes(
+    root: Storage, name: str = ""
+) -> tuple[native.CommitRecord, list[Finding]]:
+    """The commit record of a directory, and the files whose sizes differ; the files are listed."""
+    before = f"{name}/" if name else ""
+
+    def read_record() -> native.CommitRecord:
+        return native.read_record_at(root, before + native.RECORD_NAME)
+
+    def read() -> tuple[native.CommitRecord, list[Finding]]:
+        record = read_record()
+        sizes: dict[str, int] = {}
+        for folder in sorted({file.path.rpartition("/")[0] for file in files_of(record)}):
+            prefix = f"{folder}/" if folder else ""
+            files = root.list_directory(f"{before}{prefix}".rstrip("/")).files
+            sizes.update({f"{prefix}{file}": facts.num_bytes for file, facts in files.items()})
+        written = [(file.path, file.num_bytes) for file in files_of(record)]
+        findings = compare_sizes(written, sizes.get)
+        if findings and read_record() != record:
+            raise CheckpointReplacedError(
+                f"{root.url}/{name}: replaced by another save while it was looked at"
+            )
+        return record, findings
+
+    return native.begin_anew(read)
+
+
+def describe_findings(findings: Sequence[Finding]) -> str:
+    """The first finding in words, and how many more there are."""
+    if not findings:
+        return ""
+    first, num_files = findings[0], len({finding.file for finding in findings})
+    words = {
+        "missing": "is missing",
+        "size": f"has {first.num_bytes} bytes, {first.num_written} were written",
+        "content": "is not what was written",
+    }
+    rest = f", and {num_files - 1} more" if num_files > 1 else ""
+    return f"{first.file} {words[first.problem]}{rest}"
+
 
 Status = Literal["committed", "unfinished", "damaged", "unreadable"]
 

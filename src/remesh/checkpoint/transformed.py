@@ -32,7 +32,7 @@ from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_col
 from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.planner import merge_tensors
-from remesh.planner.holding import widen
+from remesh.planner.saving import widen
 from remesh.transform import (
     Resolved,
     TensorInfo,

@@ -109,7 +109,9 @@ def decode_block(stored: Bytes, into: Bytes, where: str) -> bool:
         return False
     size = len(into) // num_planes
     whole = size * num_planes
-    _join(found[:whole].reshape(num_planes, size), into[:whole])
+    elements = into[:whole].reshape(size, num_planes)
+    for number, plane in enumerate(found[:whole].reshape(num_planes, size)):
+        elements[:, number] = plane
     into[whole:] = found[whole:]
     return True
 
@@ -200,18 +202,6 @@ def _planes(block: Bytes, num_planes: int) -> Bytes:
         planes[...] = block[:whole].reshape(size, num_planes).T
     sorted_[whole:] = block[whole:]
     return sorted_
-
-
-def _join(planes: Bytes, into: Bytes) -> None:
-    """Put planes together again."""
-    num_planes = len(planes)
-    if num_planes not in _WORDS:
-        into.reshape(-1, num_planes)[...] = planes.T
-        return
-    words = into.view(f"<u{num_planes}")
-    words[...] = planes[0]
-    for number, plane in enumerate(planes[1:], 1):
-        words |= plane.astype(words.dtype) << 8 * number
 
 
 def _library(where: str) -> Any:

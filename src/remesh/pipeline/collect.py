@@ -5,7 +5,7 @@ that writes a file collects the tensors of the file. All ranks go through rounds
 lays out the next chunks of its files; what it does not hold itself, it gets from the other ranks by
 the engine that moves boxes between memories (`from_memory`); then it hands the chunks over to be
 written. Memory is bounded by the chunks of a round and the messages of a transfer. An object store
-takes in what was written beside the next rounds (`remesh.storage.parts`).
+takes in what was written beside the next rounds (`remesh.storage.remote`).
 
 If each rank holds all tensors of its files, as data-parallel replicas do, there are no rounds.
 """

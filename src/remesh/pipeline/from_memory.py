@@ -20,16 +20,14 @@ from remesh.core.index import Index
 from remesh.core.memory import Device, Memory, copy_box, copy_directly
 from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_joined
-from remesh.pipeline.device_transfer import (
-    DEVICE_MESSAGE_BYTES,
-    device_buffers,
-    execute_on_device,
-)
 from remesh.pipeline.read import Destination, Place, Writing
 from remesh.pipeline.task_pool import Tasks
 from remesh.pipeline.transfer import (
+    DEVICE_MESSAGE_BYTES,
     MessageBuffers,
+    device_buffers,
     execute,
+    execute_on_device,
     message_buffers,
     request_regions,
 )

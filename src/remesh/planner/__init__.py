@@ -15,18 +15,18 @@ from remesh.planner.assignment import (
     assign_to_owners,
     touched_windows,
 )
-from remesh.planner.holding import LocalBoxes
 from remesh.planner.loading import (
     LoadPlan,
     ReadLimits,
+    Regions,
     files_of_windows,
     longest_gaps,
     plan_load,
     plan_regions,
 )
-from remesh.planner.regions import Regions
 from remesh.planner.saving import (
     Copies,
+    LocalBoxes,
     SavePlan,
     choose_writers,
     merge_tensors,

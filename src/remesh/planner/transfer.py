@@ -22,7 +22,7 @@ import numpy as np
 from remesh.core.geometry import IntArray
 from remesh.core.index import Index
 from remesh.core.tables import decode_columns, encode_columns
-from remesh.planner.regions import Regions
+from remesh.planner.loading import Regions
 
 HEAD_BYTES = 16
 """Bytes before the regions of a message; the first says whether they are good."""

@@ -32,8 +32,8 @@ from remesh.storage.local import is_local as is_local
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.messages import shown_url as shown_url
 from remesh.storage.open import open_storage
-from remesh.storage.requests import ask_together as ask_together
-from remesh.storage.requests import flow_for as flow_for
+from remesh.storage.workers import ask_together as ask_together
+from remesh.storage.workers import flow_for as flow_for
 
 __all__ = [
     "ALIGNMENT",

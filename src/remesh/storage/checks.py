@@ -20,8 +20,7 @@ import numpy as np
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from remesh.storage.base import Storage
-from remesh.storage.local import is_local
-from remesh.storage.local_io import open_direct
+from remesh.storage.local import is_local, open_direct
 
 _FOLDER = ".remesh-doctor"
 

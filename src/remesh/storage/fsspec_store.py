@@ -1,7 +1,7 @@
 """Any file system that `fsspec` knows, for places that no storage of our own can open.
 
 File systems behind fsspec differ in what they promise, so only what nearly all of them have is
-used: files are written as streams (see `remesh.storage.parts`) under a hidden name beside the final
+used: files are written as streams (`remesh.storage.remote`) under a hidden name beside the final
 one, and then moved to it. `put(overwrite=False)` makes a marker, which only one can make; the
 writer that has it may look and move. So its promise is as strong as the file system's opening with
 mode `x`: strict for files, and for buckets behind fsspec often merely a look before the write. A
@@ -34,8 +34,7 @@ from remesh.storage.base import (
     prefix_directory,
 )
 from remesh.storage.messages import RANGES_ADVICE, explain, hide_secrets, shown_url
-from remesh.storage.parts import StreamWriter
-from remesh.storage.remote import RemoteStorage
+from remesh.storage.remote import RemoteStorage, StreamWriter
 
 PART_BYTES = 16 << 20
 """Bytes given to the file system at a time."""

@@ -12,27 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remesh.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    NoSpaceError,
-    StorageError,
-)
-from remesh.storage.base import Buffer, FileSystemSpace, Storage, check_path, prefix_directory
+from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.storage.base import Buffer, Storage, check_path, prefix_directory
 
 
 class MemoryStorage(Storage):
-    """Files in a dict, safe to use from several threads.
+    """Files in a dict, safe to use from several threads."""
 
-    Args:
-        capacity: Bytes that all files together may have, or None for no limit.
-    """
-
-    def __init__(self, *, capacity: int | None = None) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[str, Buffer] = {}
         self._unfinished: dict[str, Buffer] = {}
-        self._capacity = capacity
 
     @property
     def url(self) -> str:
@@ -67,8 +57,6 @@ class MemoryStorage(Storage):
         with self._lock:
             if path in self._unfinished or (path in self._files and not overwrite):
                 raise CheckpointExistsError(f"{self.url}/{path} exists already")
-            replaced = self._files[path].size if path in self._files else 0
-            self._check_room(path, len(data) - replaced)
             self._files[path] = np.frombuffer(data, np.uint8)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> MemoryWriter:
@@ -76,7 +64,6 @@ class MemoryStorage(Storage):
         with self._lock:
             if (path in self._files and not overwrite) or path in self._unfinished:
                 raise StorageError(f"{self.url}/{path} exists already; choose another place")
-            self._check_room(path, num_bytes)
             content = self._unfinished[path] = np.zeros(num_bytes, np.uint8)
         return MemoryWriter(self, path, content)
 
@@ -87,12 +74,6 @@ class MemoryStorage(Storage):
 
     def sync(self) -> None:
         """See `Storage.sync`; there is nothing to do."""
-
-    def space(self) -> FileSystemSpace | None:
-        if self._capacity is None:
-            return None
-        with self._lock:
-            return FileSystemSpace(self.url, self._capacity - self._used())
 
     def _end(self, path: str, content: Buffer | None) -> None:
         """A file is written, or given up."""
@@ -109,17 +90,6 @@ class MemoryStorage(Storage):
                 return self._files[path]
             except KeyError:
                 raise CheckpointNotFoundError(f"there is no file {self.url}/{path}") from None
-
-    def _used(self) -> int:
-        contents = [*self._files.values(), *self._unfinished.values()]
-        return sum(content.size for content in contents)
-
-    def _check_room(self, path: str, num_bytes: int) -> None:
-        if self._capacity is not None and num_bytes > (free := self._capacity - self._used()):
-            raise NoSpaceError(
-                f"no room for {self.url}/{path}: it needs {num_bytes} bytes more and {free} are "
-                "free\nFree some memory, or save to a disk"
-            )
 
 
 @dataclass(slots=True, eq=False)

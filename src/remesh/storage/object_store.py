@@ -10,7 +10,7 @@ How it keeps the promises of `remesh.storage`:
   before the first conditional `put` of a process to a bucket. Where the second succeeds, a writer
   announces itself by a hidden object of its own, and gives up if it then finds another writer's, or
   the file. Of two writers the one that looks later finds the other, if listings are consistent.
-* `create` is a multipart upload that is fed while the file is written (see `remesh.storage.parts`);
+* `create` is a multipart upload that is fed while the file is written (`remesh.storage.remote`);
   a file of one part is a conditional put. Whether the name is free is asked while the upload
   begins. Nothing is visible before the upload is completed, and giving up removes its parts. A
   process that is killed leaves invisible parts behind: let a lifecycle rule of the bucket remove
@@ -22,22 +22,39 @@ How it keeps the promises of `remesh.storage`:
 
 Requests are counted in the debug log, and reads are timed. A listing of many pages and a removal of
 many files count once. What the client library repeats after a failure is not counted.
+
+A bucket is opened once, for all storages of the process in it (`open_bucket`): they share the
+connections and what was found out about the store. To open one takes the client library
+milliseconds. The first request then waits for the name service, for TCP and for TLS, and the first
+conditional put for what the store does about conditions. A job saves to one bucket again and again,
+so what is open stays open. It is opened again if anything has changed that it was opened with: the
+environment, a file with credentials, or the process, because connections do not outlive a fork.
+
+Credentials, region and endpoint come from the environment, as `obstore` reads it:
+`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION`,
+`AWS_ENDPOINT_URL`; `GOOGLE_APPLICATION_CREDENTIALS`; `AZURE_STORAGE_ACCOUNT_NAME`,
+`AZURE_STORAGE_ACCOUNT_KEY`; or the identity that the machine or pod has. None of them is ever put
+into a message.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore import store as stores
+from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import CheckpointExistsError, RemeshError, StorageError
 from remesh.storage.base import (
@@ -50,15 +67,127 @@ from remesh.storage.base import (
     is_hidden,
     prefix_directory,
 )
-from remesh.storage.buckets import FAILURES, Bucket
-from remesh.storage.messages import RANGES_ADVICE
-from remesh.storage.parts import StreamWriter
-from remesh.storage.remote import RemoteStorage
-from remesh.storage.requests import Flow, ask_meanwhile, ask_together, flow_for
+from remesh.storage.messages import RANGES_ADVICE, explain, shown_url
+from remesh.storage.remote import RemoteStorage, StreamWriter
+from remesh.storage.workers import Flow, ask_meanwhile, ask_together, flow_for
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+FAILURES = (BaseError, OSError, ValueError)
+"""What the client library raises."""
+
+RETRIES: RetryConfig = {
+    "max_retries": 10,
+    "retry_timeout": timedelta(seconds=180),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=200),
+        "max_backoff": timedelta(seconds=8),
+        "base": 2,
+    },
+}
+"""A failed request is repeated, with growing pauses, for three minutes at most: also one that was
+not answered before its timeout."""
+
+CLIENT: ClientConfig = {
+    # Endpoints are https:// unless the user has written something else.
+    "allow_http": True,
+    "connect_timeout": timedelta(seconds=10),
+    "timeout": timedelta(seconds=120),
+}
+"""The timeout is that of a whole request, which moves one part or less."""
+
+MAX_OPEN = 16
+"""Buckets that stay open at a time."""
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+_GOOGLE_DEFAULT = "~/.config/gcloud/application_default_credentials.json"
+_KINDS = {
+    "s3": stores.S3Store,
+    "s3a": stores.S3Store,
+    "gs": stores.GCSStore,
+    "gcs": stores.GCSStore,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """State that the storages of a process in one bucket share."""
+
+    store: ObjectStore  # the obstore store with its connections
+    latency: float = 0.0
+    """Seconds of the fastest request that read, a small one mostly; 0 before the first."""
+    honours_conditions: bool | None = None
+    """Whether the store refuses a put under the condition that there is no such object, if there is
+    one; None before that is known."""
+
+
+def open_bucket(url: str, scheme: str, rest: str) -> tuple[Bucket, str]:
+    """The bucket of a URL, and how the paths of objects below the URL begin in it.
+
+    The scheme is in small letters. The rest follows `://`; keys of S3 and Google Cloud are taken as
+    they are written, and not percent-decoded.
+    """
+    name, _, key = rest.partition("/")
+    prefix = key.strip("/")
+    kind = _KINDS.get(scheme)
+    if not name:
+        raise StorageError(f"{shown_url(url)!r} names no bucket; write {scheme}://bucket/path")
+    if kind is not None and "***@" in shown_url(url):
+        raise StorageError(
+            f"{shown_url(url)!r}: user information in the URL of a bucket is not used\nWrite "
+            f"{scheme}://bucket/path and set the credentials in the environment"
+        )
+    try:
+        if kind is None:  # it may name the account and the container in several ways
+            return _bucket(None, url, _surroundings()), ""
+        if prefix and {"", ".", ".."} & {*prefix.split("/")}:
+            raise ValueError("a path has names joined by single slashes, without '.' or '..'")
+        return _bucket(kind, name, _surroundings()), f"{prefix}/" if prefix else ""
+    except FAILURES as error:
+        raise explain("open", url, error) from None
+
+
+@lru_cache(MAX_OPEN)
+def _bucket(
+    kind: type[stores.S3Store | stores.GCSStore] | None, name: str, _made_in: Hashable
+) -> Bucket:
+    options: Any = {"client_options": CLIENT, "retry_config": RETRIES}
+    if kind is None:
+        return Bucket(stores.AzureStore.from_url(name, **options))
+    if kind is stores.S3Store:
+        options |= _signing(os.environ)
+    return Bucket(kind(name, **options))
+
+
+def _surroundings() -> Hashable:
+    """The surroundings that a store is made from, equal as long as it may be used."""
+    environment = tuple(sorted(os.environ.items()))
+    # Those of other stores are read again when they are needed, or not from files.
+    named = [value for name, value in environment if name.startswith("GOOGLE_")]
+    files = (*named, os.path.expanduser(_GOOGLE_DEFAULT))
+    return os.getpid(), environment, tuple(map(_version, files))
+
+
+def _version(path: str) -> Hashable:
+    """The version of a file, which changes with its content; None if there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _signing(environment: Mapping[str, str]) -> dict[str, bool]:
+    """Leave the content out of the signature of requests, unless the user has chosen.
+
+    TLS protects the content already, and SHA-256 takes most of the processor time of an upload.
+    """
+    is_chosen = "AWS_UNSIGNED_PAYLOAD" in environment
+    is_plain = any(environment.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    return {} if is_chosen or is_plain else {"unsigned_payload": True}
+
 
 PART_BYTES = (8 << 20, 16 << 20)
 """Bytes of the smallest and the largest parts of an upload, unless the file needs larger ones."""
@@ -195,7 +324,8 @@ class ObjectStorage(RemoteStorage):
         flow = flow_for(num_bytes, self.latency, sizes=PART_BYTES, min_number=NUM_UPLOADS)
         part_bytes = self._part_bytes or flow.size
         if num_bytes > part_bytes * MAX_PARTS:
-            part_bytes = _rounded_up(-(-num_bytes // MAX_PARTS))
+            least = -(-num_bytes // MAX_PARTS)
+            part_bytes = -(-least >> 20) << 20  # whole mebibytes
 
         def upload(parts: Iterator[Buffer]) -> None:
             if not overwrite:
@@ -412,8 +542,3 @@ def _keep_freed_memory() -> None:
     clears the pages of the next response. That takes longer than to receive it.
     """
     np.empty(READ_BYTES, np.uint8)
-
-
-def _rounded_up(num_bytes: int) -> int:
-    """To the next mebibyte."""
-    return -(-num_bytes >> 20) << 20

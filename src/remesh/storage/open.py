@@ -48,8 +48,7 @@ def _open_url(url: str, scheme: str, rest: str) -> Storage:
         return _open_file(url, rest)
     if scheme in OBJECT_SCHEMES:
         try:
-            from remesh.storage.buckets import open_bucket
-            from remesh.storage.object_store import ObjectStorage
+            from remesh.storage.object_store import ObjectStorage, open_bucket
         except ImportError as error:
             raise _not_installed(url, "obstore", "s3", error) from error
         return ObjectStorage(url, *open_bucket(url, scheme, rest))

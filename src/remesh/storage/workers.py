@@ -1,12 +1,16 @@
-"""A few threads that share work."""
+"""A few threads that share work, and requests to a storage that is far away."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
 
-from remesh.storage.base import Buffer
+from remesh.storage.base import Buffer, Storage
 from remesh.storage.buffers import aligned_buffer
 
 
@@ -82,3 +86,73 @@ def run_workers(
             work(task, buffer)
 
     run_threads(min(num_threads, num_tasks), take_tasks, tasks.clear)
+
+
+NUM_TOGETHER = 16
+"""Requests at a time: each waits for the network and takes hardly any processor."""
+
+LINK_RATE = 2.5e9
+"""Bytes a second that the requests of a process shall be able to move, whatever the latency."""
+
+BYTES_UNDER_WAY = 256 << 20
+"""Bytes that the requests of a process ask for, or send, at a time; the most of any latency."""
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How bytes are moved to or from a storage that is a network away."""
+
+    size: int  # bytes of a request
+    number: int  # requests under way at a time
+
+
+def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_number: int) -> Flow:
+    """The requests that move some bytes at the rate of the link.
+
+    A few bytes go in as many requests as are under way at a time, so that they take one round trip.
+    Many go in the largest requests, which cost least. The farther a storage is (latency, in
+    seconds), the more requests are under way. Sizes are bytes of the smallest and the largest
+    request, powers of two.
+    """
+    smallest, largest = sizes
+    size = smallest
+    while size < largest and 2 * size * min_number <= num_bytes:
+        size *= 2
+    number = math.ceil(latency * LINK_RATE / size)
+    return Flow(size, min(max(number, min_number), BYTES_UNDER_WAY // size))
+
+
+def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
+    """Ask a storage several things: at the same time if each takes a round trip of a network.
+
+    Returns the answers, in order, or raises the first failure in that order; all others are asked,
+    too, if they are asked at the same time.
+    """
+    if len(questions) < 2 or not storage.is_remote:
+        return [question() for question in questions]
+    answers: list[Future[_Answer]] = [Future() for _ in questions]
+    run_workers(
+        NUM_TOGETHER, len(questions), 0, lambda number, _: _ask(questions[number], answers[number])
+    )
+    return [answer.result() for answer in answers]
+
+
+def ask_meanwhile(question: Callable[[], _Answer]) -> Callable[[], _Answer]:
+    """Ask something in a thread of its own, if the system gives one; the result waits for it."""
+    answer: Future[_Answer] = Future()
+    try:
+        # Threads inherit whether the interpreter waits for them at its exit. A pool of threads
+        # takes nothing once the interpreter ends, when saves may still be under way.
+        threading.Thread(target=_ask, args=(question, answer), name="remesh-ask").start()
+    except (RuntimeError, MemoryError):
+        _ask(question, answer)
+    return answer.result
+
+
+def _ask(question: Callable[[], _Answer], answer: Future[_Answer]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+        answer.set_exception(error)
