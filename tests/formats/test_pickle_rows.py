@@ -90,7 +90,9 @@ def test_what_remesh_writes_is_read_as_columns(tmp_path: Path) -> None:
     *found, num_rows = said((tmp_path / ".metadata").read_bytes(), ROWS)
     assert [len(items) for items in found] == [300, 300]
     assert num_rows > 550
-    assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].size == (300, 2)
+    written = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"]
+    assert isinstance(written, TensorStorageMetadata)
+    assert written.size == (300, 2)
 
 
 def test_runs_are_read_as_columns() -> None:

@@ -494,7 +494,7 @@ def test_what_cannot_be_watched_is_not_relied_on(
         manager.step(1, {"table": np.zeros(1 << 20)})
         assert job.boundary is None
         assert "state.table is an array of more than 1 MiB" in caplog.text
-        job.is_changing, job.is_called_out = True, True
+        job.is_changing, job.must_leave = True, True
         with pytest.raises(WorldChangedError):
             manager.step(2, {"table": np.zeros(1 << 20)})
 
@@ -571,12 +571,12 @@ def test_failures_do_not_keep_a_save_from_being_due(
 def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) -> None:
     job = TrainingJob(is_reentrant=True)
     with remesh.Manager(tmp_path, job=job) as manager:
-        job.is_called_out = True
+        job.must_leave = True
         with pytest.raises(WorldChangedError):
             manager.step(1, {"step": 1})
         assert job.boundary.note.step == 1
         assert job.boundary.is_clean
-        job.is_called_out = False
+        job.must_leave = False
 
 
 def offer(step: int, role: list[int]) -> Offer:
