@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import shutil
@@ -275,7 +276,8 @@ def test_compressed_files_are_kept(
     with saver_of(way, on_event=seen, compress="zstd") as saver:
         for number in range(4):
             if number == 3:
-                saver._compress = None  # what is kept stays compressed, what is written is not
+                # What is kept stays compressed, what is written is not.
+                saver._options = dataclasses.replace(saver._options, compress=None)
             step()
             save_with(saver, way, state, tmp_path / str(number))
             expected.append(model.state_dict()["adapter.0.weight"].numpy().tobytes())

@@ -390,8 +390,8 @@ STEPS = {protocol._attempt.__code__, BackgroundSave.stage.__code__, SaveWriter.s
 TOLD_BY = ("remesh.exchange.", "remesh.events", "tests.support.")
 """Modules whose functions are what failures are made and told with."""
 
-TELLS = "StagedWriter.end"
-"""How the name of the function ends that tells the background thread of a failure."""
+TELLS = ("StagedWriter.end", "SaveWriter.end_staging")
+"""How the names of the functions end that tell the background thread of a failure."""
 
 
 class Calls:

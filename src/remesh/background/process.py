@@ -248,8 +248,9 @@ class RemoteWriter:
                 self.cancel(error)
 
     def end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
-        self._trainer.end(self._own_error or error, parts)
-        self._ended.set()
+        if not self._ended.is_set():  # a process may die after it could not be sent the task
+            self._trainer.end(self._own_error or error, parts)
+            self._ended.set()
 
     def lose(self, error: BaseException | None = None) -> None:
         """The process has died, or never had the save: play its part to the end."""

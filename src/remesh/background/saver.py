@@ -32,7 +32,7 @@ from remesh.background.save import BackgroundSave, SaveHandle
 from remesh.background.writer import SaveWriter, WriteTask
 from remesh.checkpoint.agree import PlanCache, RankSavePlan, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_count, check_order
-from remesh.checkpoint.buffers import Buffers, check_buffers
+from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.local import (
     describe_local,
     device_staging,
@@ -40,14 +40,13 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.report import SaveReport
-from remesh.checkpoint.saving import check_compress, options_of, save_agreed
+from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore, timed
 from remesh.exchange import Exchange, run_on_all
 from remesh.formats.framing import Part
 from remesh.formats.native import FORMAT_NAME
-from remesh.formats.table import writer_of
 from remesh.pipeline import Compress
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.collect import CollectingStager
@@ -130,8 +129,9 @@ class Saver:
         if writer == "process" and not hasattr(os, "memfd_create"):
             raise OptionError("Saver: writer='process' needs Linux; use writer='thread'.")
         self._group = group
-        self._format = writer_of(format).name
-        self._format_options = format_options or {}
+        self._options = options_of(
+            False, None, buffers, verify_replicas, format, format_options, compress=compress
+        )
         self._without = without
         self._has_process = writer == "process"
         self._max_in_flight = max_in_flight
@@ -139,10 +139,6 @@ class Saver:
         self._deadline = deadline
         self._report_seconds = report_seconds
         self._at_exit = at_exit
-        self._buffers = check_buffers(buffers)
-        self._verify_replicas = verify_replicas
-        check_compress("Saver", compress, writer_of(format))
-        self._compress = compress
         self._on_event = on_event
         self._cache = PlanCache()
         self._in_flight: list[SaveHandle] = []
@@ -253,14 +249,15 @@ class Saver:
         *,
         meets: bool = False,
     ) -> SaveOptions:
+        usual = self._options
         options = options_of(
             overwrite,
             metadata,
-            self._buffers,
-            self._verify_replicas,
-            self._format,
-            {**self._format_options, **(format_options or {})},
-            compress=self._compress,
+            usual.buffers,
+            usual.compares == "all",
+            usual.format,
+            {**usual.format_options, **(format_options or {})},
+            compress=usual.compress,
             meets=meets,
         )
         return replace(options, without=self._without, keeps=True)
@@ -365,7 +362,7 @@ class Saver:
             stream.parts,
             mine.kept,
             "" if last is None else last.url,
-            mine.sources if may_copy else [],
+            mine.sources if may_copy else {},
             self._arena.num_ready_bytes < num_chunk_bytes,
             mine.global_plan,
         )

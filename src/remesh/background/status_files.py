@@ -66,7 +66,8 @@ WAITED_SHARE = 0.05
 """In between, this share of the time that was waited already."""
 
 _REQUESTS_OF_A_LOOK = 2
-"""A rank that waits for the end reads the commit record and the note of a failure."""
+"""A rank that waits for the end reads the commit record, and in turn the note of a failure and
+whether its own part is still there."""
 
 _NAMES_OF_A_REQUEST = 1000
 """Object stores list so many names at a time."""
@@ -294,12 +295,22 @@ class StatusFiles:
         self._wait_for_end()
 
     def _wait_for_end(self) -> None:
-        """Wait until the save is committed or given up."""
-        is_told = False
-        for waited in self._looks():
+        """Wait until the save is committed or given up.
+
+        Rank 0 removes this rank's part after either, so it is looked at now and then: once another
+        save has replaced the checkpoint, nothing else shows that this one has ended.
+        """
+        is_told, part = False, self._path("part", self._rank)
+        for number, waited in enumerate(self._looks()):
+            asks_for_part = number % 2 == 1
+            is_there = not asks_for_part or self._storage.exists(part)
             if self.is_committed():
                 return
-            failure = self._failure_of_save()
+            failure = None if asks_for_part and is_there else self._failure_of_save()
+            if failure is None and not is_there:
+                # On a full disk, rank 0 says that it gives up after it has removed the files.
+                self._wake.wait(LONGEST_SECONDS)
+                failure = self._failure_of_save() or self._replaced()
             if failure is not None:
                 raise failure
             if waited > self._deadline + GRACE_SECONDS:
@@ -307,6 +318,13 @@ class StatusFiles:
             if self._given_up is not None and not is_told:
                 is_told = True
                 self._put_failure(self._given_up)
+
+    def _replaced(self) -> ExchangeError:
+        return ExchangeError(
+            f"{self._storage.url}: another save has replaced this one before rank {self._rank} saw "
+            "its end\nLet one job at a time save to a place; the checkpoint that is there now is "
+            "the other one's, and is whole"
+        )
 
     def _cause_of(self, error: BaseException) -> BaseException:
         """Why this rank has failed, given how.

@@ -12,22 +12,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.commit import write_and_commit
-from remesh.checkpoint.unchanged import FileSource, remove_paths
+from remesh.checkpoint.unchanged import remove_paths
 from remesh.errors import StorageError
 from remesh.formats.framing import Part, as_written
 from remesh.pipeline import StreamFiles
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
-from remesh.pipeline.write import ChunkWriter
+from remesh.pipeline.write import ChunkWriter, FileCopy
 from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
@@ -49,8 +50,9 @@ class WriteTask:
     parts: Sequence[Part]  # what this rank will say of them, without digests
     kept: Sequence[Part]  # what it says of files that did not change, which are there already
     last_place: str  # where the last checkpoint is, as another process opens it
-    sources: Sequence[FileSource]
-    """Files of it that files of the stream may be; all chunks fit into the arena then."""
+    sources: Mapping[int, Part]
+    """Files of it that files of the stream may be, by their numbers; all chunks fit into the arena
+    then."""
     at_once: bool  # whether writing begins with the first chunk, and not when all are staged
     global_plan: GlobalSavePlan | None  # on rank 0, what it knows of the save
 
@@ -174,15 +176,17 @@ class SaveWriter:
         task = self.task
         self._trainer.see("save.file_created", task.num_bytes)
         copies = {
-            source.number: source.copy_of(
-                self._last, self._storage, task.files.paths[source.number]
-            )
-            for source in task.sources
-            if self._last is not None
+            number: FileCopy(part.written, partial(self._copy, part, task.files.paths[number]))
+            for number, part in task.sources.items()
         }
         known = self._writer.copy_unchanged(task.files, copies) if copies else {}
         self._copied.update(known)
         return ChunkWriter(self._storage, task.files, task.num_bytes, known)
+
+    def _copy(self, part: Part, path: str) -> bool:
+        """Let the storage copy a file of the last checkpoint."""
+        assert self._last is not None
+        return self._storage.copy_from(self._last, part.path, path, part.stored_size)
 
     def _counted(self) -> Callable[[int], None]:
         """A function for after each chunk: tells of it, and puts the progress now and then."""

@@ -44,7 +44,6 @@ from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, check_sees, check_space, is_one_directory
 from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.checkpoint.unchanged import (
-    FileSource,
     History,
     OwnFile,
     keep_files,
@@ -133,8 +132,8 @@ class RankSavePlan:
         return [*(part.path for part in self.kept), *self.stream.files.paths]
 
     @property
-    def sources(self) -> list[FileSource]:
-        """Files of the last checkpoint that files of the stream may be."""
+    def sources(self) -> dict[int, Part]:
+        """Files of the last checkpoint that files of the stream may be, by their numbers."""
         of_path = {file.frame.path: file for file in self.files}
         return sources_of(self.history, [of_path[path] for path in self.stream.files.paths])
 

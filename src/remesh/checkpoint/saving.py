@@ -30,7 +30,7 @@ from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
 from remesh.exchange import run_joined
-from remesh.formats.framing import Part, Writer, as_written
+from remesh.formats.framing import Part, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.pipeline import Compress, write_collected, write_stream
@@ -111,19 +111,6 @@ def save(  # noqa: PLR0913 - each option stands for itself
     )
 
 
-def check_compress(function: str, compress: Compress | None, writer: Writer) -> None:
-    """Check that files of a format can be compressed so, and that the library is there."""
-    if compress is None:
-        return
-    check_choice(function, "compress", compress, get_args(Compress))
-    if not writer.has_digests:
-        raise StateError(
-            f"compress={compress!r}: files of format {writer.name!r} are never compressed\nOther "
-            "programs could not read them; leave compress away, or save in the format 'remesh'"
-        )
-    check_library()
-
-
 def options_of(
     overwrite: bool,
     metadata: Mapping[str, object] | None,
@@ -139,7 +126,15 @@ def options_of(
     check_flag("save", "overwrite", overwrite)
     check_flag("save", "verify_replicas", verify_replicas)
     writer = writer_of(format)
-    check_compress("save", compress, writer)
+    if compress is not None:
+        check_choice("save", "compress", compress, get_args(Compress))
+        if not writer.has_digests:
+            raise StateError(
+                f"compress={compress!r}: files of format {writer.name!r} are never compressed\n"
+                "Other programs could not read them; leave compress away, or save in the format "
+                "'remesh'"
+            )
+        check_library()
     unknown = sorted({*(format_options or ())} - {*writer.options})
     if unknown:
         raise StateError(

@@ -46,7 +46,6 @@ from remesh.formats.framing import Frame, Grid, Part, Writer, as_written
 from remesh.formats.native import data_path
 from remesh.pipeline import has_digests
 from remesh.pipeline.source import stored_copies
-from remesh.pipeline.write import FileCopy
 from remesh.storage import Storage
 
 MIN_BYTES = 4 << 20
@@ -168,33 +167,20 @@ def own_files(
     return files
 
 
-class FileSource(msgspec.Struct, frozen=True):
-    """A file of the last checkpoint that may be one of this save."""
+def sources_of(history: History, files: Sequence[OwnFile]) -> dict[int, Part]:
+    """The files of the last checkpoint that some files of a save may be, by their numbers.
 
-    number: int  # number of the file among those that the save asks about
-    part: Part  # what was said of it, without the places of its pieces
-
-    def copy_of(self, last: Storage, storage: Storage, new: str) -> FileCopy:
-        """How a new file comes to be a copy of it."""
-
-        def make() -> bool:
-            path, size = self.part.path, self.part.stored_size
-            return storage.copy_from(last, path, new, size)
-
-        return FileCopy(self.part.written, make)
-
-
-def sources_of(history: History, files: Sequence[OwnFile]) -> list[FileSource]:
-    """The files of the last checkpoint that some files of a save may be."""
+    Of each, what was said of it, without the places of its pieces.
+    """
     before = {
         file.key: as_written(Part(file.frame.path, file.frame.num_bytes, b"", b""), written)
         for file, written in history.files
     }
-    return [
-        FileSource(number, before[file.key])
+    return {
+        number: before[file.key]
         for number, file in enumerate(files)
         if file.group and file.key in before
-    ]
+    }
 
 
 def keep_files(
@@ -213,11 +199,11 @@ def keep_files(
     if at_once and storage.copying != "at once":
         return kept
     try:
-        for source in sources_of(history, files):
-            file = files[source.number]
-            if _keep(storage, history.storage, source.part, file, tensors):
+        for number, source in sources_of(history, files).items():
+            file = files[number]
+            if _keep(storage, history.storage, source, file, tensors):
                 stream = lay_out([file.frame], tensors, [file.numbers])
-                part = as_written(stream.parts[0], source.part.written)
+                part = as_written(stream.parts[0], source.written)
                 kept.append(msgspec.structs.replace(part, is_kept=True))
     except BaseException:
         remove_paths(storage, [part.path for part in kept])
