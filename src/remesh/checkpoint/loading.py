@@ -36,11 +36,18 @@ from remesh.checkpoint.local import (
     exchange_of,
     finish_device_work,
 )
-from remesh.checkpoint.match import LoadOptions, Names, RankLoadPlan, RankReads, match
+from remesh.checkpoint.match import (
+    LoadOptions,
+    Names,
+    Policy,
+    RankLoadPlan,
+    RankReads,
+    check_patterns,
+    match,
+)
 from remesh.checkpoint.mismatch import counted, listed, refuse, with_recipe
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
-from remesh.checkpoint.resizing import Policy, check_patterns
 from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import collector_rests
@@ -118,6 +125,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         What became of each name, on this rank.
 
     Raises:
+        OptionError: If an option has a wrong type or value.
         CheckpointNotFoundError: If there is no committed checkpoint.
         MismatchError: If state and checkpoint do not fit. Nothing was changed.
         TransformError: If the transformation is malformed, or does not fit the stored tensors or
@@ -260,7 +268,7 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
 
     Returns this rank's report, without the time that the load took.
     """
-    emit("load.planned", plan.filling.num_bytes)
+    emit("load.planned", plan.report.bytes_needed)
     sizes: list[int] = []
     shared = False
 
@@ -277,7 +285,7 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
         for fill_new in plan.after:
             fill_new()
         emit("load.read")
-        return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes)))
+        return msgspec.msgpack.encode((plan.report.bytes_needed, sum(sizes)))
 
     def put_back() -> bytes:
         plan.description.rebuild(plan)

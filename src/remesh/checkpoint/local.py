@@ -26,7 +26,7 @@ from remesh.core.memory import (
     Memory,
     memory_of_numpy,
 )
-from remesh.core.sharded import ArrayLike
+from remesh.core.sharded import ArrayLike, Part
 from remesh.core.state import (
     Description,
     Role,
@@ -212,55 +212,39 @@ class LocalTensors:
 def tensors_to_store(description: Description) -> LocalTensors:
     """Tabulate what this rank holds; tied tensors are kept once."""
     entries, aliases = split_aliases(description.tensors)
-    rows: dict[str, int] = {}
-    tensors: list[tuple[str, str, tuple[int, ...]]] = []
-    boxes: list[tuple[int, Box]] = []
-    roles: list[int] = []
-    is_frozen: list[bool] = []
-    memories: list[Memory] = []
-    arrays: list[ArrayLike] = []
+    tensors: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for entry in entries:
-        row = rows.setdefault(entry.name, len(rows))
         what = (entry.name, entry.dtype, entry.global_shape)
-        if row == len(tensors):
-            tensors.append(what)
-        elif tensors[row] != what:
-            raise StateError(f"{entry.name}: described twice, as {tensors[row][1:]} and {what[1:]}")
-        for part in entry.parts:
-            boxes.append((row, part.box))
-            roles.append(int(entry.role))
-            is_frozen.append(entry.is_frozen)
-            memories.append(memory_of(part.data, entry.name))
-            arrays.append(part.data)
-    if len(boxes) > len(tensors):
-        _refuse_equal_claims(tensors, boxes, roles)
-    table = BoxTable.of(TensorTable.of(tensors), boxes)
+        known = tensors.setdefault(entry.name, what)
+        if known != what:
+            raise StateError(f"{entry.name}: described twice, as {known[1:]} and {what[1:]}")
+    rows = {name: row for row, name in enumerate(tensors)}
+    held = [(entry, part) for entry in entries for part in entry.parts]
+    if len(held) > len(tensors):
+        _refuse_equal_claims(held)
+    boxes = [(rows[entry.name], part.box) for entry, part in held]
     return LocalTensors(
-        table,
-        np.array(roles, dtype=np.int64),
-        memories,
-        arrays,
+        BoxTable.of(TensorTable.of(list(tensors.values())), boxes),
+        np.array([int(entry.role) for entry, _ in held], dtype=np.int64),
+        [memory_of(part.data, entry.name) for entry, part in held],
+        [part.data for _, part in held],
         aliases,
-        np.array(is_frozen, dtype=np.bool_),
+        np.array([entry.is_frozen for entry, _ in held], dtype=np.bool_),
     )
 
 
-def _refuse_equal_claims(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
-    boxes: Sequence[tuple[int, Box]],
-    roles: Sequence[int],
-) -> None:
+def _refuse_equal_claims(held: Sequence[tuple[TensorEntry, Part]]) -> None:
     """Refuse a box of a tensor that is there twice, each time as what is stored."""
-    claimed: set[tuple[int, Box]] = set()
-    for (row, box), role in zip(boxes, roles, strict=True):
-        if role == Role.REPLICA:
+    claimed: set[tuple[str, Box]] = set()
+    for entry, part in held:
+        if entry.role == Role.REPLICA:
             continue
-        if (row, box) in claimed:
+        if (entry.name, part.box) in claimed:
             raise NameCollisionError(
-                f"{tensors[row][0]}: two tensors of the state have this stored name and the same "
-                f"box {box}\nRename one of them, or give one a replica_id that is not 0"
+                f"{entry.name}: two tensors of the state have this stored name and the same "
+                f"box {part.box}\nRename one of them, or give one a replica_id that is not 0"
             )
-        claimed.add((row, box))
+        claimed.add((entry.name, part.box))
 
 
 def split_aliases(entries: list[TensorEntry]) -> tuple[list[TensorEntry], dict[str, str]]:

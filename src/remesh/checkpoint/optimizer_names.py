@@ -289,25 +289,22 @@ class _Renaming:
         for full, rest in self._below(_GROUPS):
             owner, _, option = rest.rpartition(".")
             options.setdefault(owner, {})[option] = full
+        raw = self.stored.document.values
         for number, group in enumerate(self.live.groups):
             path = (*self._path, _GROUPS, number)
             members = [name for name in group if name in options]
             self.lists[*path, "params"] = members
             for option, first in options[members[0]].items() if members else ():
                 self.moved[first] = (*path, option)
-                for other in members[1:]:
-                    self._drop_equal(first, options[other].get(option), option)
-
-    def _drop_equal(self, first: str, other: str | None, option: str) -> None:
-        raw = self.stored.document.values
-        if other is None or other not in raw or first not in raw:
-            return
-        if bytes(raw[first]) != bytes(raw[other]):
-            raise self._error(
-                f"{first} and {other} differ",
-                f"One group of the optimizer has one {option}. Split the group as it was saved",
-            )
-        self.dropped.add(other)
+                others = [options[name].get(option, "") for name in members[1:]]
+                for other in (one for one in others if first in raw and one in raw):
+                    if bytes(raw[first]) != bytes(raw[other]):
+                        raise self._error(
+                            f"{first} and {other} differ",
+                            f"One group of the optimizer has one {option}. Split the group as it "
+                            "was saved",
+                        )
+                    self.dropped.add(other)
 
     def _name_states(self, names: Mapping[str, str]) -> dict[Path, str]:
         """Give each entry of the state the name of its parameter, as one key of its path.

@@ -243,6 +243,7 @@ class Resharder:
         assert last is not None
         [(tensors, target)] = held
         self._emit("save.described")
+        finish_device_work(tensors.memories)
         if self._exchange.rank == 0:
             self._emit("save.planned")
         _, transfer = self._transfers[-1]
@@ -289,7 +290,6 @@ class Resharder:
         on_read: OnRead,
     ) -> bool:
         """What a load does to read. Collective."""
-        finish_device_work(given.memories)
         transfer = transfer_of(reads)
         transfer.execute(self._exchange, given.memories, reads.destinations, on_read)
         return False
@@ -307,6 +307,8 @@ class Resharder:
         agreed = agree(
             exchange, MemoryStorage(), self._source_state, options, cache=cache, emit=self._emit
         )
+        # All of them: a rank gives others also what is another's to write.
+        finish_device_work(agreed.tensors.memories)
         is_known = cache.hits > num_hits and self._index is not None
 
         def tell() -> bytes:
