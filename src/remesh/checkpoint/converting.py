@@ -159,7 +159,7 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         format,
         len(index.tensors),
         num_values,
-        sum(entry.num_bytes for entry in map(index.__getitem__, index)),
+        sum(index[name].num_bytes for name in index),
         verified,
         tuple(description.unchecked),
     )

@@ -344,7 +344,9 @@ def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
             listed(report.missing),
             listed(report.unexpected),
         )
-    left = _optimizer_state_left(report)
+    groups = (name.partition(".param_groups.") for name in report.restored)
+    loaded = tuple({f"{optimizer}.state." for optimizer, found, _ in groups if found})
+    left = [name for name in report.unexpected if name.startswith(loaded)]
     if left:
         _LOGGER.warning(
             "%d entries of optimizer state in %s belong to no parameter of the state\n"
@@ -364,16 +366,6 @@ def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
     if report.unchecked:
         text = "%s was repaired, and no digest proves that these are what was saved: %s"
         _LOGGER.warning(text, url, listed(report.unchecked))
-
-
-def _optimizer_state_left(report: RestoreReport) -> list[str]:
-    """The names of optimizer state that no rank asks for, of optimizers that are loaded."""
-    loaded = {
-        f"{name.partition('.param_groups.')[0]}.state."
-        for name in report.restored
-        if ".param_groups." in name
-    }
-    return [name for name in report.unexpected if name.startswith(tuple(loaded))]
 
 
 def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Assign | None:

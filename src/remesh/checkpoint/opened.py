@@ -288,10 +288,7 @@ class Checkpoint:
             boxes: Stored name and box of each, in global elements.
 
         Returns:
-            Arrays as of `read_array`.
-
-        Raises:
-            RemeshError: As `read_array`.
+            Arrays as of `read_array`, which says what it raises.
         """
         for name, box in boxes:
             whole = Box.whole(self.tensor(name).shape)
@@ -302,10 +299,9 @@ class Checkpoint:
     def read(self, name: str, box: Box | None = None) -> Any:
         """Read a tensor or a box of it as a torch tensor on the CPU; without torch as an array.
 
-        Args are those of `read_array`.
+        Args and errors are those of `read_array`.
 
         Raises:
-            RemeshError: As `read_array`.
             UnsupportedValueError: If torch is not installed and numpy lacks the element type.
         """
         self._check_readable(name)
@@ -394,39 +390,34 @@ class Checkpoint:
             CheckpointReplacedError: If the checkpoint was overwritten since it was opened.
             StorageError: If the storage fails.
         """
-        with native.unless_replaced(self._storage, self._stored.identity):
-            report = self._verify(on_progress)
-        if not report.ok:
-            native.check_current(self._storage, self._stored.identity)
-        return report
-
-    def _verify(self, on_progress: Callable[[int], None] | None) -> VerifyReport:
         index, storage = self.index, self._storage
-        damages = native.check_files(storage, self._contents.record, index)
-        incomplete = {damage.file for damage in damages}
-        spans = [
-            (number, start, min(start + VERIFY_BYTES, file.num_bytes))
-            for number, file in enumerate(index.files)
-            if file.path not in incomplete
-            for start in range(0, file.num_bytes, VERIFY_BYTES)
-        ]
+        with native.unless_replaced(storage, self._stored.identity):
+            damages = native.check_files(storage, self._contents.record, index)
+            incomplete = {damage.file for damage in damages}
+            spans = [
+                (number, start, min(start + VERIFY_BYTES, file.num_bytes))
+                for number, file in enumerate(index.files)
+                if file.path not in incomplete
+                for start in range(0, file.num_bytes, VERIFY_BYTES)
+            ]
 
-        def check(task: int, buffer: Buffer) -> None:
-            number, start, stop = spans[task]
-            data = buffer[: stop - start]
-            storage.read_into(index.files[number].path, start, data)
-            damages.extend(find_damage(index, number, start, data))
-            if on_progress is not None:
-                on_progress(stop - start)
+            def check(task: int, buffer: Buffer) -> None:
+                number, start, stop = spans[task]
+                data = buffer[: stop - start]
+                storage.read_into(index.files[number].path, start, data)
+                damages.extend(find_damage(index, number, start, data))
+                if on_progress is not None:
+                    on_progress(stop - start)
 
-        run_workers(4, len(spans), VERIFY_BYTES, check)
-        num_bytes = sum(file.num_bytes for file in index.files)
-        in_order = sorted(damages, key=lambda damage: (damage.file, damage.start))
-        return VerifyReport(
+            run_workers(4, len(spans), VERIFY_BYTES, check)
+        report = VerifyReport(
             len(index.files),
-            num_bytes,
-            tuple(in_order),
+            sum(file.num_bytes for file in index.files),
+            tuple(sorted(damages, key=lambda damage: (damage.file, damage.start))),
             bool(index.block_size),
             self._stored.document.unchecked_names,
             tuple(index.tensors.names[row] for row in faulty_tensors(index.boxes)),
         )
+        if not report.ok:
+            native.check_current(storage, self._stored.identity)
+        return report
