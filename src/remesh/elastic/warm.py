@@ -16,6 +16,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import select
 import socket
 import subprocess
@@ -57,28 +58,17 @@ def modules_of(script: str, *, is_module: bool = False) -> tuple[str, ...]:
     """
     path = Path(f"{script.replace('.', '/')}.py" if is_module else script)
     try:
-        tree = ast.parse(path.read_bytes())
+        source = path.read_bytes()
+        tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return ()
-    if not any(map(_names_elastic, ast.walk(tree))):
+    if not re.search(rb"\bremesh\b.{0,80}?\belastic\b", source, re.DOTALL):
         return ()
     found = dict.fromkeys(name for name in _first_imports(tree) if name.partition(".")[0] in KNOWN)
     if any(name.partition(".")[0] == "torch" for name in found):
         found |= dict.fromkeys(LATER)
         found = {"numpy": None} | found  # its threads are told from those of others
     return tuple(found)
-
-
-def _names_elastic(node: ast.AST) -> bool:
-    match node:
-        case ast.Import(names=names):
-            return any(f"{one.name}.".startswith("remesh.elastic.") for one in names)
-        case ast.ImportFrom(module=str(module), names=names):
-            full = [module, *(f"{module}.{one.name}" for one in names)]
-            return any(f"{name}.".startswith("remesh.elastic.") for name in full)
-        case ast.Attribute(value=ast.Name(id="remesh"), attr="elastic"):
-            return True
-    return False
 
 
 def _first_imports(tree: ast.Module) -> Iterator[str]:
