@@ -24,7 +24,15 @@ from remesh.kubernetes.observed import Master, Pod, Role, parse_pod
 from remesh.kubernetes.operator import Metrics, Operator
 from remesh.kubernetes.pods import make_pod, pod_name
 from remesh.kubernetes.reconcile import Action, CreatePod, DeletePod
-from remesh.kubernetes.resource import FINALIZER, Job, Key, Spec, Status, Training, WorkerSpec
+from remesh.kubernetes.resource import (
+    FINALIZER,
+    ElasticJob,
+    JobStatus,
+    Key,
+    Spec,
+    Training,
+    WorkerSpec,
+)
 
 COLUMNS = ("jobs", "workers", "start, s", "its CPU, s", "requests", "MB", "react, ms", "p99, ms")
 
@@ -37,7 +45,7 @@ class ApiServer:
         worker = WorkerSpec(template={"spec": {"containers": containers}})
         spec = Spec(script=("train.py",), replicas=num_workers, min_replicas=1, worker=worker)
         self.jobs = {
-            Key("ml", f"job-{number}"): Job(
+            Key("ml", f"job-{number}"): ElasticJob(
                 name=f"job-{number}",
                 namespace="ml",
                 uid=f"u{number}",
@@ -52,7 +60,7 @@ class ApiServer:
         self.num_requests = 0
         self.on_change: Any = None
 
-    async def read_job(self, key: Key) -> Job | None:
+    async def read_job(self, key: Key) -> ElasticJob | None:
         await self._request()
         return self.jobs[key]
 
@@ -60,7 +68,7 @@ class ApiServer:
         await self._request()
         return tuple(self.pods[key].values())
 
-    async def write_status(self, job: Job, status: Status) -> Job:
+    async def write_status(self, job: ElasticJob, status: JobStatus) -> ElasticJob:
         await self._request()
         key = job.key
         stored = self.jobs[key]
@@ -71,7 +79,7 @@ class ApiServer:
         self.on_change(key)
         return self.jobs[key]
 
-    async def perform(self, job: Job, action: Action) -> None:
+    async def perform(self, job: ElasticJob, action: Action) -> None:
         await self._request()
         key = job.key
         match action:
@@ -101,7 +109,7 @@ async def measure(num_jobs: int, num_workers: int) -> dict[str, float]:
     """Measure one size."""
     server = ApiServer(num_jobs, num_workers)
 
-    async def ask(job: Job, _pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(job: ElasticJob, _pods: tuple[Pod, ...]) -> Master | None:
         training = Training(time=datetime.now(UTC), phase="running", round=1, step=1)
         return Master(epoch=job.status.epoch, training=training)
 

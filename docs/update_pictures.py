@@ -30,7 +30,7 @@ from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.demo import picture
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Event, Job, NodeLost, Policy, Tick, apply, content_of
+from remesh.elastic.job import Event, JobState, NodeLost, Policy, Tick, apply, content_of
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.protocol import (
     Drain,
@@ -323,7 +323,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self.settings, self.now = Settings(min_nodes=2, max_nodes=3, last_call=1.0), 0.0
-        self.job = Job(policy=Policy(check=True))
+        self.job = JobState(policy=Policy(check=True))
         self.agents: dict[int, str] = {}
         self.rounds: dict[int, int] = {}
         self.states: dict[int, str] = {}

@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from remesh.elastic.job import HangDetected, Job, NodeLost, StacksCollected, Tick, apply, charges_of
+from remesh.elastic.job import (
+    HangDetected,
+    JobState,
+    NodeLost,
+    StacksCollected,
+    Tick,
+    apply,
+    charges_of,
+)
 from remesh.elastic.liveness import Liveness, events_of_time, long_pause, on_beat, on_message
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.protocol import Beat, Drain, Leave, RankReport, ReportTest, TestResult
@@ -14,12 +22,12 @@ from remesh.elastic.status import status_of
 from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, joining, node, run
 
 
-def charged(state: Job, now: float = 1000.0) -> dict[int, int]:
+def charged(state: JobState, now: float = 1000.0) -> dict[int, int]:
     counts = {number: charges_of(state, number, now).count for number in state.charges}
     return {number: count for number, count in counts.items() if count}
 
 
-def history(state: Job) -> str:
+def history(state: JobState) -> str:
     return "\n".join(line.text for line in state.history)
 
 
@@ -100,7 +108,7 @@ class TestCharges:
         assert "no restart left: 1 of 1 restarts charged to its node" in state.rendezvous.reason
 
 
-def beat(live: Liveness, state: Job, now: float, **ranks: RankReport) -> Job:
+def beat(live: Liveness, state: JobState, now: float, **ranks: RankReport) -> JobState:
     """Both nodes are heard; the ranks of one say how far they are."""
     on_message(live, "a", now)
     request = Beat(
@@ -178,7 +186,7 @@ def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
     assert 'remesh_rank_step_seconds{rank="3"} 2.0' in metrics
 
 
-def checked(num_nodes: int, *, exclude: bool) -> Job:
+def checked(num_nodes: int, *, exclude: bool) -> JobState:
     """A job whose nodes were checked before its first round; the last is ten times slower."""
     policy = msgspec.structs.replace(POLICY, check=True, exclude_stragglers=exclude)
     state = run(policy, num_nodes=num_nodes)

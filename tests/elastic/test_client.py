@@ -16,14 +16,14 @@ import msgspec
 import pytest
 
 from remesh.elastic.client import Client, read_token
-from remesh.elastic.job import Job, Policy
+from remesh.elastic.job import JobState, Policy
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.status import status_of
 from remesh.errors import MasterError, StorageError
 from tests.elastic.agents import serving
 
-WAITING = Job(policy=Policy())
+WAITING = JobState(policy=Policy())
 
 
 def held_port() -> socket.socket:

@@ -14,7 +14,7 @@ from remesh.elastic.job import (
     CheckpointSaved,
     Event,
     HangDetected,
-    Job,
+    JobState,
     NodeLost,
     Policy,
     RanksWait,
@@ -88,7 +88,7 @@ class Jobs(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = Job(policy=POLICY)
+        self.state = JobState(policy=POLICY)
         self.now = 1000.0
         self.live = Liveness.after_start(self.state, self.now)
         self.journal = Journal(":memory:")
@@ -325,9 +325,9 @@ def node(number: int) -> Node:
     return Node(id=number, incarnation="a", name=str(number), address="x", num_processes=1)
 
 
-def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> Job:
+def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> JobState:
     """A job whose first round has begun at 100."""
-    state = Job(policy=policy)
+    state = JobState(policy=policy)
     for number in range(num_nodes):
         event = joining(node(number), max_restarts=max_restarts)
         state = apply(state, event, 1.0 + number)
@@ -336,7 +336,7 @@ def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> J
     return state
 
 
-def join(state: Job, *numbers: int, now: float) -> Job:
+def join(state: JobState, *numbers: int, now: float) -> JobState:
     """Nodes of the current round join again."""
     after = state.rendezvous.round
     for number in numbers:
@@ -345,7 +345,9 @@ def join(state: Job, *numbers: int, now: float) -> Job:
     return state
 
 
-def fail(state: Job, number: int, now: float, message: str = "", *, exit_code: int = 1) -> Job:
+def fail(
+    state: JobState, number: int, now: float, message: str = "", *, exit_code: int = 1
+) -> JobState:
     """The process of a node fails."""
     current = state.rendezvous.round
     failure = ProcessFailure(
@@ -361,18 +363,18 @@ def fail(state: Job, number: int, now: float, message: str = "", *, exit_code: i
     return apply(state, event, now)
 
 
-def shown_to(state: Job, number: int, now: float) -> Content:
+def shown_to(state: JobState, number: int, now: float) -> Content:
     """What a node that runs processes of round 1 has to do."""
     sender = Sender(node_id=number, incarnation="a", round=1)
     return content_of(apply(state, Tick(), now), sender)
 
 
-def seen(state: Job, now: float) -> Status:
+def seen(state: JobState, now: float) -> Status:
     return status_of(state, Liveness.after_start(state, now), now)
 
 
 def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
-    state = Job(policy=POLICY)
+    state = JobState(policy=POLICY)
     for number, after_round in ((0, 7), (1, 7)):
         event = joining(node(number), after_round=after_round)
         state = apply(state, event, 1.0)
@@ -551,4 +553,4 @@ def test_an_ended_job_stays_ended() -> None:
 def test_a_job_survives_its_encoding() -> None:
     state = fail(run(), 0, 120.0)
     state = apply(state, NodeLost(node_id=1, incarnation="a"), 121.0)
-    assert msgspec.json.decode(msgspec.json.encode(state), type=Job) == state
+    assert msgspec.json.decode(msgspec.json.encode(state), type=JobState) == state

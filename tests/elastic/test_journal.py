@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from remesh.cli import cli
-from remesh.elastic.job import Job, Policy
+from remesh.elastic.job import JobState, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import RETRY_SECONDS, Connection, Master
 from remesh.elastic.metrics import render_metrics
@@ -33,9 +33,9 @@ class Clock:
         return self.now
 
 
-def after(number: int) -> Job:
+def after(number: int) -> JobState:
     """The job after so many events."""
-    return Job(policy=POLICY, num_checks=number, check_reason="x" * 2000)
+    return JobState(policy=POLICY, num_checks=number, check_reason="x" * 2000)
 
 
 async def join(master: Master, number: int) -> None:
@@ -56,7 +56,7 @@ async def join(master: Master, number: int) -> None:
     assert isinstance(shown[-1].content, Waiting)
 
 
-def loaded(path: Path) -> tuple[Job, list[str]]:
+def loaded(path: Path) -> tuple[JobState, list[str]]:
     with closing(Journal(path)) as journal:
         return journal.load(POLICY)[0], journal.warnings
 
@@ -76,7 +76,7 @@ class TestFullDisk:
     ) -> None:
         clock, file = Clock(), tmp_path / "journal"
 
-        async def play() -> Job:
+        async def play() -> JobState:
             master = Master(POLICY, Journal(file), clock)
             await join(master, 0)
             assert not master.warnings
@@ -118,7 +118,7 @@ class TestFullDisk:
 class TestKept:
     def test_the_newest_job_is_there_after_a_kill(self, tmp_path: Path) -> None:
         with closing(Journal(tmp_path / "journal")) as journal:
-            assert journal.load(POLICY) == (Job(policy=POLICY), 0.0)
+            assert journal.load(POLICY) == (JobState(policy=POLICY), 0.0)
             for number in range(3):
                 journal.write(after(number), float(number))
                 # What a master leaves that is killed now.

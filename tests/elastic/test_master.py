@@ -18,7 +18,7 @@ from remesh.cli import cli
 from remesh.elastic.agent_socket import MAX_SENDERS, RateLimit
 from remesh.elastic.client import Client
 from remesh.elastic.failures import FailureAction
-from remesh.elastic.job import Job, Policy
+from remesh.elastic.job import JobState, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import ALIVE_SECONDS, on_message
 from remesh.elastic.master import Connection, Master, RefusedError
@@ -230,7 +230,7 @@ class TestNodesOfAMasterThatStoodStill:
         clock = Clock()
 
         class SlowJournal(Journal):
-            def write(self, job: Job, time: float) -> None:
+            def write(self, job: JobState, time: float) -> None:
                 clock.now += 60
                 super().write(job, time)
 

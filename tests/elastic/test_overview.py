@@ -10,7 +10,7 @@ from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import (
     MAX_CHECKPOINTS,
     CheckpointSaved,
-    Job,
+    JobState,
     NodeLost,
     Policy,
     ProgressRecorded,
@@ -32,12 +32,12 @@ from remesh.elastic.status import MAX_ROWS, PAGE_ROWS, Query, Status, status_of
 MAX_BYTES = 300_000
 
 
-def job_of(num_nodes: int, num_processes: int = 8) -> Job:
+def job_of(num_nodes: int, num_processes: int = 8) -> JobState:
     """A job that runs on so many nodes."""
     settings = Settings(
         min_nodes=num_nodes, max_nodes=num_nodes, node_unit=1, last_call=0.0, join_timeout=60.0
     )
-    job = Job(policy=Policy())
+    job = JobState(policy=Policy())
     for number in range(num_nodes):
         join = Join(
             name=f"host-{number}",
@@ -53,7 +53,7 @@ def job_of(num_nodes: int, num_processes: int = 8) -> Job:
     return job
 
 
-def seen(job: Job, live: Liveness, query: Query) -> Status:
+def seen(job: JobState, live: Liveness, query: Query) -> Status:
     return status_of(job, live, 2000.0, (), query)
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Job, NodeLost, Policy, apply
+from remesh.elastic.job import JobState, NodeLost, Policy, apply
 from remesh.elastic.liveness import (
     BEAT_SECONDS,
     CONFIRM_SECONDS,
@@ -31,7 +31,7 @@ LATE = BEAT_SECONDS + CONFIRM_SECONDS
 
 
 def nobody() -> Liveness:
-    return Liveness.after_start(Job(policy=Policy()), 0.0)
+    return Liveness.after_start(JobState(policy=Policy()), 0.0)
 
 
 def test_a_death_is_confirmed_when_the_next_heartbeat_is_overdue() -> None:
@@ -61,9 +61,9 @@ def test_a_suspected_agent_is_dead_if_processes_of_its_world_have_lost_a_peer() 
     assert dead == ["a"]
 
 
-def _world_of_two() -> tuple[Job, Liveness]:
+def _world_of_two() -> tuple[JobState, Liveness]:
     """A job that trains on two nodes, which have a session each, of the same number."""
-    job = Job(policy=Policy(heartbeat_timeout=100.0))
+    job = JobState(policy=Policy(heartbeat_timeout=100.0))
     settings = Settings(min_nodes=1, max_nodes=2)
     for node in (0, 1):
         name = str(node)

@@ -28,7 +28,7 @@ from lightkube.types import PatchType
 from remesh.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, SERVICES
 from remesh.kubernetes.manifests import NAME, manifests
 from remesh.kubernetes.observed import Pod, Role, parse_pod
-from remesh.kubernetes.resource import LABEL_JOB, Job, parse_job
+from remesh.kubernetes.resource import LABEL_JOB, ElasticJob, parse_job
 from tests.elastic.cluster import REMESH, TRAIN, reserve_port
 from tests.kubernetes.controllers import jobs_of
 from tests.waiting import wait_until
@@ -262,7 +262,7 @@ class Bed:
                 volume["emptyDir"] = {}  # the scheduler looks for claims, and there are none
         return spec
 
-    def job(self, name: str) -> Job:
+    def job(self, name: str) -> ElasticJob:
         return parse_job(self.client.get(JOBS, name))
 
     def pods(self, name: str) -> list[Pod]:

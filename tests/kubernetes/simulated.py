@@ -25,10 +25,10 @@ from remesh.kubernetes.reconcile import (
 from remesh.kubernetes.resource import (
     FINALIZER,
     Condition,
-    Job,
+    ElasticJob,
+    JobStatus,
     Key,
     Spec,
-    Status,
     Training,
     WorkerSpec,
     parse_job,
@@ -51,8 +51,8 @@ def make_spec(**changes: Any) -> Spec:
     return Spec(script=("train.py",), worker=WorkerSpec(template=TEMPLATE), **values)
 
 
-def make_job(**changes: Any) -> Job:
-    return Job(
+def make_job(**changes: Any) -> ElasticJob:
+    return ElasticJob(
         name=KEY.name, namespace=KEY.namespace, uid="u1", version="1", spec=make_spec(**changes)
     )
 
@@ -71,7 +71,7 @@ def pause() -> Generator[None, None, None]:
 class Cluster(ApiCluster):
     """What the API server stores, and the world around it."""
 
-    job: Job | None
+    job: ElasticJob | None
     hosts: int = 4
     now: datetime = START
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -79,11 +79,11 @@ class Cluster(ApiCluster):
     events: list[str] = field(default_factory=list)
     num_requests: int = 0
     lost_hosts: set[str] = field(default_factory=set)
-    written: list[Status] = field(default_factory=list)
+    written: list[JobStatus] = field(default_factory=list)
 
     # The API server ------------------------------------------------------------------------
 
-    async def read_job(self, key: Key) -> Job | None:
+    async def read_job(self, key: Key) -> ElasticJob | None:
         await self._request()
         return self.job
 
@@ -91,7 +91,7 @@ class Cluster(ApiCluster):
         await self._request()
         return self.seen()
 
-    async def write_status(self, job: Job, status: Status) -> Job:
+    async def write_status(self, job: ElasticJob, status: JobStatus) -> ElasticJob:
         await self._request()
         self._check(job)
         assert self.job is not None
@@ -99,13 +99,13 @@ class Cluster(ApiCluster):
             # As the API server stores it: what is null is not there.
             data = msgspec.to_builtins(self.job.status) | status_patch(self.job.status, status)
             data = {key: value for key, value in data.items() if value is not None}
-            stored = msgspec.convert(data, Status)
+            stored = msgspec.convert(data, JobStatus)
             assert stored == status
             self.written.append(stored)
             self.change(status=stored)
         return self.job
 
-    async def perform(self, job: Job, action: Action) -> None:
+    async def perform(self, job: ElasticJob, action: Action) -> None:
         await self._request()
         match action:
             case HoldJob(held):
@@ -140,7 +140,7 @@ class Cluster(ApiCluster):
         self.num_requests += 1
         return pause()
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: ElasticJob) -> None:
         if self.job is None or self.job.version != job.version:
             raise ConflictError
 
@@ -218,7 +218,7 @@ def refused_by(pod: dict[str, Any]) -> set[str]:
     return {host for each in fields for host in each["values"]}
 
 
-def roundtrip(job: Job) -> Job:
+def roundtrip(job: ElasticJob) -> ElasticJob:
     """A job as it comes back from the API server."""
     meta = {"name": job.name, "namespace": job.namespace, "uid": job.uid}
     data = {

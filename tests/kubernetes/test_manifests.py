@@ -24,8 +24,8 @@ from remesh.kubernetes.pods import make_pod, make_secret, make_service, token_of
 from remesh.kubernetes.resource import (
     Checkpoint,
     ExcludedHost,
+    JobStatus,
     MasterSpec,
-    Status,
     Tls,
     WorkerSpec,
     parse_quantity,
@@ -195,7 +195,7 @@ def test_a_template_is_completed_not_overruled() -> None:
         master=MasterSpec(state_claim="journal"),
     )
     excluded = (ExcludedHost(host="host-1", reason="", time=START),)
-    status = Status(excluded_hosts=excluded, memory=2 << 30, epoch=3)
+    status = JobStatus(excluded_hosts=excluded, memory=2 << 30, epoch=3)
     job = msgspec.structs.replace(make_job(), spec=spec, status=status)
     made = make_pod(job, Role.WORKER, 5)
     assert made["metadata"]["labels"]["team"] == "ml"

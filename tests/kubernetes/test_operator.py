@@ -14,8 +14,7 @@ import pytest
 from lightkube import AsyncClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from remesh.elastic.job import Job as ElasticJob
-from remesh.elastic.job import Policy
+from remesh.elastic.job import JobState, Policy
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.status import RoundFailures, status_of
 from remesh.errors import ClusterError
@@ -24,7 +23,7 @@ from remesh.kubernetes.api import EVENTS, JOBS, ApiCluster
 from remesh.kubernetes.observed import Master, Pod, Role, seen_of_master
 from remesh.kubernetes.operator import Masters, Metrics, Operator
 from remesh.kubernetes.reconcile import STALLED, Action
-from remesh.kubernetes.resource import Job, Key, Phase, Status, Tls
+from remesh.kubernetes.resource import ElasticJob, JobStatus, Key, Phase, Tls
 from tests.kubernetes.simulated import START, Cluster, make_job
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,18 +36,18 @@ class Clusters(ApiCluster):
         self.of = {name: Cluster(made) for name, made in (("good", job("good")), ("bad", job()))}
         self.wake: Callable[[Key], None] = lambda _key: None
 
-    async def read_job(self, key: Key) -> Job | None:
+    async def read_job(self, key: Key) -> ElasticJob | None:
         return await self.of[key.name].read_job(key)
 
     async def list_pods(self, key: Key) -> tuple[Pod, ...]:
         return await self.of[key.name].list_pods(key)
 
-    async def write_status(self, job: Job, status: Status) -> Job:
+    async def write_status(self, job: ElasticJob, status: JobStatus) -> ElasticJob:
         written = await self.of[job.name].write_status(job, status)
         self.wake(Key(job.namespace, job.name))
         return written
 
-    async def perform(self, job: Job, action: Action) -> None:
+    async def perform(self, job: ElasticJob, action: Action) -> None:
         await self.of[job.name].perform(job, action)
         self.wake(Key(job.namespace, job.name))
 
@@ -65,7 +64,7 @@ class Clusters(ApiCluster):
         }
 
 
-def job(name: str = "bad", **spec: Any) -> Job:
+def job(name: str = "bad", **spec: Any) -> ElasticJob:
     return msgspec.structs.replace(make_job(**spec), name=name)
 
 
@@ -85,7 +84,7 @@ def num_errors(metrics: Metrics) -> float:
     ("error", "text"),
     [
         (OverflowError("too large"), "the operator failed: OverflowError: too large"),
-        (ClusterError("ElasticJob ml/bad is not valid"), "ElasticJob ml/bad is not valid"),
+        (ClusterError("JobState ml/bad is not valid"), "JobState ml/bad is not valid"),
     ],
 )
 def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
@@ -96,7 +95,7 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
     bad, good = clusters.of["bad"], clusters.of["good"]
     is_broken = True
 
-    async def ask(asked: Job, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(asked: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
         if asked.name == "bad" and is_broken:
             raise error
         return None
@@ -146,7 +145,7 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reas
         async with aiohttp.ClientSession() as session:
             masters = Masters(session, b"k", "127.0.0.1")
 
-            async def ask(asked: Job, _pods: tuple[Pod, ...]) -> Master | None:
+            async def ask(asked: ElasticJob, _pods: tuple[Pod, ...]) -> Master | None:
                 return await masters.ask(asked, (running[asked.name],))
 
             looking = Operator(clusters, ask, Metrics())
@@ -178,7 +177,7 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reas
     ],
 )
 def test_an_answer_with_numbers_that_cannot_be_is_not_used(changes: dict[str, Any]) -> None:
-    elastic = ElasticJob(policy=Policy())
+    elastic = JobState(policy=Policy())
     said = status_of(elastic, Liveness.after_start(elastic, 0.0), 0.0)
     assert seen_of_master(said, 0, START).training.step is None
     with pytest.raises(ClusterError, match="the master's answer is not used"):
@@ -187,7 +186,7 @@ def test_an_answer_with_numbers_that_cannot_be_is_not_used(changes: dict[str, An
 
 @dataclasses.dataclass
 class Server:
-    """An API server with one object, which is no ElasticJob."""
+    """An API server with one object, which is no JobState."""
 
     found: dict[str, Any]
     created: list[tuple[type, dict[str, Any]]] = dataclasses.field(default_factory=list)

@@ -16,7 +16,7 @@ from remesh.kubernetes.api import ConflictError
 from remesh.kubernetes.observed import Master, Pod, Role
 from remesh.kubernetes.operator import Pass, reconcile_once
 from remesh.kubernetes.pods import pod_name
-from remesh.kubernetes.resource import FINISHED, Job, Phase, Status
+from remesh.kubernetes.resource import FINISHED, ElasticJob, JobStatus, Phase
 from tests.kubernetes.simulated import KEY, Cluster, make_job, make_master, make_spec
 
 RUNNING = make_master(phase="running", reason="round 1", round=1, step=7, saved_step=5)
@@ -29,7 +29,7 @@ class Bench:
         self.cluster = Cluster(make_job(**spec), hosts=hosts)
         self.master: Master | None = None
 
-    async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
         return self.master
 
     def look(self) -> Pass | None:
@@ -56,7 +56,7 @@ class Bench:
         raise AssertionError("the operator finds something to do for ever")
 
     @property
-    def status(self) -> Status:
+    def status(self) -> JobStatus:
         assert self.cluster.job is not None
         return self.cluster.job.status
 
@@ -84,7 +84,7 @@ def bench() -> Bench:
     return made
 
 
-def condition(status: Status, kind: str) -> str:
+def condition(status: JobStatus, kind: str) -> str:
     return next(each.status for each in status.conditions if each.type == kind)
 
 
@@ -309,7 +309,7 @@ class Everything(RuleBasedStateMachine):
         self.master: Master | None = None
         self.dropped: set[int] = set()
 
-    async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
         return self.master
 
     def step(self, number: int) -> bool:

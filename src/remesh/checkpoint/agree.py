@@ -613,7 +613,10 @@ def _document_of_all(
     elements of sharded objects of which it has another replica than the main one.
     """
     document = native.merge_documents(
-        [ValuesDocument.decode(encoded, "values") for encoded in documents if encoded]
+        [
+            ValuesDocument.decode(encoded, "values") if encoded else ValuesDocument()
+            for encoded in documents
+        ]
     )
     _check_names(names, document)
     _check_replicas(document, replicas)

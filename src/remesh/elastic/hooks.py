@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from remesh.elastic.job import Job
+from remesh.elastic.job import JobState
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ FINISH_SECONDS = 5.0
 
 
 async def report_exclusions(
-    current: Callable[[], Job], command: str | None, ending: asyncio.Event
+    current: Callable[[], JobState], command: str | None, ending: asyncio.Event
 ) -> None:
     """Run a command, if there is one, for each node that a job excludes, until the master ends.
 

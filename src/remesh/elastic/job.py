@@ -211,7 +211,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_over: bool = False  # whether it is saved, overdue, or not needed any more
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a job."""
 
     policy: Policy  # how the job is treated
@@ -248,7 +248,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assign_id(
-    job: Job, name: str, wanted: int | None, has_living_agent: Callable[[int], bool | None]
+    job: JobState, name: str, wanted: int | None, has_living_agent: Callable[[int], bool | None]
 ) -> tuple[int, str] | None:
     """The id of a node, and the name that this id has from now on.
 
@@ -276,7 +276,7 @@ def assign_id(
     raise AssertionError("labels never end")
 
 
-def apply(job: Job, event: Event, now: float) -> Job:
+def apply(job: JobState, event: Event, now: float) -> JobState:
     """The job after an event; nothing happens to it before the first node joins."""
     if job.began is None and not isinstance(event, Join):
         return job
@@ -302,7 +302,7 @@ def is_resized(before: Rendezvous, after: Rendezvous) -> bool:
     )
 
 
-def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
+def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobState:
     """The job after an event, before what follows from it."""
     match event:
         case Join():
@@ -338,15 +338,17 @@ def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
     return job
 
 
-def _replace(job: Job, **changes: object) -> Job:
+def _replace(job: JobState, **changes: object) -> JobState:
     return msgspec.structs.replace(job, **changes)
 
 
-def _note(job: Job, now: float, text: str) -> Job:
+def _note(job: JobState, now: float, text: str) -> JobState:
     return _replace(job, history=(*job.history, HistoryLine(now, text))[-MAX_RECORDS:])
 
 
-def _depart(job: Job, node_id: int, incarnation: str, text: str, now: float, *, lost: bool) -> Job:
+def _depart(
+    job: JobState, node_id: int, incarnation: str, text: str, now: float, *, lost: bool
+) -> JobState:
     """Record that a member of the world is gone: it explains why others fail."""
     nodes = job.rendezvous
     member = nodes.member(node_id)
@@ -356,7 +358,7 @@ def _depart(job: Job, node_id: int, incarnation: str, text: str, now: float, *, 
     return _replace(job, suspect=None, departures=(*job.departures, departure)[-MAX_RECORDS:])
 
 
-def _advance(job: Job, after: Rendezvous, now: float) -> Job:
+def _advance(job: JobState, after: Rendezvous, now: float) -> JobState:
     """Take over the next rendezvous, and begin what a new round begins."""
     before = job.rendezvous
     if after is before or before.outcome is not None:
@@ -374,7 +376,7 @@ def _advance(job: Job, after: Rendezvous, now: float) -> Job:
     return job
 
 
-def _join(job: Job, event: Join, now: float) -> Job:
+def _join(job: JobState, event: Join, now: float) -> JobState:
     if job.began is None:
         nodes = rendezvous.start(event.settings, now)
         job = _replace(job, began=now, rendezvous=nodes, max_restarts=event.max_restarts)
@@ -411,7 +413,7 @@ def node_of(event: Join) -> Node:
     )
 
 
-def _leave(job: Job, event: Leave, nodes: Rendezvous, now: float) -> Job:
+def _leave(job: JobState, event: Leave, nodes: Rendezvous, now: float) -> JobState:
     text = f"node {event.node_id} leaves, {event.outcome}: {event.reason}"
     if event.outcome is not Outcome.SUCCEEDED:
         job = _depart(job, event.node_id, event.incarnation, text, now, lost=False)
@@ -419,7 +421,7 @@ def _leave(job: Job, event: Leave, nodes: Rendezvous, now: float) -> Job:
     return _advance(_note(job, now, text), after, now)
 
 
-def failure_record(job: Job, node_id: int, round_of_node: int) -> FailureRecord | None:
+def failure_record(job: JobState, node_id: int, round_of_node: int) -> FailureRecord | None:
     """The failures of a node in a round, and the decision on them."""
     for record in reversed(job.failures):
         if (record.node_id, record.round) == (node_id, round_of_node):
@@ -427,19 +429,19 @@ def failure_record(job: Job, node_id: int, round_of_node: int) -> FailureRecord 
     return None
 
 
-def restart_budget(job: Job) -> str:
+def restart_budget(job: JobState) -> str:
     """The restart budget of the nodes, in the words of the log, the page and `remesh status`."""
     refill = job.policy.restart_refill
     given_back = "none is given back" if refill is None else f"one is given back every {refill:g} s"
     return f"{job.max_restarts} restarts a node, {given_back}"
 
 
-def charges_of(job: Job, node_id: int, now: float) -> Charges:
+def charges_of(job: JobState, node_id: int, now: float) -> Charges:
     """The restarts that a node is charged with now."""
     return job.charges.get(node_id, Charges()).at(now, job.policy.restart_refill)
 
 
-def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job:
+def _fail(job: JobState, event: ReportFailures, nodes: Rendezvous, now: float) -> JobState:
     node = nodes.known(event.node_id)
     if node is None or node.incarnation != event.incarnation:
         return job
@@ -481,7 +483,7 @@ def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job
     return job
 
 
-def _charge_suspect(job: Job, nodes: Rendezvous, now: float) -> Job:
+def _charge_suspect(job: JobState, nodes: Rendezvous, now: float) -> JobState:
     """Charge the failure that nothing in the round before explains, if there is one."""
     if job.suspect is None:
         return job
@@ -497,7 +499,7 @@ def _charge_suspect(job: Job, nodes: Rendezvous, now: float) -> Job:
     return _note(job, now, f"{text}; {charges.count} of {most} restarts charged to its node")
 
 
-def _drain(job: Job, event: Drain, nodes: Rendezvous, now: float) -> Job:
+def _drain(job: JobState, event: Drain, nodes: Rendezvous, now: float) -> JobState:
     node = nodes.known(event.node_id)
     if node is None or node.incarnation != event.incarnation or node.id not in nodes.active:
         return job
@@ -511,7 +513,7 @@ def _drain(job: Job, event: Drain, nodes: Rendezvous, now: float) -> Job:
     return _note(_replace(job, save_request=request), now, text)
 
 
-def _end_hang(job: Job, number: int, nodes: Rendezvous, now: float) -> Job:
+def _end_hang(job: JobState, number: int, nodes: Rendezvous, now: float) -> JobState:
     if job.hanging is None or job.hanging[0] != number:
         return job
     reason = f"the job hung: {job.hanging[1]}"
@@ -529,7 +531,7 @@ def _end_hang(job: Job, number: int, nodes: Rendezvous, now: float) -> Job:
     return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
 
 
-def _settle(job: Job, now: float) -> Job:
+def _settle(job: JobState, now: float) -> JobState:
     """The job after all that follows from it and the time alone."""
     job = _advance_check(job, now)
     job = _advance(job, rendezvous.tick(job.rendezvous, now), now)
@@ -547,19 +549,19 @@ def _settle(job: Job, now: float) -> Job:
     return job
 
 
-def ordered_change(job: Job, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
+def ordered_change(job: JobState, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
     """Why a node should stop the processes of a round now; None if it should go on."""
     change = rendezvous.restart_reason(job.rendezvous, node_id, round_of_node)
     waits = change is not None and change[0] is Change.GROW and awaits_checkpoint(job)
     return None if waits else change
 
 
-def is_for_growth(job: Job) -> bool:
+def is_for_growth(job: JobState) -> bool:
     """True if a checkpoint is requested only because the world can grow."""
     return job.save_request is not None and not job.save_request.draining
 
 
-def awaits_checkpoint(job: Job) -> bool:
+def awaits_checkpoint(job: JobState) -> bool:
     """True if the requested checkpoint is neither saved nor overdue."""
     return job.save_request is not None and not job.save_request.is_over
 
@@ -569,7 +571,7 @@ def _is_saved(request: SaveRequest, saved: int | None) -> bool:
     return saved is not None and (before is None or saved > before)
 
 
-def _end_request(job: Job) -> Job:
+def _end_request(job: JobState) -> JobState:
     """Wait for the requested checkpoint no longer."""
     request = job.save_request
     if request is None or request.is_over:
@@ -577,7 +579,7 @@ def _end_request(job: Job) -> Job:
     return _replace(job, save_request=msgspec.structs.replace(request, is_over=True))
 
 
-def _begin_check(job: Job, nodes: Rendezvous, now: float) -> Job:
+def _begin_check(job: JobState, nodes: Rendezvous, now: float) -> JobState:
     unknown = [node.id for node in nodes.world if job.checked.get(node.id) != node.incarnation]
     if not job.check_reason and not (job.policy.check and unknown):
         return job
@@ -586,7 +588,7 @@ def _begin_check(job: Job, nodes: Rendezvous, now: float) -> Job:
     return _replace(job, check=check, num_checks=number)
 
 
-def _tested(job: Job, event: ReportTest, nodes: Rendezvous) -> Job:
+def _tested(job: JobState, event: ReportTest, nodes: Rendezvous) -> JobState:
     check = job.check
     if check is None or (event.check, event.test_round) != (check.number, len(check.results)):
         return job
@@ -597,7 +599,7 @@ def _tested(job: Job, event: ReportTest, nodes: Rendezvous) -> Job:
     return _replace(job, check=msgspec.structs.replace(check, reports=reports))
 
 
-def _advance_check(job: Job, now: float) -> Job:
+def _advance_check(job: JobState, now: float) -> JobState:
     check, nodes = job.check, job.rendezvous
     if check is None:
         return job
@@ -611,7 +613,7 @@ def _advance_check(job: Job, now: float) -> Job:
     return job if after is check else _replace(job, check=after)
 
 
-def _end_check(job: Job, result: CheckResult, nodes: Rendezvous, now: float) -> Job:
+def _end_check(job: JobState, result: CheckResult, nodes: Rendezvous, now: float) -> JobState:
     out = dict(result.faulty)
     slow = {
         node_id: f"is a straggler: its probe takes {factor:.1f} times the median"
@@ -641,7 +643,7 @@ def _end_check(job: Job, result: CheckResult, nodes: Rendezvous, now: float) -> 
     return _rejoin(job, now) if out else job
 
 
-def _rejoin(job: Job, now: float) -> Job:
+def _rejoin(job: JobState, now: float) -> JobState:
     """Let the members that are left join again: none has started processes yet."""
     before = job.rendezvous
     for node in before.world:
@@ -651,7 +653,7 @@ def _rejoin(job: Job, now: float) -> Job:
     return job
 
 
-def content_of(job: Job, sender: Sender) -> Content:
+def content_of(job: JobState, sender: Sender) -> Content:
     """What the node of a sender has to do now."""
     nodes, node_id, incarnation = job.rendezvous, sender["node_id"], sender["incarnation"]
     if nodes.outcome is not None:
@@ -674,7 +676,7 @@ def content_of(job: Job, sender: Sender) -> Content:
     return _assignment(job, node_id) if change is None else Stop(nodes.round, *change)
 
 
-def _assignment(job: Job, node_id: int) -> Assignment:
+def _assignment(job: JobState, node_id: int) -> Assignment:
     nodes, awaits = job.rendezvous, awaits_checkpoint(job)
     place = nodes.place(node_id)
     assert place is not None
@@ -692,7 +694,7 @@ def _assignment(job: Job, node_id: int) -> Assignment:
     )
 
 
-def _test_of(job: Job, check: RunningCheck, nodes: Rendezvous, node_id: int) -> Content:
+def _test_of(job: JobState, check: RunningCheck, nodes: Rendezvous, node_id: int) -> Content:
     if node_id in check.reports:
         return _waiting(job, node_id)
     group = next((group for group in check.groups if node_id in group), ())
@@ -701,11 +703,11 @@ def _test_of(job: Job, check: RunningCheck, nodes: Rendezvous, node_id: int) -> 
     return NodeTest(node_id, nodes.round, check.number, len(check.results), members, timeout)
 
 
-def _waiting(job: Job, node_id: int) -> Waiting:
+def _waiting(job: JobState, node_id: int) -> Waiting:
     return Waiting(node_id, _wait_reason(job), job.policy.heartbeat_timeout)
 
 
-def _wait_reason(job: Job) -> str:
+def _wait_reason(job: JobState) -> str:
     nodes = job.rendezvous
     if job.check is not None:
         return f"check {job.check.number} is running"
@@ -721,7 +723,7 @@ def _wait_reason(job: Job) -> str:
     )
 
 
-def concerns_all(before: Job, after: Job) -> bool:
+def concerns_all(before: JobState, after: JobState) -> bool:
     """True if nodes other than those that have sent something may have to do something else now."""
     old, new = before.rendezvous, after.rendezvous
     return (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from remesh.elastic.job import Job, Policy
+from remesh.elastic.job import JobState, Policy
 from remesh.errors import StorageError
 
 JOURNAL_VERSION = 5
@@ -88,22 +88,22 @@ class Journal:
             )
         return found
 
-    def load(self, policy: Policy) -> tuple[Job, float]:
+    def load(self, policy: Policy) -> tuple[JobState, float]:
         """The job that the journal holds, and when it was written.
 
         The policy counts from now on, whatever the journal says.
         """
         try:
-            job = msgspec.json.decode(self._content.job, type=Job | None)
+            job = msgspec.json.decode(self._content.job, type=JobState | None)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise StorageError(
                 f"{self._path}: the master's journal is damaged: {error}\n{_CURE}"
             ) from error
         if job is None:
-            return Job(policy=policy), 0.0
+            return JobState(policy=policy), 0.0
         return msgspec.structs.replace(job, policy=policy), self._content.time
 
-    def write(self, job: Job, time: float) -> None:
+    def write(self, job: JobState, time: float) -> None:
         """Make the job durable."""
         self._content = _Content(JOURNAL_VERSION, time, msgspec.Raw(_encode(job)))
         try:

@@ -26,7 +26,7 @@ from remesh.elastic.job import (
     CheckpointSaved,
     Event,
     HangDetected,
-    Job,
+    JobState,
     NodeLost,
     ProgressRecorded,
     RanksWait,
@@ -102,7 +102,7 @@ class Liveness:
     look_at: float = 0.0  # when a node may be lost, at the earliest
 
     @classmethod
-    def after_start(cls, job: Job, now: float) -> Liveness:
+    def after_start(cls, job: JobState, now: float) -> Liveness:
         """At the start of a master: the nodes of the job count as just heard."""
         nodes = job.rendezvous
         known = {node.id: node for node in nodes.world} | nodes.ready
@@ -138,7 +138,7 @@ def on_end_of_session(
             agent.suspected, live.look_at = now, 0.0
 
 
-def is_over(live: Liveness, job: Job, now: float) -> bool:
+def is_over(live: Liveness, job: JobState, now: float) -> bool:
     """True if the job has ended and its agents have stopped sending.
 
     An agent that has sent nothing for the heartbeat timeout has ended, or is lost.
@@ -150,7 +150,7 @@ def is_over(live: Liveness, job: Job, now: float) -> bool:
 
 
 def has_living_agent(
-    live: Liveness, job: Job, node_id: int, incarnation: str, now: float
+    live: Liveness, job: JobState, node_id: int, incarnation: str, now: float
 ) -> bool | None:
     """True if another agent than the given one holds a node id and is alive.
 
@@ -180,7 +180,7 @@ def extend_deadlines(live: Liveness, seconds: float) -> None:
     live.progress = msgspec.structs.replace(live.progress, moved=live.progress.moved + seconds)
 
 
-def on_beat(live: Liveness, job: Job, beat: Beat, now: float) -> list[Event]:
+def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event]:
     """Record how far the ranks of a node are; the events that follow."""
     nodes = job.rendezvous
     if beat.round != nodes.round or beat.node_id not in nodes.active:
@@ -218,21 +218,21 @@ def on_beat(live: Liveness, job: Job, beat: Beat, now: float) -> list[Event]:
     return events[-1:]
 
 
-def on_failures(live: Liveness, job: Job, request: ReportFailures) -> None:
+def on_failures(live: Liveness, job: JobState, request: ReportFailures) -> None:
     """Record whether the processes of a node failed because they lost a peer."""
     kinds = [classify(failure, job.policy.patterns) for failure in request.failures]
     if Kind.COLLATERAL in kinds:
         live.broken_round, live.look_at = max(live.broken_round, request.round), 0.0
 
 
-def on_stacks(live: Liveness, job: Job, request: ReportStacks) -> None:
+def on_stacks(live: Liveness, job: JobState, request: ReportStacks) -> None:
     """Record the stacks of a node, if they belong to the last hang."""
     if request.dump == job.dump:
         live.stacks.update(request.stacks)
         live.answered.add(request.node_id)
 
 
-def events_of_time(live: Liveness, job: Job, now: float) -> list[Event]:
+def events_of_time(live: Liveness, job: JobState, now: float) -> list[Event]:
     """The events that the passing of time causes."""
     nodes = job.rendezvous
     if nodes.outcome is not None:
@@ -277,7 +277,7 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
     return events
 
 
-def _hang_events(live: Liveness, job: Job, now: float) -> list[Event]:
+def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
     nodes = job.rendezvous
     if job.hanging is not None:
         all_here = nodes.active.keys() <= live.answered
@@ -299,7 +299,7 @@ def _pause_text(live: Liveness, now: float) -> str:
     return f"no rank has finished a step for {silent:.0f} s{behind}"
 
 
-def long_pause(live: Liveness, job: Job, now: float) -> str:
+def long_pause(live: Liveness, job: JobState, now: float) -> str:
     """That the job makes no steps, for longer than usual and without a reason; empty otherwise."""
     nodes = job.rendezvous
     if live.round != nodes.round or nodes.broken is not None:

@@ -29,7 +29,7 @@ from remesh.elastic.hooks import report_exclusions
 from remesh.elastic.job import (
     Event,
     HistoryLine,
-    Job,
+    JobState,
     NodeLost,
     Policy,
     Tick,
@@ -191,7 +191,7 @@ class Master:
             await self._try_to_write(job, now)
         self._follow(job, due)
 
-    async def _try_to_write(self, job: Job, now: float) -> None:
+    async def _try_to_write(self, job: JobState, now: float) -> None:
         try:
             cost = await asyncio.to_thread(self._store, job, now)
         except StorageError as error:
@@ -210,7 +210,7 @@ class Master:
             log.warning("the journal is written again, after %.0f s", now - self._failing_since)
             self._failing_since = None
 
-    def _store(self, job: Job, now: float) -> float:
+    def _store(self, job: JobState, now: float) -> float:
         """Write the job; the seconds of the processor that it took."""
         began = time.thread_time()
         self._journal.write(job, now)
@@ -251,7 +251,7 @@ class Master:
             ending.set()
             await telling
 
-    def _follow(self, job: Job, due: set[Connection]) -> None:
+    def _follow(self, job: JobState, due: set[Connection]) -> None:
         """Let instructions follow from a job: for all nodes if it concerns them, or those due."""
         before, self._durable = self._durable, job
         for connection in list(self._connections.values()) if concerns_all(before, job) else due:
@@ -360,7 +360,7 @@ class Master:
         return msgspec.structs.replace(message, node_id=node_id, name=name)
 
 
-def _new_lines(before: Job, after: Job) -> list[HistoryLine]:
+def _new_lines(before: JobState, after: JobState) -> list[HistoryLine]:
     """The lines of history that an event has added; the oldest may have been dropped."""
     last = before.history[-1] if before.history else None
     lines = []

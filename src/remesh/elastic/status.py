@@ -21,7 +21,7 @@ from remesh.elastic import progress
 from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
 from remesh.elastic.job import (
     HistoryLine,
-    Job,
+    JobState,
     SavedCheckpoint,
     charges_of,
     num_ranks,
@@ -232,7 +232,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status_of(
-    job: Job,
+    job: JobState,
     live: Liveness,
     now: float,
     warnings: tuple[str, ...] = (),
@@ -291,12 +291,12 @@ def status_of(
     )
 
 
-def _trains(job: Job, live: Liveness) -> bool:
+def _trains(job: JobState, live: Liveness) -> bool:
     """True if what is known of the steps is of the round that runs."""
     return job.began is not None and job.ended is None and live.round == job.rendezvous.round
 
 
-def phase_of(job: Job) -> tuple[str, str]:
+def phase_of(job: JobState) -> tuple[str, str]:
     """The phase of a job, and the reason for it, in a sentence."""
     nodes = job.rendezvous
     if job.began is None:
@@ -312,7 +312,7 @@ def phase_of(job: Job) -> tuple[str, str]:
     return "waiting", f"{len(nodes.ready)} nodes are ready, {nodes.settings.min_nodes} are needed"
 
 
-def _states(job: Job) -> dict[int, str]:
+def _states(job: JobState) -> dict[int, str]:
     nodes = job.rendezvous
     draining = job.save_request.draining if job.save_request is not None else frozenset[int]()
     states = {node.id: "gone" for node in nodes.world} | dict.fromkeys(nodes.ready, "ready")
@@ -334,7 +334,7 @@ def _most_troubled(states: Mapping[int, str]) -> list[int]:
 
 
 def _node_rows(
-    job: Job, live: Liveness, now: float, states: Mapping[int, str], ids: Iterable[int]
+    job: JobState, live: Liveness, now: float, states: Mapping[int, str], ids: Iterable[int]
 ) -> Iterator[NodeStatus]:
     nodes = job.rendezvous
     names: dict[int, str] = {}
@@ -386,14 +386,14 @@ def _stacks(live: Liveness, limits: _Limits) -> dict[int, str]:
     return shown
 
 
-def _failures(job: Job, limits: _Limits) -> tuple[RoundFailures, ...]:
+def _failures(job: JobState, limits: _Limits) -> tuple[RoundFailures, ...]:
     rounds = {record.round for record in job.failures}
     rounds |= {departure.round for departure in job.departures if departure.lost}
     newest = sorted(rounds, reverse=True)[: limits.rounds]
     return tuple(_failures_of(job, number, limits) for number in newest)
 
 
-def _failures_of(job: Job, number: int, limits: _Limits) -> RoundFailures:
+def _failures_of(job: JobState, number: int, limits: _Limits) -> RoundFailures:
     records = [record for record in job.failures if record.round == number]
     departures = [departure for departure in job.departures if departure.round == number]
     decisions = {record.node_id: record.decision.reason for record in records}
@@ -424,14 +424,16 @@ def _cut(failure: ProcessFailure, limits: _Limits) -> ProcessFailure:
     return msgspec.structs.replace(failure, message=message, log_tail=log_tail)
 
 
-def _present(job: Job, live: Liveness, now: float) -> list[progress.Sample]:
+def _present(job: JobState, live: Liveness, now: float) -> list[progress.Sample]:
     """A sample of now, of a job that runs."""
     if job.began is None or job.ended is not None:
         return []
     return [progress.sample(live.progress, num_ranks(job.rendezvous), now)]
 
 
-def _found(job: Job, live: Liveness, now: float, states: Mapping[int, str], find: str) -> list[int]:
+def _found(
+    job: JobState, live: Liveness, now: float, states: Mapping[int, str], find: str
+) -> list[int]:
     """The nodes that show all of some words."""
     words = find.casefold().split()
     if not words:

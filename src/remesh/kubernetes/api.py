@@ -40,9 +40,9 @@ from remesh.kubernetes.resource import (
     LABEL_JOB,
     PLURAL,
     VERSION,
-    Job,
+    ElasticJob,
+    JobStatus,
     Key,
-    Status,
     parse_job,
     status_patch,
 )
@@ -103,7 +103,7 @@ class ApiCluster:
         self._key = key
         self._identity = identity
 
-    async def read_job(self, key: Key) -> Job | None:
+    async def read_job(self, key: Key) -> ElasticJob | None:
         """A job as it is now; None if there is none."""
         found = await read(self._client, JOBS, key.namespace, key.name)
         return None if found is None else parse_job(found)
@@ -119,7 +119,7 @@ class ApiCluster:
                     pods.append(pod)
         return tuple(pods)
 
-    async def write_status(self, job: Job, status: Status) -> Job:
+    async def write_status(self, job: ElasticJob, status: JobStatus) -> ElasticJob:
         """Write the status, and return the job after it; ConflictError if another has written."""
         body = {
             "metadata": {"resourceVersion": job.version},
@@ -127,7 +127,7 @@ class ApiCluster:
         }
         return parse_job(await self._patch(JOBS.Status, job.key, body, guarded=True))
 
-    async def perform(self, job: Job, action: Action) -> None:
+    async def perform(self, job: ElasticJob, action: Action) -> None:
         """Carry out an action; no error if it was done, ConflictError as for `write_status`."""
         log.info("%s/%s: %s", job.namespace, job.name, action)
         match action:

@@ -1,8 +1,8 @@
 """The output of `remesh manifests`: definition, namespace, accounts, rights, the operator itself.
 
-The schema of the definition is made from `remesh.kubernetes.resource.Spec` and `Status`. The rules
-in `x-kubernetes-validations` need Kubernetes 1.25; older servers ignore them, and the operator
-checks the same.
+The schema of the definition is made from `Spec` and `JobStatus` of `remesh.kubernetes.resource`.
+The rules in `x-kubernetes-validations` need Kubernetes 1.25; older servers ignore them, and the
+operator checks the same.
 
 The rights are the least with which the operator works, and a test on a real API server has no
 others. It reads no secrets but its own key, and may create pods, services and secrets but neither
@@ -24,8 +24,8 @@ from remesh.kubernetes.resource import (
     MAX_NAME_LENGTH,
     PLURAL,
     VERSION,
+    JobStatus,
     Spec,
-    Status,
 )
 
 Schema = dict[str, Any]
@@ -75,7 +75,7 @@ _RULES = [
     },
 ]
 SPEC = {**_schema_of(Spec, defaults=True), "x-kubernetes-validations": _RULES}
-STATUS = _schema_of(Status, defaults=False)
+STATUS = _schema_of(JobStatus, defaults=False)
 
 
 def _column(name: str, kind: str, path: str, *, wide: bool = False) -> Schema:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from remesh.elastic.lifecycle import EXIT_REPLACE
-from remesh.elastic.status import Status as MasterStatus
+from remesh.elastic.status import Status
 from remesh.errors import ClusterError
 from remesh.kubernetes.resource import (
     LABEL_INDEX,
@@ -131,7 +131,7 @@ def _cause(code: int | None, reason: str, phase: str) -> Cause:
 class Master:
     """The answer of a job's master."""
 
-    epoch: int  # `Status.epoch` of the job when it was asked
+    epoch: int  # `JobStatus.epoch` of the job when it was asked
     training: Training  # how far the training is
     errors: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
@@ -182,7 +182,7 @@ def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
         return None  # the API server refuses such a pod
 
 
-def seen_of_master(status: MasterStatus, epoch: int, now: datetime) -> Master:
+def seen_of_master(status: Status, epoch: int, now: datetime) -> Master:
     """The part of a master's status that the operator uses."""
     times = [record.time for record in status.failures[:5]]
     counts = [status.round, status.step or 0, status.saved_step or 0, status.goodput or 0.0]

@@ -44,7 +44,7 @@ from prometheus_client import (
 )
 
 from remesh.elastic.protocol import PROTOCOL_VERSION
-from remesh.elastic.status import Status as MasterStatus
+from remesh.elastic.status import Status
 from remesh.errors import ClusterError
 from remesh.kubernetes.api import (
     CONFLICT,
@@ -64,7 +64,7 @@ from remesh.kubernetes.resource import (
     LABEL_JOB,
     PLURAL,
     VERSION,
-    Job,
+    ElasticJob,
     Key,
     Phase,
 )
@@ -82,10 +82,10 @@ ASK_SECONDS = 5.0
 RETRY_SECONDS = (0.5, 30.0)
 """First and longest pause after a request that failed."""
 
-Ask = Callable[[Job, tuple[Pod, ...]], Awaitable[Master | None]]
+Ask = Callable[[ElasticJob, tuple[Pod, ...]], Awaitable[Master | None]]
 """Asks the master of a job; None if it is not reached."""
 
-_decode = msgspec.json.Decoder(MasterStatus).decode
+_decode = msgspec.json.Decoder(Status).decode
 
 
 class Metrics:
@@ -120,7 +120,7 @@ class Masters:
         self._key = key
         self._host = host
 
-    async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
         """The answer of a job's master; None if it does not run or is not reached."""
         running = any(
             pod.is_running and pod.role is Role.MASTER and pod.index == job.status.master
@@ -150,7 +150,7 @@ class Masters:
 class Pass:
     """A pass over a job."""
 
-    job: Job  # the job after it
+    job: ElasticJob  # the job after it
     pods: tuple[Pod, ...]  # the pods before it
     master: Master | None  # the answer of the master
     decision: Decision  # what was done

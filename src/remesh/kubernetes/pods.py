@@ -22,7 +22,7 @@ from remesh.kubernetes.resource import (
     LABEL_JOB,
     LABEL_ROLE,
     VERSION,
-    Job,
+    ElasticJob,
 )
 
 Manifest = dict[str, Any]
@@ -57,31 +57,31 @@ def pod_name(job_name: str, role: Role, index: int) -> str:
     return f"{job_name}-{role}-{index}"
 
 
-def master_host(job: Job) -> str:
+def master_host(job: ElasticJob) -> str:
     """The name under which pods reach the master."""
     return f"{service_name(job.name)}.{job.namespace}.svc"
 
 
-def master_url(job: Job, host: str | None = None) -> str:
+def master_url(job: ElasticJob, host: str | None = None) -> str:
     """The URL of the master."""
     scheme = "http" if job.spec.tls is None else "https"
     return f"{scheme}://{host or master_host(job)}:{job.spec.master.port}"
 
 
-def token_of(key: bytes, job: Job) -> str:
+def token_of(key: bytes, job: ElasticJob) -> str:
     """The token of a job's master: a function of the operator's key, so that no secret is read."""
     text = f"{job.namespace}/{job.name}/{job.uid}"
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def make_secret(job: Job, token: str) -> Manifest:
+def make_secret(job: ElasticJob, token: str) -> Manifest:
     """The secret with the token."""
     data = {"token": base64.b64encode(token.encode()).decode()}
     meta = _metadata(job, secret_name(job.name))
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "type": "Opaque", "data": data}
 
 
-def make_service(job: Job) -> Manifest:
+def make_service(job: ElasticJob) -> Manifest:
     """The service of the master. Its page is there, and `/metrics`."""
     port = job.spec.master.port
     return {
@@ -95,7 +95,7 @@ def make_service(job: Job) -> Manifest:
     }
 
 
-def make_pod(job: Job, role: Role, index: int) -> Manifest:
+def make_pod(job: ElasticJob, role: Role, index: int) -> Manifest:
     """A pod of a job, as its spec and its status say."""
     is_master = role is Role.MASTER
     template = job.spec.master.template if is_master else job.spec.worker.template
@@ -138,7 +138,7 @@ def make_pod(job: Job, role: Role, index: int) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def _metadata(job: Job, name: str) -> Manifest:
+def _metadata(job: ElasticJob, name: str) -> Manifest:
     return {
         "name": name,
         "namespace": job.namespace,
@@ -156,7 +156,7 @@ def _metadata(job: Job, name: str) -> Manifest:
     }
 
 
-def _main_container(job: Job, role: Role, index: int, given: Mapping[str, Any]) -> Manifest:
+def _main_container(job: ElasticJob, role: Role, index: int, given: Mapping[str, Any]) -> Manifest:
     """The container that runs the master, or a worker's part of the training."""
     is_master = role is Role.MASTER
     container: Manifest = {"name": role.value, "command": ["remesh"], **given}
@@ -177,7 +177,7 @@ def _main_container(job: Job, role: Role, index: int, given: Mapping[str, Any]) 
     return container
 
 
-def _complete_master(job: Job, container: Manifest) -> None:
+def _complete_master(job: ElasticJob, container: Manifest) -> None:
     container.setdefault(
         "resources",
         {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
@@ -187,7 +187,7 @@ def _complete_master(job: Job, container: Manifest) -> None:
     container.setdefault("readinessProbe", probe)
 
 
-def _complete_worker(job: Job, container: Manifest) -> None:
+def _complete_worker(job: ElasticJob, container: Manifest) -> None:
     if job.status.memory is not None:
         resources = {kind: dict(values) for kind, values in container["resources"].items()}
         for kind in ("limits", "requests"):
@@ -199,7 +199,7 @@ def _complete_worker(job: Job, container: Manifest) -> None:
         container["envFrom"] = [*(container.get("envFrom") or []), source]
 
 
-def _variables(job: Job, role: Role) -> list[Manifest]:
+def _variables(job: ElasticJob, role: Role) -> list[Manifest]:
     """Variables that the arguments or the script refer to."""
     variables: list[Manifest] = [
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the pod's own
@@ -210,7 +210,7 @@ def _variables(job: Job, role: Role) -> list[Manifest]:
     return variables
 
 
-def _master_args(job: Job) -> list[str]:
+def _master_args(job: ElasticJob) -> list[str]:
     spec = job.spec
     args = ["master", "--host", "0.0.0.0", "--port", str(spec.master.port)]  # noqa: S104 - a token
     args += ["--token-file", f"{TOKEN_MOUNT}/token"]
@@ -222,7 +222,7 @@ def _master_args(job: Job) -> list[str]:
     return [*args, *spec.master.args]
 
 
-def _worker_args(job: Job, index: int) -> list[str]:
+def _worker_args(job: ElasticJob, index: int) -> list[str]:
     spec = job.spec
     args = ["run", "--master", master_url(job), "--token-file", f"{TOKEN_MOUNT}/token"]
     if spec.tls is not None:
@@ -234,7 +234,7 @@ def _worker_args(job: Job, index: int) -> list[str]:
     return [*args, *spec.worker.args, *spec.script]
 
 
-def _volumes(job: Job, role: Role) -> Iterator[tuple[str, str, Manifest]]:
+def _volumes(job: ElasticJob, role: Role) -> Iterator[tuple[str, str, Manifest]]:
     """Name, path in the main container and source of each volume of a pod."""
     spec = job.spec
     yield "remesh-tmp", "/tmp", {"emptyDir": {}}  # noqa: S108 - the pod's own
@@ -263,7 +263,7 @@ def _secured(container: Manifest) -> Manifest:
     return {**container, "securityContext": context}
 
 
-def _tolerations(job: Job, given: list[Manifest]) -> list[Manifest]:
+def _tolerations(job: ElasticJob, given: list[Manifest]) -> list[Manifest]:
     """The template's, and how long pods stay bound to a node that is not ready."""
     known = {each.get("key") for each in given}
     return given + [

@@ -38,12 +38,12 @@ from remesh.kubernetes.resource import (
     LABEL_ROLE,
     CleanPolicy,
     Condition,
+    ElasticJob,
     ExcludedHost,
     FailureEntry,
     Holds,
-    Job,
+    JobStatus,
     Phase,
-    Status,
     Worker,
     parse_quantity,
     problem_of,
@@ -111,7 +111,7 @@ Action: TypeAlias = HoldJob | CreateShared | CreatePod | DeletePod | Emit
 class Decision:
     """The next status, and what is to be done."""
 
-    status: Status  # the status to be written before the actions
+    status: JobStatus  # the status to be written before the actions
     actions: tuple[Action, ...] = ()  # what is to be done
     wake: float | None = None
     """Seconds after which time alone may change the decision; None: it does not."""
@@ -121,11 +121,11 @@ class Decision:
 class _Draft:
     """A decision in the making: what is seen, and what is decided so far."""
 
-    job: Job
+    job: ElasticJob
     pods: tuple[Pod, ...]
     master: Master | None
     now: datetime
-    status: Status
+    status: JobStatus
     actions: list[Action] = field(default_factory=list)
     wakes: list[float] = field(default_factory=list)
 
@@ -179,7 +179,9 @@ class _Draft:
         self.actions.extend(DeletePod(pod.name) for pod in pods if pod.expires is None)
 
 
-def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datetime) -> Decision:
+def reconcile(
+    job: ElasticJob, pods: tuple[Pod, ...], master: Master | None, now: datetime
+) -> Decision:
     """Decide what happens next to a job that was read before its pods."""
     this = _Draft(job, pods, master, now, job.status)
     if FINALIZER in job.finalizers:
@@ -507,7 +509,7 @@ def stalled(conditions: object, text: str, now: datetime) -> list[Any]:
     return [*others, msgspec.to_builtins(made)]
 
 
-def selector_of(job: Job) -> str:
+def selector_of(job: ElasticJob) -> str:
     """The labels of the workers of a job, as a selector."""
     return f"{LABEL_JOB}={job.name},{LABEL_ROLE}={Role.WORKER}"
 
@@ -542,7 +544,7 @@ def _describe(this: _Draft) -> None:
 
 
 def _phase(
-    job: Job, running: int, workers: Sequence[Pod], master: Master | None
+    job: ElasticJob, running: int, workers: Sequence[Pod], master: Master | None
 ) -> tuple[Phase, str]:
     """The phase of a job that has not finished, and the reason."""
     training = None if master is None else master.training

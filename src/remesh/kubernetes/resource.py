@@ -1,8 +1,8 @@
 """The resource ElasticJob as Python values.
 
 The API server validates objects by a schema that `manifests` makes of these classes. `Spec` is
-written by users, `Status` by the operator alone. The status is all that the operator remembers of a
-job, so an operator that is killed and started again continues from it.
+written by users, `JobStatus` by the operator alone. The status is all that the operator remembers
+of a job, so an operator that is killed and started again continues from it.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     message: str = ""
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The operator's knowledge of a job."""
 
     observed_generation: int = 0  # the generation of the spec that the status belongs to
@@ -285,7 +285,7 @@ class Key(NamedTuple):
     name: str
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class ElasticJob(msgspec.Struct, frozen=True, kw_only=True):
     """An ElasticJob."""
 
     name: str
@@ -296,19 +296,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     deleting: bool = False  # whether it is to be deleted
     finalizers: tuple[str, ...] = ()  # what keeps it until then
     spec: Spec  # what the user asks for
-    status: Status = Status()  # what the operator knows
+    status: JobStatus = JobStatus()  # what the operator knows
 
     @property
     def key(self) -> Key:
         return Key(self.namespace, self.name)
 
 
-def parse_job(data: Mapping[str, Any]) -> Job:
+def parse_job(data: Mapping[str, Any]) -> ElasticJob:
     """An ElasticJob from the JSON of the API server."""
     meta = data.get("metadata") or {}
     where = f"ElasticJob {meta.get('namespace', '')}/{meta.get('name', '')}"
     try:
-        return Job(
+        return ElasticJob(
             name=meta["name"],
             namespace=meta["namespace"],
             uid=meta.get("uid", ""),
@@ -317,7 +317,7 @@ def parse_job(data: Mapping[str, Any]) -> Job:
             deleting=meta.get("deletionTimestamp") is not None,
             finalizers=tuple(meta.get("finalizers") or ()),
             spec=msgspec.convert(data["spec"], Spec),
-            status=msgspec.convert(data.get("status") or {}, Status),
+            status=msgspec.convert(data.get("status") or {}, JobStatus),
         )
     except (msgspec.ValidationError, KeyError) as error:
         raise ClusterError(
@@ -325,7 +325,7 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         ) from error
 
 
-def status_patch(old: Status, new: Status) -> dict[str, Any]:
+def status_patch(old: JobStatus, new: JobStatus) -> dict[str, Any]:
     """The fields in which a status differs, as a JSON merge patch: null removes a field.
 
     Empty texts are left out: they mean the same, and the schema of old API servers refuses them.
