@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import stat
 from contextlib import closing
 from pathlib import Path
 
@@ -114,6 +115,14 @@ class TestFullDisk:
             journal.write(after(1), 1.0)
         assert loaded(tmp_path / "journal") == (after(1), [])
 
+    def test_a_master_starts_on_a_full_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with closing(Journal(tmp_path / "journal")) as journal:
+            journal.write(after(1), 1.0)
+        fill_disk(monkeypatch)
+        assert loaded(tmp_path / "journal") == (after(1), [])
+
 
 class TestKept:
     def test_the_newest_job_is_there_after_a_kill(self, tmp_path: Path) -> None:
@@ -132,10 +141,12 @@ class TestKept:
         (tmp_path / "disk").mkdir()
         link = tmp_path / "journal"
         link.symlink_to(tmp_path / "disk" / "journal")
+        (tmp_path / "disk" / "journal").touch(mode=0o600)
         with closing(Journal(link)) as journal:
             for number in range(3):
                 journal.write(after(number), float(number))
         assert link.is_symlink()
+        assert stat.S_IMODE(link.stat().st_mode) == 0o600
         assert loaded(link) == (after(2), [])
 
     def test_an_empty_file(self, tmp_path: Path) -> None:

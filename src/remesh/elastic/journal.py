@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -61,14 +62,14 @@ class Journal:
     def _open(self, file: Path) -> None:
         self._lock = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        data = file.read_bytes() if file.exists() else _encode(self._content)
-        if not data:
+        if not file.exists():
+            self._replace(file)
+        elif data := file.read_bytes():
+            self._content = self._parsed(data)
+        else:
             self.warnings.append(
                 f"the journal {self._path} was empty: if it held a job's state, that is lost"
             )
-        else:
-            self._content = self._parsed(data)
-        self._replace(file)
 
     def _parsed(self, data: bytes) -> _Content:
         if data.startswith(b"SQLite format 3"):  # as up to version 4
@@ -118,6 +119,8 @@ class Journal:
             out.write(_encode(self._content))
             out.flush()
             os.fsync(out.fileno())
+        if file.exists():
+            shutil.copymode(file, new)
         new.replace(file)
         directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):  # some network file systems cannot do that
