@@ -17,7 +17,7 @@ The modules in reading order; each imports only those before it:
 7. `renames`: all that may be given as a program, and the statements that it becomes;
 8. `execute`: what ends up where, and each name bound to an expression;
 9. `inverse`: statements turned around;
-10. `resolved`, `resolve`: the answers, and how they are found for given tensors;
+10. `resolve`: the answers, and how they are found for given tensors;
 11. `arrays`, `transform`: arrays in memory, and the public class.
 
 The language is specified in docs/transform.md.
@@ -29,7 +29,7 @@ from remesh.transform.arrays import arranged as arranged
 from remesh.transform.optimizer_state import find_states as find_states
 from remesh.transform.optimizer_state import short_name as short_name
 from remesh.transform.renames import Program
-from remesh.transform.resolved import Region, Resolved
+from remesh.transform.resolve import Region, Resolved
 from remesh.transform.tensor_info import TensorInfo
 from remesh.transform.tensor_info import infos_of as infos_of
 from remesh.transform.tensor_info import infos_of_boxes as infos_of_boxes

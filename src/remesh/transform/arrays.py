@@ -19,7 +19,7 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.sharded import dtype_name
 from remesh.errors import TransformError
 from remesh.transform.rearrange import Permute
-from remesh.transform.resolved import Region, Resolved
+from remesh.transform.resolve import Region, Resolved
 from remesh.transform.tensor_info import TensorInfo
 
 Array = Any

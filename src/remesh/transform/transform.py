@@ -18,8 +18,7 @@ from remesh.transform.renames import (
     rename_statements,
     renames_among,
 )
-from remesh.transform.resolve import Resolver
-from remesh.transform.resolved import Resolved
+from remesh.transform.resolve import Resolved, Resolver
 from remesh.transform.statements import Statements
 from remesh.transform.tensor_info import Described, infos_of
 
