@@ -192,10 +192,7 @@ class IndexBuilder:
             try:
                 self._sizes.append(file_size(self.storage, self.listing, path))
             except CheckpointNotFoundError:
-                raise CorruptCheckpointError(
-                    f"{self.where(path)}: missing, though the checkpoint names it\nLoad "
-                    "another checkpoint, or restore this file from a copy."
-                ) from None
+                raise damaged(self.where(path), "missing, though the checkpoint names it") from None
             row = self._files[path] = len(self._files)
         return row
 
@@ -438,10 +435,8 @@ def add_flat_parts(
     found = sum(part.num_elements for part in parts)
     dtypes = sorted({part.dtype for part in parts})
     if found != math.prod(shape) or len(dtypes) != 1:
-        raise CorruptCheckpointError(
-            f"{builder.storage.url}: {name}\n"
-            f"The files have {found} elements of {dtypes} for shape {shape}"
-        )
+        where = f"{builder.storage.url}: {name}"
+        raise damaged(where, f"The files have {found} elements of {dtypes} for shape {shape}")
     row = builder.add_tensor(name, dtypes[0], shape)
     builder.set_path(name, place)
     start = 0

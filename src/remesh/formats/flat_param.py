@@ -65,9 +65,7 @@ def read(place: Place, builder: IndexBuilder) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     if model:
         if len(metas) != len(model):
-            raise CorruptCheckpointError(
-                f"{place.url}: {len(model)} files flat_param, but {len(metas)} flat_meta"
-            )
+            raise damaged(place.url, f"{len(model)} files flat_param, but {len(metas)} flat_meta")
         shapes = _add_model(builder, model, metas)
     if optimizer:
         _add_optimizer(builder, optimizer, shapes)
@@ -115,11 +113,9 @@ def _add_model(
         for name, own in _read_slices(builder, path).items():
             where = f"{builder.where(path)}: {name}"
             if shapes.setdefault(name, own.shape) != own.shape:
-                raise CorruptCheckpointError(
-                    f"{where}: shape {own.shape}, on other ranks {shapes[name]}"
-                )
+                raise damaged(where, f"shape {own.shape}, on other ranks {shapes[name]}")
             if own.unit not in units[rank]:
-                raise CorruptCheckpointError(f"{where}: {files[rank]} has no unit {own.unit!r}")
+                raise damaged(where, f"{files[rank]} has no unit {own.unit!r}")
             parts.setdefault(name, []).append(
                 _part(units[rank][own.unit], own.start, own.stop, where)
             )
@@ -195,7 +191,7 @@ def _add_optimizer(
         add_flat_parts(builder, ("optimizer", "state", parameter, state), shape, found)
     groups, where = _plain(builder, OPTIMIZER_META), builder.where(OPTIMIZER_META)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CorruptCheckpointError(f"{where}: not a list of groups")
+        raise damaged(where, "not a list of groups")
     for number, group in enumerate(groups):
         for option, value in group.items():
             place = ("optimizer", "param_groups", number, check_name(option, where))
@@ -215,9 +211,7 @@ def _part(array: StoredArray, start: int, stop: int, where: str) -> FlatPart:
     """A range of the elements of a tensor of a safetensors file."""
     whole = array.flat()
     if not 0 <= start <= stop <= whole.num_elements:
-        raise CorruptCheckpointError(
-            f"{where}: the range [{start}, {stop}) is not in a tensor of shape {array.shape}"
-        )
+        raise damaged(where, f"the range [{start}, {stop}) is not in a tensor of {array.shape}")
     return whole.range(start, stop)
 
 
@@ -227,7 +221,7 @@ def _plain(builder: IndexBuilder, path: str) -> Any:
     try:
         data = builder.storage.read(path)
     except CheckpointNotFoundError:
-        raise CorruptCheckpointError(f"{where}: missing") from None
+        raise damaged(where, "missing") from None
     if data[:1] == _PICKLE:
         pickled = restricted_pickle.loads(data, where, allow=allow)
         return restricted_pickle.resolved(pickled, where, allow=allow)

@@ -46,7 +46,6 @@ from remesh.core.safetensors_file import encode_header
 from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import (
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     PickleRefusedError,
     UnsupportedValueError,
 )
@@ -209,11 +208,9 @@ def _pickled_array(array: Any, where: str) -> _Stored:
     except PickleRefusedError as error:
         raise restricted_pickle.refusal(error.type_name, where) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f"{where}: not an array: {error!s:.80}") from error
+        raise damaged(where, f"not an array: {error!s:.80}") from error
     if is_fortran or element.byteorder == ">":
-        raise CorruptCheckpointError(
-            f"{where}: an array of shape {extents} is not row-major and little-endian"
-        )
+        raise damaged(where, f"an array of shape {extents} is not row-major and little-endian")
     return span.position, span.num_bytes, element.itemsize
 
 
@@ -263,21 +260,21 @@ def read(place: Place, builder: IndexBuilder) -> None:
     for index, file in metadata.storage_metadata.items():
         name, where = index.tensor_key, f"{builder.where(file)}: {index.tensor_key}"
         if name not in rows:
-            raise CorruptCheckpointError(f"{where}: stored, but {path} does not describe it")
+            raise damaged(where, f"stored, but {path} does not describe it")
         if index.replica_id not in {None, 0}:
             continue
         row, itemsize = rows[name]
-        box = _box_of(metadata, index, where)
-        start, stop = _range_of(index, box, where)
+        box, start, stop = _part_of(metadata, index, where)
         if file not in arrays:
             arrays[file] = find_arrays(builder, file)
         if name not in arrays[file]:
-            raise CorruptCheckpointError(f"{where}: missing, though the metadata name it")
+            raise damaged(where, "missing, though the metadata name it")
         position, num_bytes, width = arrays[file][name]
         if (width, num_bytes) != (itemsize, itemsize * (stop - start)):
-            raise CorruptCheckpointError(
-                f"{where}: {num_bytes} bytes in elements of {width} are stored\n"
-                f"The metadata say {stop - start} elements of {itemsize}"
+            raise damaged(
+                where,
+                f"{num_bytes} bytes in elements of {width} are stored. The metadata say "
+                f"{stop - start} elements of {itemsize}",
             )
         builder.add_range(row, box, (start, stop), file, position)
     builder.described_by = builder.where(path)
@@ -288,9 +285,7 @@ def _tensor_of(where: str, boxes: list[LocalTensorMetadata]) -> tuple[str, tuple
     found = {(box.dtype.rpartition(".")[2], _global_shape(boxes, box)) for box in boxes}
     dtype, shape = min(found, default=("", ()))
     if len(found) != 1 or dtype not in BY_NAME:
-        raise CorruptCheckpointError(
-            f"{where}: not one shape and known dtype, but {sorted(found) or 'none'}"
-        )
+        raise damaged(where, f"not one shape and known dtype, but {sorted(found) or 'none'}")
     return dtype, shape
 
 
@@ -302,8 +297,8 @@ def _global_shape(boxes: list[LocalTensorMetadata], box: LocalTensorMetadata) ->
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def _box_of(metadata: Metadata, index: LocalTensorIndex, where: str) -> Box:
-    """The box of which a stored array has elements."""
+def _part_of(metadata: Metadata, index: LocalTensorIndex, where: str) -> tuple[Box, int, int]:
+    """The box of which a stored array has elements, and the range of them that it has."""
     shape = index.local_shape
     if shape is None:
         at_offset = {
@@ -312,21 +307,17 @@ def _box_of(metadata: Metadata, index: LocalTensorIndex, where: str) -> Box:
             if box.global_offset == index.global_offset
         }
         if len(at_offset) != 1:
-            raise CorruptCheckpointError(f"{where}: no single box at {index.global_offset}")
+            raise damaged(where, f"no single box at {index.global_offset}")
         (shape,) = at_offset
-    return Box(index.global_offset, shape)
-
-
-def _range_of(index: LocalTensorIndex, box: Box, where: str) -> tuple[int, int]:
-    """The elements of its box that a stored array has."""
+    box = Box(index.global_offset, shape)
     if not index.is_flattened:
-        return 0, box.size
+        return box, 0, box.size
     if index.flattened_range is None:
-        raise CorruptCheckpointError(f"{where}: flattened, but no range is given")
+        raise damaged(where, "flattened, but no range is given")
     start, stop = index.flattened_range
     if not start <= stop <= box.size:
-        raise CorruptCheckpointError(f"{where}: the range {start}:{stop} is not of {box}")
-    return start, stop
+        raise damaged(where, f"the range {start}:{stop} is not of {box}")
+    return box, start, stop
 
 
 # ---------------------------------------------------------------------------------------------
