@@ -37,7 +37,7 @@ from benchmarks.report import median, print_table, write_json
 from benchmarks.save_load import measure, shapes_of
 from remesh.core.geometry import Box
 from remesh.elastic.script import finish
-from remesh.pipeline import shared_buffers
+from remesh.pipeline import transfer
 
 State = dict[str, DTensor]
 KINDS = {
@@ -159,7 +159,7 @@ def contestants_of(case: str, source: State, target: State, place: Path) -> dict
     """What takes part in a case, by name."""
     casts = case.endswith("cast")
     pushing, sending = (remesh.Resharder(source, target, cast=casts) for _ in range(2))
-    with mock.patch.object(shared_buffers, "machine", return_value=""):
+    with mock.patch.object(transfer, "machine", return_value=""):
         sending.push()
     pushing.push()
     move, copy = raw_exchange(bytes_between(source, target)), local_copies(source, target)

@@ -23,7 +23,7 @@ import remesh
 from remesh.checkpoint import loading
 from remesh.exchange import Exchange
 from remesh.pipeline import from_memory, transfer
-from remesh.pipeline.shared_buffers import Offer, map_buffers
+from remesh.pipeline.transfer import Offer, map_buffers
 from remesh.storage import Buffer
 from tests.engine.layouts import ALL, LAYOUTS, SOME, Layout, targets_of
 from tests.engine.raised import raised

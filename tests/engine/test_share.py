@@ -15,7 +15,7 @@ import remesh
 from remesh.core.geometry import Box, IntArray
 from remesh.exchange import Exchange
 from remesh.pipeline import transfer
-from remesh.pipeline.shared_buffers import map_buffers
+from remesh.pipeline.transfer import map_buffers
 from remesh.planner import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,

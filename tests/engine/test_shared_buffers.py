@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from remesh.pipeline import shared_buffers
-from remesh.pipeline.shared_buffers import Offer, SharedBuffers, map_buffers
+from remesh.pipeline import transfer
+from remesh.pipeline.transfer import Offer, SharedBuffers, map_buffers
 
 OFFERING = """
 import sys, msgspec, numpy as np
-from remesh.pipeline.shared_buffers import SharedBuffers
+from remesh.pipeline.transfer import SharedBuffers
 shared = SharedBuffers(2, 5000)
 sys.stdout.buffer.write(msgspec.json.encode(shared.offer) + b"\\n")
 sys.stdout.flush()
@@ -84,7 +84,7 @@ def test_what_is_not_what_was_offered_is_not_used(
 def test_a_system_without_files_in_memory_has_buffers_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_buffers, "_memory_file", lambda _num_bytes: None)
+    monkeypatch.setattr(transfer, "_memory_file", lambda _num_bytes: None)
     shared = SharedBuffers(2, 5000)
     assert [len(buffer) for buffer in shared.buffers] == [5000, 5000]
     assert map_buffers(shared.offer, 2, 5000) is None

@@ -17,8 +17,8 @@ from remesh.pipeline.collect import Collection, SpreadMemory, write_collected
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.read import Destination, limits_for, read_runs
-from remesh.pipeline.shared_buffers import machine
 from remesh.pipeline.stage import has_digests, write_stream
+from remesh.pipeline.transfer import machine
 from remesh.pipeline.write import (
     Compress,
     FileLayout,

@@ -18,15 +18,14 @@ the fast path where there is one; all other callers get correct results.
 `open_storage` turns what a user wrote (a path or a URL) into a storage.
 """
 
+from remesh.storage.base import ALIGNMENT, FileSystemSpace, Storage, Writer, aligned_buffer
 from remesh.storage.base import Buffer as Buffer
 from remesh.storage.base import Directory as Directory
 from remesh.storage.base import FileFacts as FileFacts
-from remesh.storage.base import FileSystemSpace, Storage, Writer
 from remesh.storage.base import StorageView as StorageView
 from remesh.storage.base import check_path as check_path
-from remesh.storage.buffers import ALIGNMENT, aligned_buffer
-from remesh.storage.buffers import map_memory as map_memory
-from remesh.storage.buffers import touch as touch
+from remesh.storage.base import map_memory as map_memory
+from remesh.storage.base import touch as touch
 from remesh.storage.local import LocalStorage
 from remesh.storage.local import is_local as is_local
 from remesh.storage.memory import MemoryStorage

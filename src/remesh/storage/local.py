@@ -69,6 +69,7 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.storage.base import (
+    ALIGNMENT,
     HIDDEN,
     Buffer,
     Copying,
@@ -79,7 +80,6 @@ from remesh.storage.base import (
     check_path,
     prefix_directory,
 )
-from remesh.storage.buffers import ALIGNMENT
 
 _LOGGER = logging.getLogger("remesh")
 _NETWORK = frozenset({"beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3"})

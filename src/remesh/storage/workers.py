@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from remesh.storage.base import Buffer, Storage
-from remesh.storage.buffers import aligned_buffer
+from remesh.storage.base import Buffer, Storage, aligned_buffer
 
 
 def run_threads(
