@@ -37,7 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
@@ -237,28 +237,15 @@ def committed_names(storage: Storage) -> list[str]:
     return sorted(name for name, files in found.items() if native.RECORD_NAME in files)
 
 
-class _Dated(Protocol):
-    """A checkpoint that `newest_of` compares."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def step(self) -> int | None: ...
-
-    @property
-    def created(self) -> str | None: ...
+_Dated = TypeVar("_Dated", CheckpointInfo, "Entry")
 
 
-_AnyDated = TypeVar("_AnyDated", bound=_Dated)
-
-
-def age_key(checkpoint: _Dated) -> tuple[int, str, str]:
+def age_key(checkpoint: CheckpointInfo | Entry) -> tuple[int, str, str]:
     """A key that sorts checkpoints by age: by step, and those of one step by time of commit."""
     return checkpoint.step or 0, checkpoint.created or "", checkpoint.name
 
 
-def newest_of(checkpoints: Iterable[_AnyDated]) -> _AnyDated | None:
+def newest_of(checkpoints: Iterable[_Dated]) -> _Dated | None:
     """The one with the highest step; of equal steps the one that was committed later."""
     return max(checkpoints, key=age_key, default=None)
 
@@ -305,7 +292,7 @@ def with_record(info: CheckpointInfo, record: native.CommitRecord) -> Checkpoint
         step=info.step if note is None else note.step,
         run="" if note is None else note.run,
         created=record.created,
-        num_bytes=sum(file.num_bytes for file in (record.index, record.values, *record.files)),
+        num_bytes=sum(file.num_bytes for file in files_of(record)),
         world_size=record.world_size,
         save_id=record.save_id,
         metrics={} if note is None else note.metrics,
