@@ -234,6 +234,15 @@ def test_nothing_needs_torch(ours: Path, theirs: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_help_of_run_needs_no_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+
+    shown = run("run", "--help")
+
+    assert shown.exit_code == 0
+    assert "remesh run --nproc-per-node 4 train.py" in shown.stdout
+
+
 def test_shells_complete_commands() -> None:
     environment = {**os.environ, "_REMESH_COMPLETE": "bash_complete", "COMP_WORDS": "remesh d"}
     done = subprocess.run(

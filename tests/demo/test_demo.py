@@ -26,13 +26,12 @@ COMMAND = [sys.executable, "-W", "error", "-c", "from remesh.cli import main; ma
 def test_the_whole_demo(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = subprocess.run(
-        [*COMMAND, "--out", str(out), "--json"],
+        [*COMMAND, "--out", str(out)],
         capture_output=True, text=True, timeout=540, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    result = json.loads(done.stdout)
-    assert result == json.loads((out / "result.json").read_text())
+    result = json.loads((out / "result.json").read_text())
 
     reference, killed, *resumed, recovered = result["runs"]
     assert result["passed"] is True

@@ -21,8 +21,7 @@ EXIT_FAILED = 1
     default=Path("demo-output"),
     help="Directory for checkpoints, logs and the picture; an earlier demo's is replaced.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def demo(*, out: Path, as_json: bool) -> None:
+def demo(*, out: Path) -> None:
     """Train, kill a rank in the middle of a save, and resume in two other layouts.
 
     Trains a small transformer on the CPU with FSDP2 on 4 processes, kills one of them while it
@@ -38,7 +37,7 @@ def demo(*, out: Path, as_json: bool) -> None:
     from remesh.demo import story
     from remesh.demo.runs import DemoError, DirectoryRefusedError
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Console(highlight=False)
     context = click.get_current_context()
     try:
         result = story.tell(out, console)
@@ -47,7 +46,5 @@ def demo(*, out: Path, as_json: bool) -> None:
         refused = isinstance(error, DirectoryRefusedError)
         context.exit(EXIT_USAGE if refused else EXIT_FAILED)
     story.show_result(console, result, out)
-    if as_json:
-        click.echo(result.to_json())
     if not result.passed:
         context.exit(EXIT_FAILED)

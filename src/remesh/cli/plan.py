@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import click
 import numpy as np
 
 from remesh._repr import format_bytes
 from remesh.cli import output, places
-from remesh.cli.drawing import columns_of, largest, write_page
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.places import transform_option
+from remesh.core.geometry import Box
 from remesh.core.index import Index
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.demo import picture
+from remesh.demo.picture import Column, PlacedTensor
 from remesh.errors import CoverageError, StateError
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.storage import shown_url
@@ -223,3 +225,48 @@ def _print_ranks(ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool) -> No
     output.print_table(columns, ranks, row, show_all=show_all)
     total = sum(rank.bytes_read for rank in ranks)
     output.line(f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all")
+
+
+# ---------------------------------------------------------------------------------------------
+# Drawings, also of `remesh report`
+# ---------------------------------------------------------------------------------------------
+
+
+def write_page(text: str, target: str | None) -> None:
+    """Write a page to a file, or to stdout."""
+    if target is None:
+        click.echo(text, nl=False)
+    else:
+        Path(target).write_text(text)
+        click.echo(f"written to {output.printable(target)}", err=True)
+
+
+def largest(index: Index, names: Sequence[str], count: int) -> list[str]:
+    """The largest tensors of some, in the order given."""
+    chosen = set(sorted(names, key=lambda name: -index[name].num_bytes)[:count])
+    return [name for name in names if name in chosen]
+
+
+def columns_of(index: Index, names: Sequence[str], mesh: Mesh | None) -> list[Column]:
+    """The tensors as they are stored, and as they lie on the ranks of a layout if one is given."""
+    numbers = {file.path: number for number, file in enumerate(index.files)}
+    stored = {
+        name: [(numbers[piece.path], piece.box) for piece in index.pieces(name)] for name in names
+    }
+    num_files = output.plural(len(index.files), "file")
+    columns = [Column("as stored", num_files, _placed(index, stored), "file")]
+    if mesh is not None:
+        held: dict[str, list[tuple[int, Box]]] = {name: [] for name in names}
+        for rank in range(mesh.num_ranks):
+            boxes = boxes_of_rank(mesh, rank, index.tensors)
+            rows = {boxes.tensors.names[row]: at for at, row in enumerate(boxes.tensor.tolist())}
+            for name in names:
+                if name in rows:
+                    held[name].append((rank, boxes.box(rows[name])))
+        num_ranks = output.plural(mesh.num_ranks, "rank")
+        columns.append(Column(str(mesh), num_ranks, _placed(index, held)))
+    return columns
+
+
+def _placed(index: Index, held: Mapping[str, Sequence[tuple[int, Box]]]) -> dict[str, PlacedTensor]:
+    return {name: PlacedTensor(index[name].shape, tuple(boxes)) for name, boxes in held.items()}

@@ -11,7 +11,7 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.drawing import columns_of, largest, write_page
+from remesh.cli.plan import columns_of, largest, write_page
 from remesh.core.index import Index
 from remesh.demo import picture
 from remesh.formats import native
