@@ -19,7 +19,7 @@ from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Alone
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.training import rng
-from remesh.training.recording import digest_of, git_revision
+from remesh.training.resuming import digest_of, git_revision
 from tests.flipped_reads import first_readings, flip_reads
 from tests.support import run_ranks
 

@@ -29,7 +29,7 @@ from remesh.training import (
     ResumableBatchSampler,
     ResumableSampler,
     Resumed,
-    recording,
+    resuming,
     survivors,
 )
 from remesh.training import manager as manager_module
@@ -508,7 +508,7 @@ def test_the_revision_of_the_code_is_read_once(
         read.append(directory)
         return "abc"
 
-    monkeypatch.setattr(recording, "git_revision", revision)
+    monkeypatch.setattr(resuming, "git_revision", revision)
     job = TrainingJob(is_reentrant=True)
     with remesh.Manager(tmp_path, job=job) as manager:
         for step in range(1, 4):

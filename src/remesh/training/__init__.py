@@ -1,9 +1,9 @@
 """What a training script uses: when to save, what to keep, how to resume as the same run.
 
 `manager` is the place to begin: `Manager` wires the rest together. `policies` decide when to save
-and what to keep (`remesh.catalog` lists, marks and removes), `resuming` loads the newest that can
-be loaded, `rng` keeps random numbers by role, `recording` says where a checkpoint comes from,
-`watch` hears signals and requests. `sampling`, `scaling`, `export` and `trackers` are for the
+and what to keep (`remesh.catalog` lists, marks and removes), `resuming` records where a checkpoint
+comes from and loads the newest that can be loaded, `rng` keeps random numbers by role, `watch`
+hears signals and requests. `sampling`, `scaling`, `export` and `trackers` are for the
 script itself: which samples come next, what a step means on another number of ranks and which
 learning rate then, weights for inference, and which curves to go on with. `integrations` has a
 module for each training framework that needs one.

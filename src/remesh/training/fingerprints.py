@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from remesh.core.integrity import hex_digest
 from remesh.core.sharded import ShardedTensor
-from remesh.training.recording import named_leaves
+from remesh.training.resuming import named_leaves
 
 SMALL = 1 << 20
 """Bytes up to which buffers of modules are no part of a fingerprint. A forward pass changes them,

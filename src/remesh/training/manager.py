@@ -1,7 +1,7 @@
 """`Manager`: when to save, what to keep, and how to resume as the same run.
 
 It wires together what lies beside it and below: policies decide (`policies`), the catalog lists,
-marks and removes (`catalog`), the recorder adds random numbers and a note (`recording`), signals
+marks and removes (`catalog`), the recorder adds random numbers and a note (`resuming`), signals
 and requests are received and heartbeats written (`watch`), and the engine saves and loads
 (`remesh.checkpoint`). One commit holds everything.
 
@@ -62,8 +62,7 @@ from remesh.storage import is_local, open_storage
 from remesh.training import policies, resuming, rng
 from remesh.training.memory import Memory, agree_on_directories
 from remesh.training.policies import KeepPolicy, Note, RetentionDecision, SavePolicy
-from remesh.training.recording import Recorder, digest_of_state
-from remesh.training.resuming import Loaded, Resumed, Source
+from remesh.training.resuming import Loaded, Recorder, Resumed, Source, digest_of_state
 from remesh.training.rng import Randomness
 from remesh.training.watch import Watch
 from remesh.transform import Program, Transform, as_transform

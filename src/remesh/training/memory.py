@@ -36,8 +36,7 @@ from remesh.errors import StorageError
 from remesh.events import OnEvent, emitter
 from remesh.exchange import Exchange, run_on_all
 from remesh.storage import LocalStorage
-from remesh.training.recording import Recorder
-from remesh.training.resuming import Source
+from remesh.training.resuming import Recorder, Source
 
 _LOGGER = logging.getLogger("remesh")
 

@@ -53,8 +53,7 @@ from remesh.training.fingerprints import (
     named_tensors,
     plain,
 )
-from remesh.training.recording import Recorder, with_rows
-from remesh.training.resuming import Source
+from remesh.training.resuming import Recorder, Source, with_rows
 
 _LOGGER = logging.getLogger("remesh")
 
