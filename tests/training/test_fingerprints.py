@@ -69,6 +69,7 @@ def test_each_element_of_a_small_tensor_counts(dtype: torch.dtype, size: int) ->
         lambda base: base[:, ::2],
         lambda base: base[3:, 5:],
         lambda base: base[:1].expand(90, 100),
+        lambda base: base[:1, :1].expand(90, 100),
         lambda base: base.view(2, 5, 10, 100).to(memory_format=torch.channels_last),
     ],
 )

@@ -41,8 +41,8 @@ WHOLE_BYTES = 256
 
 _Place = tuple[int, int]
 """Address and bytes; zeros for a tensor without memory of its own, as a sparse one."""
-_Kinds = dict[tuple[torch.device, torch.dtype], list[int]]
-"""Numbers of the tensors of each device and dtype."""
+_Kinds = dict[tuple[torch.device, torch.dtype], tuple[list[int], list[int | None]]]
+"""Numbers of the tensors of each device and dtype, and the steps of their samples."""
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _BYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")
@@ -68,8 +68,9 @@ class Fingerprints:
         places = _places_of(tensors)
         if places != self._places:
             self._places, self._kinds = places, _kinds_of(tensors, places)
-        samples = [_join([tensors[number] for number in own]) for own in self._kinds.values()]
-        return Fingerprint(places, _versions_of(tensors), [*self._kinds.values()], samples)
+        kinds = [*self._kinds.values()]
+        samples = [_join([tensors[number] for number in own], steps) for own, steps in kinds]
+        return Fingerprint(places, _versions_of(tensors), kinds, samples)
 
 
 def _walk(node: Any, found: list[torch.Tensor]) -> None:
@@ -107,8 +108,8 @@ class Fingerprint:
 
     places: list[_Place]
     versions: list[int]
-    numbers: list[list[int]]  # of the tensors of each device and dtype
-    samples: list[torch.Tensor]  # theirs, joined
+    kinds: list[tuple[list[int], list[int | None]]]  # see `_Kinds`
+    samples: list[torch.Tensor]  # of each kind, joined
 
     def digest(self) -> str:
         """A text that changes when any of this changes."""
@@ -137,13 +138,15 @@ class Fingerprint:
         # Where memory has moved, nothing can be read any more.
         is_there = np.array([a == b for a, b in zip(facts, before, strict=True)], dtype=bool)
         differs = ~is_there
-        for numbers, sample in zip(self.numbers, self.samples, strict=True):
+        for (numbers, steps), sample in zip(self.kinds, self.samples, strict=True):
             kept = [place for place, number in enumerate(numbers) if is_there[number]]
             if kept:
                 own = [numbers[place] for place in kept]
                 sizes = [_num_samples(tensors[number]) for number in numbers]
                 parts = torch.split(sample, sizes)
-                now = _host_bytes(_join([tensors[number] for number in own]))
+                now = _host_bytes(
+                    _join([tensors[number] for number in own], [steps[place] for place in kept])
+                )
                 then = _host_bytes(torch.cat([parts[place] for place in kept]))
                 width = sample.itemsize
                 owner = np.repeat(own, [sizes[place] * width for place in kept])
@@ -152,10 +155,12 @@ class Fingerprint:
 
 
 def _kinds_of(tensors: Sequence[torch.Tensor], places: Sequence[_Place]) -> _Kinds:
-    kinds: _Kinds = defaultdict(list)
+    kinds: _Kinds = defaultdict(lambda: ([], []))
     for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
         if all(place) and _has_memory(tensor):
-            kinds[tensor.device, tensor.dtype].append(number)
+            numbers, steps = kinds[tensor.device, tensor.dtype]
+            numbers.append(number)
+            steps.append(_step_of(tensor))
     return kinds
 
 
@@ -174,19 +179,26 @@ def _num_spanned(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in sizes)
 
 
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join(tensors: Sequence[torch.Tensor], steps: Sequence[int | None]) -> torch.Tensor:
     """The samples of tensors of one device and dtype."""
+    shape = (NUM_SAMPLES,)
     with torch.no_grad():
-        return torch.cat([_sample(tensor) for tensor in tensors])
+        samples = [
+            tensor.reshape(-1)
+            if step is None
+            else tensor.as_strided(shape, (step,), tensor.storage_offset())
+            for tensor, step in zip(tensors, steps, strict=True)
+        ]
+        if samples[0].itemsize == 1:
+            samples = [sample.view(torch.uint8) for sample in samples]
+        return torch.cat(samples)
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def _step_of(tensor: torch.Tensor) -> int | None:
+    """Elements of memory from one of the sample to the next; None if the sample is the whole."""
     if _num_samples(tensor) < NUM_SAMPLES or tensor.nbytes <= WHOLE_BYTES:
-        sample = tensor.reshape(-1)
-    else:
-        step = (_num_spanned(tensor) - 1) // (NUM_SAMPLES - 1)
-        sample = tensor.as_strided((NUM_SAMPLES,), (step,), tensor.storage_offset())
-    return sample.view(torch.uint8) if sample.itemsize == 1 else sample
+        return None
+    return (_num_spanned(tensor) - 1) // (NUM_SAMPLES - 1)
 
 
 def _num_samples(tensor: torch.Tensor) -> int:
