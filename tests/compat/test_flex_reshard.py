@@ -188,22 +188,22 @@ Make = Callable[[int], tuple[Weights, Weights]]
 FAULTS: dict[str, tuple[type[Exception], str, Make]] = {
     "hole": (
         CoverageError,
-        r"w: no shard holds \[2:4\]",
+        r"w \(4,\): no rank holds \[2:4\]",
         lambda rank: ({"w": cut("w", numbers((4,)), 0, 0, 2)}, {}),
     ),
     "missing": (
         MismatchError,
-        "lacks 1 tensors of the target: v",
+        r"1 name is not stored:\s+v\b",
         lambda rank: (alone("w", 4), alone("v", 4) if rank else {}),
     ),
     "shape": (
         MismatchError,
-        r"w: the source has shape \(4,\), the target wants \(2, 2\)",
+        r"w: shape \(4,\) is stored, \(2, 2\) is wanted",
         lambda rank: (alone("w", 4), alone("w", 2, 2) if rank else {}),
     ),
     "source dtype": (
         StateError,
-        "differ in dtype: float32, int64",
+        r"w: ranks disagree .*\s+rank 1 says float32 \(4,\), rank 0 says int64 \(4,\)",
         lambda rank: (
             {
                 "w": make_replicated_sharded_weight(
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[type[Exception], str, Make]] = {
     ),
     "target bounds": (
         StateError,
-        "w: offset 1 and extent 4 in axis 0 exceed",
+        r"w: box \[1:5\] does not lie in shape \(4,\)",
         lambda rank: (alone("w", 4), _replaced(alone("w", 4)["w"], global_offset=(1,))),
     ),
 }

@@ -102,10 +102,10 @@ def test_indices_are_numpys(case: tuple[tuple[int, ...], int]) -> None:
 
 def test_what_is_outside_is_refused() -> None:
     for wrong in ((2, 0, 0), (0, 3, 0), (-1, 0, 0), (0, 0)):
-        with pytest.raises(ValueError, match="there is no element"):
+        with pytest.raises(ValueError, match=r"coordinates|multi_index"):
             ravel_index(wrong, (2, 3, 4))
     for flat in (-1, 24):
-        with pytest.raises(ValueError, match="there is no element number"):
+        with pytest.raises(ValueError, match="out of bounds"):
             unravel_index(flat, (2, 3, 4))
     with pytest.raises(ValueError, match="empty"):
         minimal_nd_slice((2, 3, 4), 5, 5)

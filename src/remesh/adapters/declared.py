@@ -23,9 +23,8 @@ method `to_remesh`, as the descriptions of the drop-ins have, counts as what tha
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -70,26 +69,13 @@ class NamedModule:
     __repr__ = short_repr
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Tensors:
-    """The tensors of a root's state dict, extra state left out."""
-
-    by_key: dict[str, torch.Tensor]
-    keys: list[str]  # the keys in alphabetical order, in which those of a module are neighbours
-
-    @classmethod
-    def of(cls, entries: Mapping[str, object]) -> _Tensors:
-        tensors = {
-            key: entry
-            for key, entry in entries.items()
-            if isinstance(entry, torch.Tensor) and not key.endswith(EXTRA_STATE)
-        }
-        return cls(tensors, sorted(tensors))
-
-    def under(self, prefix: str) -> list[str]:
-        first = bisect.bisect_left(self.keys, prefix)
-        following = itertools.islice(self.keys, first, None)
-        return list(itertools.takewhile(lambda key: key.startswith(prefix), following))
+def _tensors_of(entries: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict, extra state left out."""
+    return {
+        key: entry
+        for key, entry in entries.items()
+        if isinstance(entry, torch.Tensor) and not key.endswith(EXTRA_STATE)
+    }
 
 
 def module_of(leaf: nn.Module | NamedModule) -> nn.Module:
@@ -140,14 +126,12 @@ def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str,
             is marked as a shard is not described.
     """
     entries: dict[str, object] = module.state_dict()
-    tensors = _Tensors.of(entries)
-    described_by_key: dict[str, ShardedTensor] = {}
-    for child, raw_prefix, clean in _children(module, "", prefix):
-        described_by_key |= _declared_under(child, raw_prefix, clean, tensors)
+    tensors = _tensors_of(entries)
+    described_by_key = _declared_by_children(module, "", prefix, tensors)
     refuse_marked(module, described_by_key, prefix)
     names = entry_names(module, entries)
     result = {}
-    for raw, tensor in tensors.by_key.items():
+    for raw, tensor in tensors.items():
         if raw in described_by_key:
             result[prefix + raw] = described_by_key[raw]
         else:
@@ -166,7 +150,7 @@ def declared_shards(
     module: nn.Module, entries: Mapping[str, object], where: str
 ) -> dict[str, ShardedTensor]:
     """The shards that modules describe by a method of their own, by key of the state dict."""
-    described_by_key = _declared_under(module, "", "", _Tensors.of(entries))
+    described_by_key = _declared_under(module, "", "", _tensors_of(entries))
     refuse_marked(module, described_by_key, f"{where}." if where else "")
     return described_by_key
 
@@ -233,30 +217,35 @@ def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensor.shape), tuple(strides) if tensor.numel() else ()
 
 
-def _children(module: nn.Module, raw: str, clean: str) -> list[tuple[nn.Module, str, str]]:
-    """The children of a module with their prefixes: in its state dict, and without wrappers."""
-    return [
-        (child, f"{raw}{name}.", f"{clean}{name}.")
-        for name, child in module._modules.items()  # noqa: SLF001 - named_children skips repeats
-        if child is not None
-    ]
+def _declared_by_children(
+    module: nn.Module, raw_prefix: str, prefix: str, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, ShardedTensor]:
+    """The shards that the children of a module declare; the prefixes are the module's."""
+    below = defaultdict[str, dict[str, torch.Tensor]](dict)
+    for key, tensor in tensors.items():
+        below[key[len(raw_prefix) :].partition(".")[0]][key] = tensor
+    found: dict[str, ShardedTensor] = {}
+    for name, child in module._modules.items():  # noqa: SLF001 - named_children skips repeats
+        if child is not None:
+            prefixes = f"{raw_prefix}{name}.", f"{prefix}{name}."
+            found |= _declared_under(child, *prefixes, below[name])
+    return found
 
 
 def _declared_under(
-    module: nn.Module, raw_prefix: str, prefix: str, tensors: _Tensors
+    module: nn.Module, raw_prefix: str, prefix: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, ShardedTensor]:
-    """The shards that a module and those below it declare, by key of the root's state dict."""
+    """The shards that a module and those below it declare, by key of the root's state dict.
+
+    `tensors` are those of the module; a prefix is that in the root, with wrappers and without.
+    """
     while (attribute := inner_attribute(module)) is not None:
         module = getattr(module, attribute)
         raw_prefix += f"{attribute}."
     method = getattr(module, "sharded_state_dict", None)
     if not callable(method):
-        found: dict[str, ShardedTensor] = {}
-        for child in _children(module, raw_prefix, prefix):
-            found |= _declared_under(*child, tensors)
-        return found
-    said: Mapping[str, object] = method(prefix)
-    return _checked(said, module, raw_prefix, prefix, tensors)
+        return _declared_by_children(module, raw_prefix, prefix, tensors)
+    return _checked(method(prefix), module, raw_prefix, prefix, tensors)
 
 
 def _checked(
@@ -264,7 +253,7 @@ def _checked(
     module: nn.Module,
     raw_prefix: str,
     prefix: str,
-    tensors: _Tensors,
+    tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, ShardedTensor]:
     """The shards that a method returned, by key of the root's state dict, once they are sound."""
     where = f"{type(module).__qualname__}.sharded_state_dict({prefix!r})"
@@ -280,7 +269,7 @@ def _checked(
                 "Each entry must be a remesh.ShardedTensor, or a ShardedWeight or ShardedTensor of "
                 "remesh.compat."
             )
-        entry = tensors.by_key.get(raw)
+        entry = tensors.get(raw)
         if not key.startswith(prefix) or entry is None:
             raise StateError(
                 f"{where}: {key!r} is no tensor of the module's state dict\nA key is the prefix "
@@ -288,7 +277,7 @@ def _checked(
             )
         _check_views(tensor, entry, where)
         found[raw] = tensor
-    left_out = [raw for raw in tensors.under(raw_prefix) if raw not in found]
+    left_out = [raw for raw in tensors if raw not in found]
     if left_out:
         raise StateError(
             f"{where} leaves out {', '.join(left_out)}\nStart from "

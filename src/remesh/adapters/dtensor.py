@@ -221,17 +221,12 @@ def boxes_of_dtensor(
     return boxes_of_segments(segments)
 
 
-@dataclass(frozen=True, slots=True)
-class OneShard:
-    """This rank's shard of a DTensor, among shards of one shape."""
+def shard_of_dtensor(tensor: DTensor, where: str) -> tuple[int, int, list[object]] | None:
+    """This rank's shard of a DTensor on whose mesh it is, among shards of one shape.
 
-    number: int
-    count: int  # how many there are
-    layout: list[object]  # what each mesh axis that shards does, and its size
-
-
-def shard_of_dtensor(tensor: DTensor, where: str) -> OneShard | None:
-    """This rank's shard of a DTensor on whose mesh it is; None if the shapes of shards differ."""
+    Its number, how many there are, and what each mesh axis that shards does, with its size; None if
+    the shapes of shards differ.
+    """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -246,7 +241,7 @@ def shard_of_dtensor(tensor: DTensor, where: str) -> OneShard | None:
             number = number * mesh.shape[axis] + coordinate[axis]
             count *= mesh.shape[axis]
             layout.append([str(placement), mesh.shape[axis]])
-    return OneShard(number, count, layout)
+    return number, count, layout
 
 
 def _axis_placement(tensor: DTensor, placement: Placement, where: str) -> AxisPlacement:

@@ -22,8 +22,7 @@ import torch
 
 from remesh._repr import short_repr
 from remesh.adapters.tensor_parallel import Split, shard_parts
-from remesh.core.geometry import boxes_of_flat_range
-from remesh.core.sharded import Part, ShardedTensor
+from remesh.core.sharded import ShardedTensor, parts_at
 from remesh.errors import StateError
 
 
@@ -79,15 +78,6 @@ def flat_partition(
         end = min(start + flat.numel() - span.offset, size)
         if begin < end:
             here = flat.detach()[span.offset + begin - start :]
-            parts = parts_of_range(span.shape, here, begin, end)
+            parts = parts_at((0,) * len(span.shape), span.shape, here, (begin, end))
             result.append(shard_parts(span.name, span.shape, parts, span.splits, replica_id))
     return tuple(result)
-
-
-def parts_of_range(shape: tuple[int, ...], flat: torch.Tensor, begin: int, end: int) -> list[Part]:
-    """The boxes of a flat range of a tensor, of which `flat` holds the elements in order."""
-    parts, done = [], 0
-    for box in boxes_of_flat_range(shape, begin, end):
-        parts.append(Part(box, flat[done : done + box.size].view(box.shape)))
-        done += box.size
-    return parts

@@ -9,7 +9,7 @@ own metadata, so nothing is gathered: each range of a flattened parameter is a f
 
 An optimizer over such a module knows either the flat parameters or, with `use_orig_params=True`,
 what the slice has of each original parameter, as one dim. Both are described by the same boxes, so
-optimizer state is cut likewise; see `remesh.adapters.optimizer_state`.
+optimizer state is cut likewise; see `remesh.adapters.optimizer`.
 
 `state_dict()` of such a module communicates, so its entries are taken from the modules themselves:
 hooks that change state dicts are not called. After a forward pass a module may still have gathered
@@ -21,6 +21,7 @@ torch; what is used of them is in this module alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +37,8 @@ from remesh.adapters.declared import (
     module_of,
     new_name,
 )
-from remesh.adapters.flat import parts_of_range
 from remesh.adapters.wrappers import entry_names
-from remesh.core.sharded import Part, ShardedTensor
+from remesh.core.sharded import Part, ShardedTensor, parts_at
 from remesh.core.state import Role
 from remesh.errors import UnsupportedValueError
 
@@ -86,15 +86,14 @@ def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tup
     """The places of the parameters of a module with FSDP1 in it, by their identity."""
     module = module_of(leaf)
     originals = _originals(module, where)
-    held = {id(original.parameter) for original in originals}
-    plain = {raw: p for raw, p in module.named_parameters() if id(p) not in held}
-    names = _names(leaf, [*(original.raw for original in originals), *plain])
-    result: dict[int, tuple[Placed, ...]] = {}
-    for original in originals:
-        place = Placed(names[original.raw], Role.EQUAL, original.shards)
-        key = id(original.parameter)
-        result[key] = (*result.get(key, ()), place)
-    result.update({id(p): (Placed(names[raw], Role.ASSUMED),) for raw, p in plain.items()})
+    flat = {id(one.parameter) for one in originals}
+    found = [(one.raw, one.parameter, one.shards) for one in originals]
+    plain = [(raw, p, None) for raw, p in module.named_parameters() if id(p) not in flat]
+    names = _names(leaf, [raw for raw, *_ in [*found, *plain]])
+    result = defaultdict[int, tuple[Placed, ...]](tuple)
+    for raw, parameter, shards in [*found, *plain]:
+        role = Role.ASSUMED if shards is None else Role.EQUAL
+        result[id(parameter)] += (Placed(names[raw], role, shards),)
     return result
 
 
@@ -163,7 +162,7 @@ def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[_Original]:
         if place.in_shard:
             here = own.flatten()[place.offset_in_shard :]
             begin, end = place.intra_param_start_idx, place.intra_param_end_idx + 1
-            parts = tuple(parts_of_range(tuple(shape), here, begin, end))
+            parts = parts_at((0,) * len(shape), tuple(shape), here, (begin, end))
         further = aliases.get((info.module_name, info.param_name), ())
         shards = ShardedTensor(raw, tuple(shape), parts, None)
         yield _Original(raw, tuple(further), shards, parameter, own)

@@ -44,21 +44,27 @@ _MOVABLE_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.com
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMemory:
-    """Memory that only torch can reach."""
+    """Memory that only torch can reach, or that is read and written as another element type."""
 
-    tensor: torch.Tensor  # the elements, called integers of the same size
+    tensor: torch.Tensor  # the elements: called integers of the same size, or in their own type
     carrier: CarrierDType  # dtype of the arrays that elements are copied to and from
+    dtype: torch.dtype | None = None  # type of the values in these arrays, if it is another
 
     @property
     def layout(self) -> Layout | None:
         return strided_layout(self.tensor) if self.tensor.numel() else None
 
+    @property
+    def _values(self) -> torch.dtype:
+        return self.dtype or self.tensor.dtype
+
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        _movable_view(into).copy_(self.tensor[box.slices])
+        _movable_view(into).view(self._values).copy_(self.tensor[box.slices])
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         # Truly queued only if `into` is pinned.
-        _movable_view(into).copy_(self.tensor[box.slices], non_blocking=True)
+        values = _movable_view(into).view(self._values)
+        values.copy_(self.tensor[box.slices], non_blocking=True)
 
     def digest(self) -> bytes:
         return digest_of(self.tensor)
@@ -67,35 +73,10 @@ class DeviceMemory:
         self.fill(box, _movable_view(values))
 
     def elements(self, box: Box) -> torch.Tensor:
-        return self.tensor[box.slices]
+        return self.tensor[box.slices].to(self._values).view(MOVABLE[self._values.itemsize])
 
     def fill(self, box: Box, elements: torch.Tensor) -> None:
-        self.tensor[box.slices].copy_(elements)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CastingMemory:
-    """A tensor that is read and written as if it had another element type."""
-
-    tensor: torch.Tensor  # the elements in their own type, on any device
-    dtype: torch.dtype  # the type of the values that are copied in and out
-    carrier: CarrierDType  # the numpy dtype that carries it
-
-    @property
-    def layout(self) -> Layout | None:
-        return strided_layout(self.tensor) if self.tensor.numel() else None
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        _movable_view(into).view(self.dtype).copy_(self.tensor[box.slices])
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        self.fill(box, _movable_view(values))
-
-    def elements(self, box: Box) -> torch.Tensor:
-        return self.tensor[box.slices].to(self.dtype).view(MOVABLE[self.dtype.itemsize])
-
-    def fill(self, box: Box, elements: torch.Tensor) -> None:
-        self.tensor[box.slices].copy_(elements.view(self.dtype))
+        self.tensor[box.slices].copy_(elements.view(self._values))
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
@@ -152,7 +133,7 @@ def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory
     else:
         carrier = _numpy_carrier(array, where, writable=True)
         tensor = _movable_view(carrier).view(torch_dtype(wanted_dtype))
-    return CastingMemory(tensor, torch_dtype(stored_dtype), BY_NAME[stored_dtype].carrier)
+    return DeviceMemory(tensor, BY_NAME[stored_dtype].carrier, torch_dtype(stored_dtype))
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -37,7 +37,7 @@ from remesh.adapters.tensor_subclass import (
     unwrapped,
 )
 from remesh.core.geometry import Box, flat_span
-from remesh.core.sharded import Part
+from remesh.core.sharded import Part, parts_at
 from remesh.core.state import (
     TENSOR_RECORD,
     Loaded,
@@ -119,11 +119,11 @@ def _add_shards(walk: Walk, path: Path, tensor: DTensor, local: torch.Tensor) ->
                 f"With placements {tensor.placements} its shards have different shapes, since "
                 f"shape {tuple(tensor.shape)} does not divide evenly"
             )
-        record["layout"] = shard.layout
+        number, count, record["layout"] = shard
         parts = {
             name: (
-                (shard.count, *one.shape),
-                (Part(Box((shard.number, *[0] * one.ndim), (1, *one.shape)), one.unsqueeze(0)),),
+                (count, *one.shape),
+                parts_at((number, *[0] * one.ndim), (1, *one.shape), one.unsqueeze(0)),
             )
             for name, one in inner.items()
         }

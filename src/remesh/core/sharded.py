@@ -197,12 +197,27 @@ class ShardedTensor:
                 f"It is of a shard of shape {shard_shape}\n"
                 f"It does not fit an array of shape {tuple(data.shape)}"
             )
-        parts, done = [], 0
-        for box in boxes_of_flat_range(shard_shape, start, max(start, stop)):
-            values_of_box = data[done : done + box.size].reshape(box.shape)
-            parts.append(Part(box.shift(shard.offset), values_of_box))
-            done += box.size
-        return cls(name, global_shape, tuple(parts), **options)
+        parts = parts_at(shard.offset, shard_shape, data, (start, max(start, stop)))
+        return cls(name, global_shape, parts, **options)
+
+
+def parts_at(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    data: ArrayLike,
+    flat_range: tuple[int, int] | None = None,
+) -> tuple[Part, ...]:
+    """The box of a shape at an offset, or the boxes of a range of its elements in row-major order.
+
+    `data` has the shape of the box, or one dim with at least the elements of the range.
+    """
+    if flat_range is None:
+        return (Part(Box(offset, shape), data),)
+    parts, done = [], 0
+    for box in boxes_of_flat_range(shape, *flat_range):
+        parts.append(Part(box.shift(offset), data[done : done + box.size].reshape(box.shape)))
+        done += box.size
+    return tuple(parts)
 
 
 def _grid_box(

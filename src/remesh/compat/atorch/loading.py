@@ -134,26 +134,22 @@ class _Built:
     children: set[int] = field(default_factory=set)  # ids of the modules that were given to others
 
 
-_BUILT: ContextVar[tuple[_Built, ...]] = ContextVar("modules built without memory", default=())
-"""One for each context that this thread is in."""
+_BUILT: ContextVar[_Built | None] = ContextVar("modules built without memory", default=None)
+"""That of the innermost context that this thread is in."""
 
 
-def _note_owner(module: nn.Module, _name: str, _tensor: Any) -> None:
-    for built in _BUILT.get():
+def _note(module: nn.Module, _name: str, given: Any) -> None:
+    built = _BUILT.get()
+    if built is not None:
         built.owners[id(module)] = module
-
-
-def _note_child(module: nn.Module, _name: str, child: Any) -> None:
-    for built in _BUILT.get():
-        built.owners[id(module)] = module
-        built.children.add(id(child))
+        built.children.add(id(given))
 
 
 # Once and for ever: while any thread builds a module, torch walks over all these hooks, and that
 # fails if one comes or goes.
-register_module_parameter_registration_hook(_note_owner)
-register_module_buffer_registration_hook(_note_owner)
-register_module_module_registration_hook(_note_child)
+register_module_parameter_registration_hook(_note)
+register_module_buffer_registration_hook(_note)
+register_module_module_registration_hook(_note)
 
 
 @contextmanager
@@ -167,7 +163,7 @@ def init_empty_weights_with_disk_offload(ckpt_path: str | os.PathLike[str]) -> I
     """
     checkpoint = Checkpoint(ckpt_path)
     built = _Built()
-    token = _BUILT.set((*_BUILT.get(), built))
+    token = _BUILT.set(built)
     try:
         with torch.device("meta"):
             yield

@@ -12,7 +12,6 @@ stored in the same way.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -67,10 +66,9 @@ def save_fsdp_flat_param(
     model is sharded: a torch process group or an `Exchange`; by default torch's default group, or
     this process alone.
     """
-    exchange, storage = exchange_of(group), open_storage(path)
-    _refuse_existing(exchange, storage, "flat_param")
+    exchange = exchange_of(group)
 
-    def write() -> _Ranges:
+    def write(storage: Storage) -> list[_Held]:
         rank, world_size = exchange.rank, exchange.world_size
         buffers = _buffers_of(model)
         no_parameters = {one.names[0] for one in buffers}
@@ -83,10 +81,10 @@ def save_fsdp_flat_param(
             _write_arrays(storage, flat_param.BUFFERS, buffers)
         _write_arrays(storage, flat_param.file_name("flat_param", rank, world_size), held)
         _put_json(storage, flat_param.file_name("flat_meta", rank, world_size), _meta(held, rank))
-        return _ranges_of(held)
+        return held
 
     document = {"version": flat_param.VERSION, "world_size": exchange.world_size}
-    _save(exchange, storage, write, flat_param.MODEL_META, lambda: document)
+    _save(exchange, path, "flat_param", write, flat_param.MODEL_META, document)
 
 
 def save_fsdp_optim_param(
@@ -97,20 +95,24 @@ def save_fsdp_optim_param(
     group: Any = None,
 ) -> None:
     """Save the state of an optimizer; see `save_fsdp_flat_param`. Collective."""
-    exchange, storage = exchange_of(group), open_storage(path)
-    _refuse_existing(exchange, storage, "optim_param")
+    exchange = exchange_of(group)
     state = {"model": LocalNonpersistentObject(model), "optimizer": optimizer}
     groups: list[dict[str, object]] = []
 
-    def write() -> _Ranges:
+    def write(storage: Storage) -> list[_Held]:
         description = describe_local(state)
         groups.extend(_described_groups(description))
-        held = [_held_state(entry) for entry in description.tensors if entry.parts]
+        held = [
+            # Counts of steps have no dims, and every rank has them.
+            _held(entry, [_state_key(entry.name)], None if entry.global_shape else ())
+            for entry in description.tensors
+            if entry.parts
+        ]
         own = flat_param.file_name("optim_param", exchange.rank, exchange.world_size)
         _write_arrays(storage, own, held)
-        return _ranges_of(held)
+        return held
 
-    _save(exchange, storage, write, flat_param.OPTIMIZER_META, lambda: groups)
+    _save(exchange, path, "optim_param", write, flat_param.OPTIMIZER_META, groups)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -118,8 +120,8 @@ def save_fsdp_optim_param(
 # ---------------------------------------------------------------------------------------------
 
 
-def _held(entry: TensorEntry, names: list[str]) -> _Held:
-    """The range of a tensor that this rank holds."""
+def _held(entry: TensorEntry, names: list[str], file_shape: tuple[int, ...] | None = None) -> _Held:
+    """The range of a tensor that this rank holds, in one dim unless the shape is given."""
     start = stop = -1
     for part in entry.parts:
         first, last, is_contiguous = flat_span(entry.global_shape, part.box)
@@ -132,13 +134,7 @@ def _held(entry: TensorEntry, names: list[str]) -> _Held:
             )
         start = first if start < 0 else start
         stop = last
-    return _Held(names, entry, start, stop, (stop - start,))
-
-
-def _held_state(entry: TensorEntry) -> _Held:
-    """This rank's part of a tensor of optimizer state; counts of steps have no dims."""
-    held = _held(entry, [_state_key(entry.name)])
-    return held if entry.global_shape else dataclasses.replace(held, file_shape=())
+    return _Held(names, entry, start, stop, (stop - start,) if file_shape is None else file_shape)
 
 
 def _buffers_of(model: nn.Module) -> list[_Held]:
@@ -147,17 +143,8 @@ def _buffers_of(model: nn.Module) -> list[_Held]:
     names = entry_names(model, buffers)
     state = {names[raw].name: buffer for raw, buffer in buffers.items()}
     return [
-        dataclasses.replace(_held(entry, [entry.name]), file_shape=entry.global_shape)
-        for entry in describe_local(state).tensors
+        _held(entry, [entry.name], entry.global_shape) for entry in describe_local(state).tensors
     ]
-
-
-def _ranges_of(held: Sequence[_Held]) -> _Ranges:
-    return {
-        one.names[0]: (one.start, one.stop, math.prod(one.entry.global_shape))
-        for one in held
-        if one.file_shape
-    }
 
 
 def _check_ranges(ranges: Sequence[_Ranges]) -> None:
@@ -232,10 +219,18 @@ def groups_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------
 
 
-def _refuse_existing(exchange: Exchange, storage: Storage, family: str) -> None:
-    """Refuse a directory that holds files of a kind already; rank 0 looks."""
+def _save(
+    exchange: Exchange,
+    path: str | os.PathLike[str],
+    family: str,
+    write: Callable[[Storage], list[_Held]],
+    last_file: str,
+    document: object,
+) -> None:
+    """Write on every rank, check that it is complete, and write the last file on rank 0."""
+    storage = open_storage(path)
 
-    def look() -> bytes:
+    def refuse_existing() -> bytes:
         found = [path for path in storage.list() if path.startswith(f"{family}.")]
         if found:
             raise CheckpointExistsError(
@@ -243,29 +238,22 @@ def _refuse_existing(exchange: Exchange, storage: Storage, family: str) -> None:
             )
         return b""
 
-    run_on_one(exchange, look)
-
-
-def _save(
-    exchange: Exchange,
-    storage: Storage,
-    write: Callable[[], _Ranges],
-    last_file: str,
-    document: Callable[[], object],
-) -> None:
-    """Write on every rank, check that it is complete, and write the last file."""
-
     def each() -> bytes:
-        ranges = write()
+        ranges = {
+            one.names[0]: (one.start, one.stop, math.prod(one.entry.global_shape))
+            for one in write(storage)
+            if one.file_shape
+        }
         storage.sync()
         return msgspec.msgpack.encode(ranges)
 
     def join(replies: list[bytes]) -> list[bytes]:
         _check_ranges([msgspec.msgpack.decode(reply, type=_Ranges) for reply in replies])
-        _put_json(storage, last_file, document())
+        _put_json(storage, last_file, document)
         storage.sync()
         return [b""] * exchange.world_size
 
+    run_on_one(exchange, refuse_existing)
     run_joined(exchange, each, join)
 
 

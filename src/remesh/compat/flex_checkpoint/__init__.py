@@ -11,8 +11,6 @@ from remesh.compat.flex_checkpoint.shards import (
     check_dst_state_dict_validity,
     check_src_dst_state_dict_validity,
     check_src_state_dict_validity,
-)
-from remesh.compat.flex_checkpoint.slices import (
     flat_range_in_min_slice,
     get_overlap_region,
     minimal_nd_slice,

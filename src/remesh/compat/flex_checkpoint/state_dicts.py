@@ -13,23 +13,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 
 from remesh import catalog
 from remesh.background import Saver
 from remesh.checkpoint import load, save
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.resharding import reshard
-from remesh.compat.flex_checkpoint.shards import (
-    check_dst_state_dict_validity,
-    check_src_dst_state_dict_validity,
-    check_src_state_dict_validity,
-    engine_state,
-    gather_shard_infos,
-)
 from remesh.compat.flex_checkpoint.weights import ShardedWeight, is_sharded_state_dict
+from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
 from remesh.formats import native, paddle
@@ -63,13 +59,11 @@ def save_state_dict(
     """
     exchange = exchange_of(process_group)
     _check_coordinator(exchange, coordinator_rank)
-    saver = _SAVERS.get(process_group) if async_save else None
-    if saver is None:
-        clear_async_save_task_queue(process_group)
-    else:
+    saver = _SAVERS.get(process_group)
+    if saver is not None:
         saver.wait()
     number = _next_number(exchange, path) if unique_id is None else _checked(unique_id)
-    state = _state_of(state_dict, {})
+    state = _engine_state(exchange, state_dict, may_be_plain=True)
     place, overwrite = _place(path, number), unique_id is not None
     if async_save:
         saver = saver or _SAVERS.setdefault(process_group, Saver(group=process_group))
@@ -125,7 +119,8 @@ def load_state_dict(
     names: dict[str, str] = {}
     if mw_name_compatibility and of_paddle:
         names = _compatible_names(state_dict.keys() - of_paddle, of_paddle)
-    load(_state_of(state_dict, names), place, transform=transform, group=exchange)
+    state = _engine_state(exchange, state_dict, names, may_be_plain=True)
+    load(state, place, transform=transform, group=exchange)
 
 
 def reshard_sharded_state_dict(
@@ -152,18 +147,9 @@ def reshard_sharded_state_dict(
     exchange = exchange_of(process_group)
     _check_coordinator(exchange, coordinator_rank)
     transform = _transform_of(aoa_config)
-    sources = gather_shard_infos(exchange, src_sharded_state_dict)
-    check_src_state_dict_validity(sources)
-    targets = gather_shard_infos(exchange, dst_sharded_state_dict)
-    check_dst_state_dict_validity(targets)
-    if transform is None:
-        check_src_dst_state_dict_validity(sources, targets)
-    reshard(
-        engine_state(src_sharded_state_dict),
-        engine_state(dst_sharded_state_dict),
-        transform=transform,
-        group=exchange,
-    )
+    source = _engine_state(exchange, src_sharded_state_dict)
+    target = _engine_state(exchange, dst_sharded_state_dict)
+    reshard(source, target, transform=transform, group=exchange)
 
 
 def _transform_of(aoa_config: Mapping[str, Any] | None) -> Transform | None:
@@ -197,13 +183,40 @@ def _check_coordinator(exchange: Exchange, coordinator_rank: int | None) -> None
         )
 
 
-def _state_of(state_dict: Mapping[str, Any], names: Mapping[str, str]) -> Any:
-    """A state dict as the engine takes it, some entries under other names."""
-    if is_sharded_state_dict(state_dict):
-        return engine_state(state_dict, names)
-    if not names:
-        return state_dict
-    return {names.get(key, key): value for key, value in state_dict.items()}
+def _engine_state(
+    exchange: Exchange,
+    state_dict: Mapping[str, Any],
+    names: Mapping[str, str] | None = None,
+    *,
+    may_be_plain: bool = False,
+) -> Any:
+    """A state dict as the engine takes it, some entries under other names. Collective."""
+    new = {key: (names or {}).get(key, key) for key in state_dict}
+    state: Any = state_dict
+
+    def describe() -> bytes:
+        nonlocal state
+        if not may_be_plain or is_sharded_state_dict(state_dict):
+            state = {new[key]: _described(key, one, new[key]) for key, one in state_dict.items()}
+        elif names:
+            state = {new[key]: value for key, value in state_dict.items()}
+        return b""
+
+    run_on_all(exchange, describe)
+    return state
+
+
+def _described(key: str, weight: object, name: str) -> EngineTensor | torch.Tensor:
+    """A weight as the engine takes it; the bare tensor if it is all of it, as tied tensors are."""
+    if not isinstance(weight, ShardedWeight):
+        raise StateError(f"{key}: expected a ShardedWeight, got {type(weight).__qualname__}")
+    if weight.key != key:
+        raise StateError(
+            f"{key}: the weight under this key calls itself {weight.key!r}; give it one name"
+        )
+    tensor, described = weight.local_tensor, replace(weight.to_remesh(), name=name)
+    is_whole = not weight.is_flattened and tuple(tensor.shape) == described.global_shape
+    return tensor if is_whole else described
 
 
 def _place(path: str | os.PathLike[str], name: int | str) -> str:

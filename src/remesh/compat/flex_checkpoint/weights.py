@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from remesh.adapters.flat import parts_of_range
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.flex_checkpoint.slices import get_overlap_region
 from remesh.core.geometry import Box
-from remesh.core.sharded import Part
 from remesh.core.sharded import ShardedTensor as EngineTensor
+from remesh.core.sharded import parts_at
 from remesh.errors import MismatchError, StateError
 
 V = TypeVar("V")
@@ -43,17 +41,11 @@ class ShardedWeight:
     flattened_range: slice | None = None  # that range, in elements of the flattened box
 
     def __str__(self) -> str:
-        return (
-            "ShardedWeight(\n"
-            f"  key={self.key},\n"
-            f"  local_tensor={type(self.local_tensor).__name__}"
-            f"(shape={list(self.local_tensor.shape)}),\n"
-            f"  local_shape={self.local_shape},\n"
-            f"  global_shape={self.global_shape},\n"
-            f"  global_offset={self.global_offset},\n"
-            f"  flattened_range={self.flattened_range}\n"
-            ")"
-        )
+        tensor = f"{type(self.local_tensor).__name__}(shape={list(self.local_tensor.shape)})"
+        names = ("local_shape", "global_shape", "global_offset", "flattened_range")
+        rest = [f"{name}={getattr(self, name)}" for name in names]
+        lines = (f"key={self.key}", f"local_tensor={tensor}", *rest)
+        return "ShardedWeight(\n  " + ",\n  ".join(lines) + "\n)"
 
     __repr__ = __str__
 
@@ -74,14 +66,15 @@ class ShardedWeight:
 
     def to_remesh(self) -> EngineTensor:
         """The engine's description of the memory, whose copies are compared and not counted."""
-        shape, bounds = tuple(self.local_shape), self.flat_bounds()
-        if bounds is None:
-            parts = [Part(Box.whole(shape), self.local_tensor)]
-        else:
-            parts = parts_of_range(shape, self.local_tensor, *bounds)
-        offset = tuple(self.global_offset)
-        moved = tuple(Part(part.box.shift(offset), part.data) for part in parts)
-        return EngineTensor(self.key, tuple(self.global_shape), moved, replica_id=None)
+        offset, shape = tuple(self.global_offset), tuple(self.local_shape)
+        whole = tuple(self.global_shape)
+        if not len(offset) == len(shape) == len(whole) or min(offset, default=0) < 0:
+            raise StateError(
+                f"{self.key}: offset {offset}, local shape {shape} and global shape {whole} do not "
+                "fit together"
+            )
+        parts = parts_at(offset, shape, self.local_tensor, self.flat_bounds())
+        return EngineTensor(self.key, whole, parts, replica_id=None)
 
 
 ShardedTensor = ShardedWeight
@@ -202,13 +195,12 @@ def assign_sharded_slice(
     the two regions correspond to each other. What the source shard holds of the source region
     goes to where the target shard holds the target region.
     """
-    source, source_shape = _part_of(src_desc, src_shard)
-    target, target_shape = _part_of(dst_desc, dst_shard)
+    source, target = _part_of(src_desc, src_shard), _part_of(dst_desc, dst_shard)
     where = f"{src_shard.key} -> {dst_shard.key}"
-    if source_shape != target_shape:
+    if source.shape != target.shape:
         raise StateError(
-            f"{where}: the source shard holds {source_shape} elements of its region, the target "
-            f"shard {target_shape} of its own"
+            f"{where}: the source shard holds {list(source.shape)} elements of its region, the "
+            f"target shard {list(target.shape)} of its own"
         )
     if source.dtype != target.dtype:
         raise MismatchError(f"{where}: {source.dtype} does not fit into {target.dtype}")
@@ -216,20 +208,17 @@ def assign_sharded_slice(
         target.copy_(source)
 
 
-def _part_of(desc: ShardedWeightDesc, shard: ShardedWeight) -> tuple[torch.Tensor, list[int]]:
-    """The view of a shard that lies in a region, and its shape."""
+def _part_of(desc: ShardedWeightDesc, shard: ShardedWeight) -> torch.Tensor:
+    """The view of a shard that lies in a region."""
     if shard.is_flattened:
         raise StateError(
             f"{shard.key}: a flattened shard has no slices; use reshard_sharded_state_dict"
         )
-    _, _, shape, _, starts = get_overlap_region(
-        desc.global_offset, desc.local_shape, shard.global_offset, shard.local_shape
-    )
-    if shape is None or starts is None:
+    held = Box(tuple(shard.global_offset), tuple(shard.local_shape))
+    common = held.intersect(Box(tuple(desc.global_offset), tuple(desc.local_shape)))
+    if common is None:
         raise StateError(
-            f"{shard.key}: the shard at {tuple(shard.global_offset)} of shape "
-            f"{tuple(shard.local_shape)} holds nothing of the region at {desc.global_offset} of "
-            f"shape {desc.local_shape}"
+            f"{shard.key}: the shard at {held.offset} of shape {held.shape} holds nothing of the "
+            f"region at {desc.global_offset} of shape {desc.local_shape}"
         )
-    place = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
-    return shard.local_tensor[place], shape
+    return shard.local_tensor[common.relative_to(held).slices]
