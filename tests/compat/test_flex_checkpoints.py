@@ -218,3 +218,17 @@ def _undeclared(exchange: Exchange, path: Path) -> None:
 def test_a_shard_that_nobody_declared_is_refused(tmp_path: Path) -> None:
     run_ranks(2, _undeclared, tmp_path)
     assert not list(tmp_path.rglob("remesh.json"))
+
+
+def _faulty_on_one_rank(exchange: Exchange, path: Path) -> None:
+    weights = weight_of(1)
+    if exchange.rank == 1:
+        weights["w"].key = "v"
+    for use in (save_state_dict, load_state_dict):
+        with pytest.raises(StateError, match="calls itself 'v'"):
+            use(weights, path, exchange)
+
+
+def test_a_faulty_weight_of_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    save_state_dict(weight_of(0), tmp_path)
+    run_ranks(2, _faulty_on_one_rank, tmp_path)

@@ -32,13 +32,12 @@ from remesh.compat.megatron import (
 )
 from remesh.compat.megatron.exchange_utils import distribute_shards_to_ranks
 from remesh.compat.megatron.redirect import REPLACED
-from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue
+from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from remesh.compat.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from remesh.compat.megatron.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from remesh.compat.megatron.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
-    get_async_strategy,
 )
 from remesh.exchange import Exchange
 from tests.compat.megatron.names import imported, missing
@@ -209,35 +208,28 @@ def test_names_that_the_drop_in_lacks_are_lent(tmp_path: Path) -> None:
 
 
 def _async_save_of_torch(exchange: Exchange, folder: Path) -> None:
-    _from_release("strategies.torch")
-    _, names = get_async_strategy("mcore")
-    queue = names["AsyncCallsQueue"]()
+    release = _from_release("strategies.state_dict_saver")
+    writers = _from_release("strategies.filesystem_async")
+    readers = _from_release("strategies.cached_metadata_filesystem_reader")
+    queue = AsyncCallsQueue()
 
     def schedule(tensor: torch.Tensor, folder: Path, *, fails: bool = False) -> None:
-        writer = names["FileSystemWriterAsync"](folder)
-        # As Megatron's training calls it.
-        planned = names["save_state_dict_async_plan"](
-            {"w": tensor, "step": 3},
-            writer,
-            None,
-            0,
-            planner=DefaultSavePlanner(),
-            enable_cache=True,
+        writer = writers.FileSystemWriterAsync(folder)
+        planned, *_ = release.save_state_dict_async_plan(
+            {"w": tensor, "step": 3}, writer, None, 0, planner=DefaultSavePlanner()
         )
         save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize = [lambda: names["save_state_dict_async_finalize"](*planned)]
+        finalize = [lambda: release.save_state_dict_async_finalize(*planned)]
         if fails:
             shutil.rmtree(folder)
-        queue.schedule_async_request(
-            names["AsyncRequest"](save_fn, args, finalize, preload_fn=preload_fn)
-        )
+        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn))
 
     tensor = torch.arange(4.0)
     schedule(tensor, folder / "one")
     tensor.zero_()  # it is staged
     queue.maybe_finalize_async_calls(blocking=True)
     loaded: dict[str, Any] = {"w": torch.zeros(4), "step": 0}
-    reader = names["CachedMetadataFileSystemReader"](folder / "one")
+    reader = readers.CachedMetadataFileSystemReader(folder / "one")
     load_with_torch(loaded, storage_reader=reader)
     assert (loaded["w"].tolist(), loaded["step"]) == ([0.0, 1.0, 2.0, 3.0], 3)
     # A rank that cannot write fails the save everywhere.
@@ -249,10 +241,11 @@ def _async_save_of_torch(exchange: Exchange, folder: Path) -> None:
 
 def test_states_of_torch_are_saved_beside_the_training(tmp_path: Path) -> None:
     run_processes(2, _async_save_of_torch, tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="mcore"):
-        get_async_strategy()
-    with pytest.raises(TypeError, match="other"):
-        get_async_strategy("other")
+
+
+def test_the_queue_of_another_library_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match="set async_strategy to 'mcore'"):
+        save({}, tmp_path, async_sharded_save=True, async_strategy="nvrx")
 
 
 class ForeignRequest(NamedTuple):
@@ -303,19 +296,11 @@ def test_a_save_in_the_layout_of_a_loaded_checkpoint_is_known(tmp_path: Path) ->
     assert loading.cached_global_metadata is None
 
 
-def test_digests_of_files_are_checked(tmp_path: Path) -> None:
-    def state() -> dict[str, object]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
-
-    save(state(), tmp_path, ("torch_dist", 1), verify_integrity=True)
-    load(state(), tmp_path, verify_integrity=True)
-    file = next(tmp_path.glob("*.distcp"))
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointingException, match=f"{file.name}: hash mismatch"):
-        load(state(), tmp_path, verify_integrity=True)
-    (tmp_path / "integrity.json").unlink()
-    with pytest.raises(CheckpointingException, match="Integrity manifest not found"):
-        load(state(), tmp_path, verify_integrity=True)
+def test_digests_of_files_are_those_of_the_installed_release(tmp_path: Path) -> None:
+    save({}, tmp_path)
+    for use in (save, load):
+        with pytest.raises(CheckpointingException, match=r"needs \w+ of Megatron Core 0\.19"):
+            use({}, tmp_path, verify_integrity=True)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -66,13 +66,11 @@ def bytes_by_rank(folder: Path) -> dict[str, int]:
 class _Foreign(LoadShardedStrategy):
     """A strategy that is not the engine's, as an application may write one."""
 
+    can_handle_sharded_objects = True
+
     def __init__(self) -> None:
         self.asked: list[str] = []
         self._inner = RemeshLoadShardedStrategy()
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         pass
@@ -247,18 +245,17 @@ def fail_on(rank: int, mine: int) -> None:
         raise OSError("no room")
 
 
-backgrounds = pytest.mark.parametrize(
-    "persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["threads", "process"]
-)
 SECONDS = 240.0
 """For ranks that start processes, each of which imports torch."""
 
+Writer = Literal["thread", "process"]
 
-def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> list[str]:
+
+def _in_the_background(exchange: Exchange, folder: Path, writer: Writer) -> list[str]:
     may_have_children()
     rank = exchange.rank
-    queue = AsyncCallsQueue(persistent=persistent)
-    strategy = RemeshSaveShardedStrategy(writer="process" if persistent else "thread")
+    queue = AsyncCallsQueue(persistent=True)
+    strategy = RemeshSaveShardedStrategy(writer=writer)
     data = torch.full((4,), float(rank))
     order: list[str] = []
     for number in range(2):
@@ -295,16 +292,15 @@ def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> li
     return order
 
 
-@backgrounds
-def test_saves_beside_the_training(tmp_path: Path, persistent: bool) -> None:
-    orders = run_processes(2, _in_the_background, tmp_path, persistent, timeout=SECONDS)
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_saves_beside_the_training(tmp_path: Path, writer: Writer) -> None:
+    orders = run_processes(2, _in_the_background, tmp_path, writer, timeout=SECONDS)
     assert orders == [["save 0", "save 1", "x"]] * 2
     assert sorted(file.name for file in tmp_path.glob("mine*")) == ["mine 0", "mine 1"]
 
 
-def _fail_in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> str:
-    may_have_children()
-    queue = AsyncCallsQueue(persistent=persistent)
+def _fail_in_the_background(exchange: Exchange, folder: Path) -> str:
+    queue = AsyncCallsQueue()
     finalized: list[int] = []
     queue.schedule_async_request(
         AsyncRequest(fail_on, (1, exchange.rank), [lambda: finalized.append(0)])
@@ -335,13 +331,8 @@ def _fail_in_the_background(exchange: Exchange, folder: Path, persistent: bool) 
     return message
 
 
-@backgrounds
-def test_a_background_that_fails_on_one_rank_raises_on_all(
-    tmp_path: Path, persistent: bool
-) -> None:
-    outcomes = run_processes_outcomes(
-        2, _fail_in_the_background, tmp_path / "c", persistent, timeout=SECONDS
-    )
+def test_a_background_that_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    outcomes = run_processes_outcomes(2, _fail_in_the_background, tmp_path / "c")
     for outcome in outcomes:
         if isinstance(outcome, Raised):
             raise outcome.error

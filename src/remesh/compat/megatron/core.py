@@ -1,21 +1,18 @@
 """The config of a checkpoint, `metadata.json`, the base exception, and values without pickle.
 
-`metadata.json` is four fields in one small file, written last. It names the backend that wrote the
-sharded part and the one that wrote the common part, each with its version, so that a load finds its
-strategies by itself. A directory without it is not a distributed checkpoint. The file is read and
-written through `remesh.storage`, so a checkpoint may lie wherever remesh can reach.
+`metadata.json` names the backends that wrote the sharded and the common part, so that a load finds
+its strategies by itself. It is written last; a directory without it is no distributed checkpoint.
 
 What Megatron pickles (arguments, RNG states, extra state of layers) are plain values with tensors,
 numpy arrays and byte streams in between, which `remesh.core.values` encodes. A value of any other
-type is refused when it is saved, with its place and type. One that a program cannot have (its class
-is unknown here, or may not be unpickled) is refused when it is loaded, with what to do about it.
+type is refused when it is saved, and one whose class is unknown here when it is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,8 +43,7 @@ class CheckpointingException(Exception):  # noqa: N818 - the name is Megatron's
 def as_checkpointing_exception() -> Iterator[None]:
     """Turn the engine's errors about states and checkpoints into `CheckpointingException`.
 
-    The engine's collective calls raise on every rank, so this does too. Errors of the storage and
-    of the process group stay what they are.
+    Errors of the storage and of the process group stay what they are.
     """
     try:
         yield
@@ -95,10 +91,7 @@ def source_of(checkpoint_dir: Any, file_format: str) -> Source:
 
 
 def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
-    """The config of a checkpoint, or None if there is no distributed checkpoint.
-
-    Fields that this version does not know are ignored: newer Megatron writes some.
-    """
+    """The config of a checkpoint, or None if there is no distributed checkpoint."""
     if not checkpoint_dir:
         return None
     storage = storage_of(checkpoint_dir)
@@ -107,6 +100,7 @@ def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
     except CheckpointNotFoundError:
         return None
     try:
+        # Fields that are not known are ignored: newer Megatron writes some.
         return msgspec.json.decode(text, type=CheckpointingConfig)
     except msgspec.MsgspecError as error:
         raise CheckpointingException(
@@ -117,8 +111,7 @@ def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Any) -> None:
     """Write `metadata.json`, atomically and durably."""
-    storage = storage_of(checkpoint_dir)
-    storage.put(CONFIG_FNAME, msgspec.json.encode(asdict(config)), overwrite=True)
+    storage_of(checkpoint_dir).put(CONFIG_FNAME, msgspec.json.encode(config), overwrite=True)
 
 
 def require_known(value: Any, where: str) -> Any:

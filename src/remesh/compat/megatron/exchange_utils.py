@@ -15,7 +15,7 @@ import torch
 
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.resharding import reshard
-from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
+from remesh.compat.megatron.core import as_checkpointing_exception
 from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
 from remesh.compat.megatron.utils import ShardId, _sharded_tensor_shard_id
@@ -23,14 +23,6 @@ from remesh.compat.megatron.validation import determine_global_metadata
 from remesh.core.sharded import ShardedTensor as EngineTensor
 
 Shard = TypeVar("Shard")
-
-_ALGORITHMS = frozenset({"broadcast", "gather_rounds", "gather_object"})
-
-
-def check_exchange_algo(name: str) -> None:
-    """Raise `CheckpointingException` if Megatron has no such algorithm."""
-    if name not in _ALGORITHMS:
-        raise CheckpointingException(f"exchange_algo={name!r} is none of {sorted(_ALGORITHMS)}")
 
 
 class ShardDistribution(NamedTuple):
@@ -79,7 +71,7 @@ def determine_main_replica_uniform_distribution(
     mine = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
     with as_checkpointing_exception():
         _, of_all = determine_global_metadata({"": mine}, parallelization_group)
-    holders: dict[ShardId, list[int]] = {}
+    holders: dict[ShardId, dict[int, None]] = {}
     described: dict[ShardId, ShardedTensor] = {}
     mains: set[ShardId] = set()
     for rank, tensors in enumerate(of_all):
@@ -87,20 +79,17 @@ def determine_main_replica_uniform_distribution(
             assert isinstance(one, ShardedTensor)
             shard = _sharded_tensor_shard_id(one)
             described.setdefault(shard, one)
-            ranks = holders.setdefault(shard, [])
-            if rank not in ranks:
-                ranks.append(rank)
+            holders.setdefault(shard, {})[rank] = None
             if is_main_replica(one.replica_id):
                 mains.add(shard)
     shards = set(holders) if ignore_groups else mains
-    holders = {shard: ranks for shard, ranks in holders.items() if shard in shards}
+    ranks = {shard: list(holders[shard]) for shard in holders if shard in shards}
     sizes = {
-        shard: math.prod(one.data_shape) * one.dtype.itemsize
-        for shard, one in described.items()
-        if shard in holders
+        shard: math.prod(described[shard].data_shape) * described[shard].dtype.itemsize
+        for shard in ranks
     }
-    chosen = distribute_shards_to_ranks(holders, sizes, len(of_all), shards - mains)
-    return ShardDistribution(chosen, shards, described, holders)
+    chosen = distribute_shards_to_ranks(ranks, sizes, len(of_all), shards - mains)
+    return ShardDistribution(chosen, shards, described, ranks)
 
 
 def _get_empty_tensor_for_exchange(shard: ShardedTensor) -> torch.Tensor:
@@ -122,7 +111,7 @@ def exchange_by_distribution(
     Data of `unloaded_shards` is filled in place, and made where there is none. All algorithms mean
     the same here: only what a rank needs travels to it. Returns what this rank had and received.
     """
-    check_exchange_algo(exchange_algo)
+    del exchange_algo
     rank = exchange_of(parallelization_group).rank
     have = dict(loaded_tensors)
     source: dict[str, EngineTensor] = {}

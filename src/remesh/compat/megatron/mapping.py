@@ -29,6 +29,7 @@ from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, nested_values
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.sharded import Part
+from remesh.core.sharded import ShardedObject as EngineObject
 from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.errors import StateError
 
@@ -123,25 +124,21 @@ class ShardedTensor(ShardedBase):
 
     def boxes(self) -> list[Box]:
         """The boxes of the global tensor that the shard is, in the order of its data."""
+        offset = tuple(self.global_offset)
         shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         if self.flattened_range is None:
-            return [Box(tuple(self.global_offset), shape)]
+            return [Box(offset, shape)]
         start, stop = self._span()
-        boxes = boxes_of_flat_range(shape, start, max(start, stop))
-        return [box.shift(self.global_offset) for box in boxes]
+        return [box.shift(offset) for box in boxes_of_flat_range(shape, start, max(start, stop))]
 
     def to_remesh(self) -> EngineTensor:
         """The engine's description of the same memory."""
         if self.data is None:
-            raise StateError(f"{self.key}: there is no data; describe a tensor of this rank")
-        data, parts, done = self.data.detach(), [], 0
-        for box in self.boxes():
-            if self.flattened_range is None:
-                values = data[(None,) * self.prepend_axis_num]
-            else:
-                values = data[done : done + box.size].view(box.shape)
-                done += box.size
-            parts.append(Part(box, values))
+            raise StateError(f"{self.key}: there is no data to save or to fill")
+        data, boxes = self.data.detach(), self.boxes()
+        sizes = [box.size for box in boxes]
+        pieces = torch.split(data, sizes) if self.flattened_range is not None else (data,)
+        parts = [Part(box, x.reshape(box.shape)) for box, x in zip(boxes, pieces, strict=True)]
         return EngineTensor(
             self.key,
             tuple(self.global_shape),
@@ -351,11 +348,15 @@ class ShardedObject(ShardedBase):
     def without_data(self) -> ShardedObject:
         return replace(self, data=None)
 
+    def to_remesh(self) -> EngineObject:
+        """The engine's description of the same value."""
+        shape, offset = tuple(self.global_shape), tuple(self.global_offset)
+        return EngineObject(self.key, self.data, shape, offset, self.replica_id)
+
     @property
     def unique_key(self) -> str:
         """The name of this element: `key/shard_<offset>_<shape>`, numbers joined by dots."""
-        offset = ".".join(map(str, self.global_offset))
-        return f"{self.key}/shard_{offset}_{'.'.join(map(str, self.global_shape))}"
+        return self.to_remesh().unique_name
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:

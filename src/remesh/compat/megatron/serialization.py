@@ -10,6 +10,7 @@ The strategies do the work; see `strategies`. A failure on one rank raises on ev
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ from remesh.compat.megatron.mapping import (
     apply_factories,
     apply_factory_merges,
 )
+from remesh.compat.megatron.redirect import REPLACED, is_installed
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -53,12 +55,10 @@ from remesh.compat.megatron.validation import (
     StrictHandling,
     determine_global_metadata,
     parse_strict_flag,
-    save_integrity_manifest,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
     validate_sharding_integrity,
     verify_checkpoint_and_load_strategy,
-    verify_integrity_manifest,
 )
 from remesh.exchange import Exchange, run_on_one
 
@@ -78,16 +78,16 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
-    async_strategy: str | None = None,  # noqa: ARG001 - requests are the drop-in's own
+    async_strategy: str | None = None,
     verify_integrity: bool = False,
 ) -> AsyncRequest | None:
     """Save a sharded state dict. Collective.
 
     `checkpoint_dir` may be a URL; it is made if it is not there, and what lies there is replaced.
-    By default the strategies are those of `torch_dist`. `async_strategy` changes nothing: the
-    drop-in's queue schedules what `async_sharded_save` returns. `verify_integrity` writes the
-    digests of all files to `integrity.json`, as Megatron does; checkpoints in remesh's format have
-    digests without it.
+    By default the strategies are those of `torch_dist`. What `async_sharded_save` returns is for
+    the drop-in's queue, so `async_strategy` may be `mcore`. `verify_integrity` has the installed
+    Megatron, from 0.19 on, write the digests of all files to `integrity.json`; checkpoints in
+    remesh's format have digests without it.
 
     Raises:
         CheckpointingException: On every rank, if something cannot be stored, ranks do not fit
@@ -95,10 +95,17 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         StorageError: If the storage fails.
     """
     sharded = _save_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy or DEFAULT_BACKEND)
-    backend = "remesh" if sharded.backend == "remesh" else "torch"
-    common = _save_strategy(StrategyAction.SAVE_COMMON, common_strategy or (backend, 1))
+    common: SaveCommonStrategy | None = None
+    if sharded.backend != "remesh" or common_strategy not in {None, ("remesh", 1)}:
+        common = _save_strategy(StrategyAction.SAVE_COMMON, common_strategy or ("torch", 1))
     if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise CheckpointingException(f"{sharded} cannot save beside the training")
+    if async_sharded_save and async_strategy == "nvrx":
+        raise CheckpointingException(
+            "async_strategy='nvrx' is not supported: nvidia-resiliency-ext writes in a process that"
+            " lacks the memory of the drop-in's saves; set async_strategy to 'mcore'"
+        )
+    write_digests = _of_release("save_integrity_manifest") if verify_integrity else None
     exchange = exchange_of(None)
     _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
@@ -106,28 +113,27 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     sharded_part, common_part = _sharded_and_common(
         sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
     )
-    if common.backend == "remesh":
+    config = CheckpointingConfig(sharded.backend, sharded.version)
+    if common is None:
+        config.common_backend = "remesh"
         common_part = common_object(common_part, exchange.rank)
         sharded_part = {"sharded": sharded_part, "common": common_part}
-        write_common = None
     else:
+        config.common_backend, config.common_backend_version = common.backend, common.version
         write_common = common.prepare_common(common_part, checkpoint_dir)
-    if not sharded.can_handle_sharded_objects:
+    if common is not None and not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
         objects, sharded_part = _objects_and_tensors(sharded_part)
         common.save_sharded_objects(objects, checkpoint_dir)
 
     def write_config() -> bytes:
-        config = CheckpointingConfig(
-            sharded.backend, sharded.version, common.backend, common.version
-        )
         save_config(config, checkpoint_dir)
-        if verify_integrity:
-            save_integrity_manifest(checkpoint_dir)
+        if write_digests is not None:
+            write_digests(checkpoint_dir)
         return b""
 
     def finalize() -> None:
-        if write_common is not None:
+        if common is not None:
             # After the tensors, so that a save that fails leaves an old checkpoint whole.
             write_common()
         with as_checkpointing_exception():
@@ -140,6 +146,18 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     sharded.save(sharded_part, checkpoint_dir)
     finalize()
     return None
+
+
+def _of_release(name: str) -> Callable[[Any], None]:
+    """A function of `validation` that only the installed Megatron has."""
+    lending = importlib.import_module(f"{REPLACED}.validation") if is_installed() else None
+    found: Callable[[Any], None] | None = getattr(lending, name, None)
+    if found is None:
+        raise CheckpointingException(
+            f"verify_integrity needs {name} of Megatron Core 0.19 or later; call "
+            "remesh.compat.megatron.install(), or save in remesh's format, which has digests"
+        )
+    return found
 
 
 def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> None:
@@ -160,8 +178,7 @@ def _sharded_and_common(
 ) -> tuple[Any, Any]:
     """Split a state dict into what is sharded and what is common. Collective if it validates.
 
-    Factories in it are replaced by what they build, in place. `comparable` gives what is compared
-    of the common state.
+    Factories in it are replaced by what they build, in place.
     """
     apply_factories(sharded_state_dict)
     _, persistent = extract_nonpersistent(sharded_state_dict)
@@ -208,9 +225,10 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     handling = parse_strict_flag(strict)
     stored: CkptShardedMetadata = {}
 
+    if verify_integrity:
+        _of_release("verify_integrity_manifest")(checkpoint_dir)
+
     def open_checkpoint() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StateDict]:
-        if verify_integrity and exchange_of(None).rank == 0:
-            verify_integrity_manifest(checkpoint_dir)
         strategies = verify_checkpoint_and_load_strategy(
             checkpoint_dir, sharded_strategy, common_strategy
         )
@@ -240,10 +258,9 @@ def load(  # noqa: PLR0917 - the order is Megatron's
 
 
 def _taken_apart(sharded_state_dict: Any) -> tuple[Any, Any, Any]:
-    """Take apart a state dict to load, which stays as it is.
+    """What is sharded, the local objects, and the factories of a state dict, which stays as it is.
 
-    Returns what is sharded, with factories replaced by what they build; the local objects,
-    unwrapped; and the factories, with lists as dicts by position.
+    Factories are replaced by what they build among what is sharded, and local objects unwrapped.
     """
     copied = _without_empty_ranges(sharded_state_dict)
     factories, _ = extract_matching_values(
@@ -259,17 +276,12 @@ def _taken_apart(sharded_state_dict: Any) -> tuple[Any, Any, Any]:
 
 def _without_empty_ranges(sharded_state_dict: Any) -> Any:
     """A copy of the state dict without tensors whose flattened range is empty."""
-    kept, _ = extract_matching_values(
-        sharded_state_dict,
-        lambda leaf: (
-            not (
-                isinstance(leaf, ShardedTensor)
-                and leaf.flattened_range is not None
-                and leaf.data_shape == (0,)
-            )
-        ),
-    )
-    return kept
+
+    def is_empty(leaf: Any) -> bool:
+        is_range = isinstance(leaf, ShardedTensor) and leaf.flattened_range is not None
+        return is_range and leaf.data_shape == (0,)
+
+    return extract_matching_values(sharded_state_dict, is_empty)[1]
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> StateDict:
@@ -330,27 +342,18 @@ def get_default_save_sharded_strategy(
     backend: str = "torch_dist", version: int = 1
 ) -> SaveShardedStrategy:
     """The strategy that writes a backend."""
-    strategy: SaveShardedStrategy = get_default_strategy(
-        StrategyAction.SAVE_SHARDED, backend, version
-    )
-    return strategy
+    return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)  # type: ignore[no-any-return]
 
 
 def get_default_save_common_strategy(
     backend: str = "torch", version: int = 1
 ) -> SaveCommonStrategy:
     """The strategy that writes common state."""
-    strategy: SaveCommonStrategy = get_default_strategy(
-        StrategyAction.SAVE_COMMON, backend, version
-    )
-    return strategy
+    return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)  # type: ignore[no-any-return]
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: Any = None) -> LoadShardedStrategy:
     """The strategy that reads a checkpoint; without one, that of what `save` writes by default."""
     if checkpoint_dir is None:
-        default: LoadShardedStrategy = get_default_strategy(
-            StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND
-        )
-        return default
+        return get_default_strategy(StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND)  # type: ignore[no-any-return]
     return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, extract_matching_values
@@ -54,39 +54,38 @@ def extract_nonpersistent(sharded_state_dict: Any) -> tuple[Any, Any]:
     return _extract(sharded_state_dict, LocalNonpersistentObject)
 
 
-def add_prefix_for_sharding(sharded_state_dict: Any, prefix: str) -> None:
-    """Put a prefix before the key of everything sharded, in place."""
+def _rename(sharded_state_dict: Any, new_key: Callable[[str], str]) -> None:
+    """Give everything sharded another key, in place."""
 
-    def add(leaf: Any) -> Any:
+    def change(leaf: Any) -> Any:
         if isinstance(leaf, ShardedBase):
-            leaf.key = f"{prefix}{leaf.key}"
+            leaf.key = new_key(leaf.key)
         return leaf
 
-    dict_list_map_inplace(add, sharded_state_dict)
+    dict_list_map_inplace(change, sharded_state_dict)
+
+
+def add_prefix_for_sharding(sharded_state_dict: Any, prefix: str) -> None:
+    """Put a prefix before the key of everything sharded, in place."""
+    _rename(sharded_state_dict, lambda key: prefix + key)
 
 
 def replace_prefix_for_sharding(sharded_state_dict: Any, old_prefix: str, new_prefix: str) -> None:
     """Replace the prefix of the key of everything sharded, in place."""
 
-    def change(leaf: Any) -> Any:
-        if isinstance(leaf, ShardedBase):
-            if not leaf.key.startswith(old_prefix):
-                raise ValueError(f"key {leaf.key!r} does not begin with {old_prefix!r}")
-            leaf.key = new_prefix + leaf.key[len(old_prefix) :]
-        return leaf
+    def new_key(key: str) -> str:
+        if not key.startswith(old_prefix):
+            raise ValueError(f"key {key!r} does not begin with {old_prefix!r}")
+        return new_prefix + key[len(old_prefix) :]
 
-    dict_list_map_inplace(change, sharded_state_dict)
+    _rename(sharded_state_dict, new_key)
 
 
 def apply_prefix_mapping(sharded_state_dict: Any, prefix_map: Mapping[str, str]) -> None:
     """Replace the prefixes of the keys that have one of several, in place."""
 
-    def change(leaf: Any) -> Any:
-        if isinstance(leaf, ShardedBase):
-            for old, new in prefix_map.items():
-                if leaf.key.startswith(old):
-                    leaf.key = new + leaf.key[len(old) :]
-                    break
-        return leaf
+    def new_key(key: str) -> str:
+        old = next((old for old in prefix_map if key.startswith(old)), "")
+        return prefix_map.get(old, "") + key[len(old) :]
 
-    dict_list_map_inplace(change, sharded_state_dict)
+    _rename(sharded_state_dict, new_key)

@@ -10,9 +10,10 @@ Every check that can fail raises on every rank, whichever rank found the fault.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import operator
 from collections.abc import Sequence
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
@@ -28,7 +29,6 @@ from remesh.compat.megatron.core import (
     decode_object,
     maybe_load_config,
     on_all_ranks,
-    storage_of,
 )
 from remesh.compat.megatron.dict_utils import diff, extract_matching_values, nested_values
 from remesh.compat.megatron.mapping import (
@@ -48,10 +48,9 @@ from remesh.core.integrity import raw_digest
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.core.values import encode_object
-from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.errors import StateError
 from remesh.exchange import run_on_all, run_on_one
 from remesh.planner import LocalBoxes, plan_save
-from remesh.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -125,45 +124,32 @@ def determine_global_metadata(
 ) -> tuple[LocalMetadata, GlobalMetadata]:
     """The shards that this rank and that all ranks describe, without data. Collective."""
     local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
-    exchange = exchange_of(process_group)
-    encoded = msgspec.msgpack.encode([_described(leaf) for leaf in local])
-    replies = run_on_all(exchange, lambda: encoded)
+    encoded = msgspec.msgpack.encode([_row_of(leaf) for leaf in local], enc_hook=_plain)
+    replies = run_on_all(exchange_of(process_group), lambda: encoded)
     rows = [msgspec.msgpack.decode(reply, type=list[list[Any]]) for reply in replies]
-    return local, [[_from_described(row) for row in of_rank] for of_rank in rows]
+    return local, [[_of_row(row) for row in of_rank] for of_rank in rows]
 
 
-def _described(leaf: ShardedBase) -> list[Any]:
-    """A tensor or object without data as numbers and texts, on its way to other ranks."""
-    values: list[Any]
-    if isinstance(leaf, ShardedObject):
-        values = [leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id]
-    else:
-        assert isinstance(leaf, ShardedTensor), type(leaf)
-        flat = leaf.flattened_range
-        values = [
-            leaf.key,
-            str(leaf.dtype).removeprefix("torch."),
-            leaf.local_shape,
-            leaf.global_shape,
-            leaf.global_offset,
-            leaf.axis_fragmentations,
-            leaf.replica_id,
-            leaf.prepend_axis_num,
-            leaf.allow_shape_mismatch,
-            None if flat is None else (flat.start or 0, flat.stop),
-        ]
-    return [tuple(value) if isinstance(value, list | tuple) else value for value in values]
+def _row_of(leaf: ShardedBase) -> list[Any]:
+    """The fields of a shard, on their way to other ranks."""
+    kind = ShardedObject if isinstance(leaf, ShardedObject) else ShardedTensor
+    return [getattr(leaf, one.name) for one in fields(kind)]
 
 
-def _from_described(row: list[Any]) -> ShardedBase:
+def _plain(value: Any) -> Any:
+    """What msgpack does not know of a field: a flattened range, a dtype, or numpy's integers."""
+    if isinstance(value, slice):
+        return value.start, value.stop
+    return str(value) if isinstance(value, torch.dtype) else operator.index(value)
+
+
+def _of_row(row: list[Any]) -> ShardedBase:
     values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
-    if isinstance(values[1], tuple):
-        key, shape, offset, replica_id = values
-        return ShardedObject(key, None, shape, offset, replica_id)
-    key, dtype, *described, flat = values
-    flattened = None if flat is None else slice(*flat)
-    fields: Any = (key, None, getattr(torch, dtype), *described, flattened)
-    return ShardedTensor(*fields)
+    if len(values) == len(fields(ShardedObject)):
+        return ShardedObject(*values)
+    values[2] = getattr(torch, values[2].removeprefix("torch."))
+    values[-1] = None if values[-1] is None else slice(*values[-1])
+    return ShardedTensor(*values)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,27 +183,29 @@ def validate_sharding_integrity(
 
 def _local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
     """The boxes that a rank holds, for the planner; data is not looked at."""
+    table: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     rows: dict[str, int] = {}
-    table: list[tuple[str, str, Sequence[int]]] = []
     boxes: list[tuple[int, Box]] = []
-    roles: list[int] = []
+    roles: list[Role] = []
     for tensor in tensors:
-        row = rows.setdefault(tensor.key, len(rows))
-        what = (tensor.key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.global_shape))
-        if row == len(table):
-            table.append(what)
-        elif table[row] != what:
+        shape = tuple(tensor.global_shape)
+        described = (tensor.key, str(tensor.dtype).removeprefix("torch."), shape)
+        known = table.setdefault(tensor.key, described)
+        if known != described:
             raise CheckpointingException(
-                f"{tensor.key}: one rank describes it as {table[row][1:]} and as {what[1:]}\nDtype "
+                f"{tensor.key}: one rank describes it as {known[1:]} and as {described[1:]}\nDtype "
                 "and global shape of a key must be the same everywhere"
             )
-        role = Role.MAIN if is_main_replica(tensor.replica_id) else Role.REPLICA
+        row = rows.setdefault(tensor.key, len(rows))
         for box in tensor.boxes():
-            if not Box.whole(what[2]).contains(box):
-                raise CheckpointingException(f"{tensor.key}: {box} leaves the global tensor {what}")
+            if not Box.whole(shape).contains(box):
+                raise CheckpointingException(
+                    f"{tensor.key}: {box} leaves the global tensor of shape {shape}"
+                )
             boxes.append((row, box))
-            roles.append(int(role))
-    return LocalBoxes.of(BoxTable.of(TensorTable.of(table), boxes), np.array(roles, dtype=np.int64))
+            roles.append(Role.MAIN if is_main_replica(tensor.replica_id) else Role.REPLICA)
+    tables = BoxTable.of(TensorTable.of(list(table.values())), boxes)
+    return LocalBoxes.of(tables, np.array(roles, dtype=np.int64))
 
 
 def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:
@@ -332,23 +320,16 @@ def maybe_report_missing_and_unexpected_keys(
     missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
 ) -> None:
     """Raise or log keys that do not match, if there are any."""
-    lines = []
-    if unexpected_keys:
-        lines.append(
-            f"Unexpected keys (asked for, but not stored): {listed(sorted(unexpected_keys))}"
-        )
-    if missing_keys:
-        lines.append(
-            f"Missing keys (stored, but not asked for by any rank): {listed(sorted(missing_keys))}"
-        )
+    kinds = {
+        "Unexpected keys (asked for, but not stored)": unexpected_keys,
+        "Missing keys (stored, but not asked for by any rank)": missing_keys,
+    }
+    lines = [f"{kind}: {listed(sorted(keys))}" for kind, keys in kinds.items() if keys]
     if not lines:
         return
-    message = "; ".join(
-        [
-            "state and checkpoint do not match",
-            *lines,
-            "ask for what is stored, or let `strict` say what to do",
-        ]
+    message = (
+        f"state and checkpoint do not match; {'; '.join(lines)}; ask for what is stored, or let "
+        "`strict` say what to do"
     )
     if raise_error:
         raise CheckpointingException(message)
@@ -394,73 +375,3 @@ def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: An
         raise CheckpointingException(
             f"neither {sharded_strategy} nor {common_strategy} can handle sharded objects"
         )
-
-
-# ---------------------------------------------------------------------------------------------
-# Digests of files
-# ---------------------------------------------------------------------------------------------
-
-INTEGRITY_FNAME = "integrity.json"
-_ALGORITHM = "sha256"
-_PART = 1 << 26
-
-
-class _Manifest(msgspec.Struct, frozen=True):
-    """The content of `integrity.json`."""
-
-    files: dict[str, str]
-    algorithm: str = _ALGORITHM
-
-
-def save_integrity_manifest(checkpoint_dir: Any) -> None:
-    """Write the SHA-256 of every file at the top of a checkpoint to `integrity.json`.
-
-    Not collective. Megatron's own package checks this file, and writes it the same way.
-    """
-    storage = storage_of(checkpoint_dir)
-    files = {
-        path: _digest(storage, path)
-        for path in sorted(storage.list())
-        if "/" not in path and path != INTEGRITY_FNAME
-    }
-    storage.put(INTEGRITY_FNAME, msgspec.json.encode(_Manifest(files)), overwrite=True)
-
-
-def verify_integrity_manifest(checkpoint_dir: Any) -> None:
-    """Check the files of a checkpoint against `integrity.json`. Not collective."""
-    storage = storage_of(checkpoint_dir)
-    where = f"{storage.url}/{INTEGRITY_FNAME}"
-    try:
-        manifest = msgspec.json.decode(storage.read(INTEGRITY_FNAME), type=_Manifest)
-    except CheckpointNotFoundError as error:
-        raise CheckpointingException(
-            f"Integrity manifest not found at {where}; load without verify_integrity, or save with "
-            "it"
-        ) from error
-    except msgspec.MsgspecError as error:
-        raise CheckpointingException(f"{where}: not a list of digests ({error})") from error
-    if manifest.algorithm != _ALGORITHM:
-        raise CheckpointingException(
-            f"Unsupported hash algorithm {manifest.algorithm!r} in {where}; load without "
-            "verify_integrity"
-        )
-    wrong = []
-    for path, digest in manifest.files.items():
-        try:
-            if _digest(storage, path) != digest:
-                wrong.append(f"{path}: hash mismatch")
-        except CheckpointNotFoundError:
-            wrong.append(f"{path}: file missing")
-    if wrong:
-        raise CheckpointingException(
-            f"Checkpoint integrity verification failed for {len(wrong)} files of {storage.url}: "
-            f"{listed(sorted(wrong))}\nLoad another checkpoint, or restore these files from a copy"
-        )
-
-
-def _digest(storage: Storage, path: str) -> str:
-    """The SHA-256 of a file, read in parts."""
-    digest, size = hashlib.sha256(), storage.size(path)
-    for start in range(0, size, _PART):
-        digest.update(storage.read(path, start, min(start + _PART, size)))
-    return digest.hexdigest()

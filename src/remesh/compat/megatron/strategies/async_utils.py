@@ -1,8 +1,8 @@
 """The slow half of a save, beside the training.
 
 An `AsyncRequest` is a save that is prepared but not done: a function for the slow half, and
-functions that finalize. `AsyncCallsQueue` runs the slow halves, in threads or in one process that
-lives on, and finalizes in the order of scheduling.
+functions that finalize. `AsyncCallsQueue` runs the slow halves in threads, and finalizes in the
+order of scheduling.
 
 1. `schedule_async_request` calls `preload_fn`, which copies the state out of the trainer's memory,
    and starts `async_fn`. From then on the trainer may change everything.
@@ -15,16 +15,11 @@ The background uses no collective, so the training's own are never disturbed.
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,12 +27,14 @@ import msgspec
 import torch
 
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.megatron.core import CheckpointingException, on_all_ranks
+from remesh.compat.megatron.core import (
+    CheckpointingException,
+    as_checkpointing_exception,
+    on_all_ranks,
+)
 from remesh.exchange import run_on_all
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
-
-logger = logging.getLogger(__name__)
 
 
 class AsyncRequest(NamedTuple):
@@ -93,76 +90,53 @@ def _copied(staged: Any) -> Any:
     return type(staged)(map(_copied, staged)) if type(staged) in {list, tuple} else staged
 
 
-def run_here(_: None, work: Callable[[], None]) -> None:
-    """The slow half of a save of this library's strategies, which stays in this process.
-
-    It writes memory of this process, or waits for a background that the save has on its own.
-    """
-    work()
-
-
-class _Progress(msgspec.Struct, frozen=True):
-    """The state of the current call of a rank, as ranks exchange it."""
-
-    is_done: bool
-    call_idx: int
-    failure: str
-
-
 class _ActiveCall(NamedTuple):
     running: Future[object]  # the slow half on this rank
     request: AsyncRequest
     is_foreign: bool  # whether another library has made it, and finalizes also what has failed
 
-    def has_ended(self, *, no_dist: bool) -> bool:
-        """True if all ranks have ended, or this one; raises if one failed. Collective."""
+    def poll(self) -> bytes:
+        """Whether this rank has ended, for the other ranks to compare; raises if it failed."""
         is_done = self.running.done()
         cause = self.running.exception() if is_done else None
+        if cause is not None:
+            raise CheckpointingException(
+                f"rank {exchange_of(None).rank}: the background of save {self.request.call_idx} "
+                f"failed: {type(cause).__name__}: {cause}; the checkpoint was not finalized"
+            ) from cause
+        return msgspec.msgpack.encode((is_done, self.request.call_idx))
+
+    def has_ended(self, *, no_dist: bool) -> bool:
+        """True if all ranks have ended, or this one; raises if one failed. Collective."""
         if no_dist:
-            if cause is not None:
-                raise CheckpointingException(f"the background of a save failed: {cause}") from cause
-            return is_done
-        call_idx = self.request.call_idx
-        failure = "" if cause is None else f"{type(cause).__name__}: {cause}"
-        mine = msgspec.msgpack.encode(_Progress(is_done, call_idx, failure))
-        replies = run_on_all(exchange_of(None), lambda: mine)
-        ranks = [msgspec.msgpack.decode(reply, type=_Progress) for reply in replies]
-        indices = {one.call_idx for one in ranks}
+            self.poll()
+            return self.running.done()
+        with as_checkpointing_exception():
+            replies = run_on_all(exchange_of(None), self.poll)
+        polls = [msgspec.msgpack.decode(reply, type=tuple[bool, int]) for reply in replies]
+        indices = {call_idx for _, call_idx in polls}
         if len(indices) > 1:
             raise CheckpointingException(
                 f"ranks finalize different requests, {sorted(indices)}\nEvery rank must schedule "
                 "and finalize all of them in one order"
             )
-        if not all(one.is_done for one in ranks):
-            return False
-        failed = [(rank, one.failure) for rank, one in enumerate(ranks) if one.failure]
-        if failed:
-            rank, text = failed[0]
-            raise CheckpointingException(
-                f"the background of save {call_idx} failed on {len(failed)} ranks, the first "
-                f"is rank {rank}: {text}; the checkpoint was not finalized"
-            ) from cause
-        return True
+        return all(is_done for is_done, _ in polls)
 
 
 class AsyncCallsQueue:
     """Requests in the order in which they were scheduled; all ranks do the same with theirs.
 
-    With `persistent` they run in one process that lives until `close`, instead of threads: its
-    functions, their arguments and what is preloaded must pickle. Saves of this library's strategies
-    run in threads all the same; the native one takes `writer="process"`.
+    `persistent` changes nothing: each request runs in a thread. Saves of this library's strategies
+    write in a process of their own if that is asked of them (`writer="process"`).
     """
 
-    def __init__(self, persistent: bool = False) -> None:
-        self._is_persistent = persistent
-        self._process: ProcessPoolExecutor | None = None
+    def __init__(self, persistent: bool = False) -> None:  # noqa: ARG002 - the interface is Megatron's
         self._active: deque[_ActiveCall] = deque()
         self._call_idx = -1
 
     @staticmethod
     def warmup_persistent_caller(rank: int, **_priorities: Any) -> None:
-        """Nothing: saves of this library's strategies need no process, others start it."""
-        logger.debug("rank %d: no process for saves is started in advance", rank)
+        """Nothing: no process is needed."""
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request, this module's or one like it; returns its number, counted from 0.
@@ -172,26 +146,10 @@ class AsyncCallsQueue:
         """
         self._call_idx += 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=self._call_idx)
-        running = self._start(on_all_ranks(request.preloaded))
+        running = _in_a_thread(on_all_ranks(request.preloaded).run)
         is_foreign = not isinstance(async_request, AsyncRequest)
         self._active.append(_ActiveCall(running, request, is_foreign))
         return self._call_idx
-
-    def _start(self, request: AsyncRequest) -> Future[object]:
-        if not self._is_persistent or request.async_fn is None or request.async_fn is run_here:
-            return _in_a_thread(request.run)
-        call = partial(request.async_fn, *request.async_fn_args, **request.async_fn_kwargs)
-        try:
-            return self._pool().submit(call)
-        except BrokenProcessPool:
-            self._process = None
-            return self._pool().submit(call)
-
-    def _pool(self) -> ProcessPoolExecutor:
-        if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self._process = ProcessPoolExecutor(1, context, initializer=_end_with_parent)
-        return self._process
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -227,17 +185,10 @@ class AsyncCallsQueue:
 
     def close(self, abort: bool = False) -> None:
         """Finalize everything; after an abort, what is not finalized is never a checkpoint."""
-        try:
-            if abort:
-                self._active.clear()
-            else:
-                self.maybe_finalize_async_calls(blocking=True)
-        finally:
-            process, self._process = self._process, None
-            if process is not None:
-                for one in process._processes.values() if abort else ():  # noqa: SLF001 - no public way to end them
-                    one.kill()
-                process.shutdown()
+        if abort:
+            self._active.clear()
+        else:
+            self.maybe_finalize_async_calls(blocking=True)
 
 
 def _in_a_thread(work: Callable[[], object]) -> Future[object]:
@@ -252,15 +203,3 @@ def _in_a_thread(work: Callable[[], object]) -> Future[object]:
 
     threading.Thread(target=run, name="remesh-async-call", daemon=True).start()
     return running
-
-
-def _end_with_parent() -> None:
-    """End this process with the one that started it, also if that is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -36,7 +36,6 @@ _HOME = "remesh.compat.megatron.strategies"
 _BUILT_IN = {
     (StrategyAction.SAVE_SHARDED, "remesh"): ("native", "RemeshSaveShardedStrategy"),
     (StrategyAction.LOAD_SHARDED, "remesh"): ("native", "RemeshLoadShardedStrategy"),
-    (StrategyAction.SAVE_COMMON, "remesh"): ("native", "RemeshSaveCommonStrategy"),
     (StrategyAction.LOAD_COMMON, "remesh"): ("native", "RemeshLoadCommonStrategy"),
     (StrategyAction.SAVE_SHARDED, "torch_dist"): ("torch", "TorchDistSaveShardedStrategy"),
     (StrategyAction.LOAD_SHARDED, "torch_dist"): ("torch", "TorchDistLoadShardedStrategy"),
@@ -74,6 +73,9 @@ def register_default_strategy(
 class LoadStrategyBase(ABC):
     """Base of load strategies."""
 
+    can_handle_sharded_objects: bool = False
+    """Whether sharded objects are read by this strategy."""
+
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise `CheckpointingException` if this backend cannot be read."""
@@ -81,11 +83,6 @@ class LoadStrategyBase(ABC):
     @abstractmethod
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise `CheckpointingException` if this version cannot be read."""
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True if sharded objects are read by this strategy."""
-        return False
 
 
 class OneBackend(LoadStrategyBase):
@@ -110,14 +107,12 @@ class OneBackend(LoadStrategyBase):
 class SaveStrategyBase:
     """Base of save strategies."""
 
+    can_handle_sharded_objects: bool = False
+    """Whether sharded objects are written by this strategy."""
+
     def __init__(self, backend: str, version: int) -> None:
         self.backend = backend
         self.version = version
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True if sharded objects are written by this strategy."""
-        return False
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.backend}, {self.version})"
@@ -130,11 +125,11 @@ class LoadCommonStrategy(LoadStrategyBase):
     def load_common(self, checkpoint_dir: Any) -> StateDict:
         """The common state."""
 
-    @abstractmethod
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Any
     ) -> StateDict:
         """The sharded objects of a state dict, loaded, in the same structure."""
+        raise NotImplementedError(f"{type(self).__name__} cannot read sharded objects")
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> ShardedStateDict:
         """The stored objects by unique key, without data; nothing if this handles none."""

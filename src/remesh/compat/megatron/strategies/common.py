@@ -58,12 +58,10 @@ def read_torch_file(checkpoint_dir: Any, path: str) -> Any:
 class TorchCommonSaveStrategy(SaveCommonStrategy):
     """Writes `common.pt` on rank 0, and an object's file where its main replica is."""
 
+    can_handle_sharded_objects = True
+
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
     def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
         self.prepare_common(common_state_dict, checkpoint_dir)()
@@ -104,10 +102,7 @@ class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
     """Reads what `TorchCommonSaveStrategy` and Megatron write."""
 
     backend = "torch"
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    can_handle_sharded_objects = True
 
     def load_common(self, checkpoint_dir: Any) -> Any:
         # Newer Megatron keeps the common state among the objects.

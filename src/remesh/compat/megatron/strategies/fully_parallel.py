@@ -19,11 +19,10 @@ from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.exchange_utils import (
     ShardDistribution,
-    check_exchange_algo,
     determine_main_replica_uniform_distribution,
     exchange_by_distribution,
 )
-from remesh.compat.megatron.mapping import ShardedBase, ShardedTensor
+from remesh.compat.megatron.mapping import ShardedTensor
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -34,7 +33,30 @@ from remesh.compat.megatron.strategies.native import EngineLoadShardedStrategy
 from remesh.compat.megatron.utils import ShardId, _sharded_tensor_shard_id
 
 
-class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
+class _Wrapper:
+    """A strategy, the group that shares its work, and who does what of it."""
+
+    def _wrap(self, strategy: Any, group: Any, do_cache_distribution: bool) -> None:
+        self.base_strategy = strategy
+        self.can_handle_sharded_objects = strategy.can_handle_sharded_objects
+        self.parallelization_group = group
+        self.do_cache_distribution = do_cache_distribution
+        self.cached_distribution: ShardDistribution | None = None
+
+    def _distribution(
+        self, sharded_state_dict: Any, *, ignore_groups: bool = False
+    ) -> ShardDistribution | None:
+        found = self.cached_distribution
+        if found is None:
+            found = determine_main_replica_uniform_distribution(
+                sharded_state_dict, self.parallelization_group, ignore_groups
+            )
+        if self.do_cache_distribution:
+            self.cached_distribution = found
+        return found
+
+
+class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
     """Spreads a save over the ranks that hold the same shards; the format stays the same.
 
     The strategy must write the shards whose `replica_id` is 0. With `do_cache_distribution` later
@@ -50,14 +72,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         **_ignored: Any,
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-        self.cached_distribution: ShardDistribution | None = None
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return self.base_strategy.can_handle_sharded_objects
+        self._wrap(strategy, parallelization_group, do_cache_distribution)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
@@ -72,25 +87,20 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     def apply_saving_parallelization(self, sharded_state_dict: Any) -> None:
         """Set `replica_id` to 0 where this rank is to write, and to 1 elsewhere, in place."""
         rank = exchange_of(self.parallelization_group).rank
-        distribution = self.cached_distribution
+        distribution = self._distribution(sharded_state_dict)
         if distribution is None:
-            distribution = determine_main_replica_uniform_distribution(
-                sharded_state_dict, self.parallelization_group
-            )
-        if distribution is not None:
-            # Several equal shards on one rank are one to write.
-            written: set[ShardId] = set()
-            for leaf in nested_values(sharded_state_dict):
-                if isinstance(leaf, ShardedTensor):
-                    shard = _sharded_tensor_shard_id(leaf)
-                    is_mine = distribution.main_rank_for_shard.get(shard) == rank
-                    leaf.replica_id = 0 if is_mine and shard not in written else 1
-                    written.add(shard)
-        if self.do_cache_distribution:
-            self.cached_distribution = distribution
+            return
+        # Several equal shards on one rank are one to write.
+        written: set[ShardId] = set()
+        for leaf in nested_values(sharded_state_dict):
+            if isinstance(leaf, ShardedTensor):
+                shard = _sharded_tensor_shard_id(leaf)
+                is_mine = distribution.main_rank_for_shard.get(shard) == rank
+                leaf.replica_id = 0 if is_mine and shard not in written else 1
+                written.add(shard)
 
 
-class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
+class FullyParallelLoadStrategyWrapper(_Wrapper, LoadShardedStrategy):
     """Spreads a load over the ranks that need the same shards.
 
     All exchange algorithms mean the same here: only what a rank needs travels to it. Other options
@@ -105,21 +115,13 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         exchange_algo: str = "broadcast",
         **_ignored: Any,
     ) -> None:
-        check_exchange_algo(exchange_algo)
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
+        self._wrap(strategy, parallelization_group, do_cache_distribution)
         self.exchange_algo = exchange_algo
-        self.cached_distribution: ShardDistribution | None = None
 
     @property
     def cached_global_metadata(self) -> Any:
         """That of the wrapped strategy; None if it keeps none."""
         return getattr(self.base_strategy, "cached_global_metadata", None)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return self.base_strategy.can_handle_sharded_objects
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         self.base_strategy.check_backend_compatibility(loaded_backend)
@@ -128,8 +130,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.base_strategy.check_version_compatibility(loaded_version)
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        group = self.parallelization_group
-        base = self.base_strategy
+        group, base = self.parallelization_group, self.base_strategy
         # A derived strategy with a `load` of its own is treated like any other strategy.
         if isinstance(base, EngineLoadShardedStrategy) and (
             type(base).load is EngineLoadShardedStrategy.load
@@ -137,51 +138,49 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             return base.load_together(
                 sharded_state_dict, checkpoint_dir, group=group, share_reads=True
             )
-        partners = exchange_of(group)
-        if partners.world_size == 1:
-            return base.load(sharded_state_dict, checkpoint_dir)
-        return self._load_and_pass_on(sharded_state_dict, checkpoint_dir, partners.rank)
-
-    def _load_and_pass_on(self, sharded_state_dict: Any, checkpoint_dir: Any, rank: int) -> Any:
-        """Load what this rank is to read with the wrapped strategy, and share it."""
-        group = self.parallelization_group
-        distribution = self.cached_distribution
+        distribution = self._distribution(sharded_state_dict, ignore_groups=True)
         if distribution is None:
-            distribution = determine_main_replica_uniform_distribution(
-                sharded_state_dict, group, ignore_groups=True
-            )
-        assert distribution is not None
-        if self.do_cache_distribution:
-            self.cached_distribution = distribution
-        main_rank = distribution.main_rank_for_shard
-        leaves: list[ShardedBase] = list(nested_values(sharded_state_dict))
-        mine: dict[str, ShardedBase] = {}
-        lacking: dict[ShardId, ShardedTensor] = {}
-        for number, leaf in enumerate(leaves):
-            if not isinstance(leaf, ShardedTensor):
-                mine[str(number)] = leaf
-            elif main_rank[shard := _sharded_tensor_shard_id(leaf)] == rank:
-                mine[str(number)] = replace(leaf, replica_id=0)
-            else:
-                lacking[shard] = leaf
-        loaded = self.base_strategy.load(mine, checkpoint_dir)
-        tensors = {
-            _sharded_tensor_shard_id(leaf): loaded[number]
-            for number, leaf in mine.items()
+            return base.load(sharded_state_dict, checkpoint_dir)
+        return self._load_and_pass_on(sharded_state_dict, checkpoint_dir, distribution)
+
+    def _load_and_pass_on(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, distribution: ShardDistribution
+    ) -> Any:
+        """Load what this rank is to read with the wrapped strategy, and share it."""
+        rank = exchange_of(self.parallelization_group).rank
+        readers = distribution.main_rank_for_shard
+        leaves = {
+            str(number): leaf for number, leaf in enumerate(nested_values(sharded_state_dict))
+        }
+        shards = {
+            number: _sharded_tensor_shard_id(leaf)
+            for number, leaf in leaves.items()
             if isinstance(leaf, ShardedTensor)
         }
-        tensors = exchange_by_distribution(
-            tensors, lacking, distribution, group, self.exchange_algo
+        lacking = {number for number, shard in shards.items() if readers[shard] != rank}
+        loaded = self.base_strategy.load(
+            {
+                number: replace(leaf, replica_id=0) if number in shards else leaf
+                for number, leaf in leaves.items()
+                if number not in lacking
+            },
+            checkpoint_dir,
         )
-        numbers = iter(range(len(leaves)))
+        tensors = exchange_by_distribution(
+            {shard: loaded[number] for number, shard in shards.items() if number not in lacking},
+            {shards[number]: leaves[number] for number in lacking},
+            distribution,
+            self.parallelization_group,
+            self.exchange_algo,
+        )
+        numbers = iter(leaves)
 
-        def result(leaf: ShardedBase) -> Any:
+        def result(leaf: Any) -> Any:
             number = next(numbers)
-            if not isinstance(leaf, ShardedTensor):
-                return loaded[str(number)]
+            if number not in shards:
+                return loaded[number]
             leaf.init_data("cpu")
-            assert leaf.data is not None
-            found = tensors[_sharded_tensor_shard_id(leaf)]
+            found = tensors[shards[number]]
             if found.data_ptr() != leaf.data.data_ptr():
                 leaf.data.detach().copy_(found)
             return leaf.data.detach()

@@ -2,9 +2,8 @@
 
 A state dict of shards is a state for the engine. Saving describes the main replicas of a rank to
 the engine, which plans, writes and commits. Loading gives the engine the memory of the shards, made
-where a shard has none; the engine finds the stored boxes, reads the bytes that are needed, converts
-dtypes and fills or cuts where another shape is allowed. What comes back has the structure of what
-was asked for, with tensors and values as leaves.
+where a shard has none; the engine reads the bytes that are needed, converts dtypes and fills or
+cuts where another shape is allowed. What comes back has the structure of what was asked for.
 
 In the backend `remesh` everything is in one commit: tensors, objects, and the common state as an
 object of its own, so there is no `common.pt`, and nothing is a pickle. `metadata.json` lies beside.
@@ -12,10 +11,9 @@ object of its own, so there is no `common.pt`, and nothing is a pickle. `metadat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy, deepcopy
-from functools import partial
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 
@@ -34,23 +32,15 @@ from remesh.compat.megatron.core import (
     storage_of,
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
-from remesh.compat.megatron.mapping import (
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    is_main_replica,
-)
-from remesh.compat.megatron.strategies.async_utils import AsyncRequest, run_here
+from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main_replica
+from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadCommonStrategy,
     LoadShardedStrategy,
     OneBackend,
-    SaveCommonStrategy,
 )
 from remesh.core.index import Index
-from remesh.core.sharded import ShardedObject as EngineObject
-from remesh.core.sharded import ShardedTensor as EngineTensor
 from remesh.core.strided import shared_pairs
 from remesh.exchange import Alone
 from remesh.formats import native
@@ -59,50 +49,39 @@ from remesh.formats.torch_dcp import COMMON_NAME
 COMMON_KEY = "common_state"
 """Name of the object that holds the common state in a native checkpoint."""
 
-Describe = Callable[[ShardedTensor], EngineTensor]
-"""What a shard with data is to the engine."""
-
 
 class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """Saves through a `remesh.Saver`.
+    """Saves through a `remesh.Saver`, in the format that the engine calls `format`.
 
     An instance keeps the plan and the host memory of its last save: as long as the layout stays the
     same, the ranks only compare fingerprints. A checkpoint at the same place is replaced. `writer`
     says what writes saves beside the training: threads of this process, or a process of its own,
-    which neither shares the interpreter with the trainer nor dies with it. `without` are small
-    files of the format that are written elsewhere.
+    which neither shares the interpreter with the trainer nor dies with it. `options` are the
+    saver's.
     """
+
+    format = "remesh"
+    can_handle_sharded_objects = True
 
     def __init__(
         self,
-        backend: str = native.FORMAT_NAME,
+        backend: str = "remesh",
         version: int = 1,
         *,
         writer: Literal["thread", "process"] = "thread",
-        file_format: str = native.FORMAT_NAME,
-        without: tuple[str, ...] = (),
-        **format_options: object,
+        **options: Any,
     ) -> None:
         super().__init__(backend, version)
-        self._make_saver = partial(
-            Saver,
-            writer=writer,
-            format=file_format,
-            format_options=format_options,
-            without=without,
-        )
-        self._saver = self._make_saver()
+        self._options = {"writer": writer, **options}
+        self._saver  # noqa: B018 - a writer process is started now
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A strategy with the same settings, and with no plan and no memory of earlier saves."""
-        copied = copy(self)
-        for name, value in vars(self).items():
-            vars(copied)[name] = self._make_saver() if name == "_saver" else deepcopy(value, memo)
-        return copied
+    @cached_property
+    def _saver(self) -> Saver:
+        return Saver(format=self.format, **self._options)
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: no plan and no memory of earlier saves."""
+        return {name: value for name, value in vars(self).items() if name != "_saver"}
 
     @property
     def num_plans_reused(self) -> int:
@@ -111,82 +90,67 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         with as_checkpointing_exception():
-            describe, options = self._agree(sharded_state_dict)
-            state = state_to_save(sharded_state_dict, describe)
-            self._saver.save(state, checkpoint_dir, overwrite=True, format_options=options)
+            self._prepared(self._saver.save, sharded_state_dict, checkpoint_dir)()
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+        """Prepare a save: scheduling it stages the state and begins to write."""
+        begin = self._prepared(self._saver.save_async, sharded_state_dict, checkpoint_dir)
+
+        def stage() -> Callable[[], object]:
+            with as_checkpointing_exception():
+                return begin().result  # type: ignore[no-any-return]
+
+        return AsyncRequest(_wait_for, (None, None), [], preload_fn=stage)
 
     def close(self) -> None:
         """Wait for the save in flight, and give memory and process back."""
         with as_checkpointing_exception():
             self._saver.close()
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """Prepare a save: scheduling it stages the state and begins to write."""
-        describe, options = self._agree(sharded_state_dict)
-        state = state_to_save(sharded_state_dict, describe)
+    def _prepared(
+        self, begin: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
+    ) -> Callable[[], Any]:
+        """A save of the main replicas of a state dict. Collective."""
+        leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
+        leaves, options = self._stored_form(leaves, sharded_state_dict)
+        state = on_all_ranks(lambda: _engine_state(leaves))
+        return partial(begin, state, checkpoint_dir, overwrite=True, format_options=options)
 
-        def stage() -> Callable[[], object]:
-            with as_checkpointing_exception():
-                handle = self._saver.save_async(
-                    state, checkpoint_dir, overwrite=True, format_options=options
-                )
-            return handle.result
-
-        return AsyncRequest(run_here, (None, None), [], preload_fn=stage)
-
-    def _agree(
+    def _stored_form(
         self,
+        leaves: list[Any],
         sharded_state_dict: Any,  # noqa: ARG002 - what overrides look at
-    ) -> tuple[Describe, dict[str, object]]:
-        """How shards are described to the engine, and options of the format. Collective."""
-        return ShardedTensor.to_remesh, {}
+    ) -> tuple[list[Any], dict[str, object]]:
+        """What is stored of main replicas, and options of the format. Collective."""
+        return leaves, {}
 
 
-def state_to_save(sharded_state_dict: Any, describe: Describe) -> dict[str, Any]:
-    """The main replicas of a state dict as a state for the engine. Collective."""
-    leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
-
-    def check() -> None:
-        for leaf in leaves:
-            if isinstance(leaf, ShardedTensor) and leaf.data is None:
-                raise CheckpointingException(f"{leaf.key}: there is no data to save")
-
-    on_all_ranks(check)
-    return _engine_state(leaves, describe)
+def _wait_for(_: None, end: Callable[[], object]) -> None:
+    """The slow half of a save: a background that the save has on its own."""
+    end()
 
 
-def _engine_state(
-    leaves: Sequence[Any], describe: Describe = ShardedTensor.to_remesh
-) -> dict[str, Any]:
+def _engine_state(leaves: Iterable[Any]) -> dict[str, Any]:
     """Leaves as a state for the engine; its keys appear in errors only."""
-    state: dict[str, Any] = {}
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, ShardedTensor):
-            state[f"{number} {leaf.key}"] = describe(leaf)
-        else:
-            state[f"{number} {leaf.unique_key}"] = EngineObject(
-                leaf.key,
-                leaf.data,
-                tuple(leaf.global_shape),
-                tuple(leaf.global_offset),
-                leaf.replica_id,
-            )
-    return state
+    return {
+        f"{number} {leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key}": (
+            leaf.to_remesh()
+        )
+        for number, leaf in enumerate(leaves)
+    }
 
 
-def _fill_apart(leaves: Sequence[Any]) -> None:
-    """Give memory of their own to tensors that share theirs with one before.
+def _make_memory(tensors: list[ShardedTensor]) -> None:
+    """Give tensors memory that have none, or that share theirs with one before.
 
     The parts that a factory builds may all be its whole tensor; their values are what counts.
     """
-    found = [
-        (leaf, leaf.data)
-        for leaf in leaves
-        if isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.data.numel()
-    ]
+    for one in tensors:
+        one.init_data("cpu")
+    found = [(one, one.data) for one in tensors if one.data is not None and one.data.numel()]
     for _, later in shared_pairs([strided_layout(data) for _, data in found]):
-        leaf, data = found[later]
-        leaf.data = data.detach().clone()
+        one, data = found[later]
+        one.data = data.detach().clone()
 
 
 class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
@@ -194,10 +158,7 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
 
     backend = "remesh"
     format = "remesh"
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    can_handle_sharded_objects = True
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         return self.load_together(sharded_state_dict, checkpoint_dir)
@@ -214,31 +175,23 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
 
         By default the group is all ranks, which share where that is cheaper.
         """
-        for leaf in nested_values(sharded_state_dict):
-            if isinstance(leaf, ShardedTensor):
-                leaf.init_data("cpu")
-        _fill_apart(list(nested_values(sharded_state_dict)))
-        # What an object holds does not matter to a load, and might not be storable.
-        leaves = [
-            leaf if isinstance(leaf, ShardedTensor) else leaf.without_data()
-            for leaf in nested_values(sharded_state_dict)
-        ]
+        leaves = list(nested_values(sharded_state_dict))
+        _make_memory([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
 
         def work() -> Any:
-            target = _engine_state(leaves)
-            load(
-                target,
-                source_of(checkpoint_dir, self.format),
-                cast=True,
-                share_reads=share_reads,
-                group=group,
+            # What an object holds does not matter to a load, and might not be storable.
+            target = _engine_state(
+                leaf if isinstance(leaf, ShardedTensor) else leaf.without_data() for leaf in leaves
             )
+            source = source_of(checkpoint_dir, self.format)
+            load(target, source, cast=True, share_reads=share_reads, group=group)
             filled = iter(target.values())
 
-            def result(leaf: ShardedBase) -> Any:
+            def result(leaf: Any) -> Any:
                 new = next(filled)
                 if isinstance(leaf, ShardedTensor):
-                    return None if leaf.data is None else leaf.data.detach()
+                    assert leaf.data is not None
+                    return leaf.data.detach()
                 return require_known(new.data, f"{checkpoint_dir}: {leaf.key}")
 
             return dict_list_map_outplace(result, sharded_state_dict)
@@ -252,7 +205,7 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
             return open_shared(Alone(), source_of(checkpoint_dir, self.format))
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        return _tensors_metadata(self.stored_state(checkpoint_dir))
+        return tensors_metadata(self.stored_state(checkpoint_dir))
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
         stored = self.stored_state(checkpoint_dir)
@@ -261,10 +214,10 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
             for unique, element in stored.document.objects.items()
             if element.name != COMMON_KEY
         }
-        return {**objects, **_tensors_metadata(stored)}
+        return {**objects, **tensors_metadata(stored)}
 
 
-def _tensors_metadata(stored: StoredState) -> dict[str, Any]:
+def tensors_metadata(stored: StoredState) -> dict[str, Any]:
     """The stored tensors by key, each as one shard that is all of it, without data.
 
     Tensors in the common state are left out. The engine finds them at a place in a nested state, or
@@ -272,14 +225,13 @@ def _tensors_metadata(stored: StoredState) -> dict[str, Any]:
     """
     found = {}
     for name in stored.index:
-        tensor = stored.index[name]
         files = {piece.path for piece in stored.index.pieces(name)}
-        if stored.document.path_of(name) != (name,) or COMMON_NAME in files:
-            continue
-        shape = tuple(tensor.shape)
-        dtype = getattr(torch, tensor.dtype)
-        ones, zeros = (1,) * len(shape), (0,) * len(shape)
-        found[name] = ShardedTensor(name, None, dtype, shape, shape, zeros, ones)
+        if stored.document.path_of(name) == (name,) and COMMON_NAME not in files:
+            tensor = stored.index[name]
+            whole = torch.empty(
+                tuple(tensor.shape), dtype=getattr(torch, tensor.dtype), device="meta"
+            )
+            found[name] = ShardedTensor.from_rank_offsets(name, whole).without_data()
     return found
 
 
@@ -317,25 +269,8 @@ class RemeshLoadShardedStrategy(EngineLoadShardedStrategy):
             native.replace_index(storage, files.record, index)
 
 
-class RemeshSaveCommonStrategy(SaveCommonStrategy):
-    """Stands for the common state that is saved with the sharded part, in one commit.
-
-    `save` hands it over to the sharded strategy, so it is never called.
-    """
-
-    def __init__(self, backend: str = "remesh", version: int = 1) -> None:
-        super().__init__(backend, version)
-
-    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
-        raise CheckpointingException(
-            f"{checkpoint_dir}: backend remesh has no file of its own for the "
-            f"{len(common_state_dict)} entries of the common state\nSave with "
-            "sharded_strategy=('remesh', 1), or take common_strategy=('torch', 1)"
-        )
-
-
 class RemeshLoadCommonStrategy(OneBackend, LoadCommonStrategy):
-    """Reads the common state of remesh's own format."""
+    """Reads the common state of remesh's own format, which is saved with the sharded part."""
 
     backend = "remesh"
 
@@ -346,6 +281,3 @@ class RemeshLoadCommonStrategy(OneBackend, LoadCommonStrategy):
             if element is None:
                 raise CheckpointingException(f"{checkpoint_dir}: no common state is stored here")
             return decode_object(bytes(element.value), f"{checkpoint_dir}: common state")
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        return RemeshLoadShardedStrategy().load(sharded_objects_state_dict, checkpoint_dir)

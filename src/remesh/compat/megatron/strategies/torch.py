@@ -8,42 +8,35 @@ newer Megatron refuses them; those of irregular grids are written as the boxes t
 
 from __future__ import annotations
 
-import importlib
 import math
-import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 from torch.distributed.checkpoint.api import CheckpointException
 
-from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
-    source_of,
     storage_of,
 )
 from remesh.compat.megatron.dict_utils import nested_values
-from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
-from remesh.compat.megatron.redirect import REPLACED
-from remesh.compat.megatron.strategies import async_utils
+from remesh.compat.megatron.mapping import ShardedTensor
 from remesh.compat.megatron.strategies.native import (
-    Describe,
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
+    tensors_metadata,
 )
-from remesh.core.geometry import Box
-from remesh.core.index import Index
-from remesh.core.sharded import Part
-from remesh.core.sharded import ShardedTensor as EngineTensor
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.exchange import Alone, run_on_all
+from remesh.errors import CorruptCheckpointError
+from remesh.exchange import run_on_all
 from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_writer import dumps
 from remesh.formats.torch_dcp import METADATA_NAME, read_metadata
+
+Written = set[tuple[str, tuple[int, ...]]]
+"""Keys and offsets of boxes."""
 
 
 class TorchDistException(CheckpointingException, CheckpointException):
@@ -57,6 +50,13 @@ class TorchDistException(CheckpointingException, CheckpointException):
         return self._message
 
 
+@dataclass(frozen=True)
+class LoadedLayout:
+    """The boxes that a checkpoint consists of."""
+
+    all_local_plans: Written  # the name is Megatron's
+
+
 class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
     """Writes backend `torch_dist`: main replicas, in one file a rank, whatever the options say.
 
@@ -64,8 +64,10 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
     begin with it; `remove_sharded_tensors` then gives their bytes back. `cached_metadata` sets
     `use_cached_ckpt_structure`. With it, the application takes `cached_global_metadata` from the
     load strategy and sets it here; `validated_loaded_metadata_reuse` then says whether the last
-    save had the layout of that checkpoint: each rank wrote the boxes that it had written there.
+    save had the layout of that checkpoint: the ranks wrote the boxes that it consists of.
     """
+
+    format = "torch_dcp"
 
     def __init__(
         self,
@@ -79,10 +81,8 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         writer: Literal["thread", "process"] = "thread",
         **_ignored: Any,
     ) -> None:
-        options: dict[str, Any] = (
-            {} if separation_hint is None else {"separation_hint": separation_hint}
-        )
-        super().__init__(backend, version, writer=writer, file_format="torch_dcp", **options)
+        hint = {} if separation_hint is None else {"separation_hint": separation_hint}
+        super().__init__(backend, version, writer=writer, format_options=hint)
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
         self.use_cached_ckpt_structure = cached_metadata
@@ -90,25 +90,33 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         self.cached_global_metadata: LoadedLayout | None = None
         self.validated_loaded_metadata_reuse = False
 
-    def _agree(self, sharded_state_dict: Any) -> tuple[Describe, dict[str, object]]:
-        """As the class above. Also finds out whether this save has the layout of the loaded one."""
-        flat_shapes = _flat_shapes(sharded_state_dict)
-
-        def describe(tensor: ShardedTensor) -> EngineTensor:
-            return _engine_range(tensor) if tensor.key in flat_shapes else tensor.to_remesh()
-
+    def _stored_form(
+        self, leaves: list[Any], sharded_state_dict: Any
+    ) -> tuple[list[Any], dict[str, object]]:
         if self.use_cached_ckpt_structure:
-            exchange, loaded = exchange_of(None), self.cached_global_metadata
-            written = {
-                (leaf.key, box.offset)
-                for leaf in nested_values(sharded_state_dict)
-                if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id)
-                for box in leaf.boxes()
-            }
-            is_same = loaded is not None and written == loaded.of_rank(exchange.rank)
-            replies = run_on_all(exchange, lambda: b"1" if is_same else b"")
-            self.validated_loaded_metadata_reuse = all(replies)
-        return describe, {"flat_shapes": flat_shapes}
+            self.validated_loaded_metadata_reuse = _is_layout(self.cached_global_metadata, leaves)
+        flat_shapes = _flat_shapes(sharded_state_dict)
+        stored = [
+            _as_megatron_has_it(leaf)
+            if isinstance(leaf, ShardedTensor) and leaf.key in flat_shapes
+            else leaf
+            for leaf in leaves
+        ]
+        return stored, {"flat_shapes": flat_shapes}
+
+
+def _is_layout(loaded: LoadedLayout | None, leaves: list[Any]) -> bool:
+    """True if the main replicas of all ranks are the boxes of a loaded checkpoint. Collective."""
+    stored = set() if loaded is None else loaded.all_local_plans
+    written = {
+        (leaf.key, box.offset)
+        for leaf in leaves
+        if isinstance(leaf, ShardedTensor)
+        for box in leaf.boxes()
+    }
+    own = str(len(written) if written <= stored else -1).encode()
+    counts = [int(count) for count in run_on_all(exchange_of(None), lambda: own)]
+    return loaded is not None and min(counts) >= 0 and sum(counts) == len(stored)
 
 
 def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
@@ -118,8 +126,6 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
         if isinstance(leaf, ShardedTensor):
             shape = tuple(leaf.global_shape) if _is_grid_of_ranges(leaf) else None
             mine[leaf.key] = shape if mine.get(leaf.key, shape) == shape else None
-    # Tensors that no rank describes so do not travel.
-    flat = {key for key, shape in mine.items() if shape is not None}
     kinds = list[tuple[str, tuple[int, ...] | None]]
 
     def gather(keys: set[str]) -> list[tuple[str, tuple[int, ...] | None]]:
@@ -127,7 +133,8 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
         replies = run_on_all(exchange_of(None), lambda: encoded)
         return [one for reply in replies for one in msgspec.msgpack.decode(reply, type=kinds)]
 
-    found = dict(gather(flat))
+    # Tensors that no rank describes so do not travel.
+    found = dict(gather({key for key, shape in mine.items() if shape is not None}))
     if not found:
         return {}
     other = {key for key, shape in gather(found.keys() & mine.keys()) if shape != found[key]}
@@ -139,7 +146,7 @@ def _is_grid_of_ranges(tensor: ShardedTensor) -> bool:
     return tensor.flattened_range is not None and tensor.axis_fragmentations is not None
 
 
-def _engine_range(tensor: ShardedTensor) -> EngineTensor:
+def _as_megatron_has_it(tensor: ShardedTensor) -> ShardedTensor:
     """A flattened range as Megatron stores it: the number of its part, and its place in that part.
 
     The stored tensor has the shape of the grid and, as one more dim, the size of a part.
@@ -148,36 +155,16 @@ def _engine_range(tensor: ShardedTensor) -> EngineTensor:
     assert tensor.flattened_range is not None
     assert tensor.axis_fragmentations is not None
     grid, size = tuple(tensor.axis_fragmentations), math.prod(tensor.local_shape)
-    start, stop, _ = tensor.flattened_range.indices(size)
-    box = Box((*tensor.local_chunk_offset_in_global(), start), (1,) * len(grid) + (stop - start,))
-    part = Part(box, tensor.data.detach().view(box.shape))
-    return EngineTensor(tensor.key, (*grid, size), (part,), tensor.replica_id)
-
-
-_RANK_OF_FILE = re.compile(r"__(\d+)_\d+")
-
-
-@dataclass(frozen=True)
-class LoadedLayout:
-    """The boxes that each rank has written of a checkpoint, by the names of its files."""
-
-    all_local_plans: dict[int, set[tuple[str, tuple[int, ...]]]]
-    """Rank → keys and offsets of boxes. The name is Megatron's."""
-
-    @classmethod
-    def of(cls, index: Index) -> LoadedLayout:
-        """The layout of a checkpoint, by its index."""
-        plans: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
-        for name in index:
-            for piece in index.pieces(name):
-                rank = _RANK_OF_FILE.search(piece.path)
-                if rank is not None:
-                    plans.setdefault(int(rank[1]), set()).add((name, tuple(piece.box.offset)))
-        return cls(plans)
-
-    def of_rank(self, rank: int) -> set[tuple[str, tuple[int, ...]]]:
-        """What a rank has written."""
-        return self.all_local_plans.get(rank, set())
+    start = tensor.flattened_range.indices(size)[0]
+    return replace(
+        tensor,
+        local_shape=tuple(tensor.data.shape),
+        global_shape=(*grid, size),
+        global_offset=(*tensor.local_chunk_offset_in_global(), start),
+        axis_fragmentations=None,
+        prepend_axis_num=len(grid),
+        flattened_range=None,
+    )
 
 
 class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
@@ -201,12 +188,18 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
     def cached_global_metadata(self) -> LoadedLayout | None:
         """The layout of the last checkpoint that was loaded, read when it is first asked for.
 
-        None if nothing was loaded, or that checkpoint has been removed.
+        None if nothing was loaded, or that checkpoint cannot be read any more.
         """
         if self._loaded_layout is None and self._loaded_dir is not None:
-            with as_checkpointing_exception(), suppress(CheckpointNotFoundError):
-                stored = open_shared(Alone(), source_of(self._loaded_dir, self.format))
-                self._loaded_layout = LoadedLayout.of(stored.index)
+            with suppress(CheckpointingException):
+                stored = self.stored_state(self._loaded_dir)
+                self._loaded_layout = LoadedLayout(
+                    {
+                        (name, tuple(piece.box.offset))
+                        for name in tensors_metadata(stored)
+                        for piece in stored.index.pieces(name)
+                    }
+                )
         return self._loaded_layout
 
     def load_together(self, sharded_state_dict: Any, checkpoint_dir: Any, **sharing: Any) -> Any:
@@ -256,42 +249,3 @@ def _metadata_of(found: Record, places: dict[Record, Record], without: str) -> R
             state[name] = {key: entry for key, entry in entries if not key.startswith(without)}
     state.pop("all_local_plans", None)
     return Record(found.name, found.args, found.is_new, state)
-
-
-def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """The scheduler of saves beside the training: `mcore`, whose queue is the drop-in's.
-
-    With its classes and functions by name, or the one that `module` names. What writes states that
-    are no shards is Megatron's own.
-    """
-    if async_strategy == "nvrx":
-        raise ModuleNotFoundError(
-            "async_strategy='nvrx' is not supported: nvidia-resiliency-ext writes in a process that"
-            " lacks the memory of the drop-in's saves; set async_strategy to 'mcore'"
-        )
-    if async_strategy != "mcore":
-        raise TypeError(f"async_strategy={async_strategy!r} is not supported; set it to 'mcore'")
-    found: dict[str, Any] = {
-        "AsyncCallsQueue": async_utils.AsyncCallsQueue,
-        "AsyncRequest": async_utils.AsyncRequest,
-    }
-    for place, names in _OF_MEGATRON.items():
-        release = importlib.import_module(f"{REPLACED}.strategies.{place}")
-        found |= {name: getattr(release, name) for name in names if hasattr(release, name)}
-    plan = found["save_state_dict_async_plan"]
-
-    def save_state_dict_async_plan(*args: Any, enable_cache: bool = False, **kwargs: Any) -> Any:
-        """Megatron's own plan as its training calls it, which keeps no plans for later saves."""
-        del enable_cache
-        return plan(*args, **kwargs)[0]
-
-    found["save_state_dict_async_plan"] = save_state_dict_async_plan
-    return "mcore", found if module is None else found[module]
-
-
-_OF_MEGATRON = {
-    "cached_metadata_filesystem_reader": ("CachedMetadataFileSystemReader",),
-    "filesystem_async": ("FileSystemWriterAsync", "_results_queue", "get_write_results_queue"),
-    "state_dict_saver": ("save_state_dict_async_finalize", "save_state_dict_async_plan"),
-}
-"""Modules of Megatron, and their names, by which states that are no shards of it are saved."""

@@ -6,7 +6,7 @@ does not replace a zarr checkpoint, because its files have fixed names; save to 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from remesh.compat.megatron.core import storage_of
 from remesh.compat.megatron.strategies.native import (
@@ -20,16 +20,10 @@ from remesh.formats.zarr import ARRAY_NAME
 class ZarrSaveShardedStrategy(EngineSaveShardedStrategy):
     """Writes backend `zarr`."""
 
-    def __init__(
-        self,
-        backend: str = "zarr",
-        version: int = 1,
-        *,
-        writer: Literal["thread", "process"] = "thread",
-    ) -> None:
-        super().__init__(
-            backend, version, writer=writer, file_format="zarr", without=(COMMON_NAME,)
-        )
+    format = "zarr"
+
+    def __init__(self, backend: str = "zarr", version: int = 1, **options: Any) -> None:
+        super().__init__(backend, version, without=(COMMON_NAME,), **options)
 
 
 class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):
