@@ -60,8 +60,8 @@ def test_ranks_wait_without_a_save_only_if_all_can_go_on() -> None:
 
 
 def test_a_node_drains_when_all_its_ranks_wait() -> None:
-    def beats(*waits: bool) -> tuple[Heartbeat, ...]:
-        return tuple(Heartbeat(7, 7, 0.0, None, one) for one in waits)
+    def beats(*waits: bool) -> dict[int, Heartbeat]:
+        return {rank: Heartbeat(7, 7, 0.0, None, one) for rank, one in enumerate(waits)}
 
     drains = replace(HEALTHY, drains=True, beats=beats(True, False))
     state, actions = step(TRAINS, drains, 5.0)
@@ -71,7 +71,7 @@ def test_a_node_drains_when_all_its_ranks_wait() -> None:
     assert left == lifecycle.Exit(143, "SIGTERM, saved at step 7", Outcome.DRAINED)
     (late,) = step(state, drains, 66.0)[1]
     assert late == lifecycle.Exit(1, "SIGTERM, no checkpoint within 61 s", Outcome.DRAINED)
-    (alone,) = step(state, replace(drains, beats=()), 6.0)[1]
+    (alone,) = step(state, replace(drains, beats={}), 6.0)[1]
     assert isinstance(alone, lifecycle.Exit)
     assert alone.code == 143
 
@@ -103,8 +103,8 @@ def test_what_hangs_is_killed_and_what_can_leave_is_ordered_to() -> None:
 def test_pauses_grow_until_a_start_makes_a_step() -> None:
     restart = FailureDecision(action=FailureAction.RESTART, charged=True, reason="")
     state, pauses = TRAINS, []
-    beat = Heartbeat(1, None, 0.0, None)
-    for beats in ((), (), (), (), (beat,), ()):
+    made: dict[int, Heartbeat] = {0: Heartbeat(1, None, 0.0, None)}
+    for beats in ({}, {}, {}, {}, made, {}):
         failed = Seen(living=frozenset({1}), has_failed=True, beats=beats)
         state, actions = step(replace(state, phase=Phase.TRAIN), failed, 0.0)
         assert actions == [lifecycle.End(frozenset({1}), signal.SIGTERM)]

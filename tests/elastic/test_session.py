@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remesh.elastic.client import Client
-from remesh.elastic.heartbeat import Heartbeat, write_heartbeat
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
@@ -451,14 +450,13 @@ class TestBeats:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         failing = iter([error, error])
-        make = NodeClient._reports_of
 
-        def reports_of(node: NodeClient, files: Any) -> Any:
+        def reports_of(_beats: Any) -> Any:
             for problem in failing:
                 raise problem
-            return make(node, files)
+            return {}
 
-        monkeypatch.setattr(NodeClient, "_reports_of", reports_of)
+        monkeypatch.setattr("remesh.elastic.node._reports_of", reports_of)
         with Fake(numbered(QUICK)) as master, caplog.at_level(logging.WARNING):
             node = waiting_node(master.url)
             wait_until(lambda: len(beats_of(master)) >= 2, "heartbeats after those that failed")
@@ -466,24 +464,6 @@ class TestBeats:
         (said,) = caplog.records
         assert said.getMessage() == "a heartbeat is not sent; the next one follows"
         assert said.exc_info is not None
-
-    def test_a_file_that_cannot_be_read_keeps_no_other_rank_silent(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        unreadable, good = tmp_path / "0.json", tmp_path / "1.json"
-        unreadable.mkdir()
-        write_heartbeat(good, Heartbeat(7, None, 0.0, None))
-        with Fake(numbered(QUICK)) as master, caplog.at_level(logging.WARNING):
-            node = waiting_node(master.url)
-            node.watch({0: str(unreadable), 1: str(good)})
-            wait_until(
-                lambda: sum(beat.ranks.keys() == {1} for beat in beats_of(master)) > 1, "rank 1"
-            )
-            node.close()
-        (said,) = [record.getMessage() for record in caplog.records]
-        assert said.startswith(
-            f"a process is taken for one that reports nothing: cannot read {unreadable}: "
-        )
 
     def test_each_says_that_the_next_follows_in_a_quarter_of_the_time_for_silence(self) -> None:
         with Fake(numbered(QUICK)) as master:

@@ -11,11 +11,10 @@ import logging
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -28,10 +27,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
 )
-from torch.distributed.launcher.api import LaunchConfig
 
 from remesh.elastic import guard, lifecycle
-from remesh.elastic.directories import BEATS, agent_directory
 from remesh.elastic.failures import (
     MAX_MESSAGE,
     FailureAction,
@@ -39,7 +36,7 @@ from remesh.elastic.failures import (
     ProcessFailure,
 )
 from remesh.elastic.handler import Handler
-from remesh.elastic.heartbeat import Request, clear_request, request
+from remesh.elastic.heartbeat import HeartbeatReader, Request, clear_request, request
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen
 from remesh.elastic.node import NodeRejectedError
 from remesh.elastic.processes import Processes, message_of, tail_of
@@ -68,41 +65,26 @@ class Agent:
 
     Args:
         handler: The node's way into the next world.
-        config: How processes are started, as torchrun has it.
-        command: The command of a process.
+        processes: The processes of the node.
+        warm: What forks them.
         limits: What the user has chosen.
-        snapshots: The directory of snapshots in memory; without one there are none.
-        preload: Modules that processes find imported.
+        pause: Seconds between two looks at the processes.
     """
 
     def __init__(
-        self,
-        handler: Handler,
-        config: LaunchConfig,
-        command: Sequence[str],
-        limits: Limits,
-        *,
-        snapshots: str = "",
-        preload: Sequence[str] = (),
+        self, handler: Handler, processes: Processes, warm: Warm, limits: Limits, pause: float
     ) -> None:
-        self._resources = ExitStack()
-        directory = self._resources.enter_context(agent_directory(tempfile.gettempdir(), BEATS))
-        self._resources.enter_context(_guard(directory))
-        self._warm = Warm(preload, directory, command)
-        self._resources.callback(self._warm.close)
-        self._warm.look_after()
-        self._processes = Processes(
-            config, command, directory=directory, snapshots=snapshots, warm=self._warm
-        )
-        self._config = config
         self._handler = handler
         self._node = handler.node
-        self._name = command[0]
+        self._processes = processes
+        self._warm = warm
+        self._pause = pause
         self._state, self._actions = lifecycle.begin(limits)
         self._ranks = range(limits.num_processes)
         self._decision: FailureDecision | None = None
         self._failures: dict[int, Failure] = {}
         self._world: RendezvousInfo
+        self._beats = HeartbeatReader()
         self._dumped = 0
         self._drains = False
         self._exits_on_sigterm = False
@@ -128,7 +110,7 @@ class Agent:
                 for action in self._actions:
                     self._do(action)
                 is_short = self._state.phase is Phase.CHANGE
-                time.sleep(SETTLE_SECONDS if is_short else self._config.monitor_interval)
+                time.sleep(SETTLE_SECONDS if is_short else self._pause)
                 self._warm.look_after()
                 seen = self._look()
                 if self._state.phase is Phase.TRAIN:
@@ -139,10 +121,6 @@ class Agent:
             raise
         finally:
             self._processes.end_all(number)
-
-    def close(self) -> None:
-        """End what is left of the processes, and remove the agent's directory."""
-        self._resources.close()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -160,7 +138,7 @@ class Agent:
         content, stop = node.content, node.stop
         living = self._processes.living
         found = {rank: read_report(self._processes.file_of(rank)) for rank in living}
-        beats = [node.beats.read(self._processes.file_of(rank)) for rank in self._ranks]
+        beats = {rank: self._beats.read(self._processes.file_of(rank)) for rank in self._ranks}
         return Seen(
             living=frozenset(living),
             has_failed=bool(self._processes.failed),
@@ -169,7 +147,7 @@ class Agent:
                 for rank, report in found.items()
                 if report and report.pid == living[rank]
             },
-            beats=tuple(beat for beat in beats if beat is not None),
+            beats={rank: beat for rank, beat in beats.items() if beat is not None},
             content=content,
             stop=stop,
             decision=self._decision,
@@ -251,9 +229,6 @@ class Agent:
         self._processes.start(missing, worlds)
         for rank in out:
             send_order(files[rank], EnterWorld(order, worlds[rank]))
-        assignment = self._node.assignment
-        assert assignment is not None
-        self._node.watch({assignment.first_rank + rank: file for rank, file in files.items()})
         self._decision, self._failures = None, {}
         if out:
             log.info("%d processes go on in the new world, %d are started", len(out), len(missing))
@@ -288,24 +263,24 @@ class Agent:
             except MasterError as error:
                 log.warning("%s", error)
         if self._decision is not None and self._decision.action is FailureAction.FAIL:
-            raise ChildFailedError(name=self._name, failures=self._failures)
+            raise ChildFailedError(name=self._processes.name, failures=self._failures)
         raise SystemExit(action.code)
 
     def _inform(self, seen: Seen) -> None:
-        """Tell the master of processes that have lost a peer, and their stacks if it wants them."""
+        """Tell the master how far the processes are, and their stacks if it wants them."""
+        assignment = self._node.assignment
+        assert assignment is not None
+        first = assignment.first_rank
+        self._node.show({first + rank: beat for rank, beat in seen.beats.items()})
         if seen.stop is None and any(report.error for report in seen.reports.values()):
             self._node.beat_now(lost_peer=True)  # the master may know more
         dump = self._node.dump
         if dump <= self._dumped:
             return
         self._dumped = dump
-        assignment = self._node.assignment
-        assert assignment is not None
+        living = self._processes.living.items()
         stacks = Stacks(
-            {
-                assignment.first_rank + rank: (pid, self._processes.file_of(rank))
-                for rank, pid in self._processes.living.items()
-            }
+            {first + rank: (pid, self._processes.file_of(rank)) for rank, pid in living}
         )
 
         def send() -> None:  # no restart waits for them
@@ -332,7 +307,7 @@ class Agent:
     def _describe(self, local_rank: int, failure: Failure) -> ProcessFailure:
         assignment = self._node.assignment
         assert assignment is not None
-        beat = self._node.beats.read(self._processes.file_of(local_rank))
+        beat = self._beats.read(self._processes.file_of(local_rank))
         return ProcessFailure(
             node_id=assignment.node_id,
             round=assignment.round,
@@ -347,7 +322,7 @@ class Agent:
 
 
 @contextmanager
-def _guard(directory: str) -> Iterator[None]:
+def guarded(directory: str) -> Iterator[None]:
     """Run a guard, which ends the training when this process has ended (`guard.py`)."""
     command = (sys.executable, "-I", "-S", guard.__file__, directory)
     # It reads until the agent's end of the pipe is closed; a session of its own keeps it from

@@ -120,7 +120,7 @@ def run(
 def _quiet_nccl() -> None:
     """Keep NCCL's watchdog from ending this process when its communicators are aborted.
 
-    A value of the user stays, except 1, which torch's agent sets for processes without one.
+    A value of the user stays, except 1: as torchrun, the agent sets that where there is none.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     given = os.environ.setdefault(name, "0")

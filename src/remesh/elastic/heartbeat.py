@@ -107,10 +107,7 @@ def read_heartbeat(path: StrPath) -> Heartbeat | None:
 
 
 class HeartbeatReader:
-    """Reads heartbeats for an agent, which no unreadable file ends: that is logged once a file.
-
-    Any thread may use it.
-    """
+    """Reads heartbeats for an agent, which no unreadable file ends: that is logged once a file."""
 
     def __init__(self) -> None:
         self._unreadable: set[StrPath] = set()  # files that could not be read last

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import signal
+import tempfile
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,9 +25,15 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from remesh.elastic import script
-from remesh.elastic.agent import Agent
+from remesh.elastic.agent import Agent, guarded
 from remesh.elastic.client import read_token
-from remesh.elastic.directories import MEMORY, snapshot_directory, token_file
+from remesh.elastic.directories import (
+    BEATS,
+    MEMORY,
+    agent_directory,
+    snapshot_directory,
+    token_file,
+)
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import BACKEND, PATIENCE, Handler, make_handler
 from remesh.elastic.job import HangAction, Policy
@@ -34,10 +41,11 @@ from remesh.elastic.journal import Journal
 from remesh.elastic.lifecycle import EXIT_JOB_FAILED, Limits
 from remesh.elastic.master import Master
 from remesh.elastic.node_check import run_test
+from remesh.elastic.processes import Processes
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
-from remesh.elastic.warm import modules_of
+from remesh.elastic.warm import Warm, modules_of
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -300,20 +308,25 @@ def _run_agent(
         patience=options.master_patience,
         prepares=options.prepare,
     )
-    agent = Agent(handler, config, command, limits, snapshots=snapshots, preload=preload)
-    signal.signal(signal.SIGTERM, agent.on_sigterm)
-    for name in SIGNALS:
-        signal.signal(signal.Signals[name], _raise_signal)
-    try:
-        agent.run()
-    except (SystemExit, ChildFailedError) as leaving:
-        code = leaving.code if isinstance(leaving, SystemExit) else EXIT_JOB_FAILED
-        if code:
-            # With this node alone, unless the whole job has ended.
-            store_newest(snapshots, whole_only=code != EXIT_JOB_FAILED)
-        raise
-    finally:
-        agent.close()
+    with (
+        agent_directory(tempfile.gettempdir(), BEATS) as directory,
+        guarded(directory),
+        contextlib.closing(Warm(preload, directory, command)) as warm,
+    ):
+        warm.look_after()
+        processes = Processes(config, command, directory=directory, snapshots=snapshots, warm=warm)
+        agent = Agent(handler, processes, warm, limits, config.monitor_interval)
+        signal.signal(signal.SIGTERM, agent.on_sigterm)
+        for name in SIGNALS:
+            signal.signal(signal.Signals[name], _raise_signal)
+        try:
+            agent.run()
+        except (SystemExit, ChildFailedError) as leaving:
+            code = leaving.code if isinstance(leaving, SystemExit) else EXIT_JOB_FAILED
+            if code:
+                # With this node alone, unless the whole job has ended.
+                store_newest(snapshots, whole_only=code != EXIT_JOB_FAILED)
+            raise
 
 
 def _raise_signal(number: int, _frame: FrameType | None) -> NoReturn:

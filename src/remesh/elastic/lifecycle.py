@@ -82,7 +82,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     living: frozenset[int] = frozenset()
     has_failed: bool = False  # whether any has ended with an error
     reports: dict[int, Report] = {}  # of those that live and can be entered again
-    beats: tuple[Heartbeat, ...] = ()  # of those that report their steps
+    beats: dict[int, Heartbeat] = {}  # of those that report their steps
     content: Content | None = None  # the newest instruction
     stop: Stop | None = None  # why the processes should stop, by that
     decision: FailureDecision | None = None  # on the failures that were reported last
@@ -327,7 +327,7 @@ def _is_saved(state: State, seen: Seen, now: float) -> bool:
     Ranks that report nothing have no manager that could save.
     """
     all_report = len(seen.beats) == state.limits.num_processes
-    all_wait = all_report and all(beat.waits for beat in seen.beats)
+    all_wait = all_report and all(beat.waits for beat in seen.beats.values())
     is_late = now - state.held_since > state.limits.drain
     return not seen.beats or all_wait or is_late
 
@@ -336,8 +336,9 @@ def _drained(state: State, seen: Seen, now: float) -> Exit:
     """Leave because of SIGTERM, after a last checkpoint if there was time for one."""
     if not seen.beats:
         reason = "SIGTERM, no rank reports to a manager"
-    elif all(beat.waits for beat in seen.beats):
-        reason = f"SIGTERM, saved at step {seen.beats[0].saved_step}"
+    elif all(beat.waits for beat in seen.beats.values()):
+        saved = next(iter(seen.beats.values())).saved_step
+        reason = f"SIGTERM, saved at step {saved}"
     else:
         reason = f"SIGTERM, no checkpoint within {now - state.held_since:.0f} s"
         return Exit(EXIT_UNSAVED, reason, Outcome.DRAINED)

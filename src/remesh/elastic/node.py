@@ -1,8 +1,8 @@
 """An agent as the master sees it: it joins until it has an assignment, reports, and leaves.
 
-Its session with the master (`session`) sends the heartbeats, which carry how far the processes are,
-from their heartbeat files. The newest instruction says what to do with them: `stop` is why they
-should stop, and None while they should go on.
+Its session with the master (`session`) sends the heartbeats, which carry how far the processes are.
+The newest instruction says what to do with them: `stop` is why they should stop, and None while
+they should go on.
 
 A node is lost after `heartbeat_timeout` seconds without a message. Heartbeats follow each other in
 a quarter of that at most.
@@ -19,7 +19,7 @@ import msgspec
 
 from remesh.elastic.client import Client
 from remesh.elastic.failures import FailureDecision, ProcessFailure
-from remesh.elastic.heartbeat import HeartbeatReader
+from remesh.elastic.heartbeat import Heartbeat
 from remesh.elastic.protocol import (
     HEARTBEAT_TIMEOUT,
     Assignment,
@@ -75,7 +75,6 @@ class NodeClient:
         beat_seconds: float = 1.0,
     ) -> None:
         self.client = client
-        self.beats = HeartbeatReader()
         self.address = first.address
         self._first = first
         self._test = test
@@ -86,7 +85,7 @@ class NodeClient:
         self._session: Session | None = None
         self._lock = threading.Lock()
         self._assignment: Assignment | None = None
-        self._files: Mapping[int, str] = {}  # heartbeat files of the processes, by rank
+        self._beats: Mapping[int, Heartbeat] = {}  # of the processes that make any, by rank
         self._lost_peer = False  # whether one of them has left its training because of that
 
     @property
@@ -192,7 +191,7 @@ class NodeClient:
     def _enter(self, session: Session, assignment: Assignment) -> Assignment:
         with self._lock:
             self._round, self._assignment = assignment.round, assignment
-            self._files, self._lost_peer = {}, False
+            self._beats, self._lost_peer = {}, False
         session.forget()
         log.info(
             "round %d: node %d has node rank %d of %d",
@@ -203,10 +202,10 @@ class NodeClient:
         )
         return assignment
 
-    def watch(self, files: Mapping[int, str]) -> None:
-        """Send what the processes report with the heartbeats."""
+    def show(self, beats: Mapping[int, Heartbeat]) -> None:
+        """Send the newest heartbeats of the processes, by rank, with those of the node."""
         with self._lock:
-            self._files = dict(files)
+            self._beats = beats
 
     def beat_now(self, *, lost_peer: bool = False) -> None:
         """Send the next heartbeat at once: what follows from it is needed."""
@@ -221,28 +220,13 @@ class NodeClient:
         if self._node_id is None:
             return None
         with self._lock:
-            files, sender, lost_peer = self._files, self.sender(), self._lost_peer
+            beats, sender, lost_peer = self._beats, self.sender(), self._lost_peer
         return Beat(
             **sender,
-            ranks=self._reports_of(files),
+            ranks=_reports_of(beats),
             pause=self._beat_pause(),
             lost_peer=lost_peer,
         )
-
-    def _reports_of(self, files: Mapping[int, str]) -> dict[int, RankReport]:
-        """The reports of the processes that make any."""
-        reports = {}
-        for rank, file in files.items():
-            heartbeat = self.beats.read(file)
-            if heartbeat is not None:
-                reports[rank] = RankReport(
-                    step=heartbeat.step,
-                    age=max(time.time() - heartbeat.time, 0.0),
-                    step_seconds=heartbeat.step_seconds,
-                    saved_step=heartbeat.saved_step,
-                    waits=heartbeat.waits,
-                )
-        return reports
 
     def report(self, failures: tuple[ProcessFailure, ...]) -> FailureDecision:
         """Report failed processes; the decision on them.
@@ -287,3 +271,16 @@ class NodeClient:
         """End the session."""
         if self._session is not None:
             self._session.end(0.0)
+
+
+def _reports_of(beats: Mapping[int, Heartbeat]) -> dict[int, RankReport]:
+    return {
+        rank: RankReport(
+            step=beat.step,
+            age=max(time.time() - beat.time, 0.0),
+            step_seconds=beat.step_seconds,
+            saved_step=beat.saved_step,
+            waits=beat.waits,
+        )
+        for rank, beat in beats.items()
+    }

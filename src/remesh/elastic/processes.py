@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from string import Template
 from typing import Any, TextIO
@@ -116,6 +117,7 @@ class Processes:
     ) -> None:
         self._config = config
         self._command = list(command)
+        self.name = command[0]
         self._directory = directory
         self._snapshots = snapshots
         self._warm = warm
@@ -148,8 +150,7 @@ class Processes:
         old = [self._all.pop(rank) for rank in ranks if rank in self._all]
         for rank in sorted(ranks):
             self._all[rank] = self._start(rank, environments[rank], logs)
-        for process in old:
-            process.release()  # this takes a moment, for which the new ones do not wait
+        _release(old)  # this takes a moment, for which the new ones do not wait
 
     def _variables(self, rank: int) -> dict[str, str]:
         """The variables of a process that are the same in all worlds."""
@@ -246,8 +247,7 @@ class Processes:
         self._wait(self.living.keys())
         self.end(self.living.keys(), signal.SIGKILL)
         self.end_started(range(self._config.nproc_per_node))
-        for process in self._all.values():
-            process.release()
+        _release(self._all.values())
 
     def end_started(self, ranks: Collection[int]) -> None:
         """Kill what processes have started, and what is left of them: it would train besides."""
@@ -259,6 +259,11 @@ class Processes:
     def logs(self, rank: int) -> list[str]:
         """The log files of a process."""
         return self._all[rank].logs
+
+
+def _release(processes: Iterable[Process]) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Process.release, processes))
 
 
 def _has_any(needles: Sequence[str], line: str) -> bool:
