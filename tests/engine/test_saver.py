@@ -20,6 +20,7 @@ import torch
 
 import remesh
 from remesh.background import saver as background
+from remesh.background import status_files
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, RankFailedError
@@ -344,6 +345,23 @@ def test_a_bit_that_flips_while_rank_0_asks_who_is_slow(monkeypatch: pytest.Monk
     assert told == (
         "slowest is rank 2 with 0.0 of 0.0 MB written; ranks [1] have not said how far they are"
     )
+
+
+def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when another save has replaced the checkpoint before this rank saw the commit."""
+
+    class Forgetful(MemoryStorage):
+        def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+            if "part-" not in path:
+                super().put(path, data, overwrite=overwrite)
+
+    monkeypatch.setattr(status_files, "LONGEST_SECONDS", 0.01)
+    remesh.save({"w": np.ones(3)}, storage := Forgetful())
+    status = StatusFiles(storage, "remesh", "0" * 12, 1, 2, deadline=240)
+    with pytest.raises(ExchangeError, match="another save has replaced this one before rank 1"):
+        status.run_joined(lambda: b"", lambda _: None, lambda: None)
 
 
 def parts_of(storage: Storage) -> set[str]:
