@@ -201,11 +201,11 @@ class StatusFiles:
             # full disk there is room for it only afterwards.
             try:
                 self._put_failure(error)
-                is_told = True
+                is_reported = True
             except StorageError:
-                is_told = False
+                is_reported = False
             undo()
-            if not is_told:
+            if not is_reported:
                 self.report(error)
             raise
         try:
@@ -251,19 +251,19 @@ class StatusFiles:
     def describe_progress(self, ranks: Sequence[int]) -> str:
         """How far some ranks are that have not finished: who is slowest."""
         found = set(self._storage.list(f"{self._folder}/progress-"))
-        told, silent = [], []
+        noted, silent = [], []
         for rank in ranks:
             data = b""
             if self._path("progress", rank) in found:
                 with suppress(StorageError):  # it is for messages alone
                     data = read_sealed(self._storage, self._path("progress", rank))
             if data:
-                told.append((rank, *msgspec.msgpack.decode(data, type=tuple[int, int])))
+                noted.append((rank, *msgspec.msgpack.decode(data, type=tuple[int, int])))
             else:
                 silent.append(rank)
         texts = []
-        if told:
-            rank, done, size = min(told, key=lambda one: one[1] / one[2])
+        if noted:
+            rank, done, size = min(noted, key=lambda one: one[1] / one[2])
             texts.append(
                 f"slowest is rank {rank} with {done / 1e6:.1f} of {size / 1e6:.1f} MB written"
             )
@@ -300,7 +300,7 @@ class StatusFiles:
         Rank 0 removes this rank's part after either, so it is looked at now and then: once another
         save has replaced the checkpoint, nothing else shows that this one has ended.
         """
-        is_told, part = False, self._path("part", self._rank)
+        is_reported, part = False, self._path("part", self._rank)
         for number, waited in enumerate(self._looks()):
             asks_for_part = number % 2 == 1
             is_there = not asks_for_part or self._storage.exists(part)
@@ -315,8 +315,8 @@ class StatusFiles:
                 raise failure
             if waited > self._deadline + GRACE_SECONDS:
                 raise self._too_late(waited, "rank 0 to commit")
-            if self._given_up is not None and not is_told:
-                is_told = True
+            if self._given_up is not None and not is_reported:
+                is_reported = True
                 self._put_failure(self._given_up)
 
     def _replaced(self) -> ExchangeError:

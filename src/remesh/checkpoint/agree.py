@@ -368,45 +368,48 @@ class _Planner:
 
     def look(self, replies: Sequence[bytes], document: bytes) -> list[bytes]:
         """What to ask the ranks; if that is nothing, their assignments."""
-        told = [msgspec.msgpack.decode(reply, type=_Summary) for reply in replies]
-        self._summaries, self._document, cache = told, document, self._cache
+        summaries = [msgspec.msgpack.decode(reply, type=_Summary) for reply in replies]
+        self._summaries, self._document, cache = summaries, document, self._cache
         if self._options.shares_place:
-            check_same_place([one.url for one in told])
-        check_same_options([one.options for one in told])
-        is_known = cache.plan_id != "" and all(
-            one.plan == (cache.plan_id, rank) for rank, one in enumerate(told)
+            check_same_place([one.url for one in summaries])
+        check_same_options([one.options for one in summaries])
+        is_known = (
+            cache.plan_id != ""
+            and [one.plan for one in summaries]
+            == [(cache.plan_id, rank) for rank in range(len(summaries))]
+            and [one.layout for one in summaries] == cache.layouts
         )
-        is_known = is_known and [one.layout for one in told] == cache.layouts
         if not is_known:
             cache.plan_id, cache.met_in = "", None  # also if this save fails
-        boxes = _are_first([one.shared for one in told])
-        documents = _are_first([one.document for one in told])
+        boxes = _are_first([one.shared for one in summaries])
+        documents = _are_first([one.document for one in summaries])
         documents[0] = False  # it is here
         requests = [
             _Request(not is_known, is_first, document)
             for is_first, document in zip(boxes, documents, strict=True)
         ]
         if is_known and not any(documents):
-            return self.plan([_Details()] * len(told))
+            return self.plan([_Details()] * len(summaries))
         return [msgspec.msgpack.encode(request) for request in requests]
 
     def plan(self, details: Sequence[_Details]) -> list[bytes]:
         """The assignments of the ranks, given what they were asked for."""
-        told, options, storage, cache = self._summaries, self._options, self._storage, self._cache
-        world_size, writer, save_id = len(told), writer_of(options.format), secrets.token_hex(6)
+        summaries, options = self._summaries, self._options
+        storage, cache, writer = self._storage, self._cache, writer_of(options.format)
+        world_size, save_id = len(summaries), secrets.token_hex(6)
         is_new = not cache.plan_id
         if is_new:
             cache.local_boxes = decode_local_boxes([one.boxes for one in details])
             cache.plan = plan_save(cache.local_boxes)
             cache.assignments = cache.plan.assignments(world_size)
-            cache.layouts = [one.layout for one in told]
+            cache.layouts = [one.layout for one in summaries]
         plan = cache.plan
         assert plan is not None
         encoded = [self._document, *(one.document for one in details[1:])]
-        replicas = [one.replicas for one in told]
+        replicas = [one.replicas for one in summaries]
         document = _document_of_all(encoded, replicas, plan.cuts.tensors.names)
-        spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in told]
-        kept = np.array([one.num_bytes_to_keep for one in told], dtype=np.int64)
+        spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in summaries]
+        kept = np.array([one.num_bytes_to_keep for one in summaries], dtype=np.int64)
         check_space(spaces, np.maximum(plan.bytes_per_rank(world_size) - kept, 0), storage.url)
         how = options.format_options
         grid, holders = _plan_grid(writer, storage, plan, document, how, world_size)

@@ -106,10 +106,10 @@ class History:
     ) -> History:
         """The history after a save was committed, with bytes of each of the rank's boxes."""
         of_path = {part.path: part for part in parts}
-        told = [(file, of_path[file.frame.path].written) for file in files]
+        written_files = [(file, of_path[file.frame.path].written) for file in files]
         before = {file.key: written.digests for file, written in self.files}
         stays, changes = np.zeros((2, len(num_bytes)), np.bool_)
-        for file, written in told:
+        for file, written in written_files:
             if file.key in before:
                 rows, positions = file.frame.rows, file.frame.positions
                 differs = (written.digests != before[file.key]).any(axis=1)
@@ -120,7 +120,7 @@ class History:
         found = stays & (group == 0) & ~has_moved
         if num_bytes[found].sum() >= max(MIN_BYTES, MIN_SHARE * num_bytes.sum()):
             group = np.where(found, max(group.max(), 1) + 1, group)
-        return History(self.layout, group, has_moved, storage, tuple(told))
+        return History(self.layout, group, has_moved, storage, tuple(written_files))
 
 
 def _touch(differs: Flags, positions: IntArray, num_bytes: IntArray) -> Flags:
