@@ -147,14 +147,15 @@ class RemeshCallback(Callback):
         if self.manager.should_stop:
             trainer.should_stop = True
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End here, before later callbacks replace the weights by averages. Collective."""
+        self.on_fit_end(trainer, pl_module)
+
     def on_fit_end(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
         """Wait for the save in flight. Collective."""
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.close()
-
-    # It ends there, before later callbacks replace the weights by averages.
-    on_train_end = on_fit_end
 
     def on_exception(
         self, _trainer: Trainer, _pl_module: LightningModule, exception: BaseException
