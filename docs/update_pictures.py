@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 
 import remesh
-from remesh.cli.meshes import parse_mesh
-from remesh.cli.plan import columns_of
+from remesh.cli.plan import columns_of, parse_mesh
 from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.demo import picture

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import remesh
-from remesh.cli.meshes import boxes_of_rank, parse_mesh
+from remesh.cli.plan import boxes_of_rank, parse_mesh
 
 from .conftest import Run, data_files
 

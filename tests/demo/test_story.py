@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from remesh.checkpoint import save
 from remesh.cli.demo import demo
-from remesh.demo import runs, story
-from remesh.demo.runs import Death, DemoError, DemoResult, Entry, Run, RunResult, compare
+from remesh.demo import story
+from remesh.demo.story import Death, DemoError, DemoResult, Entry, Run, RunResult, compare
 
 
 def planned(name: str = "C", *, dies_in_save: bool = False) -> Run:
@@ -29,45 +29,45 @@ def planned(name: str = "C", *, dies_in_save: bool = False) -> Run:
 
 def test_a_new_directory_is_made_and_an_own_one_replaced(tmp_path: Path) -> None:
     out = tmp_path / "a" / "b"
-    runs.prepare_directory(out)
+    story.prepare_directory(out)
     (out / "step_00000010" / "data").mkdir(parents=True)
     (out / "step_00000010" / "data" / "file").write_text("x")
     (out / "result.json").write_text("{}")
     (out / "logs").mkdir()
     (out / "notes.txt").write_text("mine")
-    runs.prepare_directory(out)
+    story.prepare_directory(out)
     assert sorted(path.name for path in out.iterdir()) == [".remesh-demo", "notes.txt"]
 
 
 def test_directories_of_others_are_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step_00000001").mkdir()
     with pytest.raises(DemoError, match="not empty and was not made by the demo"):
-        runs.prepare_directory(tmp_path)
+        story.prepare_directory(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(DemoError, match="is a file"):
-        runs.prepare_directory(file)
+        story.prepare_directory(file)
     with pytest.raises(DemoError, match=r"(?s)cannot be used \(.*Not a directory"):
-        runs.prepare_directory(file / "below")
+        story.prepare_directory(file / "below")
 
 
 def test_newest_committed_skips_what_was_not_committed(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="no committed checkpoint"):
-        runs.newest_committed(tmp_path)
+        story.newest_committed(tmp_path)
     save({"w": np.arange(6.0)}, tmp_path / "step_00000010")
     with pytest.raises(DemoError, match="should be step_00000020"):
-        runs.newest_committed(tmp_path)
+        story.newest_committed(tmp_path)
     save({"w": np.arange(6.0)}, tmp_path / "step_00000020")
     half = tmp_path / "step_00000030"
     (half / "data-0").mkdir(parents=True)
     with pytest.raises(DemoError, match="nothing was written"):
-        runs.refusal_of(half)
+        story.refusal_of(half)
     (half / "data-0" / "00000.safetensors").write_bytes(b"12345")
-    assert runs.newest_committed(tmp_path) == tmp_path / "step_00000020"
-    assert runs.refusal_of(half).startswith("CheckpointNotFoundError: ")
+    assert story.newest_committed(tmp_path) == tmp_path / "step_00000020"
+    assert story.refusal_of(half).startswith("CheckpointNotFoundError: ")
     with pytest.raises(DemoError, match="opens as a checkpoint"):
-        runs.refusal_of(tmp_path / "step_00000010")
+        story.refusal_of(tmp_path / "step_00000010")
 
 
 def test_compare() -> None:
@@ -88,7 +88,7 @@ def test_a_killed_run_in_numbers() -> None:
         *(entry(3.0, rank, step=2, loss=4.0) for rank in range(2)),
         entry(4.0, 1, dies=2, num_bytes=4),
     ]
-    run = runs.summarise(planned(dies_in_save=True), entries, 9.0, {1: 5.0, 2: 4.5, 3: 4.0})
+    run = story.summarise(planned(dies_in_save=True), entries, 9.0, {1: 5.0, 2: 4.5, 3: 4.0})
     assert (run.first_step, run.last_step, run.commits) == (0, 2, (1,))
     assert (run.num_compared, run.max_difference) == (2, 0.5)
     assert run.death == Death(rank=1, step=2, num_bytes=4, seconds=None)
@@ -97,7 +97,7 @@ def test_a_killed_run_in_numbers() -> None:
 
 def test_a_resumed_run_in_numbers() -> None:
     entries = [entry(0.0, 1, begins=20), entry(0.0, 0, begins=20), entry(1.0, 0, step=21, loss=3.0)]
-    run = runs.summarise(planned(), entries, 9.0, {21: 3.0})
+    run = story.summarise(planned(), entries, 9.0, {21: 3.0})
     assert (run.first_step, run.last_step) == (20, 21)
     assert run.death is None
     assert not run.agrees  # one step is too few to say so
@@ -110,9 +110,9 @@ def test_how_the_others_went_on() -> None:
         for rank in (0, 1, 2)
     ]
     entries += [entry(2.5, 2, dies=2), *(entry(3.25, rank, step=3, loss=3.0) for rank in (0, 1, 3))]
-    found = runs.death_in(entries)
+    found = story.death_in(entries)
     assert found == Death(rank=2, step=2, seconds=0.75, num_went_on=2, num_repeated=0)
-    assert runs.losses_of(entries) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert story.losses_of(entries) == {1: 1.0, 2: 2.0, 3: 3.0}
     assert "2 others went on" in story.death_text(planned(), found)
 
 
@@ -128,10 +128,10 @@ def test_a_run_that_ends_otherwise_than_planned_is_an_error(
     def start(_command: object, **options: object) -> subprocess.Popen[bytes]:
         return begin([sys.executable, "-c", f"raise SystemExit({code})"], **options)  # type: ignore[call-overload, no-any-return]
 
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(story, "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
     run = replace(planned(dies_in_save=dies_in_save), logs=str(tmp_path / "logs"))
     with pytest.raises(DemoError, match=message):
-        runs.play(run, lambda _: None)
+        story.play(run, lambda _: None)
 
 
 def test_a_silent_run_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +142,10 @@ def test_a_silent_run_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         started.append(begin(command, **options))  # type: ignore[call-overload]
         return started[0]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
-    monkeypatch.setattr(runs, "SILENCE_LIMIT", 0.2)
+    monkeypatch.setattr(story, "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(story, "SILENCE_LIMIT", 0.2)
     with pytest.raises(DemoError, match="run C ended with code -9"):
-        runs.play(replace(planned(), logs=str(tmp_path / "logs")), lambda _: None)
+        story.play(replace(planned(), logs=str(tmp_path / "logs")), lambda _: None)
     assert [process.returncode for process in started] == [-9]
 
 

@@ -35,15 +35,14 @@ def demo(*, out: Path) -> None:
             "the demo trains with torch under `remesh run`: pip install 'remesh[torch,elastic]'"
         )
     from remesh.demo import story
-    from remesh.demo.runs import DemoError, DirectoryRefusedError
 
     console = Console(highlight=False)
     context = click.get_current_context()
     try:
         result = story.tell(out, console)
-    except DemoError as error:
+    except story.DemoError as error:
         print_error(str(error))
-        refused = isinstance(error, DirectoryRefusedError)
+        refused = isinstance(error, story.DirectoryRefusedError)
         context.exit(EXIT_USAGE if refused else EXIT_FAILED)
     story.show_result(console, result, out)
     if not result.passed:

@@ -6,12 +6,11 @@ middle of a save. Runs C and D continue from the newest checkpoint that was comm
 the ranks, D tensor parallel. In run E a rank is killed between two steps, and the others go on in
 their processes. All losses must be those of run A.
 
-`story` tells it, on the terminal and on a page that `picture` draws; `runs` plays a run with
-`remesh run` and says what must be true of it; `worker` is what each process does, with what it
-trains in `training`. Only the processes that train import torch.
+`story` plays each run with `remesh run`, says what must be true of it, and tells it, on the
+terminal and on a page that `picture` draws; `worker` is what each process does, with what it trains
+in `training`. Only the processes that train import torch.
 """
 
-from remesh.demo.runs import DemoResult
-from remesh.demo.story import tell
+from remesh.demo.story import DemoResult, tell
 
 __all__ = ["DemoResult", "tell"]

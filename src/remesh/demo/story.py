@@ -1,41 +1,51 @@
-"""The demo as it is told: five runs, lines on the terminal while they last, a page at the end."""
+"""The demo as it is told: five runs, lines on the terminal while they last, a page at the end.
+
+Whatever is not as it must be raises `DemoError`, except that losses differ: then the result says
+so, because the numbers are what one wants to see.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from remesh.catalog import step_name
+from remesh.catalog import list_checkpoints, step_name
+from remesh.checkpoint import Checkpoint
 from remesh.core.geometry import Box
 from remesh.demo import picture
-from remesh.demo.runs import (
-    LOGS_NAME,
-    PICTURE_NAME,
-    RESULT_NAME,
-    SAVE_EVERY,
-    SAVE_KILLED,
-    Death,
-    DemoResult,
-    Entry,
-    Run,
-    RunResult,
-    losses_of,
-    newest_committed,
-    planned_runs,
-    play,
-    prepare_directory,
-    refusal_of,
-    summarise,
-)
+from remesh.errors import CheckpointNotFoundError
+from remesh.storage import open_storage
+
+TOLERANCE = 1e-5
+"""Largest accepted difference between a loss and the reference's at the same step."""
+MIN_COMPARED = 10
+"""Fewest steps after a resume that must agree."""
+NUM_STEPS = 40
+SAVE_EVERY = 10
+SAVE_KILLED, STEP_KILLED = 30, 20
+KILLED_RANK = 2
+SILENCE_LIMIT = 120.0
+"""Seconds after which a run is given up in which no rank says anything."""
+LOOK_SECONDS = 0.1
+"""Time between two looks at what the processes have done."""
+PRELOAD = "numpy,torch,torch._dynamo,remesh.training.survivors,remesh.demo.training,remesh.elastic"
+MARKER, PICTURE_NAME, RESULT_NAME, LOGS_NAME = ".remesh-demo", "layout.html", "result.json", "logs"
 
 DRAWN = (
     "embedding.weight",
@@ -49,6 +59,265 @@ DRAWN = (
 LISTED = ("model.blocks.0.*", "num_steps_done")
 """Names that are listed of a checkpoint: enough to see what one looks like."""
 RUN_HEADINGS = ("run", "layout", "steps", "saved", "difference", "time", "end")
+
+Entry = Mapping[str, Any]
+"""An event of a process, as `worker` writes it, with its process id."""
+
+
+class DemoError(RuntimeError):
+    """Something in the demo is not as it must be; the message says what and where to look."""
+
+
+class DirectoryRefusedError(DemoError):
+    """The output directory was not made by the demo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the job, and what is planned for it."""
+
+    name: str
+    purpose: str
+    layout: str
+    num_ranks: int
+    logs: str
+    root: str  # of the checkpoints: a run goes on from the newest, if there is one
+    save_every: int | None = None
+    killed_rank: int | None = None
+    killed_step: int | None = None
+    dies_in_save: bool = False  # while it writes the checkpoint of that step, not after the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """The death of a rank."""
+
+    rank: int
+    step: int
+    num_bytes: int = 0  # of its file that it had written
+    num_went_on: int = 0  # processes that trained before and after it
+    num_repeated: int = 0  # steps that a process made a second time
+    seconds: float | None = None  # from the kill to the end of the next new step, if there was one
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One run: its losses by the number of steps done, compared with those of the reference."""
+
+    run: Run
+    first_step: int  # steps that were behind the state at the start
+    last_step: int
+    losses: Mapping[int, float]
+    commits: tuple[int, ...]
+    death: Death | None
+    num_compared: int
+    max_difference: float
+    seconds: float
+
+    @property
+    def agrees(self) -> bool:
+        """True if enough losses were compared and all of them are close enough."""
+        return self.num_compared >= MIN_COMPARED and self.max_difference <= TOLERANCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """Everything; the first run is the reference."""
+
+    passed: bool
+    max_difference: float  # of the runs that resumed
+    runs: tuple[RunResult, ...]
+    half_written: Path
+    refusal: str  # the error that opening the half-written checkpoint raised
+    resumed_from: Path
+    seconds: float
+    tolerance: float = TOLERANCE
+
+    def to_json(self) -> str:
+        """This result as a JSON object; paths are text, losses are keyed by step."""
+        return json.dumps(asdict(self), indent=2, default=str)
+
+
+def planned_runs(out: Path, elsewhere: Path) -> list[Run]:
+    """The five runs; those that the others do not resume from keep no checkpoints in `out`."""
+
+    def plan(name: str, purpose: str, layout: str, num_ranks: int, **plans: Any) -> Run:
+        logs, root = out / LOGS_NAME / f"run-{name.lower()}", plans.pop("root", elsewhere / name)
+        return Run(name, purpose, layout, num_ranks, str(logs), str(root), **plans)
+
+    killed = {"killed_rank": KILLED_RANK, "killed_step": SAVE_KILLED, "dies_in_save": True}
+    return [
+        plan("A", "reference", "FSDP2", 4),
+        plan("B", "killed", "FSDP2", 4, root=out, save_every=SAVE_EVERY, **killed),
+        plan("C", "resumed", "FSDP2", 2, root=out),
+        plan("D", "resumed", "tensor parallel", 2, root=out),
+        plan("E", "goes on", "DDP", 4, killed_rank=KILLED_RANK, killed_step=STEP_KILLED),
+    ]
+
+
+def prepare_directory(out: Path) -> None:
+    """Make the output directory, or clear what an earlier demo left in it."""
+    marker, problem = out / MARKER, ""
+    try:
+        if out.exists() and not out.is_dir():
+            problem = "is a file"
+        elif out.is_dir() and any(out.iterdir()) and not marker.exists():
+            problem = "is not empty and was not made by the demo"
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+            marker.write_text("Made by `remesh demo`, which replaces its own files here.\n")
+            for path in (*out.glob("step_*"), out / LOGS_NAME):
+                if path.is_dir():
+                    shutil.rmtree(path)
+            for name in (RESULT_NAME, PICTURE_NAME):
+                (out / name).unlink(missing_ok=True)
+    except OSError as error:
+        problem = f"cannot be used ({error})"
+    if problem:
+        raise DirectoryRefusedError(f"{out} {problem}; name another directory with --out")
+
+
+# Playing a run -----------------------------------------------------------------------------------
+
+
+def play(run: Run, on_entry: Callable[[Entry], None]) -> list[Entry]:
+    """Run a job under `remesh run`; what its processes did, in the order of time."""
+    logs = Path(run.logs)
+    logs.mkdir(parents=True)
+    restarts = "0" if run.dies_in_save else "1"
+    command = (
+        *(sys.executable, "-m", "remesh", "run", "--nproc-per-node", str(run.num_ranks)),
+        *("--max-restarts", restarts, "--preload", PRELOAD, "--snapshot-dir", ""),
+        *("-m", "remesh.demo.worker", json.dumps(asdict(run))),
+    )
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    output = logs / "output.log"
+    with output.open("wb") as file:
+        # A session of its own: Ctrl-C is for this process, which ends the others.
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            _follow(process, logs, on_entry)
+        finally:
+            process.kill()  # its processes end with it
+            process.wait()
+    if (process.returncode == 0) == run.dies_in_save:
+        code = process.returncode
+        raise DemoError(f"run {run.name} ended with code {code} (its output: {output})")
+    entries = read_entries(logs)
+    if run.killed_rank is not None and not any("dies" in entry for entry in entries):
+        raise DemoError(f"run {run.name}: rank {run.killed_rank} was not killed")
+    return entries
+
+
+def _follow(
+    process: subprocess.Popen[bytes], logs: Path, on_entry: Callable[[Entry], None]
+) -> None:
+    """Wait for the end of a run, or until it does nothing any more."""
+    num_read, deadline = 0, time.monotonic() + SILENCE_LIMIT
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        entries = read_entries(logs)
+        for entry in entries[num_read:]:
+            deadline = time.monotonic() + SILENCE_LIMIT
+            on_entry(entry)
+        num_read = len(entries)
+
+
+def read_entries(logs: Path) -> list[Entry]:
+    """The events that the processes have written so far, in the order of time."""
+    entries: list[Entry] = []
+    for file in logs.glob("*.jsonl"):
+        whole = file.read_bytes().rpartition(b"\n")[0].splitlines()
+        entries += [{**json.loads(line), "pid": int(file.stem)} for line in whole]
+    return sorted(entries, key=lambda entry: float(entry["time"]))
+
+
+# What must be true -------------------------------------------------------------------------------
+
+
+def newest_committed(root: Path) -> Path:
+    """The newest directory under `root` that is a committed checkpoint."""
+    paths = [Path(info.path) for info in list_checkpoints(open_storage(root))]
+    if not paths:
+        raise DemoError(f"{root}: there is no committed checkpoint")
+    expected = step_name(SAVE_KILLED - SAVE_EVERY)
+    if paths[-1].name != expected:
+        raise DemoError(f"{paths[-1]}: the newest committed checkpoint should be {expected}")
+    return paths[-1]
+
+
+def refusal_of(path: Path) -> str:
+    """The error that refuses the checkpoint of an interrupted save."""
+    if not any(file.is_file() for file in path.rglob("*")):
+        raise DemoError(f"{path}: nothing was written before the kill")
+    try:
+        Checkpoint(path)
+    except CheckpointNotFoundError as error:
+        return f"{type(error).__name__}: {error}"
+    raise DemoError(f"{path}: the save was interrupted, yet this opens as a checkpoint")
+
+
+def losses_of(entries: Sequence[Entry]) -> dict[int, float]:
+    """Loss of each step; all ranks have the same."""
+    return {entry["step"]: entry["loss"] for entry in entries if "step" in entry}
+
+
+def summarise(
+    run: Run, entries: Sequence[Entry], seconds: float, reference: Mapping[int, float]
+) -> RunResult:
+    """A run in numbers."""
+    losses = losses_of(entries)
+    first_step = min(entry["begins"] for entry in entries if "begins" in entry)
+    commits = tuple(sorted({entry["saved"] for entry in entries if "saved" in entry}))
+    return RunResult(
+        run,
+        first_step,
+        max(losses, default=first_step),
+        losses,
+        commits,
+        death_in(entries),
+        *compare(losses, reference),
+        seconds,
+    )
+
+
+def death_in(entries: Sequence[Entry]) -> Death | None:
+    """The death of a rank, and how the others went on."""
+    death = next((entry for entry in entries if "dies" in entry), None)
+    if death is None:
+        return None
+    steps = [entry for entry in entries if "step" in entry]
+    new = [entry for entry in steps if entry["step"] > death["dies"]]
+    before = {entry["pid"] for entry in steps if entry["step"] <= death["dies"]} - {death["pid"]}
+    made = {(entry["pid"], entry["step"]) for entry in steps}
+    return Death(
+        rank=death["rank"],
+        step=death["dies"],
+        num_bytes=death.get("num_bytes", 0),
+        num_went_on=len(before & {entry["pid"] for entry in new}),
+        num_repeated=len(steps) - len(made),
+        seconds=min(entry["time"] for entry in new) - death["time"] if new else None,
+    )
+
+
+def compare(losses: Mapping[int, float], reference: Mapping[int, float]) -> tuple[int, float]:
+    """Steps that both have, and the largest difference of their losses.
+
+    The difference is 0 if there is no such step, and infinite if a loss is not a number.
+    """
+    differences = [abs(losses[step] - reference[step]) for step in losses.keys() & reference.keys()]
+    largest = math.inf if any(map(math.isnan, differences)) else max(differences, default=0.0)
+    return len(differences), largest
+
+
+# The story ---------------------------------------------------------------------------------------
 
 
 def tell(out: Path, console: Console) -> DemoResult:

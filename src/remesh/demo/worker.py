@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
 from remesh.core.geometry import Box
-from remesh.demo.runs import Run
+from remesh.demo.story import Run
 from remesh.demo.training import TrainConfig, build, read_tokens, train_step
 from remesh.elastic import TrainingJob, run
 from remesh.events import Event
