@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import shown
@@ -90,14 +89,9 @@ def _family(place: Place, family: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterSlice:
-    """The part of a parameter that a rank has, as a flat meta file describes it."""
-
-    shape: tuple[int, ...]  # shape of the whole parameter
-    unit: str  # name of the FSDP unit
-    start: int  # first element of the part in the rank's shard of the unit
-    stop: int  # one past its last element
+_Slice = tuple[tuple[int, ...], str, int, int]
+"""The part of a parameter that a rank has: shape of the whole parameter, name of the FSDP unit,
+first element of the part in the rank's shard of the unit, and one past its last."""
 
 
 def _add_model(
@@ -110,15 +104,13 @@ def _add_model(
     parts: dict[str, list[FlatPart]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, path in enumerate(meta_files):
-        for name, own in _read_slices(builder, path).items():
+        for name, (shape, unit, start, stop) in _read_slices(builder, path).items():
             where = f"{builder.where(path)}: {name}"
-            if shapes.setdefault(name, own.shape) != own.shape:
-                raise damaged(where, f"shape {own.shape}, on other ranks {shapes[name]}")
-            if own.unit not in units[rank]:
-                raise damaged(where, f"{files[rank]} has no unit {own.unit!r}")
-            parts.setdefault(name, []).append(
-                _part(units[rank][own.unit], own.start, own.stop, where)
-            )
+            if shapes.setdefault(name, shape) != shape:
+                raise damaged(where, f"shape {shape}, on other ranks {shapes[name]}")
+            if unit not in units[rank]:
+                raise damaged(where, f"{files[rank]} has no unit {unit!r}")
+            parts.setdefault(name, []).append(_part(units[rank][unit], start, stop, where))
     for name, shape in shapes.items():
         add_flat_parts(builder, ("model", name), shape, parts[name])
     if BUFFERS in builder.listing:
@@ -143,7 +135,7 @@ def _check_version(builder: IndexBuilder, meta_file: str) -> None:
         )
 
 
-def _read_slices(builder: IndexBuilder, path: str) -> dict[str, ParameterSlice]:
+def _read_slices(builder: IndexBuilder, path: str) -> dict[str, _Slice]:
     where = builder.where(path)
     document = mapping(_plain(builder, path), where, "its content")
     units = mapping(document.get("flat_param_meta", {}), where, "flat_param_meta")
@@ -156,14 +148,14 @@ def _read_slices(builder: IndexBuilder, path: str) -> dict[str, ParameterSlice]:
     return {check_name(name, where): _slice_of(meta, where) for name, meta in slices.items()}
 
 
-def _slice_of(value: Any, where: str) -> ParameterSlice:
+def _slice_of(value: Any, where: str) -> _Slice:
     meta = mapping(value, where, "a slice")
     shape, offsets = meta.get("param_shapes"), meta.get("param_offsets")
     bounds = integers(offsets, where, "the range of a slice")
     if len(bounds) != 2:
         raise damaged(where, f"{shown(offsets)} is not the range of a slice")
     unit = check_name(meta.get("striped_fsdp_name"), where)
-    return ParameterSlice(integers(shape, where, "a shape"), unit, *bounds)
+    return integers(shape, where, "a shape"), unit, bounds[0], bounds[1]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -383,24 +383,16 @@ class PaddleWriter(Writer):
         self, boxes: BoxTable, rows: IntArray, rank: int, _save_id: str, _grid: Grid
     ) -> list[Frame]:
         """The files of a rank."""
-        found = []
+        found, tensors = [], boxes.tensors
         for turn, own in enumerate(_turns(boxes, rows)):
-            entries = []
-            for row in own:
-                tensor = int(boxes.tensor[row])
-                entry = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor), boxes.box(row)
-                entries.append(entry)
+            entries = [
+                (tensors.names[tensor], tensors.dtype(tensor), boxes.box(row))
+                for row, tensor in zip(own, boxes.tensor[own].tolist(), strict=True)
+            ]
             head, positions = _header(entries)
             num_bytes = len(head) + sum(dtype.itemsize * box.size for _, dtype, box in entries)
-            found.append(
-                Frame(
-                    _file_name(rank, turn),
-                    num_bytes,
-                    np.array(own, np.int64),
-                    np.array(positions, np.int64),
-                    fillers=((0, head),),
-                )
-            )
+            place = np.array(own, np.int64), np.array(positions, np.int64)
+            found.append(Frame(_file_name(rank, turn), num_bytes, *place, fillers=((0, head),)))
         return found
 
     def small_files(self, saved: Saved) -> list[SmallFile]:

@@ -754,13 +754,8 @@ class DcpWriter(Writer):
     ) -> list[Frame]:
         """The data file of a rank, and another one for the tensors that `separation_hint` names."""
         hint, names, name = grid.decode(), boxes.tensors.names, _file_name(rank, 0, save_id)
-        apart = np.array(
-            [
-                bool(hint) and names[tensor].startswith(hint)
-                for tensor in boxes.tensor[rows].tolist()
-            ],
-            dtype=bool,
-        )
+        tensors = [names[tensor] for tensor in boxes.tensor[rows].tolist()]
+        apart = np.array([bool(hint) and name.startswith(hint) for name in tensors], dtype=bool)
         files = [(name, rows[~apart]), (hint + name, rows[apart])]
         return [_frame(boxes, rows, path) for path, rows in files if len(rows)]
 

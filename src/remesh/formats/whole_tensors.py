@@ -140,14 +140,9 @@ class FileTensor:
     shape: tuple[int, ...]  # its whole shape
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor in the file."""
-        return self.num_elements * BY_NAME[self.dtype].itemsize
+        return math.prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
 def safetensors_header(tensors: Sequence[FileTensor]) -> tuple[bytes, list[int]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -53,8 +52,6 @@ def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
     """Descriptions as `TensorInfo`; an index says how its tensors are cut."""
     if isinstance(tensors, Index):
         return _infos_of_index(tensors)
-    if {type(info) for info in tensors.values()} <= {TensorInfo, NoneType}:
-        return dict(cast("Infos", tensors))
     return {
         name: info
         if info is None or isinstance(info, TensorInfo)
