@@ -131,7 +131,9 @@ def pieces_of(columns: Columns, max_rows: int) -> Pieces:
     for name, lists in zip(LISTS, found, strict=True):
         require(np.array_equal(lists.lengths, lengths), f"{name} has other lengths")
     require(lengths.sum() <= max_rows, f"{lengths.sum()} pieces")
-    return Pieces(tuple(found), columns["file.position"], columns["tensor.position"])
+    offsets, extents, files, steps = found
+    in_file, in_tensor = columns["file.position"], columns["tensor.position"]
+    return Pieces(offsets, extents, files, steps, in_file, in_tensor)
 
 
 __all__ = ["Index", "Piece", "StoredFile", "StoredTensor"]
@@ -311,8 +313,9 @@ class Index(Mapping[str, StoredTensor]):
     @property
     def num_bytes_held(self) -> int:
         """Bytes of memory that the columns take."""
-        columns = [column for one in self.pieces_of_tensors.lists for column in one.columns]
-        columns += [self.tensors.shapes, self.first_block, self.stored_begin, self.stored_bytes]
+        columns = [self.tensors.shapes, self.first_block, self.stored_begin, self.stored_bytes]
+        for one in self.pieces_of_tensors.lists:
+            columns += [one.number, one.ends, one.values]
         return sum(column.nbytes for column in columns) + self.digests.nbytes
 
     def piece_range(self, row: int) -> tuple[int, int]:

@@ -123,11 +123,6 @@ class Lists:
         return Lists(number, found.ends, found.values)
 
     @property
-    def columns(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Its columns."""
-        return self.number, self.ends, self.values
-
-    @property
     def lengths(self) -> IntArray:
         """Rows of each tensor's list."""
         lengths: IntArray = np.diff(self.ends, prepend=0)[self.number]
@@ -153,9 +148,10 @@ class Lists:
 class Pieces:
     """The pieces of tensors, those of one after those of the other."""
 
-    lists: tuple[Lists, ...]
-    """Offsets of pieces in their tensors, and shapes, both padded; rows of their files; and what
-    their positions have beside `in_file` and `in_tensor`."""
+    offsets: Lists  # offset of each piece in its tensor, padded
+    extents: Lists  # shape of each, padded
+    files: Lists  # row of the file of each
+    steps: Lists  # what the position of each has beside `in_file` and `in_tensor`
     in_file: IntArray  # what the positions of all pieces of a file have in common
     in_tensor: IntArray  # what the positions of all pieces of a tensor have in common
 
@@ -188,32 +184,17 @@ class Pieces:
                 yield from (steps[first:last] for first, last in pairwise(cuts))
 
         files, steps = Lists.of(file, bounds), Lists.gathered(steps_of_tensors(), file[:0])
-        return cls((offsets.once, extents.once, files, steps), in_file, in_tensor)
+        return cls(offsets.once, extents.once, files, steps, in_file, in_tensor)
 
     @property
-    def offsets(self) -> Lists:
-        """Offset of each piece in its tensor."""
-        return self.lists[0]
-
-    @property
-    def extents(self) -> Lists:
-        """Shape of each piece."""
-        return self.lists[1]
-
-    @property
-    def files(self) -> Lists:
-        """Row of the file of each piece."""
-        return self.lists[2]
-
-    @property
-    def steps(self) -> Lists:
-        """The rest of the position of each piece beside `in_file` and `in_tensor`."""
-        return self.lists[3]
+    def lists(self) -> tuple[Lists, Lists, Lists, Lists]:
+        """The lists that tensors share."""
+        return self.offsets, self.extents, self.files, self.steps
 
     def among(self, tensors: IntArray) -> Pieces:
         """The pieces of some tensors."""
-        lists = tuple(one.among(tensors) for one in self.lists)
-        return Pieces(lists, self.in_file, self.in_tensor[tensors])
+        offsets, extents, files, steps = (one.among(tensors) for one in self.lists)
+        return Pieces(offsets, extents, files, steps, self.in_file, self.in_tensor[tensors])
 
     def alike(self, *columns: IntArray) -> tuple[IntArray, IntArray]:
         """One of each kind of tensors with equal lists and columns, and the kind of each."""
