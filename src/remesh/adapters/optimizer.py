@@ -133,11 +133,6 @@ class _Optimized:
         """The places of which this rank has something."""
         return [one for one in self.places if one.shards is None or one.shards.parts]
 
-    @property
-    def has_shards(self) -> bool:
-        """True if its places are described by views of it."""
-        return all(place.shards is not None for place in self.places)
-
 
 def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimizer) -> Rebuild:
     """Describe an optimizer; loading changes it in place and returns the same leaf."""
@@ -281,7 +276,10 @@ def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tup
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, tuple[Placed, ...]] = {}
     for path, leaf in _modules_in(root, ()):
-        _reshard(module_of(leaf))
+        for module in module_of(leaf).modules():
+            if isinstance(module, FSDPModule):
+                # After a forward pass it may have gathered parameters, which no optimizer knows.
+                module.reshard()
         own = placed_parameters(
             leaf, lambda tensor: id(tensor) in wanted and id(tensor) not in found, name_of(path)
         )
@@ -309,16 +307,6 @@ def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module | Na
     elif isinstance(node, list | tuple):
         for number, child in enumerate(node):
             yield from _modules_in(child, (*path, number))
-
-
-def _reshard(module: nn.Module) -> None:
-    """Let FSDP2 modules have their sharded parameters, the ones that optimizers know.
-
-    After a forward pass they may still have the gathered ones. `state_dict` does the same.
-    """
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -577,7 +565,7 @@ def _with_first_state(
     Stored state that consists of tensors made of others fills state of the same class only, and
     only the optimizer knows how to make that.
     """
-    if tensor.packed_state or tensor.has_shards:
+    if tensor.packed_state or all(place.shards is not None for place in tensor.places):
         return tensor
     place = (*base, tensor.places[0].name)
     if not any(path[-1] == TENSOR_RECORD for path, _ in stored.under(place)):

@@ -29,9 +29,7 @@ _REASONS = {
     r"::test_save_verify_integrity_manifest_with_ckpt": (
         "looks for a file of a rank by name; that of the drop-in has the save's id"
     ),
-    r"::test_get_async_strategy\[nvrx\]": (
-        "wants the queue of nvidia-resiliency-ext, whose process lacks the memory of the shards"
-    ),
+    r"::test_get_async_strategy\[nvrx\]": ("needs a newer nvidia-resiliency-ext"),
     r"::test_(sharded_metadata|remove_sharded_tensors)": (
         "of 0.19, looks for the common state among the objects; the drop-in writes common.pt, as "
         "releases before do, and reads both"
