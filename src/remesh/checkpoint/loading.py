@@ -45,7 +45,7 @@ from remesh.checkpoint.match import (
     check_patterns,
     match,
 )
-from remesh.checkpoint.mismatch import counted, listed, refuse, with_recipe
+from remesh.checkpoint.mismatch import listed, refuse, unasked, with_recipe
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState, limits_of_ranks
@@ -240,12 +240,7 @@ def plan_into(
     left = [name for name, is_asked in zip(names, asked.tolist(), strict=True) if not is_asked]
     unexpected = without_buffers_of_ranks(names, left)
     if unexpected and options.refuse_unexpected:
-        raise MismatchError(
-            f"{counted(len(unexpected), 'is', 'are')} stored that no rank asks for "
-            f"(nothing was changed)\ncheckpoint: {stored.url}\n  {listed(unexpected)}\n"
-            'unexpected="ignore" leaves them out.',
-            unexpected=tuple(unexpected),
-        )
+        raise unasked(unexpected, stored)
     unproven = set(stored.document.unchecked_names).difference(unexpected)
     report = dataclasses.replace(
         mine.report, unexpected=tuple(unexpected), unchecked=tuple(sorted(unproven))

@@ -182,6 +182,16 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     raise MismatchError("\n".join(lines), missing=missing, conflicts=conflicts)
 
 
+def unasked(names: Sequence[str], stored: StoredState) -> MismatchError:
+    """The error about names that are stored and that no rank asks for."""
+    return MismatchError(
+        f"{counted(len(names), 'is', 'are')} stored that no rank asks for (nothing was changed)\n"
+        f"checkpoint: {stored.url}\n  {listed(names)}\n"
+        'unexpected="ignore" leaves them out.',
+        unexpected=tuple(names),
+    )
+
+
 def with_recipe(error: MismatchError, state: object, stored: StoredState) -> MismatchError:
     """The error, in other words if a model of transformers has other tensors than its files."""
     found = suggested_call(state, stored.index, error.missing)
