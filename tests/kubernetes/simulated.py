@@ -112,7 +112,7 @@ class Cluster(ApiCluster):
                 self._check(job)
                 self.change(finalizers=(FINALIZER,) if held else ())
                 if not held and self.job is not None and self.job.deleting:
-                    self.job, self.shared = None, False  # what it owns goes with it
+                    self.job, self.shared = None, False
             case CreateShared():
                 self.shared = True
             case CreatePod(role, index):

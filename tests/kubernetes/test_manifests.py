@@ -145,7 +145,7 @@ def test_manifests_are_printed_and_written(tmp_path: Path) -> None:
 
 def test_the_operator_reads_no_secrets_and_changes_no_pods() -> None:
     verbs = {name: set(rule["verbs"]) for rule in JOB_RULES for name in rule["resources"]}
-    assert verbs["secrets"] == {"create"}
+    assert verbs["secrets"] == {"create", "delete"}
     assert verbs["pods"] == {"list", "watch", "create", "delete"}
     assert not any("*" in rule["verbs"] + rule["resources"] for rule in JOB_RULES)
 

@@ -21,6 +21,8 @@ from remesh.kubernetes.pods import (
     make_pod,
     make_secret,
     make_service,
+    secret_name,
+    service_name,
     token_of,
 )
 from remesh.kubernetes.reconcile import (
@@ -132,6 +134,10 @@ class ApiCluster:
         log.info("%s/%s: %s", job.namespace, job.name, action)
         match action:
             case HoldJob(held):
+                if not held:
+                    # Not left to the garbage collector: a job of this name may follow at once.
+                    await self._delete(SERVICES, job, service_name(job.name))
+                    await self._delete(SECRETS, job, secret_name(job.name))
                 names = [name for name in job.finalizers if name != FINALIZER]
                 names += [FINALIZER] * held
                 body = {"metadata": {"resourceVersion": job.version, "finalizers": names}}
@@ -142,11 +148,7 @@ class ApiCluster:
             case CreatePod(role, index):
                 await self._create(PODS, make_pod(job, role, index))
             case DeletePod(name, force):
-                grace = 0 if force else None
-                with errors_of(f"delete {name}", ignore=NOT_FOUND):
-                    await self._client.delete(
-                        PODS, name, namespace=job.namespace, grace_period=grace
-                    )
+                await self._delete(PODS, job, name, grace=0 if force else None)
             case Emit():
                 await self._create(EVENTS, self._event(job.key, job.uid, action))
 
@@ -175,6 +177,16 @@ class ApiCluster:
         name = manifest["metadata"].get("name", "")
         with errors_of(f"create {manifest['kind']} {name}", ignore=CONFLICT):
             await self._client.create(kind.from_dict(manifest))
+
+    async def _delete(
+        self,
+        kind: type[GenericNamespacedResource],
+        job: ElasticJob,
+        name: str,
+        grace: int | None = None,
+    ) -> None:
+        with errors_of(f"delete {name}", ignore=NOT_FOUND):
+            await self._client.delete(kind, name, namespace=job.namespace, grace_period=grace)
 
     def _event(self, key: Key, uid: str, told: Emit) -> Manifest:
         now = datetime.now().astimezone().isoformat(timespec="seconds")

@@ -163,7 +163,7 @@ JOB_RULES = [
     _rule(GROUP, [f"{PLURAL}/status"], "patch"),
     _rule(GROUP, [f"{PLURAL}/finalizers"], "update"),
     _rule("", ["pods"], "list", "watch", "create", "delete"),
-    _rule("", ["services", "secrets"], "create"),
+    _rule("", ["services", "secrets"], "create", "delete"),
     _rule("", ["events"], "create"),
 ]
 """The operator's rights where the jobs are."""

@@ -66,17 +66,14 @@ TRAINING_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class HoldJob:
-    """Keep the job when it is deleted, until its pods are gone; or let it go."""
+    """Keep a deleted job until its pods are gone; or let it go, without service and secret."""
 
     held: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CreateShared:
-    """Create the service of the master and the secret with the token, if they are not there.
-
-    The job owns them: Kubernetes deletes them with it.
-    """
+    """Create the service of the master and the secret with the token, if they are not there."""
 
 
 @dataclass(frozen=True, slots=True)
