@@ -358,6 +358,7 @@ def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
                 super().put(path, data, overwrite=overwrite)
 
     monkeypatch.setattr(status_files, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(status_files, "LOOKS_PER_PART", 2)
     remesh.save({"w": np.ones(3)}, storage := Forgetful())
     status = StatusFiles(storage, "remesh", "0" * 12, 1, 2, deadline=240)
     with pytest.raises(ExchangeError, match="another save has replaced this one before rank 1"):

@@ -66,8 +66,10 @@ WAITED_SHARE = 0.05
 """In between, this share of the time that was waited already."""
 
 _REQUESTS_OF_A_LOOK = 2
-"""A rank that waits for the end reads the commit record, and in turn the note of a failure and
-whether its own part is still there."""
+"""A rank that waits for the end reads the commit record and the note of a failure."""
+
+LOOKS_PER_PART = 16
+"""At one of so many looks it also looks for its own part."""
 
 _NAMES_OF_A_REQUEST = 1000
 """Object stores list so many names at a time."""
@@ -302,11 +304,10 @@ class StatusFiles:
         """
         is_reported, part = False, self._path("part", self._rank)
         for number, waited in enumerate(self._looks()):
-            asks_for_part = number % 2 == 1
-            is_there = not asks_for_part or self._storage.exists(part)
+            is_there = (number + 1) % LOOKS_PER_PART > 0 or self._storage.exists(part)
             if self.is_committed():
                 return
-            failure = None if asks_for_part and is_there else self._failure_of_save()
+            failure = self._failure_of_save()
             if failure is None and not is_there:
                 # On a full disk, rank 0 says that it gives up after it has removed the files.
                 self._wake.wait(LONGEST_SECONDS)
