@@ -49,13 +49,6 @@ def test_every_code_has_the_value_that_torch_gives_it(name: str) -> None:
     np.testing.assert_array_equal(np.signbit(found)[finite], np.signbit(expected)[finite])
 
 
-def test_without_torch_a_float8_is_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-
-    assert not summary.is_summarised("float8_e5m2")
-    np.testing.assert_array_equal(summary.true_values(CODES[1], "float8_e5m2"), CODES[1])
-
-
 def test_complex32_has_the_values_that_torch_gives_it() -> None:
     pairs = np.array([[1.5, -2.0], [65504.0, 0.25]], np.float16)
     expected = torch.view_as_complex(torch.from_numpy(pairs)).to(torch.complex64).numpy()

@@ -608,3 +608,8 @@ def test_tensors_in_objects_are_what_they_show_or_refused() -> None:
             encode_object(more, "x")
     with pytest.raises(UnsupportedValueError, match=r"x: a value of type .*\.MaskedArray"):
         remesh.save({"x": more}, MemoryStorage())
+
+
+def test_what_is_not_known_shows_its_type() -> None:
+    assert repr(UnresolvedValue("torch.dtype", "torch.dtype", "torch.new8")) == "torch.new8"
+    assert repr(UnresolvedValue("enum", "train.Mode", "torch.x")) == "train.Mode('torch.x')"

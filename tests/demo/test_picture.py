@@ -87,6 +87,12 @@ def test_boxes_of_a_tensor_lie_side_by_side() -> None:
     assert (one["background"], other["background"]) == ("var(--r0)", "var(--r1)")
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+def test_a_tensor_without_elements_is_drawn(shape: tuple[int, ...]) -> None:
+    placed = PlacedTensor(shape, ((0, Box.whole(shape)),))
+    assert picture.times(shape) in picture.layout([Column("t", "s", {"w": placed})])
+
+
 def test_replicas_are_one_striped_box() -> None:
     whole = Box.whole((8,))
     drawing = picture.layout(

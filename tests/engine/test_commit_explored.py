@@ -393,6 +393,7 @@ CLOCK = Clock()
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_files, "time", CLOCK)
     monkeypatch.setattr(status_files, "LOOKS_PER_PART", 1)  # all looks are alike
+    monkeypatch.setattr(status_files, "HIDDEN_SECONDS", -1.0)  # what is gone is seen to be gone
 
 
 def state_of(rank: int, num_ranks: int, value: float) -> dict[str, object]:
@@ -456,9 +457,8 @@ class Pauses:
     def __init__(self, member: Member, writer: SaveWriter) -> None:
         self._member, self._status = member, writer._status
 
-    def wait(self, seconds: float) -> None:
-        misses_part = seconds == status_files.LONGEST_SECONDS
-        self._member.seen[:] = ["waits", misses_part, sorted(self._status._replies)]
+    def wait(self, _seconds: float) -> None:
+        self._member.seen[:] = ["waits", sorted(self._status._replies)]
         self._member.seen.append(self._member.wait("pause"))
 
     def clear(self) -> None:

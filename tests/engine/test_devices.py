@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint import agree, loading, resharding
+from remesh.checkpoint import agree, loading
 from remesh.checkpoint.local import devices_of
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.memory import CarrierArray, HostMemory, Memory
@@ -58,7 +58,7 @@ def test_targets_are_waited_for_before_they_are_filled(
 ) -> None:
     source, target = {"w": np.ones(4)}, {"w": np.zeros(4)}
     found: list[tuple[str, list[CarrierArray]]] = []
-    for name, module in (("source", resharding if live else agree), ("target", loading)):
+    for name, module in (("source", agree), ("target", loading)):
         monkeypatch.setattr(
             module,
             "finish_device_work",

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from remesh.background import saver as background
 from remesh.background import status_files
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint import unchanged
-from remesh.errors import ExchangeError, RankFailedError
+from remesh.errors import ExchangeError, RankFailedError, StorageError
 from remesh.events import Event
 from remesh.exchange import Alone, Exchange
 from remesh.exchange.protocol import Buffers
@@ -338,7 +339,7 @@ def test_a_bit_that_flips_while_ranks_read_of_each_other(
 def test_a_bit_that_flips_while_rank_0_asks_who_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = MemoryStorage()
     flip_reads(monkeypatch, MemoryStorage, first_readings("*/progress-00001.msgpack", -1, []))
-    status = [StatusFiles(storage, "remesh", "0" * 12, rank) for rank in range(3)]
+    status = [StatusFiles(storage, "remesh", "0" * 12, rank, 3) for rank in range(3)]
     for rank, one in enumerate(status):
         one.put_progress(10 * rank, 100)
     told = status[0].describe_progress([1, 2])
@@ -357,11 +358,73 @@ def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
             if "part-" not in path:
                 super().put(path, data, overwrite=overwrite)
 
-    monkeypatch.setattr(status_files, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(status_files, "HIDDEN_SECONDS", 0.1)
     monkeypatch.setattr(status_files, "LOOKS_PER_PART", 2)
     remesh.save({"w": np.ones(3)}, storage := Forgetful())
     status = StatusFiles(storage, "remesh", "0" * 12, 1, 2, deadline=240)
     with pytest.raises(ExchangeError, match="another save has replaced this one before rank 1"):
+        status.run_joined(lambda: b"", lambda _: None, lambda: None)
+
+
+def test_a_record_that_another_node_sees_late_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a network file system, which may hide a new file longer than it shows a removed one."""
+    looks: list[bool] = []
+
+    def shows(storage: Storage, save_id: str) -> bool:
+        looks.append(True)
+        return len(looks) > 5
+
+    monkeypatch.setattr(status_files, "LOOKS_PER_PART", 1)
+    monkeypatch.setattr(status_files, "LONGEST_SECONDS", 0.01)
+    storage = MemoryStorage()
+    status = StatusFiles(storage, "remesh", "0" * 12, 1, 2, deadline=240)
+    monkeypatch.setattr(status, "_shows_commit", shows)
+    status.run_joined(lambda: b"", lambda _: None, lambda: None)
+    assert len(looks) == 6
+
+
+@pytest.mark.parametrize("file_format", ["remesh", "huggingface"])
+def test_a_long_save_of_one_rank_leaves_no_status_files(file_format: str) -> None:
+    storage = MemoryStorage()
+    with remesh.Saver(report_seconds=0, format=file_format) as saver:
+        saver.save_async({"w": np.ones(4 << 20)}, storage).result()
+    assert not [path for path in storage.list() if "progress-" in path]
+
+
+def test_metadata_of_a_class_of_the_script_goes_to_a_writer_process(tmp_path: Path) -> None:
+    class Mode(StrEnum):  # no other process can import it
+        TRAIN = "train"
+
+    with remesh.Saver(writer="process") as saver:
+        saver.save_async({"w": np.ones(3)}, tmp_path, metadata={"mode": Mode.TRAIN}).result()
+    assert remesh.Checkpoint(tmp_path).metadata == {"mode": "train"}
+
+
+def test_a_save_of_copies_that_differ_leaves_nothing() -> None:
+    storage = MemoryStorage()
+
+    def train(exchange: Exchange) -> None:
+        with remesh.Saver(group=exchange, verify_replicas=True) as saver:
+            saver.save_async({"w": torch.full((4,), float(exchange.rank))}, storage).result()
+
+    for outcome in run_ranks_outcomes(2, train):
+        assert "DivergedReplicaError" in repr(outcome)
+    assert list(storage.list()) == []
+
+
+def test_ranks_are_told_that_the_commit_of_another_system_is_not_said() -> None:
+    class Full(MemoryStorage):
+        def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+            if "/committed" in path:
+                raise StorageError("the disk is full")
+            super().put(path, data, overwrite=overwrite)
+
+    full = Full()
+    status = StatusFiles(full, "huggingface", "0" * 12, 0, 2, deadline=240)
+    StatusFiles(full, "huggingface", "0" * 12, 1, 2)._put("part", b"")
+    with pytest.raises(StorageError, match="the disk is full"):
         status.run_joined(lambda: b"", lambda _: None, lambda: None)
 
 

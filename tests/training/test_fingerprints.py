@@ -161,3 +161,32 @@ def test_shards_of_a_state_are_found() -> None:
     then = Fingerprints().take(state)
     data.data.add_(1)
     assert then.changed(state) == "state.0"
+
+
+def test_a_tensor_that_has_another_size_has_changed() -> None:
+    state = {"kept": torch.zeros(100), "queue": torch.zeros(10)}
+    then = Fingerprints().take(state)
+    state["queue"] = torch.zeros(12)
+    assert then.changed(state) == "state.queue"
+
+
+def test_a_tensor_in_the_place_of_one_with_gaps_is_read_where_it_is() -> None:
+    memory = torch.zeros(4000)
+    prints = Fingerprints()
+    prints.take([memory[::2]])
+    smaller = torch.frombuffer(memoryview(memory.numpy())[:2000], dtype=torch.float32)
+    assert smaller.data_ptr() == memory.data_ptr()
+    then = prints.take([smaller])
+    assert then.changed([smaller]) == ""
+    smaller.data.fill_(1)
+    assert then.changed([smaller]) == "state.0"
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantized_tensor_is_known_by_its_place_alone() -> None:
+    quantized = torch.quantize_per_tensor(torch.zeros(1000), 0.1, 0, torch.qint8)
+    plain = torch.zeros(3)
+    then = Fingerprints().take([quantized, plain])
+    assert then.changed([quantized, plain]) == ""
+    plain.data.add_(1)
+    assert then.changed([quantized, plain]) == "state.1"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -133,6 +134,13 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     scheduler.step()
     assert float(rate) == pytest.approx(0.1)
     assert float(scheduler.base_lrs[0]) == pytest.approx(0.2)
+
+
+def test_a_learning_rate_may_be_a_number_of_numpy() -> None:
+    optimizer = Adam([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0]["lr"] = np.float32(0.1)
+    apply_scaling(decide_scaling("linear", GlobalBatch(1), GlobalBatch(2)), optimizer, [])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
 def test_decisions_are_logged_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

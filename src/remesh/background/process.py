@@ -165,7 +165,8 @@ class WriterProcess:
     def _follow(self) -> None:
         while message := _receive(self._connection):
             if isinstance(message, logging.LogRecord):
-                _LOGGER.handle(message)
+                if _LOGGER.isEnabledFor(message.levelno):
+                    _LOGGER.handle(message)
                 continue
             save_id, name, *arguments = message
             if save_id in self._saves:  # otherwise it has ended

@@ -51,7 +51,7 @@ class SaveHandle(Future[SaveReport]):
     Args:
         url: Where the checkpoint goes.
         progress: How far the save is.
-        cancel: Asks the server to give the save up.
+        cancel: Asks the writer to give the save up.
     """
 
     def __init__(

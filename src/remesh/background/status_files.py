@@ -26,6 +26,7 @@ how far it is, and rank 0 logs who is missing and who is slowest.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -49,6 +50,9 @@ from remesh.formats.table import writer_of
 from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
+
+HIDDEN_SECONDS = 60.0
+"""How long a network file system may hide a file that another node has put."""
 
 GRACE_SECONDS = 2.0
 """How much longer other ranks wait than rank 0, which knows who is missing and says so."""
@@ -145,6 +149,8 @@ class StatusFiles:
         """
         if self._rank == 0:
             self._lead(each, join, undo)
+            if self._shows_commit is None and self._num_ranks > 1:  # the others wait for it
+                self._storage.put(self._path("committed", 0), b"", overwrite=True)
         else:
             self._follow(each)
         with suppress(StorageError):  # the checkpoint is there
@@ -162,7 +168,8 @@ class StatusFiles:
 
     def put_progress(self, written_bytes: int, num_bytes: int) -> None:
         """Say how far this rank is, in a save that takes long."""
-        self._put("progress", msgspec.msgpack.encode((written_bytes, num_bytes)))
+        if self._num_ranks > 1:
+            self._put("progress", msgspec.msgpack.encode((written_bytes, num_bytes)))
 
     def report(self, error: BaseException) -> BaseException:
         """Say that this rank has failed, or rank 0 that the save has.
@@ -302,16 +309,16 @@ class StatusFiles:
         Rank 0 removes this rank's part after either, so it is looked at now and then: once another
         save has replaced the checkpoint, nothing else shows that this one has ended.
         """
-        is_reported, part = False, self._path("part", self._rank)
+        is_reported, part, gone_at = False, self._path("part", self._rank), math.inf
         for number, waited in enumerate(self._looks()):
-            is_there = (number + 1) % LOOKS_PER_PART > 0 or self._storage.exists(part)
+            if (number + 1) % LOOKS_PER_PART == 0:
+                gone_at = math.inf if self._storage.exists(part) else min(gone_at, waited)
             if self.is_committed():
                 return
             failure = self._failure_of_save()
-            if failure is None and not is_there:
-                # On a full disk, rank 0 says that it gives up after it has removed the files.
-                self._wake.wait(LONGEST_SECONDS)
-                failure = self._failure_of_save() or self._replaced()
+            # Rank 0 may also have given up, and say so only after it has removed the files.
+            if failure is None and waited > gone_at + HIDDEN_SECONDS:
+                failure = self._replaced()
             if failure is not None:
                 raise failure
             if waited > self._deadline + GRACE_SECONDS:
@@ -376,9 +383,7 @@ class StatusFiles:
         if self._num_ranks == 1:
             return
         if self._shows_commit is None:
-            if self._rank == 0:
-                self._storage.put(self._path("committed", 0), b"", overwrite=True)
-            else:
+            if self._rank:
                 self._storage.delete(self._path("part", self._rank))
             found = self._storage.list(f"{self._folder}/")
             if not self._of_ranks(found, "part"):

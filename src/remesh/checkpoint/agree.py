@@ -266,10 +266,6 @@ def agree(
     mine, answer, made = _assign(
         exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier
     )
-    if answer.compares:
-        comparison = _comparison(options, is_new=answer.rows is not None)
-        copies = None if cache.plan is None else cache.plan.copies
-        compare_copies(exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes)
     planned: list[RankSavePlan] = []
 
     def plan_files() -> bytes:
@@ -279,6 +275,12 @@ def agree(
         return b""
 
     try:
+        if answer.compares:
+            comparison = _comparison(options, is_new=answer.rows is not None)
+            copies = None if cache.plan is None else cache.plan.copies
+            compare_copies(
+                exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes
+            )
         run_on_all(exchange, plan_files)
         cache.met_in = _parent(storage.url) if answer.meets else cache.met_in
     except BaseException:
@@ -311,8 +313,8 @@ def _assign(
             raise earlier
         with collector_rests():
             if exchange.rank == 0:
-                _check_metadata(options.metadata)
-                planners.append(_Planner(storage, options, cache, emit))
+                plain = replace(options, metadata=_plain_metadata(options.metadata))
+                planners.append(_Planner(storage, plain, cache, emit))
             held.append(_Held.of(state, options.buffers, exchange.rank))
         emit("save.described")
         return msgspec.msgpack.encode(held[0].summary(storage, options, cache))
@@ -651,10 +653,11 @@ def _check_replicas(document: ValuesDocument, replicas: Sequence[Sequence[str]])
                 )
 
 
-def _check_metadata(metadata: Mapping[str, object]) -> None:
-    """Check that what is recorded beside the state is a JSON object."""
+def _plain_metadata(metadata: Mapping[str, object]) -> Mapping[str, object]:
+    """What is recorded beside the state, checked: a JSON object, without classes of the caller."""
     try:
-        same = msgspec.json.decode(msgspec.json.encode(metadata)) == dict(metadata)
+        plain = msgspec.json.decode(msgspec.json.encode(metadata))
+        same = plain == dict(metadata)
     except (TypeError, msgspec.MsgspecError) as error:
         raise StateError(f"metadata must be a JSON object: {error}") from error
     if not same:
@@ -662,3 +665,4 @@ def _check_metadata(metadata: Mapping[str, object]) -> None:
             "metadata must be a JSON object\n"
             "Only strings as keys, and str, int, float, bool, None, lists and dicts as values"
         )
+    return dict(plain)

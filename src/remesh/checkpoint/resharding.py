@@ -307,8 +307,6 @@ class Resharder:
         agreed = agree(
             exchange, MemoryStorage(), self._source_state, options, cache=cache, emit=self._emit
         )
-        # All of them: a rank gives others also what is another's to write.
-        finish_device_work(agreed.tensors.memories)
         is_known = cache.hits > num_hits and self._index is not None
 
         def tell() -> bytes:

@@ -299,7 +299,7 @@ _Found = tuple[str, bytes, list[str]]
 def _look(storage: Storage) -> list[_Found]:
     """The checkpoints in the place of one node."""
     found: list[_Found] = []
-    sizes = {path: storage.size(path) for path in storage.list()}
+    sizes = storage.list_sizes()
     for path in sorted(sizes):
         name, _, file = path.rpartition("/")
         if file != native.RECORD_NAME:

@@ -149,14 +149,12 @@ def plan(
     if as_json:
         output.print_json(document)
     else:
-        for title, names in (
-            ("missing", missing),
-            ("unexpected, left alone", unexpected),
-            ("other shapes", mismatched),
-        ):
-            if names:
-                shown = output.listed(names, show_all=show_all)
-                output.line(f"{title}: {shown}", style="yellow")
+        lists = {
+            "missing": missing,
+            "unexpected, left alone": unexpected,
+            "other shapes": mismatched,
+        }
+        _print_names(lists, show_all=show_all)
         _print_ranks(ranks, mesh, show_all=show_all)
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
         output.line(verdict, style="bold")
@@ -223,6 +221,12 @@ def _plan_rank(rank: int, held: BoxTable, reads: LoadPlan, index_bytes: int) -> 
     buffers = min(reads.limits.num_reads, max(reads.num_runs, 1)) * reads.longest_run
     peak = state_bytes + buffers + index_bytes
     return RankPlan(rank, len(held), state_bytes, reads.bytes_read, reads.num_runs, peak)
+
+
+def _print_names(lists: Mapping[str, Sequence[str]], *, show_all: bool) -> None:
+    for title, names in lists.items():
+        if names:
+            output.line(f"{title}: {output.listed(names, show_all=show_all)}", style="yellow")
 
 
 def _print_ranks(ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool) -> None:

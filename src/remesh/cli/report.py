@@ -38,7 +38,7 @@ def report(*, path: str, with_statistics: bool, target: str | None) -> None:
     """Write an HTML page about a checkpoint: one file, which needs nothing else.
 
     Names, sizes, layout, statistics, values, digests and provenance. For programs,
-    `remesh ls --json` has the same numbers.
+    `remesh ls --json` has the same numbers, but no digests.
     """
     write_page(native.begin_anew(lambda: _page(path, with_statistics=with_statistics)), target)
 

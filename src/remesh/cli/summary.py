@@ -4,15 +4,13 @@ A tensor may be larger than memory, so it is read in chunks of its pieces, and e
 into the numbers so far: counts and extremes as they are, mean and variance by the rule that unites
 those of two disjoint sets, which loses no digits the way a sum of squares does.
 
-numpy has neither bfloat16 nor float8. A bfloat16 is the upper half of a float32; the values of the
-256 codes of a float8 type are asked of torch, and without torch only its bits are known. Complex
-numbers have no order, so their statistics are not given.
+numpy has neither bfloat16 nor float8. A bfloat16 is the upper half of a float32; the float8 types
+have 256 values each, which are computed once from the widths of their fields. Complex numbers have
+no order, so their statistics are not given.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,12 +70,7 @@ def elements_by_part(index: Index) -> dict[str, int]:
 
 def is_summarised(dtype: str) -> bool:
     """True if statistics of an element type are given."""
-    return dtype not in _NOT_SUMMARISED and not _has_bits_only(dtype)
-
-
-def _has_bits_only(dtype: str) -> bool:
-    needs_torch = dtype.startswith("float8") and importlib.util.find_spec("torch") is None
-    return BY_NAME[dtype].is_opaque or needs_torch
+    return dtype not in _NOT_SUMMARISED and not BY_NAME[dtype].is_opaque
 
 
 def statistics_of(
@@ -219,9 +212,9 @@ class _Folded:
 def true_values(elements: CarrierArray, dtype: str) -> Array:
     """Carried elements as elements of a type that numpy has, without rounding.
 
-    Elements of which only the bits are known are the unsigned integers of these.
+    Elements of opaque types are the unsigned integers of their bits.
     """
-    if BY_NAME[dtype].is_native or _has_bits_only(dtype):
+    if BY_NAME[dtype].is_native or BY_NAME[dtype].is_opaque:
         return elements
     if dtype == "bfloat16":
         widened: Array = (elements.astype(np.uint32) << 16).view(np.float32)
@@ -229,17 +222,42 @@ def true_values(elements: CarrierArray, dtype: str) -> Array:
     if dtype == "complex32":
         pairs = elements.view("<f2").astype(np.float32)
         return pairs.view(np.complex64)
-    return _float8_values(dtype)[elements]
+    return _FLOAT8[dtype][elements]
 
 
-@functools.cache
-def _float8_values(dtype: str) -> npt.NDArray[np.float32]:
-    """The values of the 256 codes of a float8 type."""
-    import torch
+def _float8(exponent_bits: int, bias: int) -> npt.NDArray[np.float32]:
+    """The values of the 256 codes of sign, exponent, mantissa, as if all of them were finite."""
+    mantissa_bits = 7 - exponent_bits
+    codes = np.arange(256)
+    sign = np.where(codes >> 7, -1.0, 1.0)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    normal = (1.0 + fraction) * 2.0 ** (exponent - bias)
+    subnormal = fraction * 2.0 ** (1 - bias)
+    return (sign * np.where(exponent == 0, subnormal, normal)).astype(np.float32)
 
-    codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype))
-    values: npt.NDArray[np.float32] = codes.to(torch.float32).numpy()
-    return values
+
+def _float8_tables() -> dict[str, npt.NDArray[np.float32]]:
+    """The values of all codes of each float8 type."""
+    # The last code would be 2 ** 128, which float32 lacks; it is the NaN of this type.
+    powers = np.append(2.0 ** (np.arange(255) - 127.0), np.nan)
+    tables = {
+        "float8_e4m3fn": _float8(4, 7),
+        "float8_e5m2": _float8(5, 15),
+        "float8_e4m3fnuz": _float8(4, 8),
+        "float8_e5m2fnuz": _float8(5, 16),
+        "float8_e8m0fnu": powers.astype(np.float32),
+    }
+    tables["float8_e4m3fn"][[0x7F, 0xFF]] = np.nan
+    tables["float8_e5m2"][[0x7C, 0xFC]] = np.inf, -np.inf
+    tables["float8_e5m2"][[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    # The `uz` types have no negative zero; its code is their only NaN.
+    tables["float8_e4m3fnuz"][0x80] = np.nan
+    tables["float8_e5m2fnuz"][0x80] = np.nan
+    return tables
+
+
+_FLOAT8 = _float8_tables()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ class UnresolvedValue:
 
     def __repr__(self) -> str:
         """As it was called: `torch.bfloat16`, `train.Mode('FAST')`."""
-        if isinstance(self.payload, str) and self.payload.startswith("torch."):
-            return self.payload
+        if self.kind.startswith("torch.") and str(self.payload).startswith("torch."):
+            return str(self.payload)
         return f"{self.type_name}({self.payload!r})"
 
 

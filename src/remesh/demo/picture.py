@@ -84,7 +84,8 @@ def _tensor(name: str, placed: PlacedTensor, holder: str, width: int) -> str:
     for rank, box in placed.boxes:
         if box.size:
             holders.setdefault(box, []).append(rank)
-    _, (num_rows, num_columns) = _flat(placed.shape, Box.whole(placed.shape))
+    _, lengths = _flat(placed.shape, Box.whole(placed.shape))
+    num_rows, num_columns = max(lengths[0], 1), max(lengths[1], 1)
     height = min(max(num_rows * width / num_columns, _MIN_HEIGHT), _MAX_HEIGHT)
     if len(placed.shape) < 2:
         height = _VECTOR_HEIGHT

@@ -273,8 +273,8 @@ def read(place: Place, builder: IndexBuilder) -> None:
         if (width, num_bytes) != (itemsize, itemsize * (stop - start)):
             raise damaged(
                 where,
-                f"{num_bytes} bytes in elements of {width} are stored. The metadata say "
-                f"{stop - start} elements of {itemsize}",
+                f"{num_bytes} bytes in elements of {width} are stored\n"
+                f"The metadata say {stop - start} elements of {itemsize}.",
             )
         builder.add_range(row, box, (start, stop), file, position)
     builder.described_by = builder.where(path)

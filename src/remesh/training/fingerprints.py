@@ -39,13 +39,14 @@ NUM_SAMPLES = 32
 WHOLE_BYTES = 256
 """Bytes of a tensor up to which its sample is all of it."""
 
-_Place = tuple[int, int]
-"""Address and bytes; zeros for a tensor without memory of its own, as a sparse one."""
+_Place = tuple[int, int, tuple[int, ...]]
+"""Address, bytes and strides; zeros for a tensor without memory of its own, as a sparse one."""
 _Kinds = dict[tuple[torch.device, torch.dtype], tuple[list[int], list[int | None]]]
 """Numbers of the tensors of each device and dtype, and the steps of their samples."""
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _BYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")
+_STRIDES = torch.Tensor.stride
 
 
 class Fingerprints:
@@ -142,7 +143,11 @@ class Fingerprint:
             kept = [place for place, number in enumerate(numbers) if is_there[number]]
             if kept:
                 own = [numbers[place] for place in kept]
-                sizes = [_num_samples(tensors[number]) for number in numbers]
+                # As they were: a tensor may have another size now.
+                sizes = [
+                    self.places[number][1] // sample.itemsize if step is None else NUM_SAMPLES
+                    for number, step in zip(numbers, steps, strict=True)
+                ]
                 parts = torch.split(sample, sizes)
                 now = _host_bytes(
                     _join([tensors[number] for number in own], [steps[place] for place in kept])
@@ -157,7 +162,7 @@ class Fingerprint:
 def _kinds_of(tensors: Sequence[torch.Tensor], places: Sequence[_Place]) -> _Kinds:
     kinds: _Kinds = defaultdict(lambda: ([], []))
     for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
-        if all(place) and _has_memory(tensor):
+        if all(place[:2]) and not tensor.is_quantized and _has_memory(tensor):
             numbers, steps = kinds[tensor.device, tensor.dtype]
             numbers.append(number)
             steps.append(_step_of(tensor))
@@ -233,16 +238,17 @@ def _parts_of_subclass(tensor: Any) -> Iterator[torch.Tensor]:
 
 def _places_of(tensors: Sequence[torch.Tensor]) -> list[_Place]:
     try:
-        return list(zip(map(torch.Tensor.data_ptr, tensors), map(_BYTES, tensors), strict=True))
+        addresses = map(torch.Tensor.data_ptr, tensors)
+        return list(zip(addresses, map(_BYTES, tensors), map(_STRIDES, tensors), strict=True))
     except (RuntimeError, NotImplementedError):
         return [_place_of(tensor) for tensor in tensors]
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
     try:
-        return tensor.data_ptr(), tensor.nbytes
+        return tensor.data_ptr(), tensor.nbytes, tensor.stride()
     except (RuntimeError, NotImplementedError):
-        return 0, 0
+        return 0, 0, ()
 
 
 def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

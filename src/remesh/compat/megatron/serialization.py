@@ -98,13 +98,8 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     common: SaveCommonStrategy | None = None
     if sharded.backend != "remesh" or common_strategy not in {None, ("remesh", 1)}:
         common = _save_strategy(StrategyAction.SAVE_COMMON, common_strategy or ("torch", 1))
-    if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
-        raise CheckpointingException(f"{sharded} cannot save beside the training")
-    if async_sharded_save and async_strategy == "nvrx":
-        raise CheckpointingException(
-            "async_strategy='nvrx' is not supported: nvidia-resiliency-ext writes in a process that"
-            " lacks the memory of the drop-in's saves; set async_strategy to 'mcore'"
-        )
+    if async_sharded_save:
+        _check_async(sharded, async_strategy)
     write_digests = _of_release("save_integrity_manifest") if verify_integrity else None
     exchange = exchange_of(None)
     _warn_if_not_empty(exchange, checkpoint_dir)
@@ -146,6 +141,16 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     sharded.save(sharded_part, checkpoint_dir)
     finalize()
     return None
+
+
+def _check_async(sharded: SaveShardedStrategy, async_strategy: str | None) -> None:
+    if not isinstance(sharded, AsyncSaveShardedStrategy):
+        raise CheckpointingException(f"{sharded} cannot save beside the training")
+    if async_strategy == "nvrx":
+        raise CheckpointingException(
+            "async_strategy='nvrx' is not supported: nvidia-resiliency-ext writes in a process that"
+            " lacks the memory of the drop-in's saves; set async_strategy to 'mcore'"
+        )
 
 
 def _of_release(name: str) -> Callable[[Any], None]:

@@ -117,14 +117,8 @@ class RemeshCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Save the step that is done, if it is new and a policy says so. Collective."""
-        if state.global_step == self._offered:
-            return
-        self._offered = state.global_step
-        full = _state_of(args, state, parts)
-        self._manager.step(state.global_step, full, metrics=self._metrics)
-        if self._manager.should_stop:
-            control.should_training_stop = True
+        """Save what the last epoch ended with, if a policy says so. Collective."""
+        self._offer(args, state, control, parts)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -133,7 +127,7 @@ class RemeshCallback(TrainerCallback):
         if self._rewind is not None:
             self._rewind()
             self._rewind = None
-        self.on_epoch_begin(args, state, control, **parts)
+        self._offer(args, state, control, parts)
 
     def on_log(
         self,
@@ -152,8 +146,24 @@ class RemeshCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Save the last step, if a policy says so, and wait for the save in flight. Collective."""
-        self.on_epoch_begin(args, state, control, **parts)
+        self._offer(args, state, control, parts)
         self._manager.wait()
+
+    def _offer(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        parts: dict[str, Any],
+    ) -> None:
+        """Let the manager save a step that is done, once."""
+        if state.global_step == self._offered:
+            return
+        self._offered = state.global_step
+        full = _state_of(args, state, parts)
+        self._manager.step(state.global_step, full, metrics=self._metrics)
+        if self._manager.should_stop:
+            control.should_training_stop = True
 
 
 def _state_of(
