@@ -37,7 +37,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "recipes": (496, 400),
     "simulation": (591, 700),
     "storage": (2855, 2600),
-    "training": (5049, 4600),
+    "training": (5051, 4600),
     "transform": (4776, 4300),
 }
 

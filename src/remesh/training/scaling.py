@@ -215,9 +215,11 @@ def apply_scaling(
     for group in optimizer.param_groups:
         for name in _GROUP_RATES:
             rate = group.get(name)
+            if rate is None:
+                continue
             if hasattr(rate, "mul_"):
                 rate.mul_(factor)  # a compiled or capturable step holds on to this tensor
-            elif rate is not None:
+            else:
                 group[name] = rate * factor
     for scheduler in schedulers:
         _scale_scheduler(scheduler, factor)
