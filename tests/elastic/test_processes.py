@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 
-from remesh.elastic.processes import Processes, tail_of
+from remesh.elastic.processes import Process, Processes, tail_of
 from remesh.elastic.warm import Warm
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,6 +60,31 @@ def test_what_the_agent_ends_has_not_failed(started: Any) -> None:
     processes.end([1], signal.SIGTERM)
     ended(processes)
     assert {rank: one.exitcode for rank, one in processes.failed.items()} == {0: 3}
+
+
+def test_what_handles_a_signal_of_the_agent_has_not_failed(started: Any) -> None:
+    processes = started("trap 'exit 143' TERM; echo up; while :; do sleep 0.01; done")
+    wait_until(lambda: all(tail_of(processes.logs(rank)) for rank in (0, 1)), "their traps")
+    processes.end([0, 1], signal.SIGTERM)
+    ended(processes)
+    assert processes.failed == {}
+
+
+def test_a_death_just_before_the_signal_is_a_failure(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
+    process = Process(ended, tmp_path / "note")
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    process.send(signal.SIGTERM)
+    assert process.poll() == 3
+    assert process.failure is not None
+
+
+def test_what_is_left_of_a_process_is_killed_without_its_variables(started: Any) -> None:
+    processes = started("env -i sleep 1000 & echo $!; exit 1")
+    helpers = [int(text) for text in ended(processes)]
+    assert all(is_alive(pid) for pid in helpers)
+    processes.end_started([0, 1])
+    wait_until(lambda: not any(is_alive(pid) for pid in helpers), "their end")
 
 
 def test_what_processes_write_is_shown_and_parts_of_it_are_copied(

@@ -82,16 +82,24 @@ class Process:
                 _KNOWN_CAUSE if code == -signal.SIGABRT else "",
             )
             code = 0
-        if code and code != -(self._sent or 0):
+        if code and self._sent is None:  # what handles a signal may end with any code
             self.failure = ProcessFailure(self._local_rank, self.pid, code, self._error_file)
         self._code = code
         return code
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process and its group, which may have ended."""
-        self._sent = number
+        if self.poll() is None:  # a death before the signal is a failure
+            self._sent = number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+    def end_group(self) -> None:
+        """Kill what a process that has ended has left in its group, whatever its environment."""
+        # As long as the group has members, no new process gets its id.
+        if self.poll() is not None and not Path("/proc", str(self.pid)).exists():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
         """Give back what belongs to a process that has ended."""
@@ -251,6 +259,8 @@ class Processes:
 
     def end_started(self, ranks: Collection[int]) -> None:
         """Kill what processes have started, and what is left of them: it would train besides."""
+        for rank in self._all.keys() & ranks:
+            self._all[rank].end_group()
         names = {f"{rank}.json" for rank in ranks}
         left = guard.kill(self._directory, self._shutdown_timeout, names)
         if left:
