@@ -24,6 +24,9 @@ PASSES_THEN_DIES = (
 )
 
 
+PASSED = '{"passed": true, "broken": false, "seconds": 1.0}'
+
+
 def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> list[TestResult]:
     """The outcomes on the nodes of a group, each of which starts its own command."""
     stores = [open_store("127.0.0.1") for _ in commands]
@@ -77,6 +80,29 @@ def test_who_hangs_is_broken() -> None:
     assert (outcome.passed, outcome.broken, outcome.late) == (False, True, True)
     assert outcome.elapsed >= 1.0
     assert outcome.message == "the test took more than 1 s"
+
+
+def test_who_passes_and_then_dies_has_passed() -> None:
+    assert run_alone(command=(sys.executable, "-c", f"print({PASSED!r}); exit(5)")).passed
+
+
+PRINTS = """
+import ctypes
+from remesh.elastic import node_check
+
+libc = ctypes.CDLL(None)
+
+def probe():
+    libc.printf(b"written when the process ends\\n")
+    return 1.0
+
+node_check.probe = probe
+node_check.main()
+"""
+
+
+def test_what_libraries_print_is_no_result() -> None:
+    assert run_alone(command=(sys.executable, "-c", PRINTS)).passed
 
 
 def test_a_machine_by_itself() -> None:
