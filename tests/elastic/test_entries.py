@@ -187,6 +187,26 @@ def test_an_error_of_the_user_ends_the_process(agent: Agent) -> None:
     assert agent.report() is None
 
 
+def test_an_error_after_an_order_that_was_not_noticed_ends_no_process(
+    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "LOOK_SECONDS", 3600.0)
+
+    def play() -> None:
+        agent.wait_out(1)
+        send_order(agent.file, EnterWorld(2, {"RANK": "0"}))
+
+    def train(job: TrainingJob) -> int:
+        if job.entries == 0:
+            send_order(agent.file, LeaveWorld(1))
+            beside.append(threading.Thread(target=play))
+            beside[0].start()
+            raise LookupError("what a peer would have sent")
+        return job.entries
+
+    assert run(train) == 1
+
+
 def test_the_only_process_has_no_peer_that_it_could_lose(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

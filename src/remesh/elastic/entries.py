@@ -185,6 +185,7 @@ class _ReentrantRunner:
             except WorldChangedError as left:
                 error = left
             except Exception as failure:
+                self._look()  # peers may have left by an order that was not noticed here yet
                 if not self._must_leave() and not _lost_peer(failure):
                     raise
                 error = failure
