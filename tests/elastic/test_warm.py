@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 
-from remesh.elastic import guard, script
+from remesh.elastic import fork_server, guard, script
 from remesh.elastic.processes import Processes
 from remesh.elastic.warm import LATER, Warm, modules_of
 from tests.elastic.cluster import kill
@@ -85,9 +85,17 @@ class Started:
 
     def said(self) -> dict[str, Any]:
         """What the process said of itself."""
-        wait_until(lambda: "\n" in Path(self.out).read_text(), "a word of the process")
+        wait_until(lambda: "\n" in text_of(self.out), "a word of the process")
         found: dict[str, Any] = json.loads(Path(self.out).read_text().splitlines()[0])
         return found
+
+
+def text_of(path: str | Path) -> str:
+    """What a process has written, which may not have made the file yet."""
+    try:
+        return Path(path).read_text()
+    except FileNotFoundError:
+        return ""
 
 
 class Agent:
@@ -179,7 +187,7 @@ def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
 def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None:
     started = [agent.start(*words) for words in (("wait", "within"), ("wait", "apart"))]
     files = [Path(one.out) for one in started]
-    wait_until(lambda: all(file.read_text().count("\n") == 2 for file in files), "both")
+    wait_until(lambda: all(text_of(file).count("\n") == 2 for file in files), "both")
     within, apart = (int(file.read_text().splitlines()[1]) for file in files)
     server = agent.warm._server
     assert server is not None
@@ -238,6 +246,18 @@ def test_without_a_server_processes_start_cold(
     said = started.said()
     assert not said["warm"]
     assert said["parent"] == os.getpid()
+
+
+def test_a_fork_that_is_given_up_leaves_the_log_to_others(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = agent.directory / "log"
+    log.write_text("of another")
+    monkeypatch.setattr(fork_server, "GO", b"no")
+    forked = agent.warm.fork(agent._command("0"), {}, [str(log), ""])
+    assert forked is not None
+    wait_until(lambda: forked.poll() is not None, "its end")
+    assert log.read_text() == "of another"
 
 
 DIES = """

@@ -85,10 +85,10 @@ def _become(
     """Be the training process."""
     try:
         os.setsid()
-        _child.redirect(asked["outputs"])
         if os.read(may_go, len(GO)) != GO:
-            os._exit(1)  # the agent has given it up
+            os._exit(1)  # the agent has given it up; the log files may be those of another by now
         os.close(may_go)
+        _child.redirect(asked["outputs"])
         _child.end_with(agent)
         os.chdir(asked["directory"])
         os.environ.clear()
