@@ -40,6 +40,7 @@ class Wire:
         answers: Given the name of a request, the reply.
         listener: What holds the port at which to listen; any by default.
         status: HTTP status of the answers.
+        location: Where they redirect to.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Wire:
         *,
         listener: socket.socket | None = None,
         status: int = 200,
+        location: str = "",
     ) -> None:
         self._answers = answers
         self._status = status
+        self._location = f"Location: {location}\r\n".encode() if location else b""
         self._listener = listener or held_port()
         self._listener.listen()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -78,8 +81,8 @@ class Wire:
                 lines.read(length)
                 self.names.append(name)
                 body = msgspec.json.encode(self._answers(name))
-                head = b"HTTP/1.1 %d So\r\nContent-Length: %d\r\n\r\n"
-                connection.sendall(head % (self._status, len(body)))
+                head = b"HTTP/1.1 %d So\r\n%sContent-Length: %d\r\n\r\n"
+                connection.sendall(head % (self._status, self._location, len(body)))
                 connection.sendall(body)
 
     def close(self) -> None:
@@ -214,6 +217,13 @@ def test_what_is_no_token(tmp_path: Path, text: bytes, message: str) -> None:
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(MasterError, match="is no URL of a master"):
         Client(url)
+
+
+def test_a_redirect_takes_the_token_to_no_other_host() -> None:
+    with wire(always_well) as other, wire(always_well, status=302, location=other.url) as first:
+        with pytest.raises(MasterError, match="HTTP status 302"):
+            Client(first.url, token="secret").status()
+        assert other.names == []
 
 
 class TestOneLine:

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.elastic.client import Client
+from remesh.elastic.client import HINT, Client
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
@@ -39,6 +39,7 @@ from remesh.elastic.server import ServerOptions
 from remesh.elastic.session import Session
 from remesh.errors import MasterError, StorageError
 from tests.elastic.agents import serving
+from tests.elastic.test_client import always_well, wire
 from tests.elastic.test_secure import OPENSSL, SUBJECT
 from tests.waiting import wait_until
 
@@ -362,6 +363,16 @@ class TestRepeats:
             with pytest.raises(MasterError, match="is it running, and can this machine reach it"):
                 session.wait(lambda newest: newest, 0.0)
             assert not session.end(0.0)
+
+    def test_a_master_that_stops_while_it_refuses_is_asked_after_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with wire(always_well, status=503) as master:
+            client = Client(master.url)
+            monkeypatch.setattr(client, "refusal", lambda _name: f"no answer{HINT}")
+            with session_of(client) as session, pytest.raises(MasterError) as raised:
+                session.wait(lambda newest: newest, 0.0)
+        assert str(raised.value) == f"no answer{HINT}"
 
     def test_a_master_that_comes_back_elsewhere_is_found(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

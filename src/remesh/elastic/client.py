@@ -40,6 +40,7 @@ LOG_EVERY = 60.0
 """Seconds after which it is logged again that the master does not answer."""
 BUSY = (429, 502, 503, 504)
 """HTTP statuses that mean: send the request again."""
+HINT = "; is it running, and can this machine reach it?"
 
 
 def read_token(path: str | None) -> str:
@@ -59,6 +60,13 @@ def read_token(path: str | None) -> str:
     if not token.isprintable():
         raise StorageError(f"{path}: a token is one line of printable characters; make another")
     return token
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error: to follow it would send the token to another host."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
 
 
 class Client:
@@ -187,7 +195,7 @@ class Client:
         for key, value in {**self.authorization, "Content-Type": "application/json"}.items():
             # Tokens may be of any script; http.client writes Latin-1.
             request.add_header(key, value.encode().decode("latin-1"))
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        handlers = [urllib.request.ProxyHandler({}), _NoRedirects()]
         if self.tls is not None:
             handlers.append(urllib.request.HTTPSHandler(context=self.tls))
         try:
@@ -200,8 +208,7 @@ class Client:
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise MasterError(f"{self.url} is not trusted: {reason}") from error
-            hint = "is it running, and can this machine reach it?"
-            raise MasterError(f"{no_answer(self.url, reason)}; {hint}") from error
+            raise MasterError(f"{no_answer(self.url, reason)}{HINT}") from error
 
     def refusal(self, name: str) -> str:
         """Why a request is refused, as the master says it."""

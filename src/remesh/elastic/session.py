@@ -24,7 +24,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from remesh.elastic.client import BUSY, LOG_EVERY, PAUSE, Client, no_answer
+from remesh.elastic.client import BUSY, HINT, LOG_EVERY, PAUSE, Client, no_answer
 from remesh.elastic.protocol import Beat, Instruction, Message, Problem
 from remesh.errors import MasterError
 
@@ -131,9 +131,7 @@ class Session:
                         raise MasterError(self._problem)
                     left = max(self._down_since, began) + patience - time.monotonic()
                     if left <= 0 and self._problem:
-                        raise MasterError(
-                            f"{self._problem}; is it running, and can this machine reach it?"
-                        )
+                        raise MasterError(self._problem + HINT)
                 self._changed.wait(max(left, 0.0) if left is not None and self._problem else None)
 
     def end(self, seconds: float) -> bool:
@@ -186,6 +184,7 @@ class Session:
         except aiohttp.WSServerHandshakeError as error:
             # The reason is in the body of the reply, which aiohttp does not give.
             problem = await asyncio.to_thread(self._client.refusal, "session")
+            problem = problem.removesuffix(HINT)  # `wait` gives it
             is_final = error.status not in BUSY
         except (aiohttp.ClientError, OSError) as error:
             problem = no_answer(url, error)
