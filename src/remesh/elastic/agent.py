@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 0.005
 """Time between two looks whether the processes have left their training function."""
+LOOK_SECONDS = 1.0
+"""Time between two looks while they train, at most."""
 NOWHERE = {
     **dict.fromkeys(("RANK", "ROLE_RANK", "GROUP_RANK"), "-1"),
     **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"), "-1"),
@@ -110,7 +112,8 @@ class Agent:
                 for action in self._actions:
                     self._do(action)
                 is_short = self._state.phase is Phase.CHANGE
-                time.sleep(SETTLE_SECONDS if is_short else self._pause)
+                # Heartbeats tell what was seen last, however rarely the user wants looks.
+                time.sleep(SETTLE_SECONDS if is_short else min(self._pause, LOOK_SECONDS))
                 self._warm.look_after()
                 seen = self._look()
                 if self._state.phase is Phase.TRAIN:
@@ -165,7 +168,7 @@ class Agent:
                 self._call_out(order, ranks)
             case lifecycle.End(ranks, number, why):
                 if why:
-                    log.warning("processes %s: %s", sorted(ranks), why)
+                    log.warning("local ranks %s: %s", sorted(ranks), why)
                 self._processes.end(ranks, number)
             case lifecycle.Join(pause):
                 self._join(pause)

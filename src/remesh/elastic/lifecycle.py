@@ -238,10 +238,10 @@ def _leave(state: State, seen: Seen, now: float, number: signal.Signals = signal
 def _change(state: State, seen: Seen, now: float) -> Next:
     inside = _inside(state, seen)
     if inside and now >= state.deadline:
-        why = f"has not left the training within {state.limits.reentry:g} s"
+        why = f"no end of the training function within {state.limits.reentry:g} s"
         if not seen.reports:
-            why = f"has not ended within {state.limits.shutdown:g} s"
-        return state, [End(inside, signal.SIGKILL, f"{why}\nIt is killed and started again")]
+            why = f"no end of the process within {state.limits.shutdown:g} s"
+        return state, [End(inside, signal.SIGKILL, f"{why}: killed and started again")]
     if not state.joins:
         if inside - seen.reports.keys():
             return state, []
