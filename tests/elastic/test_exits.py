@@ -80,7 +80,7 @@ def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:
 
 
 def start(*, note: bool, directory: Path, ends: str) -> Process:
-    """A process as torch's agent would see it, when it has ended."""
+    """A process that has ended."""
     process = subprocess.Popen(["sh", "-c", ends])
     path = done_note(str(directory), process.pid)
     if note:

@@ -19,8 +19,8 @@ replaced do not count for its successor.
 
 There is a function for each event: `join`, `leave`, `remove` (a lost node), `break_world`,
 `exclude`, `end` and `tick`. Each takes the rendezvous and, where it matters, the time, and returns
-the next one. What follows, such as a new world, follows at the next `tick`. The times are the
-caller's; if its clock jumps, waiting gets shorter, and nothing else happens.
+the next one. What follows, such as a new world, follows at the next `tick`. The times are of a
+clock that never jumps (`master.SteadyClock`).
 """
 
 from __future__ import annotations
