@@ -70,6 +70,19 @@ def test_integrity_is_checked_when_asked_after_a_change() -> None:
         shard.validate_metadata_integrity()
 
 
+def test_data_of_another_form_set_later_is_refused(tmp_path: Path) -> None:
+    """What is not laid out as the shard would be stored elsewhere, or a copy of it be filled."""
+    save(
+        {"w": tensor(global_shape=(2, 3), global_offset=(0, 0), axis_fragmentations=(1, 1))},
+        tmp_path,
+    )
+    shard = tensor(global_shape=(2, 3), global_offset=(0, 0), axis_fragmentations=(1, 1))
+    shard.data = torch.zeros(2, 3).t()
+    for use in (save, load):
+        with pytest.raises(CheckpointingException, match=r"shape \(2, 3\), its array \(3, 2\)"):
+            use({"w": shard}, tmp_path)
+
+
 def test_from_rank_offsets_places_a_shard_in_its_grid() -> None:
     shard = ShardedTensor.from_rank_offsets(
         "w", torch.zeros(2, 3), (0, 4, 8), (2, 1, 2), replica_id=(0, 1), prepend_axis_num=1

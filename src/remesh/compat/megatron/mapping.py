@@ -136,9 +136,12 @@ class ShardedTensor(ShardedBase):
         if self.data is None:
             raise StateError(f"{self.key}: there is no data to save or to fill")
         data, boxes = self.data.detach(), self.boxes()
-        sizes = [box.size for box in boxes]
-        pieces = torch.split(data, sizes) if self.flattened_range is not None else (data,)
-        parts = [Part(box, x.reshape(box.shape)) for box, x in zip(boxes, pieces, strict=True)]
+        # Views: a load fills them, and `data` of another shape, set later, is found to be one.
+        if self.flattened_range is None:
+            parts = [Part(boxes[0], data[(None,) * self.prepend_axis_num])]
+        else:
+            pieces = torch.split(data, [box.size for box in boxes])
+            parts = [Part(box, x.view(box.shape)) for box, x in zip(boxes, pieces, strict=True)]
         return EngineTensor(
             self.key,
             tuple(self.global_shape),
