@@ -262,6 +262,10 @@ def corner_cases(exchange: Exchange) -> dict[str, Any]:
         StateError, match=r"(?s)optim\.state\.up\.weight\.momentum_buffer: .*DTensor"
     ):
         describe({"net": net, "optim": optimizer}, describe_leaf)
+    # A load would replace it by a DTensor, which this optimizer cannot use.
+    saved = FakeCheckpoint([capture({"net": known_net(4)})])
+    with pytest.raises(StateError, match=r"this state of it a plain tensor"):
+        restore({"net": net, "optim": optimizer}, saved)
 
     # State of a shape of its own, for a sharded parameter that has none yet.
     whole = FakeCheckpoint([capture({"net": known_net(4)})])

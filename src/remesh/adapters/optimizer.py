@@ -321,6 +321,9 @@ def _describe_states(
     rebuilds: list[tuple[_Optimized, Rebuild]] = []
     known: dict[str, object] = {}
     for tensor in tensors:
+        for place in tensor.held:
+            if place.shards is None:
+                _check_not_a_bare_shard(tensor.tensor, (*base, place.name), tensor.state)
         if walk.stored is not None:
             makes = _describe_stored(walk, walk.stored, base, tensor)
             if makes:
@@ -450,8 +453,6 @@ def _visit(
     `known` has what is no shard, by its name: several shards of a parameter must agree about it.
     """
     if place.shards is None:
-        if walk.stored is None:
-            _check_not_a_bare_shard(tensor.tensor, path, node)
         return visit_with_role(walk, path, node, place.role)
     walk.description.sequences.update(sequences_of(node, path))
     for leaf_path, leaf in leaves_of(node, path):
