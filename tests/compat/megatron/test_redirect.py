@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from remesh.compat import megatron
+from remesh.compat.megatron import CheckpointingException
 from remesh.compat.megatron.__main__ import main
 from remesh.errors import StateError
+from remesh.formats import Source
 
 NAME = "megatron.core.dist_checkpointing"
 
@@ -84,6 +86,36 @@ def test_megatron_that_is_imported_already_is_an_error() -> None:
         megatron.install()
     megatron.uninstall()
     assert importlib.import_module(NAME).own
+
+
+@pytest.mark.usefixtures("own_megatron")
+def test_digests_of_files_are_lent_for_local_paths(tmp_path: Path) -> None:
+    (tmp_path / "megatron/core/dist_checkpointing/validation.py").write_text(
+        "from pathlib import Path\n"
+        "def save_integrity_manifest(path): Path(path, 'integrity.json').touch()\n"
+        "def verify_integrity_manifest(path): Path(path, 'integrity.json').stat()\n"
+    )
+    megatron.install()
+    place = tmp_path / "checkpoint"
+    for given in (place, place.as_uri(), Source(place)):
+        megatron.save({}, place if given is place else place.as_uri(), verify_integrity=True)
+        megatron.load({}, given, verify_integrity=True)
+        (place / "integrity.json").unlink()
+    for use in (megatron.save, megatron.load):
+        with pytest.raises(CheckpointingException, match="local directories"):
+            use({}, "memory://digests", verify_integrity=True)
+
+
+@pytest.mark.usefixtures("own_megatron")
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_digests_of_files_without_megatron(tmp_path: Path, *, is_imported: bool) -> None:
+    megatron.install()
+    if is_imported:
+        importlib.import_module(f"{NAME}.validation")
+        del sys.modules["megatron.core"]
+    (tmp_path / "megatron/core/__init__.py").write_text("raise ImportError")
+    with pytest.raises(CheckpointingException, match=r"0\.19"):
+        megatron.load({}, tmp_path, verify_integrity=True)
 
 
 JOB = """

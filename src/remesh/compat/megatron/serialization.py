@@ -10,9 +10,11 @@ The strategies do the work; see `strategies`. A failure on one rank raises on ev
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from remesh.checkpoint.local import exchange_of
@@ -124,7 +126,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     def write_config() -> bytes:
         save_config(config, checkpoint_dir)
         if write_digests is not None:
-            write_digests(checkpoint_dir)
+            write_digests()
         return b""
 
     def finalize() -> None:
@@ -162,7 +164,13 @@ def _of_release(name: str) -> Callable[[Any], None]:
             f"verify_integrity needs {name} of Megatron Core 0.19 or later; call "
             "remesh.compat.megatron.install(), or save in remesh's format, which has digests"
         )
-    return found
+    place = storage_of(checkpoint_dir).url
+    if "://" in place:
+        raise CheckpointingException(
+            f"{place}: verify_integrity reads local directories only; save in remesh's format, "
+            "which has digests"
+        )
+    return functools.partial(found, place)
 
 
 def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> None:
@@ -231,7 +239,7 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     stored: CkptShardedMetadata = {}
 
     if verify_integrity:
-        _of_release("verify_integrity_manifest")(checkpoint_dir)
+        _of_release("verify_integrity_manifest", checkpoint_dir)()
 
     def open_checkpoint() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StateDict]:
         strategies = verify_checkpoint_and_load_strategy(
