@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -301,6 +302,28 @@ def test_digests_of_files_are_those_of_the_installed_release(tmp_path: Path) -> 
     for use in (save, load):
         with pytest.raises(CheckpointingException, match=r"needs \w+ of Megatron Core 0\.19"):
             use({}, tmp_path, verify_integrity=True)
+
+
+def _foreign_failure(exchange: Exchange) -> None:
+    done: list[str] = []
+
+    def write() -> None:
+        if exchange.rank == 1:
+            raise OSError("no room")
+        time.sleep(1)
+        done.append("written")
+
+    queue = AsyncCallsQueue()
+    request: Any = ForeignRequest(write, (), [lambda: done.append("finalized")])
+    queue.schedule_async_request(request)
+    time.sleep(0.1)  # that rank has failed, the other still writes
+    with pytest.raises(CheckpointingException, match="no room"):
+        queue.maybe_finalize_async_calls()
+    assert done == (["finalized"] if exchange.rank == 1 else ["written", "finalized"])
+
+
+def test_a_request_of_another_library_is_cleaned_up_after_its_own_writer() -> None:
+    run_processes(2, _foreign_failure)
 
 
 @pytest.mark.slow

@@ -101,8 +101,8 @@ class _ActiveCall(NamedTuple):
         cause = self.running.exception() if is_done else None
         if cause is not None:
             raise CheckpointingException(
-                f"rank {exchange_of(None).rank}: the background of save {self.request.call_idx} "
-                f"failed: {type(cause).__name__}: {cause}; the checkpoint was not finalized"
+                f"the background of save {self.request.call_idx} failed: "
+                f"{type(cause).__name__}: {cause}; the checkpoint was not finalized"
             ) from cause
         return msgspec.msgpack.encode((is_done, self.request.call_idx))
 
@@ -171,6 +171,9 @@ class AsyncCallsQueue:
                     break
             except CheckpointingException:
                 self._active.popleft()
+                if is_foreign:
+                    # Another rank may have failed: what this one still writes is not cleaned up.
+                    futures.wait([running])
                 for finalize in request.finalize_fns if is_foreign else ():
                     finalize()
                 raise

@@ -96,9 +96,10 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         if self.use_cached_ckpt_structure:
             self.validated_loaded_metadata_reuse = _is_layout(self.cached_global_metadata, leaves)
         flat_shapes = _flat_shapes(sharded_state_dict)
+        # What has no data is left to the engine, which refuses it on all ranks.
         stored = [
             _as_megatron_has_it(leaf)
-            if isinstance(leaf, ShardedTensor) and leaf.key in flat_shapes
+            if isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.key in flat_shapes
             else leaf
             for leaf in leaves
         ]
