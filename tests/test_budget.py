@@ -19,15 +19,15 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1034, 1200),
-    "adapters": (3229, 3200),
+    "adapters": (3230, 3200),
     "background": (1841, 1400),
     "catalog": (828, 900),
     "checkpoint": (6424, 4900),
     "cli": (3969, 3700),
-    "compat": (4858, 4100),
+    "compat": (4873, 4100),
     "core": (3830, 5000),
     "demo": (1030, 1000),
-    "elastic": (8785, 6300),
+    "elastic": (8809, 6300),
     "exchange": (1065, 800),
     "formats": (7595, 7000),
     "kubernetes": (2373, 2000),
