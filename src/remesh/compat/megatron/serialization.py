@@ -102,7 +102,9 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         common = _save_strategy(StrategyAction.SAVE_COMMON, common_strategy or ("torch", 1))
     if async_sharded_save:
         _check_async(sharded, async_strategy)
-    write_digests = _of_release("save_integrity_manifest") if verify_integrity else None
+    write_digests = None
+    if verify_integrity:
+        write_digests = _of_release("save_integrity_manifest", checkpoint_dir)
     exchange = exchange_of(None)
     _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
@@ -155,10 +157,16 @@ def _check_async(sharded: SaveShardedStrategy, async_strategy: str | None) -> No
         )
 
 
-def _of_release(name: str) -> Callable[[Any], None]:
-    """A function of `validation` that only the installed Megatron has."""
-    lending = importlib.import_module(f"{REPLACED}.validation") if is_installed() else None
-    found: Callable[[Any], None] | None = getattr(lending, name, None)
+def _of_release(name: str, checkpoint_dir: Any) -> Callable[[], None]:
+    """A call of a function of `validation` that only the installed Megatron has.
+
+    That function takes nothing but a local path, and other things fail on rank 0 alone.
+    """
+    found: Callable[[str], None] | None = None
+    # The finder of `install` fails in one of these ways if there is no Megatron.
+    with suppress(ImportError, KeyError):
+        lending = importlib.import_module(f"{REPLACED}.validation") if is_installed() else None
+        found = getattr(lending, name, None)
     if found is None:
         raise CheckpointingException(
             f"verify_integrity needs {name} of Megatron Core 0.19 or later; call "
