@@ -157,7 +157,7 @@ def test_of_a_rank_that_fails_nothing_is_used(
         targets = [Destination((0,), HostMemory(array)) for array in filled[me]]
 
         def move() -> bytes:
-            found = plan_between_memories(exchange, index, range(3), plan.regions, 3, held)
+            found = plan_between_memories(exchange, index, plan.regions, 3, held)
             found.execute(exchange, [source], targets, lambda _size: None)
             return b""
 
@@ -196,7 +196,7 @@ def test_a_rank_without_messages_is_not_left_waiting(monkeypatch: pytest.MonkeyP
         plan = plan_load(index, wanted, ReadLimits(window_bytes=64))
         held = BoxTable.of(tensors, whole if me == 0 else [])
         targets = [Destination((0,), HostMemory(filled))] * (me == 1)
-        found = plan_between_memories(exchange, index, [0], plan.regions, len(targets), held)
+        found = plan_between_memories(exchange, index, plan.regions, len(targets), held)
         assert found.plan.num_turns == 16
         if me == 2:
             all_gather = exchange.all_gather

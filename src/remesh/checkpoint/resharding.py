@@ -347,7 +347,6 @@ class Resharder:
         return key, plan_between_memories(
             self._exchange,
             reads.index,
-            range(self._exchange.world_size),
             reads.plan.regions,
             len(reads.destinations),
             given.boxes,

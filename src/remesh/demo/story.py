@@ -36,7 +36,6 @@ TOLERANCE = 1e-5
 """Largest accepted difference between a loss and the reference's at the same step."""
 MIN_COMPARED = 10
 """Fewest steps after a resume that must agree."""
-NUM_STEPS = 40
 SAVE_EVERY = 10
 SAVE_KILLED, STEP_KILLED = 30, 20
 KILLED_RANK = 2

@@ -63,9 +63,8 @@ class Collection:
         wanted = BoxTable.of(self.index.tensors, [(tensor, box) for tensor, box, _ in waiting])
         destinations = [Destination(box.offset, HostMemory(into)) for _, box, into in waiting]
         regions = plan_load(self.index, wanted, ReadLimits()).regions
-        ranks = range(self.exchange.world_size)
         transfer = plan_between_memories(
-            self.exchange, self.index, ranks, regions, len(destinations), self.held
+            self.exchange, self.index, regions, len(destinations), self.held
         )
         return lambda: transfer.execute(
             self.exchange, self.memories, destinations, lambda _num_bytes: None

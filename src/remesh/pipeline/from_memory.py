@@ -1,7 +1,7 @@
 """Transfers out of memory, between live layouts: planned once, executed as often as wanted.
 
-What a rank wants is planned against an index of imaginary files, each of which is what one rank
-holds (`remesh.checkpoint.resharding`). A region that the rank has itself, as the one that would
+What a rank wants is planned against an index in which a file stands for what one rank gives
+(`SavePlan.index_of_holders`). A region that the rank has itself, as the one that would
 send it or as a copy, is copied from tensor to tensor. It asks others for the rest, and from then on
 both sides know in which turns it comes. A task packs a message or copies as much from tensor to
 tensor.
@@ -41,7 +41,7 @@ from remesh.storage import Buffer
 
 MESSAGE_BYTES = 8 << 20
 """A message from memory to memory ends with the region that makes it as long or longer. No region
-is longer than a window of the imaginary files that were planned with."""
+is longer than the window of reads that it was planned with."""
 
 NUM_THREADS = 2
 """Threads that pack messages and copy from tensor to tensor; memory is not faster for more."""
@@ -64,7 +64,7 @@ class _Copy:
 class MemoryTransfer:
     """The moves of one rank between memories."""
 
-    index: Index  # what lies in which imaginary file
+    index: Index  # what each rank gives
     plan: TransferPlan  # what moves
     copies: list[_Copy]  # all that this rank takes from its memory, sorted by turn
     turn: IntArray
@@ -119,7 +119,6 @@ class MemoryTransfer:
 def plan_between_memories(
     exchange: Exchange,
     index: Index,
-    owners: Sequence[int],
     regions: Regions,
     num_wanted: int,
     held: BoxTable,
@@ -128,13 +127,13 @@ def plan_between_memories(
 ) -> MemoryTransfer:
     """Find what this rank has itself, and ask the others for the rest. Collective.
 
-    The files of `index` are imaginary: `owners` has the rank of each. `held` is what this rank
-    holds, copies of what is in other files included; `device` is this rank's, if all ranks send
-    memory of their devices as it is.
+    The files of `index` stand for ranks, in rank order. `held` is what this rank holds, copies of
+    what other ranks give included; `device` is this rank's, if all ranks send memory of their
+    devices as it is.
     """
     here = _find(index, regions, held)
     is_here = np.array([source is not None for source in here], dtype=np.bool_)
-    owner = np.array(owners, dtype=np.int64)[index.rows(regions.piece).file]
+    owner = np.array(index.rows(regions.piece).file, dtype=np.int64)
     owner[is_here] = exchange.rank
     lacking = {
         rank: regions.take(np.flatnonzero(owner == rank))
