@@ -15,7 +15,12 @@ from click.testing import CliRunner
 
 import remesh
 from remesh.cli import cli
-from remesh.errors import CorruptCheckpointError, FormatVersionError, StateError
+from remesh.errors import (
+    CorruptCheckpointError,
+    FormatVersionError,
+    MismatchError,
+    StateError,
+)
 from tests.data.deepspeed.make import KINDS, Rich
 from tests.matrix.model import Model, optimizer_of
 
@@ -93,6 +98,28 @@ def test_steps_that_are_numbers_load_into_optimizers_of_torch(tmp_path: Path) ->
     torch.save({"param_groups": [{**group, "step": 9} for group in groups]}, tmp_path / STATE)
     remesh.load({"model": model, "optimizer": optimizer}, tmp_path)
     assert all(state["step"] == 9 for state in optimizer.state.values())
+
+
+def test_steps_that_are_numbers_load_into_tensors(tmp_path: Path) -> None:
+    """As torch's own state dicts of optimizers have them, also under another name."""
+    for path in copied("universal", tmp_path).glob("zero/*/step.pt"):
+        torch.save(7, path)
+    names = [name for name in remesh.Checkpoint(tmp_path).values if name.endswith(".step")]
+    parameters = [name.split(".", 2)[2].removesuffix(".step") for name in names]
+    steps = {one: {"step": torch.tensor(1.0)} for one in parameters}
+    report = remesh.load({"optimizer": {"state": steps}}, tmp_path)
+    assert [own["step"].item() for own in steps.values()] == [7] * len(names)
+    assert set(report.restored) >= set(names)
+    for target, rule in (("new", f"{names[0]} -> optimizer.state.new.step"), ("other", None)):
+        new = {target: {"step": torch.tensor(1.0)}}
+        state = {"optimizer": {"state": new}, "own": 5}
+        program = f"{rule or '_ -> optimizer.state.other.step'}\n_ -> own"
+        report = remesh.load(state, tmp_path, transform=remesh.Transform(program))
+        assert new[target]["step"] == (7 if rule else 1)
+        assert ("optimizer.state.other.step" in report.kept) == (rule is None)
+        assert "own" in report.kept
+    with pytest.raises(MismatchError, match="absent"):
+        remesh.load({**state, "absent": 5}, tmp_path, transform=remesh.Transform(program))
 
 
 def copied(name: str, target: Path) -> Path:

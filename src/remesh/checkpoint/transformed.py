@@ -85,7 +85,8 @@ class TransformedState:
         if holder != name:
             return holder in self.outputs.untouched
         is_value = name in self.outputs.targets and self.outputs.targets[name] is None
-        return is_value or name in self.stored.document.lists
+        has_source = name not in self.outputs.missing and name not in self.outputs.kept
+        return (is_value and has_source) or name in self.stored.document.lists
 
     def value(self, name: str) -> object:
         """The value that is made or stored under a name."""
@@ -178,11 +179,15 @@ def describe_transformed(
     targets of all ranks.
     """
     described: list[tuple[Description, TransformedState]] = []
+    # Steps that are stored as numbers follow their parameters as other values do.
+    in_numbers = any(map(is_count, stored.document.values)) and not any(map(is_count, stored.index))
 
     def resolve(bound: Transform, *, with_outputs: bool) -> Resolved:
+        targets = _targets(tables)
+        steps = [name for name, info in targets.items() if info and is_count(name, info.shape)]
         return bound.resolve(
             {**infos_of(stored.index), **dict.fromkeys(stored.document.values)},
-            _targets(tables),
+            {**targets, **dict.fromkeys(steps if in_numbers else ())},
             aliases=stored.index.aliases,
             cast=cast,
             with_outputs=with_outputs,
@@ -205,6 +210,11 @@ def describe_transformed(
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
     tables = run_on_all(exchange, describe_again)
     return finish
+
+
+def is_count(name: str, shape: tuple[int, ...] = ()) -> bool:
+    """True of the step of a parameter, which torch counts in a tensor, DeepSpeed in a number."""
+    return not shape and ".state." in name and name.endswith(".step")
 
 
 def _table_of(description: Description) -> bytes:
