@@ -142,7 +142,8 @@ def _note(module: nn.Module, _name: str, given: Any) -> None:
     built = _BUILT.get()
     if built is not None:
         built.owners[id(module)] = module
-        built.children.add(id(given))
+        if isinstance(given, nn.Module):  # a tensor may go, and a module have its id then
+            built.children.add(id(given))
 
 
 # Once and for ever: while any thread builds a module, torch walks over all these hooks, and that
