@@ -102,9 +102,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         common = _save_strategy(StrategyAction.SAVE_COMMON, common_strategy or ("torch", 1))
     if async_sharded_save:
         _check_async(sharded, async_strategy)
-    write_digests = None
-    if verify_integrity:
-        write_digests = _of_release("save_integrity_manifest", checkpoint_dir)
+    write_digests = verify_integrity and _of_release("save_integrity_manifest", checkpoint_dir)
     exchange = exchange_of(None)
     _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
@@ -127,7 +125,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
 
     def write_config() -> bytes:
         save_config(config, checkpoint_dir)
-        if write_digests is not None:
+        if write_digests:
             write_digests()
         return b""
 
@@ -175,8 +173,7 @@ def _of_release(name: str, checkpoint_dir: Any) -> Callable[[], None]:
     place = storage_of(checkpoint_dir).url
     if "://" in place:
         raise CheckpointingException(
-            f"{place}: verify_integrity reads local directories only; save in remesh's format, "
-            "which has digests"
+            f"{place}: verify_integrity reads local directories only; save in remesh's format"
         )
     return functools.partial(found, place)
 

@@ -171,10 +171,8 @@ class AsyncCallsQueue:
                     break
             except CheckpointingException:
                 self._active.popleft()
-                if is_foreign:
-                    # Another rank may have failed: what this one still writes is not cleaned up.
-                    futures.wait([running])
                 for finalize in request.finalize_fns if is_foreign else ():
+                    futures.wait([running])  # if another rank has failed, this may still write
                     finalize()
                 raise
             self._active.popleft()
