@@ -207,7 +207,6 @@ def of_snapshots(rows: Any) -> Iterator[str]:
 
 RUNS = {
     "adapter": "frozen model, adapters of rank 4 with AdamW",
-    "resting": "half of the tensors do not change, without a declaration",
     "full": "everything changes",
 }
 """What `benchmarks.incremental` saves."""

@@ -214,7 +214,7 @@ def test_bits_that_flip_while_a_save_reads(
     covered: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unchanged, "MIN_BYTES", 1)  # files of tensors that stay are kept
+    monkeypatch.setattr(unchanged, "MIN_BYTES", 1)  # frozen files are kept
     readings = Readings()
     flip_reads(monkeypatch, LocalStorage, readings.choose)
     before = dict.fromkeys(WAYS, 0)

@@ -426,8 +426,6 @@ def ranks_of_save(
             layout.num_bytes,
             mine.stream.parts,
             (),
-            "",
-            {},
             True,
             mine.global_plan,
         )
@@ -443,7 +441,7 @@ def serve(task: WriteTask, filled: Sequence[Filled], member: Member) -> None:
 
     storage = Gated(member.world.storage, member)
     trainer = Trainer(lambda _: None, lambda: None, lambda *_: None, lambda *_: None)
-    writer = SaveWriter(task, storage, None, chunks.__getitem__, trainer)
+    writer = SaveWriter(task, storage, chunks.__getitem__, trainer)
     writer._status._wake = Pauses(member, writer)  # type: ignore[assignment]
     for one in filled:
         writer.fill(one.number, one.num_bytes, one.chunk.slot)

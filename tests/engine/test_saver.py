@@ -232,19 +232,24 @@ def test_a_process_with_another_rank_makes_a_new_plan(
     seats: tuple[int, ...], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks have the same tensors, so their layouts do not tell the ranks from each other."""
-    monkeypatch.setattr(unchanged, "MIN_BYTES", 1)  # files of tensors that stay are kept
+    monkeypatch.setattr(unchanged, "MIN_BYTES", 1)  # frozen files are kept
     savers = [(remesh.Saver(group=seat), seat) for seat in (Seat() for _ in range(6))]
 
     def train(exchange: Exchange, seats: Sequence[int], turn: int) -> bool:
         saver, seat = savers[seats[exchange.rank]]
         seat.inner, reused = exchange, saver.num_plans_reused
-        state = {name: np.full(99, value) for name, value in values_of(turn).items()}
+        parameters = {
+            name: torch.nn.Parameter(torch.full((99,), value), requires_grad="frozen" not in name)
+            for name, value in values_of(turn).items()
+        }
+        state = {"model": torch.nn.ParameterDict(parameters)}
         getattr(saver, how)(state, tmp_path / str(turn))
         saver.wait()
         return saver.num_plans_reused > reused
 
     def values_of(turn: int) -> dict[str, float]:
-        return {f"w{row}": row if row < 4 else 100.0 * turn + row for row in range(8)}
+        frozen = {f"frozen{row}": float(row) for row in range(4)}
+        return frozen | {f"w{row}": 100.0 * turn + row for row in range(4)}
 
     # Two jobs save; then one of them goes on, in part with other processes.
     for turn, processes in enumerate([(4, 5, 3), (0, 1, 2), (0, 1, 2), seats, seats]):
@@ -252,7 +257,7 @@ def test_a_process_with_another_rank_makes_a_new_plan(
         assert reused == [turn in (2, 4)] * len(processes)
         checkpoint = remesh.Checkpoint(tmp_path / str(turn))
         for name, value in values_of(turn).items():
-            assert (checkpoint.read_array(name) == value).all(), name
+            assert (checkpoint.read_array(f"model.{name}") == value).all(), name
 
 
 def save_twice(

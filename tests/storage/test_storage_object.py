@@ -29,7 +29,6 @@ from remesh.errors import (
 )
 from remesh.events import Event
 from remesh.exchange import Exchange
-from remesh.pipeline import Compress
 from remesh.storage import (
     Buffer,
     MemoryStorage,
@@ -389,8 +388,7 @@ class TestCheckpoints:
                 kept.append(event.num_bytes)
 
         writer: Any = "process" if way == "process" else "thread"
-        compress: Compress | None = None if way == "save" else "zstd"
-        with remesh.Saver(writer=writer, on_event=hear, compress=compress) as saver:
+        with remesh.Saver(writer=writer, on_event=hear, compress="zstd") as saver:
             for number in range(3):
                 state["adapter"] += 1
                 if way == "save":
@@ -402,10 +400,12 @@ class TestCheckpoints:
                     for path in before.list():
                         before.delete(path)
         assert kept[0] == 0
-        assert kept[1] == kept[2] > 400 * 300 * 4
+        # A background save writes it again: a copy would not be faster.
+        assert kept[1] == kept[2]
+        assert (kept[2] > 400 * 300 * 4) == (way == "save")
         checkpoint = remesh.Checkpoint(f"{root}/2")
         assert checkpoint.verify().ok
-        assert checkpoint.index.is_compressed == (way != "save")
+        assert checkpoint.index.is_compressed
         assert (checkpoint.read_array("adapter") == 3).all()
 
     def test_saver(self, root: str) -> None:

@@ -346,9 +346,8 @@ class _Process:
 
     def _begin(self, task: WriteTask) -> None:
         self._saves = {one: save for one, save in self._saves.items() if save[1].is_alive()}
-        last = open_storage(task.last_place) if task.sources else None
         trainer = Trainer(*(partial(self._tell, task, one.name) for one in fields(Trainer)))
-        writer = SaveWriter(task, open_storage(task.place), last, self._chunks.chunk, trainer)
+        writer = SaveWriter(task, open_storage(task.place), self._chunks.chunk, trainer)
         thread = threading.Thread(target=writer.run, name="remesh-save")
         self._saves[task.save_id] = (writer, thread)
         thread.start()

@@ -150,7 +150,6 @@ class BackgroundSave:
         self._lock = threading.Lock()
         self._staged_bytes = 0
         self._written_bytes = 0
-        self._kept_bytes = sum(part.num_bytes for part in task.kept)
         self._phase: Phase = "staging"
         self._is_cancelled = False
         self.handle = SaveHandle(url, self._progress, self._cancel)
@@ -214,8 +213,6 @@ class BackgroundSave:
         if error is None:
             try:
                 report = self._on_commit(parts)
-                with self._lock:
-                    self._kept_bytes = report.bytes_kept
                 self._emit("save.done")
             except BaseException as caught:  # noqa: BLE001 - raised by the handle
                 error = caught
@@ -241,7 +238,7 @@ class BackgroundSave:
                 self._staged_bytes,
                 self._written_bytes,
                 self._phase,
-                self._kept_bytes,
+                sum(part.num_bytes for part in self._task.kept),
             )
 
     def _cancel(self) -> None:

@@ -341,14 +341,8 @@ class Saver:
         begun: float,
     ) -> BackgroundSave:
         """Take all that a save needs from here on and that may be refused."""
-        stream, last = mine.stream, mine.history.storage
+        stream = mine.stream
         num_chunk_bytes = stream.layout.num_chunks * CHUNK_SIZE
-        may_copy = (
-            mine.files
-            and last is not None
-            and storage.copying == "slow"
-            and self._arena.budget >= num_chunk_bytes
-        )
         task = WriteTask(
             _place_for_process(path, storage) if self._has_process else storage.url,
             mine.save_id,
@@ -361,8 +355,6 @@ class Saver:
             stream.layout.num_bytes if stream.files.paths else 0,
             stream.parts,
             mine.kept,
-            "" if last is None else last.url,
-            mine.sources if may_copy else {},
             self._arena.num_ready_bytes < num_chunk_bytes,
             mine.global_plan,
         )
@@ -385,7 +377,7 @@ class Saver:
         writer = (
             RemoteWriter(self._live_process(), task, storage, save.trainer)
             if self._has_process
-            else SaveWriter(task, storage, last, self._arena.chunk, save.trainer)
+            else SaveWriter(task, storage, self._arena.chunk, save.trainer)
         )
         save.start(writer, daemon=self._at_exit == "abort")
         return save

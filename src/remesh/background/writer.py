@@ -12,12 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from functools import partial
-
-import msgspec
 
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.agree import GlobalSavePlan
@@ -28,7 +25,7 @@ from remesh.formats.framing import Part, as_written
 from remesh.pipeline import StreamFiles
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
-from remesh.pipeline.write import ChunkWriter, FileCopy
+from remesh.pipeline.write import ChunkWriter
 from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
@@ -49,10 +46,6 @@ class WriteTask:
     num_bytes: int  # size of the stream that they are cut from
     parts: Sequence[Part]  # what this rank will say of them, without digests
     kept: Sequence[Part]  # what it says of files that did not change, which are there already
-    last_place: str  # where the last checkpoint is, as another process opens it
-    sources: Mapping[int, Part]
-    """Files of it that files of the stream may be, by their numbers; all chunks fit into the arena
-    then."""
     at_once: bool  # whether writing begins with the first chunk, and not when all are staged
     global_plan: GlobalSavePlan | None  # on rank 0, what it knows of the save
 
@@ -84,27 +77,24 @@ class Trainer:
 class SaveWriter:
     """One save on one rank: `run` does it in a thread; the rest is called meanwhile.
 
-    Files may be copied from the checkpoint in `last`; `chunk` finds the chunk in a slot.
+    `chunk` finds the chunk in a slot.
     """
 
     def __init__(
         self,
         task: WriteTask,
         storage: Storage,
-        last: Storage | None,
         chunk: Callable[[int], Chunk],
         trainer: Trainer,
     ) -> None:
         self.task = task
         self._storage = storage
-        self._last = last
         self._chunk = chunk
         self._trainer = trainer
         self._status = task.status(storage)
         self._writer = StagedWriter(lambda chunk: trainer.free(chunk.slot), at_once=task.at_once)
         self.staged = threading.Event()  # the trainer stages no more, well or not
         self._staging_error: BaseException | None = None
-        self._copied: set[int] = set()
 
     def fill(self, number: int, num_bytes: int, slot: int) -> None:
         """Chunk `number` of the stream is in a slot of the arena."""
@@ -163,11 +153,7 @@ class SaveWriter:
         if written is None:
             return list(task.kept)
         self._trainer.see("save.file_finished", task.num_bytes)
-        parts = map(as_written, task.parts, written)
-        return [*task.kept] + [
-            msgspec.structs.replace(part, is_kept=number in self._copied)
-            for number, part in enumerate(parts)
-        ]
+        return [*task.kept, *map(as_written, task.parts, written)]
 
     def _emit(self, point: str, num_bytes: int = 0) -> None:
         self._trainer.see(point, num_bytes)
@@ -175,18 +161,7 @@ class SaveWriter:
     def _create(self) -> ChunkWriter:
         task = self.task
         self._trainer.see("save.file_created", task.num_bytes)
-        copies = {
-            number: FileCopy(part.written, partial(self._copy, part, task.files.paths[number]))
-            for number, part in task.sources.items()
-        }
-        known = self._writer.copy_unchanged(task.files, copies) if copies else {}
-        self._copied.update(known)
-        return ChunkWriter(self._storage, task.files, task.num_bytes, known)
-
-    def _copy(self, part: Part, path: str) -> bool:
-        """Let the storage copy a file of the last checkpoint."""
-        assert self._last is not None
-        return self._storage.copy_from(self._last, part.path, path, part.stored_size)
+        return ChunkWriter(self._storage, task.files, task.num_bytes)
 
     def _counted(self) -> Callable[[int], None]:
         """A function for after each chunk: tells of it, and puts the progress now and then."""

@@ -49,7 +49,6 @@ from remesh.checkpoint.unchanged import (
     keep_files,
     own_files,
     remove_paths,
-    sources_of,
 )
 from remesh.core import values
 from remesh.core.collector import collector_rests
@@ -92,7 +91,7 @@ class SaveOptions:
     """Options of the format; those of rank 0 count."""
     without: tuple[str, ...] = ()  # small files that the caller writes by itself
     keeps: bool = False
-    """Whether files that did not change since the last save of the `PlanCache` are kept."""
+    """Whether frozen files that did not change since the last save of the `PlanCache` are kept."""
     compress: Compress | None = None  # how data files are compressed; None if they are not
 
 
@@ -114,7 +113,7 @@ class RankSavePlan:
     tensors: LocalTensors  # the boxes that this rank holds, copies included
     document: bytes  # its values, encoded
     stream: RankStream  # what it writes
-    history: History  # what it knew of the last save
+    layout: bytes  # digest of its boxes
     files: Sequence[OwnFile]  # all files of this rank, if files may be kept
     kept: Sequence[Part]
     """What it says of those that did not change, which are there already."""
@@ -131,21 +130,13 @@ class RankSavePlan:
         """All data files of this rank."""
         return [*(part.path for part in self.kept), *self.stream.files.paths]
 
-    @property
-    def sources(self) -> dict[int, Part]:
-        """Files of the last checkpoint that files of the stream may be, by their numbers."""
-        of_path = {file.frame.path: file for file in self.files}
-        return sources_of(self.history, [of_path[path] for path in self.stream.files.paths])
-
     def remove_kept(self, storage: Storage) -> None:
         """Remove what is there already, if the save is given up before it has begun."""
         remove_paths(storage, [part.path for part in self.kept])
 
     def committed(self, storage: Storage, parts: Sequence[Part]) -> History:
         """The history after this save is committed, given what this rank said of it."""
-        if not (self.files and parts):  # a writer process that died after the commit said nothing
-            return self.history
-        return self.history.after(storage, self.files, parts, self.tensors.boxes.num_bytes)
+        return History.after(self.layout, storage, self.files, parts)
 
 
 @dataclass(slots=True)
@@ -512,15 +503,14 @@ def _plan_rank(
     save_id, rank, grid = assigned.save_id, exchange.rank, assigned.grid
     files: list[OwnFile] = []
     kept: list[Part] = []
-    history = cache.history
+    layout = held.boxes.layout
 
     def frames_of(boxes: BoxTable) -> Sequence[Frame]:
         return writer.frames(boxes, rows, rank, save_id, grid)
 
     if options.keeps and writer.has_digests:
-        history = history.of_layout(held.boxes.layout, tensors.is_frozen)
-        files = own_files(writer, tensors, rows, history.group, (rank, save_id, grid))
-        kept = keep_files(storage, history, files, tensors, at_once=options.meets)
+        files = own_files(writer, tensors, rows, (rank, save_id, grid))
+        kept = keep_files(storage, cache.history, files, tensors, at_once=options.meets)
         there = {part.path for part in kept}
         left = [file for file in files if file.frame.path not in there]
         frames, numbers = [file.frame for file in left], [file.numbers for file in left]
@@ -532,7 +522,7 @@ def _plan_rank(
         is_final = decode_files(grid).names == "final"
         replaces = is_final and options.overwrite
         stream = replace(stream, files=replace(stream.files, replaces=replaces))
-    return RankSavePlan(save_id, options, tensors, held.document, stream, history, files, kept)
+    return RankSavePlan(save_id, options, tensors, held.document, stream, layout, files, kept)
 
 
 def _lay_out_collected(

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests
 from remesh.core.memory import CopyQueue
 from remesh.pipeline.arena import Arena, Chunk
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileCopy, FileLayout, StreamFiles
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
 from remesh.storage import Buffer, Storage
 from remesh.storage.workers import run_threads
 
@@ -259,35 +259,6 @@ class StagedWriter:
         """Let `write` give up what is written, as soon as the stager has ended."""
         self._stop.set()
         self._may_write.set()
-
-    def copy_unchanged(
-        self, files: StreamFiles, copies: Mapping[int, FileCopy]
-    ) -> dict[int, WrittenFile]:
-        """Make files by copies, by their numbers, if all that is staged of them is unchanged.
-
-        Waits until all is staged. Their chunks are given back; what is known of them is returned.
-        """
-        staged = list(iter(self._take, None))
-        self._filled.get()  # the end, which comes behind the chunks that are put again
-        of_chunk = [files.of_chunk(one.number, one.data) for one in staged]
-        known: dict[int, WrittenFile] = {}
-        try:
-            for number, copy in copies.items():
-                is_same = all(
-                    _is_same(data, position, copy.written.digests)
-                    for file, position, data in of_chunk
-                    if file == number
-                )
-                if is_same and not self._stop.is_set() and copy.make():
-                    known[number] = copy.written
-        finally:
-            for one, (file, _, _) in zip(staged, of_chunk, strict=True):
-                if file in known:
-                    self._give(one.chunk)
-                else:
-                    self.put(one)
-            self.end()
-        return known
 
     def write(
         self,

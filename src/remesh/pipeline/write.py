@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -124,16 +124,6 @@ class StreamFiles:
         """True if each file begins with a chunk, so that no chunk has bytes of two files."""
         return not (self.is_shared or (self.start % CHUNK_SIZE).any())
 
-    def of_chunk(self, number: int, chunk: Buffer) -> tuple[int, int, Buffer]:
-        """If files begin with chunks: the file of one, its place in that, and what is the file's.
-
-        The place is in bytes.
-        """
-        start = number * CHUNK_SIZE
-        file = int(np.searchsorted(self.start, start, "right")) - 1
-        position = start - int(self.start[file])
-        return file, position, chunk[: int(self.num_bytes[file]) - position]
-
     def encode(self, start: int, data: Buffer) -> list[Buffer]:
         """The stored form of each block of some bytes, which begin with a block."""
         encoded = []
@@ -163,14 +153,6 @@ def one_file(path: str, num_bytes: int) -> StreamFiles:
     return whole_files((path,), (num_bytes,), (0,))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FileCopy:
-    """How a file may come to be without being written."""
-
-    written: WrittenFile  # what is known of it, if it does
-    make: Callable[[], bool]  # makes it; returns whether that was done
-
-
 class ChunkWriter:
     """The files of a stream, which is written chunk by chunk.
 
@@ -178,20 +160,12 @@ class ChunkWriter:
     that a lack of room is seen before bytes are moved; several are created when the first bytes of
     each arrive, and finished with the last.
 
-    What is `known` of some files, by their numbers, says that these are there already.
-
     Raises:
         NoSpaceError: If there is no room.
         StorageError: If the storage fails.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        files: StreamFiles,
-        num_bytes: int,
-        known: Mapping[int, WrittenFile] | None = None,
-    ) -> None:
+    def __init__(self, storage: Storage, files: StreamFiles, num_bytes: int) -> None:
         self._storage = storage
         self._files = files
         self._has_digests = files.has_digests
@@ -201,13 +175,11 @@ class ChunkWriter:
         self._stored_bytes = [0] * len(files.paths)
         self._next: list[int] = files.start.tolist()
         self._early: list[dict[int, tuple[int, IntArray, Buffer]]] = [{} for _ in files.paths]
-        self._known = dict(known or {})
         self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
-        self._left[list(self._known)] = 0
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
-        self._is_single = self._has_digests and len(files.paths) == 1 and not self._known
+        self._is_single = self._has_digests and len(files.paths) == 1
         if self._is_single:
             self._writer_of(0)
 
@@ -277,7 +249,7 @@ class ChunkWriter:
             self._writer_of(0).finish(self._write_table(0))
         else:
             assert not self._left.any(), "the files are not complete"
-        return [self._known.get(file) or self._written(file) for file in range(len(self._left))]
+        return [self._written(file) for file in range(len(self._left))]
 
     def _written(self, file: int) -> WrittenFile:
         if not self._has_digests:
@@ -305,7 +277,7 @@ class ChunkWriter:
 
     def abort(self) -> None:
         """Remove what was written."""
-        for file in [*self._created, *self._known]:
+        for file in self._created:
             if file in self._open:
                 self._open[file].abort()
             elif not (self._files.is_shared or self._files.replaces):
