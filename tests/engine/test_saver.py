@@ -341,18 +341,6 @@ def test_a_bit_that_flips_while_ranks_read_of_each_other(
         remesh.Checkpoint(storage)
 
 
-def test_a_bit_that_flips_while_rank_0_asks_who_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = MemoryStorage()
-    flip_reads(monkeypatch, MemoryStorage, first_readings("*/progress-00001.msgpack", -1, []))
-    status = [StatusFiles(storage, "remesh", "0" * 12, rank, 3) for rank in range(3)]
-    for rank, one in enumerate(status):
-        one.put_progress(10 * rank, 100)
-    told = status[0].describe_progress([1, 2])
-    assert told == (
-        "slowest is rank 2 with 0.0 of 0.0 MB written; ranks [1] have not said how far they are"
-    )
-
-
 def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -388,14 +376,6 @@ def test_a_record_that_another_node_sees_late_is_no_failure(
     monkeypatch.setattr(status, "_shows_commit", shows)
     status.run_joined(lambda: b"", lambda _: None, lambda: None)
     assert len(looks) == 6
-
-
-@pytest.mark.parametrize("file_format", ["remesh", "huggingface"])
-def test_a_long_save_of_one_rank_leaves_no_status_files(file_format: str) -> None:
-    storage = MemoryStorage()
-    with remesh.Saver(report_seconds=0, format=file_format) as saver:
-        saver.save_async({"w": np.ones(4 << 20)}, storage).result()
-    assert not [path for path in storage.list() if "progress-" in path]
 
 
 def test_metadata_of_a_class_of_the_script_goes_to_a_writer_process(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Saver:
             staging waits for the disk.
         deadline: Seconds that a background save waits for other ranks before it fails.
         report_seconds: A save that takes longer is reported in the log of rank 0 each time that
-            so many seconds have passed: the ranks that have not finished, and the slowest.
+            so many seconds have passed, with the ranks that have not finished.
         format: See `remesh.save`.
         format_options: See `remesh.save`; a save may add some.
         without: Small files of the format that the caller writes by itself.

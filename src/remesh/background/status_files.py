@@ -7,7 +7,6 @@ are not what was written is read again; if they stay wrong, the save fails.
 
 * `part-<rank>`: this rank's files are durable, or it is done without any; its reply to rank 0.
 * `failed-<rank>`: this rank has failed. `failed`, put by rank 0: the whole save has.
-* `progress-<rank>`: how far this rank is, in a save that takes long.
 
 Rank 0 needs one listing to see them all. It commits, or puts `failed`. Every rank sees a commit by
 the commit record, which has the save's id. The marks of other formats do not tell which save they
@@ -19,8 +18,7 @@ are of. There rank 0 puts one more file:
 The requests of the whole job are bounded, whatever its size: the more ranks there are, the longer
 the time between two looks of one, and the looks of different ranks are spread over that time. In a
 small job a rank looks often at first, and less often the longer it waits. A rank that waits longer
-than the deadline fails by itself. A save that takes long is reported: each rank says now and then
-how far it is, and rank 0 logs who is missing and who is slowest.
+than the deadline fails by itself. If a save takes long, rank 0 logs now and then who is missing.
 """
 
 from __future__ import annotations
@@ -29,11 +27,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-
-import msgspec
 
 from remesh.checkpoint.commit import failure_path
 from remesh.core.integrity import NUM_READINGS, raw_digest
@@ -95,7 +91,7 @@ class Schedule:
 def schedule_of(rank: int, num_ranks: int) -> Schedule:
     """How rank 0 looks for the files of the others, and another rank for the end of the save."""
     if rank == 0:
-        # The folder has a file and a note of each rank.
+        # The folder has a data file and a part of each rank.
         num_requests = 1 + 2 * num_ranks // _NAMES_OF_A_REQUEST
         return Schedule(0.0, num_requests / COORDINATOR_REQUESTS_PER_SECOND)
     least = num_ranks * _REQUESTS_OF_A_LOOK / REQUESTS_PER_SECOND
@@ -166,11 +162,6 @@ class StatusFiles:
         if self._given_up is not None:
             raise self._given_up
 
-    def put_progress(self, written_bytes: int, num_bytes: int) -> None:
-        """Say how far this rank is, in a save that takes long."""
-        if self._num_ranks > 1:
-            self._put("progress", msgspec.msgpack.encode((written_bytes, num_bytes)))
-
     def report(self, error: BaseException) -> BaseException:
         """Say that this rank has failed, or rank 0 that the save has.
 
@@ -231,14 +222,12 @@ class StatusFiles:
             if not missing:
                 return
             if waited > self._deadline:
-                how_far = self.describe_progress(missing)
-                raise self._too_late(waited, f"ranks {missing} to finish their files ({how_far})")
+                raise self._too_late(waited, f"ranks {missing} to finish their files")
             if waited >= next_report:
                 next_report = waited + self._report_seconds
-                text = "the save to %s waits since %.0f s for %d of %d ranks; %s"
-                how_far = self.describe_progress(missing)
+                text = "the save to %s waits since %.0f s for %d of %d ranks: %s"
                 counts = len(missing), self._num_ranks
-                _LOGGER.warning(text, self._storage.url, waited, *counts, how_far)
+                _LOGGER.warning(text, self._storage.url, waited, *counts, missing)
 
     def _missing(self) -> list[int]:
         """The ranks whose replies are not there yet. Raises what a rank says it failed with.
@@ -256,29 +245,6 @@ class StatusFiles:
             if self._path("part", rank) in self._found:
                 self._replies[rank] = read_sealed(self._storage, self._path("part", rank))
         return [rank for rank in missing if rank not in self._replies]
-
-    def describe_progress(self, ranks: Sequence[int]) -> str:
-        """How far some ranks are that have not finished: who is slowest."""
-        found = set(self._storage.list(f"{self._folder}/progress-"))
-        noted, silent = [], []
-        for rank in ranks:
-            data = b""
-            if self._path("progress", rank) in found:
-                with suppress(StorageError):  # it is for messages alone
-                    data = read_sealed(self._storage, self._path("progress", rank))
-            if data:
-                noted.append((rank, *msgspec.msgpack.decode(data, type=tuple[int, int])))
-            else:
-                silent.append(rank)
-        texts = []
-        if noted:
-            rank, done, size = min(noted, key=lambda one: one[1] / one[2])
-            texts.append(
-                f"slowest is rank {rank} with {done / 1e6:.1f} of {size / 1e6:.1f} MB written"
-            )
-        if silent:
-            texts.append(f"ranks {silent} have not said how far they are")
-        return "; ".join(texts)
 
     # -----------------------------------------------------------------------------------------
     # The other ranks
@@ -389,8 +355,7 @@ class StatusFiles:
             if not self._of_ranks(found, "part"):
                 self._storage.delete_many(found)  # this is the last rank
         elif self._rank == 0:
-            of_ranks = self._of_ranks(self._found, "part") + self._of_ranks(self._found, "progress")
-            self._storage.delete_many(of_ranks)
+            self._storage.delete_many(self._of_ranks(self._found, "part"))
 
     def _of_ranks(self, paths: Collection[str], kind: str) -> list[str]:
         return [path for path in paths if path.startswith(f"{self._folder}/{kind}-")]

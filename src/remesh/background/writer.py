@@ -9,26 +9,22 @@ arena and never imports torch. So nothing here knows of tensors or of the traine
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.commit import write_and_commit
 from remesh.checkpoint.unchanged import remove_paths
-from remesh.errors import StorageError
 from remesh.formats.framing import Part, as_written
 from remesh.pipeline import StreamFiles
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter
 from remesh.storage import Storage
-
-_LOGGER = logging.getLogger("remesh")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +140,11 @@ class SaveWriter:
         task = self.task
         written = None
         if task.files.paths:
-            written = self._writer.write(self._create, self._counted(), self._trainer.stop_staging)
+            written = self._writer.write(
+                self._create,
+                partial(self._trainer.see, "save.chunk_written"),
+                self._trainer.stop_staging,
+            )
         self.staged.wait()
         if self._staging_error is not None:
             raise self._staging_error
@@ -162,25 +162,3 @@ class SaveWriter:
         task = self.task
         self._trainer.see("save.file_created", task.num_bytes)
         return ChunkWriter(self._storage, task.files, task.num_bytes)
-
-    def _counted(self) -> Callable[[int], None]:
-        """A function for after each chunk: tells of it, and puts the progress now and then."""
-        task = self.task
-        lock = threading.Lock()
-        done, next_time = 0, time.monotonic() + task.report_seconds
-
-        def count(size: int) -> None:
-            nonlocal done, next_time
-            self._trainer.see("save.chunk_written", size)
-            # Progress is put under the lock, so that none overtakes a later one.
-            with lock:
-                done += size
-                if time.monotonic() < next_time:
-                    return
-                next_time = time.monotonic() + task.report_seconds
-                try:
-                    self._status.put_progress(done, task.num_bytes)
-                except StorageError as error:
-                    _LOGGER.warning("rank %d could not note how far it is: %s", task.rank, error)
-
-        return count

@@ -45,7 +45,7 @@ _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 _HIDDEN = re.compile(r"\.remesh-put-.+", re.DOTALL)
 _OURS = re.compile(
     r"\d{5,}(-\d+)?\.safetensors|index(-[0-9a-f]{12})?\.safetensors|values\.msgpack|meeting"
-    r"|(part|progress)-\d{5,}\.msgpack|failed(-\d{5,})?\.msgpack|committed\.msgpack"
+    r"|part-\d{5,}\.msgpack|failed(-\d{5,})?\.msgpack|committed\.msgpack"
     r"|\.remesh-put-.+",
     re.DOTALL,
 )
