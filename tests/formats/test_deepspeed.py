@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 import remesh
+from remesh.checkpoint import convert
 from remesh.cli import cli
 from remesh.errors import (
     CorruptCheckpointError,
@@ -100,17 +101,23 @@ def test_steps_that_are_numbers_load_into_optimizers_of_torch(tmp_path: Path) ->
     assert all(state["step"] == 9 for state in optimizer.state.values())
 
 
-def test_steps_that_are_numbers_load_into_tensors(tmp_path: Path) -> None:
-    """As torch's own state dicts of optimizers have them, also under another name."""
-    for path in copied("universal", tmp_path).glob("zero/*/step.pt"):
+@pytest.mark.parametrize("num_numbers", [1, None])
+def test_steps_that_are_numbers_are_tensors(tmp_path: Path, num_numbers: int | None) -> None:
+    """As torch's own state dicts of optimizers have them, also beside steps that are tensors."""
+    paths = sorted(copied("universal", tmp_path).glob("zero/*/step.pt"))
+    for path in paths[:num_numbers]:
         torch.save(7, path)
-    names = [name for name in remesh.Checkpoint(tmp_path).values if name.endswith(".step")]
-    parameters = [name.split(".", 2)[2].removesuffix(".step") for name in names]
-    steps = {one: {"step": torch.tensor(1.0)} for one in parameters}
-    report = remesh.load({"optimizer": {"state": steps}}, tmp_path)
-    assert [own["step"].item() for own in steps.values()] == [7] * len(names)
-    assert set(report.restored) >= set(names)
-    for target, rule in (("new", f"{names[0]} -> optimizer.state.new.step"), ("other", None)):
+    found = remesh.Checkpoint(tmp_path)
+    number = f"optimizer.state.{paths[0].parent.name}.step"
+    assert {(found[name].dtype, found[name].shape) for name in found if name.endswith(".step")} == {
+        (torch.float32, ())
+    }
+    assert found[number] == 7
+    assert found.verify().ok
+    steps = {paths[0].parent.name: {"step": torch.tensor(1.0)}}
+    assert number in remesh.load({"optimizer": {"state": steps}}, tmp_path).restored
+    assert steps[paths[0].parent.name]["step"] == 7
+    for target, rule in (("new", f"{number} -> optimizer.state.new.step"), ("other", None)):
         new = {target: {"step": torch.tensor(1.0)}}
         state = {"optimizer": {"state": new}, "own": 5}
         program = f"{rule or '_ -> optimizer.state.other.step'}\n_ -> own"
@@ -120,6 +127,15 @@ def test_steps_that_are_numbers_load_into_tensors(tmp_path: Path) -> None:
         assert "own" in report.kept
     with pytest.raises(MismatchError, match="absent"):
         remesh.load({**state, "absent": 5}, tmp_path, transform=remesh.Transform(program))
+    convert(tmp_path, tmp_path / "native", format="remesh")
+    assert remesh.Checkpoint(tmp_path / "native")[number] == 7
+
+
+def test_a_step_that_no_element_has_room_for_stays_a_value(tmp_path: Path) -> None:
+    path = min(copied("universal", tmp_path).glob("zero/*/step.pt"))
+    torch.save(10**400, path)
+    name = f"optimizer.state.{path.parent.name}.step"
+    assert remesh.Checkpoint(tmp_path).values[name] == 10**400
 
 
 def copied(name: str, target: Path) -> Path:

@@ -40,7 +40,7 @@ from remesh.checkpoint import mismatch
 from remesh.checkpoint.local import casting_memory_of, memory_of, with_all_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.transformed import TransformedState, is_count
+from remesh.checkpoint.transformed import TransformedState
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
@@ -212,8 +212,6 @@ class _Matching:
             is_touched = self.made is not None and not self.made.is_untouched(own)
             resized = self.made.resized_from(own) if self.made and is_touched else None
             sources = [resized] if resized else [name for name in own if name in self.index]
-            if self.fills_from_number(entry):
-                continue
             if self.made and is_touched and resized is None:
                 target = self.match_made(self.made.resolved, entry, own)
                 made += [] if target is None else [(entry, target)]
@@ -361,19 +359,6 @@ class _Matching:
             self.found.conflicts.append(f"{name}: a plain value is stored where a tensor is wanted")
         elif name not in self.description.optional:
             self.found.missing.append(name)
-
-    def fills_from_number(self, entry: TensorEntry) -> bool:
-        """True if a tensor counts the steps that are stored as a number, which is then wanted."""
-        name = entry.name
-        is_step = is_count(name, entry.global_shape) and name not in self.index
-        value = self.names.value(name) if is_step and self.names.has_value(name) else None
-        if type(value) not in {int, float}:
-            return False
-        for part in entry.parts:
-            memory = casting_memory_of(part.data, "float64", name)
-            self.before.append(partial(memory.copy_in, part.box, np.array(value, memory.carrier)))
-        self.found.restored.append(name)
-        return True
 
     def compare_tied(self, entry: TensorEntry, sources: list[str]) -> None:
         """Compare stored tensors that are to fill one tied tensor, if they are stored apart."""

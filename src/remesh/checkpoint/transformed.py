@@ -179,15 +179,11 @@ def describe_transformed(
     targets of all ranks.
     """
     described: list[tuple[Description, TransformedState]] = []
-    # Steps that are stored as numbers follow their parameters as other values do.
-    in_numbers = any(map(is_count, stored.document.values)) and not any(map(is_count, stored.index))
 
     def resolve(bound: Transform, *, with_outputs: bool) -> Resolved:
-        targets = _targets(tables)
-        steps = [name for name, info in targets.items() if info and is_count(name, info.shape)]
         return bound.resolve(
             {**infos_of(stored.index), **dict.fromkeys(stored.document.values)},
-            {**targets, **dict.fromkeys(steps if in_numbers else ())},
+            _targets(tables),
             aliases=stored.index.aliases,
             cast=cast,
             with_outputs=with_outputs,
@@ -210,11 +206,6 @@ def describe_transformed(
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
     tables = run_on_all(exchange, describe_again)
     return finish
-
-
-def is_count(name: str, shape: tuple[int, ...] = ()) -> bool:
-    """True of the step of a parameter, which torch counts in a tensor, DeepSpeed in a number."""
-    return not shape and ".state." in name and name.endswith(".step")
 
 
 def _table_of(description: Description) -> bytes:

@@ -48,6 +48,7 @@ from remesh.formats.archive import (
     row_major_pieces,
 )
 from remesh.formats.checks import check_name, check_path, check_shape, damaged, is_unicode
+from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.place import Listing, Place, file_size
 from remesh.formats.restricted_pickle import ArchivedTensor
@@ -263,6 +264,16 @@ class IndexBuilder:
         row = self.add_tensor(name, tensor.dtype, tensor.shape)
         position = archive.position(tensor)
         self.add_strided(row, Box.whole(tensor.shape), archive.path, position, tensor.strides)
+
+    def add_number(self, path: Path, value: float) -> None:
+        """Add a number as the tensor without dims in which torch counts steps."""
+        content = np.array(value, "<f4").tobytes()
+        file, name = constant_file(content), name_of(path)
+        if file not in self._files:
+            self._files[file] = len(self._files)
+            self._sizes.append(len(content))
+        self.add_piece(self.add_tensor(name, "float32", ()), Box((), ()), file, 0)
+        self.set_path(name, path)
 
     def add_alias(self, alias: str, name: str) -> None:
         """Add a further name of a tensor."""

@@ -1,8 +1,12 @@
-"""Files that are not stored as they are read: remesh's own, compressed block by block.
+"""Files that are not stored as they are read.
 
-The index says where each block lies (`remesh.core.compression`). A read decodes the blocks that its
-range meets. A block that cannot be decoded reads as bytes that do not have its digest, so that it
-is found like any other damage.
+remesh's own may be compressed block by block; the index says where each block lies
+(`remesh.core.compression`). A read decodes the blocks that its range meets. A block that cannot be
+decoded reads as bytes that do not have its digest, so that it is found like any other damage.
+
+A tensor of another system may be stored as a number in a pickle. An index says of each piece which
+bytes of which file it is, so such a piece is of a file that is not there, whose name spells its
+bytes: they go wherever the index goes.
 """
 
 from __future__ import annotations
@@ -24,9 +28,18 @@ from remesh.core.integrity import Digests, block_digests
 from remesh.formats.checks import damaged
 from remesh.storage import Buffer, Storage, StorageView
 
+_CONSTANT = "#bytes-"
+
+
+def constant_file(content: bytes) -> str:
+    """The name of a file that is stored nowhere and holds these bytes."""
+    return f"{_CONSTANT}{content.hex()}"
+
 
 def decoded(storage: Storage, index: Index) -> Storage:
     """A storage in which all files of an index can be read; most often the same."""
+    if any(file.path.startswith(_CONSTANT) for file in index.files):
+        return _ConstantFiles(storage)
     if not index.is_compressed:
         return storage
     rows = {file.path: row for row, file in enumerate(index.files)}
@@ -39,6 +52,28 @@ def decoded(storage: Storage, index: Index) -> Storage:
         return index.digests[row : row + 1]
 
     return DecompressedFiles(storage, table_of, digest_of)
+
+
+class _ConstantFiles(StorageView):
+    """Files whose names spell their bytes; others are read as they are."""
+
+    def size(self, path: str) -> int:
+        return len(self.read(path)) if path.startswith(_CONSTANT) else super().size(path)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        if not path.startswith(_CONSTANT):
+            return super().read(path, start, stop)
+        try:
+            return bytes.fromhex(path.removeprefix(_CONSTANT))[start:stop]
+        except ValueError as error:
+            raise damaged(f"{self.url}/{path}", "a name that spells no bytes") from error
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        if not path.startswith(_CONSTANT):
+            return super().read_into(path, start, buffer)
+        content = self.read(path, start, start + buffer.size)
+        buffer[: len(content)] = np.frombuffer(content, np.uint8)
+        return len(content)
 
 
 class DecompressedFiles(StorageView):

@@ -49,6 +49,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remesh._repr import shown
+from remesh.core.geometry import MAX_ELEMENTS
 from remesh.core.state import Path, name_of
 from remesh.errors import FormatVersionError
 from remesh.formats.archive import Archive
@@ -279,7 +280,15 @@ class _Reader:
     def _add_common(self, group: Iterable[str], key: str, value: object, file: RankFile) -> None:
         """Add what is the same for all parameters of a group."""
         for name in group:
-            self.builder.add_leaf(self._at("optimizer", "state", name, key), value, file.archive)
+            self._add_state(self._at("optimizer", "state", name, key), value, file)
+
+    def _add_state(self, place: Path, value: Any, file: RankFile) -> None:
+        """Add a state of a parameter; DeepSpeed counts steps in numbers, torch in tensors."""
+        is_number = type(value) in {int, float} and abs(value) < MAX_ELEMENTS
+        if place[-1] == "step" and is_number:
+            self.builder.add_number(place, value)
+        else:
+            self.builder.add_leaf(place, value, file.archive)
 
     def _add_groups(self, groups: Sequence[Any], file: RankFile) -> None:
         """Add the options of the groups, and the steps that are counted there."""
@@ -302,7 +311,7 @@ class _Reader:
                 for name in own:
                     at = self._at("optimizer", "state", name, "step")
                     if not self._has(name_of(at)):
-                        self.builder.add_leaf(at, options["step"], file.archive)
+                        self._add_state(at, options["step"], file)
         if groups:
             self.builder.set_sequences({self._at("optimizer", "param_groups"): "list"})
 
@@ -417,7 +426,7 @@ class _Reader:
         if is_flat and shape is not None and tensor.shape == (math.prod(shape),):
             add_flat_parts(self.builder, place, shape, [file.part(tensor, key)])
         else:
-            self.builder.add_leaf(place, tensor, file.archive)
+            self._add_state(place, tensor, file)
 
 
 # ---------------------------------------------------------------------------------------------
