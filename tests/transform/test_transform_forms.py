@@ -396,28 +396,6 @@ def test_negative_axes() -> None:
     assert apply("x -> y, permute=[-1, 0, 1]", x=numbered(2, 3, 4))["y"].shape == (4, 2, 3)
 
 
-def test_labels_find_a_missing_transposition() -> None:
-    a = numbered(2, 2)
-    good = apply("a[out, in]^T -> b[in, out]", a=a)["b"]
-    assert np.array_equal(good, a.T)
-    with pytest.raises(TransformError, match="axis 0 of 'b' is 'out', but is called 'in' here"):
-        apply("a[out, in] -> b[in, out]", a=a)
-
-
-def test_labels_follow_from_statement_to_statement() -> None:
-    t = {"q": numbered(2, 2), "k": numbered(2, 2)}
-    text = "q[heads, hidden] -> q2\n k[hidden, heads] -> k2\n q2, k2 -> qk, axis=0"
-    with pytest.raises(TransformError, match="axis 1 of 'k2' is 'heads', but that of 'q2'"):
-        apply(text, **t)
-    text = "q[heads, hidden] -> q2\n k[hidden, heads]^T -> k2\n q2, k2 -> qk[both, hidden], axis=0"
-    assert apply(text, **t)["qk"].shape == (4, 2)
-
-
-def test_labels_must_be_as_many_as_axes() -> None:
-    with pytest.raises(TransformError, match="'a' has 2 axes, but 3 are named here"):
-        apply("a[x, y, z] -> b", a=numbered(2, 2))
-
-
 def test_tie_compares() -> None:
     embed = numbered(4, 3)
     text = "embed, head -> shared, tie"

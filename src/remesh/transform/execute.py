@@ -12,8 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from remesh.errors import TransformError
-from remesh.transform.expressions import MAX_DEPTH, Leaf, Node, Permuted, without_conversions
-from remesh.transform.operators import Axes, Ends, Operand, Value, with_labels
+from remesh.transform.expressions import (
+    MAX_DEPTH,
+    Leaf,
+    Node,
+    Permuted,
+    reverse_axes,
+    without_conversions,
+)
+from remesh.transform.operators import Ends, Operand
 from remesh.transform.optimizer_state import States
 from remesh.transform.rearrange import Shape, inverse_order, take
 from remesh.transform.renames import Renaming
@@ -135,9 +142,8 @@ class Bindings:
         # `ends` has the targets of results, by the place of the statement and the name.
         self._sources = sources
         self._ends = ends
-        self._source_axes: dict[str, Axes] = {}
         self._made_by: dict[str, Step | Renaming] = {}
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, Node] = {}
         # By name, the number of the statement.
         self.added: dict[str, int] = {}  # names that keep their initial value
         self.deleted: dict[str, int] = {}  # names of sources that are not wanted
@@ -159,7 +165,7 @@ class Bindings:
                 self.deleted[old] = number
                 continue
             self.deleted.pop(new, None)
-            self.values[new] = Value(leaf, (None,) * len(leaf.shape))
+            self.values[new] = leaf
             self._made_by[new] = renaming
             self.unread[new] = None
             self.read[old] = None
@@ -192,19 +198,19 @@ class Bindings:
                 self.added.pop(name, None)
                 self.deleted.pop(name, None)
 
-    def _apply(self, step: Step) -> list[Value]:
+    def _apply(self, step: Step) -> list[Node]:
         """What the names right of the arrow are bound to."""
         operator = step.statement.operator
         try:
-            values = [self._read(step, operand) for operand in step.left]
-            ends = self._ends_of(step, values) if operator.needs_ends else Ends()
-            results = operator.apply(step, values, ends)
-            return [_made(operand, v) for operand, v in zip(step.right, results, strict=True)]
+            nodes = [self._read(step, operand) for operand in step.left]
+            ends = self._ends_of(step, nodes) if operator.needs_ends else Ends()
+            results = operator.apply(step, nodes, ends)
+            return [_made(operand, n) for operand, n in zip(step.right, results, strict=True)]
         except Problem as problem:
             raise step.error(str(problem), problem.span, problem.hints) from None
 
-    def _ends_of(self, step: Step, values: Sequence[Value]) -> Ends:
-        source = self._sources.origin(values[0].node) if len(values) == 1 else None
+    def _ends_of(self, step: Step, nodes: Sequence[Node]) -> Ends:
+        source = self._sources.origin(nodes[0]) if len(nodes) == 1 else None
         return Ends(source, tuple(self._target_of(step, operand) for operand in step.right))
 
     def _target_of(self, step: Step, operand: Operand) -> TensorInfo | None:
@@ -214,19 +220,17 @@ class Bindings:
             return info
         return info.permuted(range(len(info.shape))[::-1])
 
-    def _read(self, step: Step, operand: Operand) -> Value:
+    def _read(self, step: Step, operand: Operand) -> Node:
         name = operand.name
-        value = self.values.get(name)
-        if value is None:
-            value = with_labels(operand, self._read_source(operand))
-            self._source_axes[name] = value.axes
+        node = self.values.get(name)
+        if node is None:
+            node = self._read_source(operand)
         else:
             self.unread.pop(name, None)
-            value = with_labels(operand, value)
-        self.read_shapes[step.statement.number, name] = value.node.shape
-        return value.transposed() if operand.origin.transposed else value
+        self.read_shapes[step.statement.number, name] = node.shape
+        return reverse_axes(node) if operand.origin.transposed else node
 
-    def _read_source(self, operand: Operand) -> Value:
+    def _read_source(self, operand: Operand) -> Leaf:
         name, span = operand.name, operand.origin.span
         if name in self.added:
             raise Problem(
@@ -240,7 +244,7 @@ class Bindings:
         if leaf is None:
             raise self._no_source(name, span)
         self.read[name] = None
-        return Value(leaf, self._source_axes.get(name, (None,) * len(leaf.shape)))
+        return leaf
 
     def _no_source(self, name: str, span: Span | None = None) -> Problem:
         hints = self._sources.nearest(name)
@@ -269,8 +273,8 @@ class Bindings:
         self.unread.pop(name, None)
 
 
-def _made(operand: Operand, value: Value) -> Value:
+def _made(operand: Operand, node: Node) -> Node:
     """A result as the name that it is bound to says."""
-    if value.node.depth > MAX_DEPTH:
+    if node.depth > MAX_DEPTH:
         raise Problem(f"{operand.name!r} is built of more than {MAX_DEPTH} nested operations")
-    return with_labels(operand, value.transposed() if operand.origin.transposed else value)
+    return reverse_axes(node) if operand.origin.transposed else node

@@ -3,14 +3,11 @@
 An operator is one class, a subclass of `Operator`. Its fields are the attributes that a statement
 gives, each declared with the function that reads and checks one; how a statement is parsed and
 printed follows from them. The class adds what it makes of tensors, and what turns it around.
-
-Axes of values may carry labels (`w[out, in]`). A label follows its axis through transpositions; an
-axis that is cut, joined or reshaped loses it. Two labels that meet on one axis must be equal. This
-finds the transposition that was forgotten where both axes happen to have the same size.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +21,6 @@ from remesh.transform.expressions import (
     convert,
     permute,
     reshape,
-    reverse_axes,
     sliced,
     tied,
 )
@@ -101,22 +97,8 @@ def cast_dtype(given: Attribute) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Values
+# Operands
 # ---------------------------------------------------------------------------------------------
-
-Axes = tuple[str | None, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Value:
-    """The value of a name: a tensor, and the labels of its axes as far as they are known."""
-
-    node: Node
-    axes: Axes
-
-    def transposed(self) -> Value:
-        """The value with all axes reversed."""
-        return Value(reverse_axes(self.node), self.axes[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,46 +124,6 @@ class Ends(NamedTuple):
     targets: tuple[TensorInfo | None, ...] = ()  # the target that each result ends up in
 
 
-def with_labels(operand: Operand, value: Value) -> Value:
-    """A value after the statement has named its axes."""
-    stated, axes = operand.origin.axes, value.axes
-    if stated is None:
-        return value
-    if len(stated) != len(axes):
-        raise Problem(
-            f"{operand.name!r} has {len(axes)} axes, but {len(stated)} are named here",
-            operand.origin.span,
-        )
-    for axis, (known, label) in enumerate(zip(axes, stated, strict=True)):
-        if known is not None and known != label:
-            raise Problem(
-                f"axis {axis} of {operand.name!r} is {known!r}, but is called {label!r} here\nIs a "
-                "transposition missing or too many?",
-                operand.origin.span,
-            )
-    return Value(value.node, stated)
-
-
-def common_labels(step: Operands, values: Sequence[Value], free: int | None) -> Axes:
-    """The labels of tensors that are joined; those of the axis `free` may differ, and are lost."""
-    axes = list(values[0].axes)
-    for operand, value in zip(step.left, values, strict=True):
-        for axis, label in enumerate(value.axes):
-            if axis == free:
-                continue
-            if axes[axis] is None:
-                axes[axis] = label
-            elif label is not None and label != axes[axis]:
-                raise Problem(
-                    f"axis {axis} of {operand.name!r} is {label!r}, but that of "
-                    f"{step.left[0].name!r} is {axes[axis]!r}",
-                    operand.origin.span,
-                )
-    if free is not None:
-        axes[free] = None
-    return tuple(axes)
-
-
 def full_axis(step: Operands, axis: int, ndim: int) -> int:
     """An axis, not counted from the end."""
     if not -ndim <= axis < ndim:
@@ -189,11 +131,10 @@ def full_axis(step: Operands, axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-def check_alike(step: Operands, values: Sequence[Value], axis: int | None) -> None:
+def check_alike(step: Operands, nodes: Sequence[Node], axis: int | None) -> None:
     """Refuse tensors that are joined and differ in dtype, or in shape, except along `axis`."""
-    first = values[0].node
-    for operand, value in zip(step.left, values, strict=True):
-        node = value.node
+    first = nodes[0]
+    for operand, node in zip(step.left, nodes, strict=True):
         same_shape = len(node.shape) == len(first.shape) and all(
             a == b
             for i, (a, b) in enumerate(zip(node.shape, first.shape, strict=True))
@@ -262,7 +203,7 @@ class Operator:
         """True if the results depend on what `Ends` tells."""
         return self.needs_sizes
 
-    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
+    def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
         """The tensors right of the arrow, made of those on the left."""
         raise NotImplementedError
 
@@ -305,8 +246,8 @@ class Rename(Operator):
 
     passes_on: ClassVar[bool] = True
 
-    def apply(self, _step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        return values
+    def apply(self, _step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +258,10 @@ class Concat(Operator):
     reads_many: ClassVar[bool] = True
     axis: int = attribute(integer)
 
-    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        axis = full_axis(step, self.axis, len(values[0].node.shape))
-        check_alike(step, values, axis)
-        if len(values) == 1:
-            return values
-        node = concatenated([value.node for value in values], axis)
-        return [Value(node, common_labels(step, values, axis))]
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        axis = full_axis(step, self.axis, len(nodes[0].shape))
+        check_alike(step, nodes, axis)
+        return [concatenated(nodes, axis)]
 
     def opposite(self) -> Split:
         return Split(self.axis)
@@ -343,18 +281,12 @@ class Split(Operator):
     sizes: Extents | None = attribute(extents, None)  # None for equal parts
     parts: int | None = attribute(positive, None)  # how many parts a `*` on the right stands for
 
-    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
-        node = values[0].node
+    def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
+        [node] = nodes
         axis = full_axis(step, self.axis, len(node.shape))
         sizes = self._sizes(step, node.shape, axis, ends)
-        if len(sizes) == 1:
-            return values
-        labels = common_labels(step, values, axis)
-        parts, start = [], 0
-        for size in sizes:
-            parts.append(Value(sliced(node, axis, start, size), labels))
-            start += size
-        return parts
+        starts = itertools.accumulate(sizes, initial=0)
+        return [sliced(node, axis, start, size) for start, size in zip(starts, sizes, strict=False)]
 
     def _sizes(self, step: Operands, shape: Shape, axis: int, ends: Ends) -> Sequence[int]:
         extent, num_parts = shape[axis], len(step.right)
@@ -417,14 +349,12 @@ class Stack(Operator):
     reads_many: ClassVar[bool] = True
     stack: int = attribute(integer)
 
-    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        check_alike(step, values, None)
-        shape = values[0].node.shape
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        check_alike(step, nodes, None)
+        shape = nodes[0].shape
         axis = full_axis(step, self.stack, len(shape) + 1)
         slab = (*shape[:axis], 1, *shape[axis:])
-        node = concatenated([reshape(value.node, slab) for value in values], axis)
-        labels = common_labels(step, values, None)
-        return [Value(node, (*labels[:axis], None, *labels[axis:]))]
+        return [concatenated([reshape(node, slab) for node in nodes], axis)]
 
     def opposite(self) -> Unstack:
         return Unstack(self.stack)
@@ -439,8 +369,8 @@ class Unstack(Operator):
     unstack: int = attribute(integer)
     parts: int | None = attribute(positive, None)  # see `Split`
 
-    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        node, labels = values[0].node, values[0].axes
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        [node] = nodes
         axis = full_axis(step, self.unstack, len(node.shape))
         _check_num_parts(step, self.parts)
         num_parts = len(step.right)
@@ -450,10 +380,7 @@ class Unstack(Operator):
                 f"are {num_parts} names"
             )
         shape = (*node.shape[:axis], *node.shape[axis + 1 :])
-        kept = (*labels[:axis], *labels[axis + 1 :])
-        return [
-            Value(reshape(sliced(node, axis, index, 1), shape), kept) for index in range(num_parts)
-        ]
+        return [reshape(sliced(node, axis, index, 1), shape) for index in range(num_parts)]
 
     def opposite(self) -> Stack:
         return Stack(self.unstack)
@@ -471,10 +398,9 @@ class Permute(Operator):
     passes_on: ClassVar[bool] = True
     permute: tuple[int, ...] = attribute(integers)
 
-    def apply(self, _step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        node, labels = values[0].node, values[0].axes
-        order = self.order(len(node.shape))
-        return [Value(permute(node, order), tuple(labels[axis] for axis in order))]
+    def apply(self, _step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        [node] = nodes
+        return [permute(node, self.order(len(node.shape)))]
 
     def opposite(self) -> Permute:
         ndim = len(self.permute)
@@ -497,8 +423,8 @@ class Reshape(Operator):
     leads: ClassVar[tuple[str, ...]] = ("reshape",)
     reshape: Extents = attribute(extents)
 
-    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
-        node = values[0].node
+    def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
+        [node] = nodes
         if self.reshape == "targets":
             shape = _target_shape(step.right[0], ends.targets[0])
         elif node.shape == self.reshape and len(node.shape) >= 3:
@@ -510,7 +436,7 @@ class Reshape(Operator):
                 f"{step.left[0].name!r} has shape {node.shape}, which has not as many elements as "
                 f"{shape}"
             )
-        return [Value(reshape(node, shape), (None,) * len(shape))]
+        return [reshape(node, shape)]
 
     def opposite(self) -> Reshape:
         # With three axes or more, it means both directions.
@@ -535,8 +461,8 @@ class Cast(Operator):
     passes_on: ClassVar[bool] = True
     dtype: str = attribute(cast_dtype)
 
-    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        return [_cast(step, values[0], self.dtype)]
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        return [_cast(step, nodes[0], self.dtype)]
 
     def opposite(self) -> Cast:
         raise Problem(
@@ -555,11 +481,11 @@ class StatedCast(Operator):
     src_dtype: str = attribute(cast_dtype)
     dst_dtype: str = attribute(cast_dtype)
 
-    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        found = values[0].node.dtype
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        found = nodes[0].dtype
         if found is not None and found != self.src_dtype:
             raise Problem(f"{step.left[0].name!r} is {found}, not {self.src_dtype}")
-        return [_cast(step, values[0], self.dst_dtype)]
+        return [_cast(step, nodes[0], self.dst_dtype)]
 
     def opposite(self) -> StatedCast:
         return StatedCast(self.dst_dtype, self.src_dtype)
@@ -573,11 +499,10 @@ class StatedCast(Operator):
         return self.opposite()
 
 
-def _cast(step: Operands, value: Value, dtype: str) -> Value:
-    found = value.node.dtype
-    if found is not None and "float" not in found:
-        raise Problem(f"{step.left[0].name!r} is {found}; only floats can be cast")
-    return Value(convert(value.node, dtype), value.axes)
+def _cast(step: Operands, node: Node, dtype: str) -> Node:
+    if node.dtype is not None and "float" not in node.dtype:
+        raise Problem(f"{step.left[0].name!r} is {node.dtype}; only floats can be cast")
+    return convert(node, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,10 +513,9 @@ class Tie(Operator):
     reads_many: ClassVar[bool] = True
     passes_on: ClassVar[bool] = True
 
-    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        check_alike(step, values, None)
-        node = tied([value.node for value in values])
-        return [Value(node, common_labels(step, values, None))]
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        check_alike(step, nodes, None)
+        return [tied(nodes)]
 
     def opposite(self) -> Untie:
         return Untie()
@@ -605,8 +529,8 @@ class Untie(Operator):
     makes_many: ClassVar[bool] = True
     passes_on: ClassVar[bool] = True
 
-    def apply(self, step: Operands, values: list[Value], _ends: Ends) -> list[Value]:
-        return values * len(step.right)
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
+        return nodes * len(step.right)
 
     def opposite(self) -> Tie:
         return Tie()
@@ -653,10 +577,9 @@ class _Fused(Operator):
         """The numbers of blocks of a fused source and of a fused target."""
         raise NotImplementedError
 
-    def apply(self, step: Operands, values: list[Value], ends: Ends) -> list[Value]:
-        axis = full_axis(step, self.axis, len(values[0].node.shape))
-        check_alike(step, values, axis)
-        nodes = [value.node for value in values]
+    def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
+        axis = full_axis(step, self.axis, len(nodes[0].shape))
+        check_alike(step, nodes, axis)
         heads = self.heads([node.shape[axis] for node in nodes])
         source_blocks, target_blocks = self.blocks(step, axis, ends)
         if len(nodes) == 1:
@@ -665,8 +588,7 @@ class _Fused(Operator):
             _check_heads([node.shape[axis] for node in nodes], heads)
         if len(step.right) == 1:
             nodes = [_interleaved(nodes, axis, heads, target_blocks)]
-        labels = common_labels(step, values, axis)
-        return [Value(node, labels) for node in nodes]
+        return nodes
 
 
 class _ByRank(_Fused):

@@ -405,7 +405,7 @@ class Resolver:
         return False
 
     def plan_made(self, name: str, info: TensorInfo | None) -> None:
-        node = self.bindings.values[name].node
+        node = self.bindings.values[name]
         sources = self.infos
         lacking = next((leaf for leaf in self.leaves_of(name) if leaf.name not in sources), None)
         if lacking is not None:
@@ -427,7 +427,7 @@ class Resolver:
 
     def leaves_of(self, name: str) -> tuple[Leaf, ...]:
         if name not in self.leaves:
-            self.leaves[name] = leaves(self.bindings.values[name].node)
+            self.leaves[name] = leaves(self.bindings.values[name])
         return self.leaves[name]
 
     def check_shape(self, name: str, made: str, node: Node, info: TensorInfo) -> None:
@@ -490,7 +490,7 @@ class Resolver:
 
     def plan_following(self, name: str, info: TensorInfo | None, state: State) -> None:
         parameter = state.parameter
-        whole = without_conversions(self.bindings.values[parameter].node)
+        whole = without_conversions(self.bindings.values[parameter])
         found: dict[str, str] = {}
         for leaf in self.leaves_of(parameter):
             source = self.state_source(leaf.name, state)
@@ -588,7 +588,7 @@ class Resolver:
             found[name] = info
         results = [name for name in targets if name in bindings.values]
         for name in dict.fromkeys([*bindings.unread, *results]):
-            node = bindings.values[name].node
+            node = bindings.values[name]
             if all(leaf.name in self.infos for leaf in self.leaves_of(name)):
                 info = self.infos.get(node.name) if isinstance(node, Leaf) else None
                 found[name] = TensorInfo(node.dtype, node.shape) if node.dtype else info
@@ -602,7 +602,7 @@ class Resolver:
     def output_states(self, name: str) -> Iterable[tuple[str, TensorInfo | None]]:
         """The optimizer states that the result `name` has, if it is a parameter."""
         states = self.sources.states
-        node = self.bindings.values[name].node
+        node = self.bindings.values[name]
         like: dict[str, State] = {}
         for leaf in self.leaves_of(name):
             if leaf.name in states.by_name:

@@ -11,7 +11,7 @@ its repetitions are possessive, so a text of n characters costs time proportiona
     program    = statement*
     statement  = names "->" names ("," attribute)*
     names      = name ("," name)*
-    name       = (NAME | STRING) ("[" INT ":" INT "]" | "[" label ("," label)* "]")* ["^T"]
+    name       = (NAME | STRING) ["[" INT ":" INT "]"] ["^T"]
     attribute  = FLAG | NAME "=" value
     value      = INT | NAME | STRING | "[" [INT ("," INT)*] "]"
 
@@ -120,7 +120,7 @@ def statement_of(
         for name in given:
             if name.is_nothing and len(given) > 1:
                 raise Problem(f"_ must stand alone on the {side}", name.span)
-            if name.is_nothing and (name.transposed or name.axes):
+            if name.is_nothing and name.transposed:
                 raise Problem("_ is no tensor, so it has no axes", name.span)
     if left[0].is_nothing and right[0].is_nothing:
         raise Problem("_ on both sides does nothing", span)
@@ -429,14 +429,7 @@ class _Parser:
             raise Problem("a name of digits alone must be quoted", token.span)
         if quoted and len(token.text) == 2:
             raise Problem("a name cannot be empty", token.span)
-        array, axes = None, None
-        while self.take("mark", "["):
-            if self.token.text.isdigit() and array is None:
-                array = self.array_bounds()
-            elif axes is None:
-                axes = self.labels()
-            else:
-                self.fail_here("'^T' or ','")
+        array = self.array_bounds() if self.take("mark", "[") else None
         transposed = self.take("transpose")
         if transposed and not is_left:
             raise Problem(
@@ -448,14 +441,12 @@ class _Parser:
             pieces: Pieces = (token.text[1:-1],)
         else:
             pieces = pieces_of(token.text, token.span.start, is_left=is_left)
-        return Name(pieces, span, array, axes, transposed is not None, quoted)
+        return Name(pieces, span, array, transposed is not None, quoted)
 
     def array_bounds(self) -> tuple[int, int]:
-        start = self.need("name", "a whole number")
+        start = self.whole_number()
         self.need("mark", "':'", ":")
-        stop = self.need("name", "a whole number")
-        if not stop.text.isdigit():
-            raise Problem("expected a whole number", stop.span)
+        stop = self.whole_number()
         span = self.span_from(start)
         self.need("mark", "']'", "]")
         bounds = _integer(start), _integer(stop)
@@ -463,14 +454,10 @@ class _Parser:
             raise Problem(f"[{start.text}:{stop.text}] is empty", span)
         return bounds
 
-    def labels(self) -> tuple[str, ...]:
-        labels = [self.need("name", "the label of an axis, or bounds such as 0:8").text]
-        while self.take("mark", ","):
-            labels.append(self.need("name", "the label of an axis").text)
-        closing = self.need("mark", "',' or ']'", "]")
-        if len(set(labels)) < len(labels):
-            raise Problem(f"two axes have the same label in [{', '.join(labels)}]", closing.span)
-        return tuple(labels)
+    def whole_number(self) -> Token:
+        if not self.token.text.isdigit():
+            self.fail_here("a whole number")
+        return self.need("name", "a whole number")
 
 
 def _integer(token: Token) -> int:

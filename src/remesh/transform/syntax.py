@@ -51,7 +51,6 @@ class Name:
     span: Span  # where it stands, brackets and `^T` included
     array: tuple[int, int] | None = None
     """The bounds of `name[start:stop]`, which stands for name_start ... name_(stop - 1)."""
-    axes: tuple[str, ...] | None = None  # the labels of `name[in, out]`, one for each axis
     transposed: bool = False
     """Whether all its axes are reversed. Only reversed programs have such names on the right of an
     arrow."""
@@ -89,8 +88,6 @@ class Name:
             text = f"'{text}'" if "'" not in text else f'"{text}"'
         if self.array is not None:
             text += f"[{self.array[0]}:{self.array[1]}]"
-        if self.axes is not None:
-            text += f"[{', '.join(self.axes)}]"
         return f"{text}^T" if self.transposed else text
 
 
