@@ -13,6 +13,7 @@ another dies, without losing a step. The model has dropout; the data are made up
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +24,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from remesh.elastic import TrainingJob, run
-from remesh.run_info import run_info
 from remesh.training import ResumableBatchSampler, ResumableSampler
 from remesh.training.integrations.lightning import EpochLoader, RemeshCallback
 
@@ -60,17 +60,18 @@ def train(
     pl.seed_everything(1, verbose=False)
     model = Regression()
     data = TensorDataset(torch.randn(32, 8))
-    batches = ResumableBatchSampler(
-        ResumableSampler(data, seed=1, rank=run_info().rank, world_size=run_info().world_size),
-        batch_size=4,
-    )
+    # Lightning begins the process group later.
+    rank = int(os.environ.get("RANK", "0"))
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    sampler = ResumableSampler(data, seed=1, rank=rank, world_size=num_ranks)
+    batches = ResumableBatchSampler(sampler, batch_size=4)
     loader = EpochLoader(data, batches)
     keeping = RemeshCallback(args.directory, loader, every=args.every, keep=3, job=job)
     trainer = pl.Trainer(
         max_epochs=args.epochs,
         accelerator="cpu",
-        strategy=ModelParallelStrategy(run_info().world_size, 1) if args.shard else "auto",
-        devices=run_info().world_size,
+        strategy=ModelParallelStrategy(num_ranks, 1) if args.shard else "auto",
+        devices=num_ranks,
         use_distributed_sampler=False,  # the batch sampler deals the samples to the ranks
         enable_checkpointing=False,  # remesh saves
         logger=False,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import remesh
-from remesh.run_info import run_info
 from remesh.training import SkipBatchSampler, convert_step, export_weights, run_id_of
 
 log = logging.getLogger("minimind")
@@ -252,8 +252,9 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    is_job = run_info().world_size > 1
-    logging.basicConfig(level=logging.INFO if run_info().rank == 0 else logging.WARNING)
+    is_job = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING)
     if is_job:
         dist.init_process_group("gloo")
     try:

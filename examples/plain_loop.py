@@ -11,6 +11,7 @@ goes on after the newest checkpoint in `run`, and every sample of an epoch is se
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import remesh
-from remesh.run_info import run_info
 from remesh.training import KeepEvery, KeepLast, ResumableBatchSampler, ResumableSampler
 
 OnStep = Callable[[int, list[int], float], None]
@@ -80,7 +80,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if run_info().world_size > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group()
     train(parse_args(), lambda step, _samples, loss: print(f"step {step}: loss {loss:.3f}"))
     if dist.is_initialized():

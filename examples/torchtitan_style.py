@@ -10,6 +10,7 @@ ranks.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from remesh.run_info import run_info
 from remesh.training import ResumableBatchSampler, ResumableSampler
 from remesh.training.integrations.torchtitan_style import CheckpointManager
 
@@ -100,7 +100,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if run_info().world_size > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group()
     Trainer(parse_args()).train(lambda step, loss: print(f"step {step}: loss {loss:.3f}"))
     if dist.is_initialized():

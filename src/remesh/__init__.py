@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from remesh import exchange as exchange
     from remesh import formats as formats
     from remesh import recipes as recipes
-    from remesh import run_info as run_info
     from remesh import sharding as sharding
     from remesh import storage as storage
     from remesh import training as training
@@ -73,7 +72,6 @@ else:
             "exchange",
             "formats",
             "recipes",
-            "run_info",
             "sharding",
             "storage",
             "training",
