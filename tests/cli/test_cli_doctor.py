@@ -35,7 +35,7 @@ def test_a_good_place(tmp_path: Path) -> None:
 
 def test_elastic_jobs_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        if name in {"torch", "aiohttp"}:
+        if name in {"torch", "aiohttp", "kopf", "lightkube"}:
             raise importlib.metadata.PackageNotFoundError(name)
         return "1"
 
@@ -43,6 +43,7 @@ def test_elastic_jobs_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     done = CliRunner().invoke(cli, ["doctor"])
     assert "no: remesh run needs torch and aiohttp\n" in done.stdout
     assert "not installed: needed for training jobs; pip install 'remesh[torch]'" in done.stdout
+    assert done.stdout.count("needed for remesh operator; pip install 'remesh[kubernetes]'") == 2
     report = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
     assert report["elastic"] is False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -82,6 +83,7 @@ def test_formats_are_compared_through_a_transformation(
     text = "\n".join(statements)
     assert run("diff", theirs, ours, "--transform", text, "--atol", 1).exit_code == 0
     renames = '{"": "model."}'
+    assert f"compare with --transform '{renames}'" in run("diff", theirs, ours).stdout
     assert run("diff", theirs, ours, "--transform", renames, "--atol", 1).exit_code == 0
     absent = run("diff", theirs, ours, "--transform", tmp_path / "absent.txt")
     assert (absent.exit_code, "no file with them" in absent.stderr) == (2, True)
@@ -138,6 +140,7 @@ def test_a_plan_without_processes(run: Run, run_json: Any, ours: Path, theirs: P
     uncut = run_json("plan", theirs, "--layout", "tp=2", "--shard", "*o_proj*=-")
     assert [rank["state_bytes"] for rank in uncut["ranks"]] == [128 + 256 + 16] * 2
     assert run("plan", ours, "--layout", "xp=2").exit_code == 2
+    assert "whole blocks of digests" in run("plan", ours, "--layout", "tp=2,fsdp=2").stdout
 
     other = run_json("plan", theirs, "--like", ours, exit_code=1)
     assert (other["loads"], len(other["missing"]), len(other["unexpected"])) == (False, 3, 3)
@@ -198,6 +201,12 @@ def test_pages_are_whole_and_need_nothing_else(
         assert len(text) < 200_000
     result = run("report", path, "--no-stats")
     assert QUERY.rpartition(".")[0].split(".")[-1] in result.stdout
+
+
+def test_a_conversion_says_how_fast_it_was(run: Run, theirs: Path, tmp_path: Path) -> None:
+    done = run("convert", theirs, tmp_path / "new", "--format", "remesh")
+
+    assert re.search(r"3 tensors, 528 B; .*; [0-9.]+ s, [0-9.]+ GB/s$", done.stdout.strip())
 
 
 def test_a_report_of_a_damaged_checkpoint_says_so(run: Run, ours: Path) -> None:

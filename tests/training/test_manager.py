@@ -839,6 +839,9 @@ def _derive(exchange: ThreadExchange, root: Path) -> list[int]:
         resumed = manager.resume(state_of(0, exchange))
     assert resumed is not None
     assert not resumed.same_random
+    [text] = resumed.seeded_anew
+    assert text.startswith("on all ranks: generators.dropout, numpy, python")
+    assert text.endswith("(roles were dp=2, and are rank=6)")
     return draw(generator)
 
 

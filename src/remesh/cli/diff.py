@@ -8,6 +8,9 @@ the second; casts that it asks for are left out, so a tolerance should be given.
 
 from __future__ import annotations
 
+import itertools
+import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -271,6 +274,9 @@ def _print_comparison(found: Comparison, *, show_all: bool) -> None:
 
     names("tensors only in A", found.only_first)
     names("tensors only in B", found.only_second)
+    if renames := prefixes_of(found.only_first, found.only_second):
+        option = shlex.quote(json.dumps(dict([renames])))
+        output.line(f"  a prefix differs; compare with --transform {option}", style="yellow")
     if found.tensors:
         output.line(f"tensors that differ: {len(found.tensors)}", style="bold")
         columns = ("<dtype", "<shape", ">elements", ">largest", "<name")
@@ -281,6 +287,21 @@ def _print_comparison(found: Comparison, *, show_all: bool) -> None:
     names("values that differ", texts)
     equal = output.plural(found.num_equal, "tensor")
     output.line(f"equal: {equal}" + ("" if not found.is_equal else "; nothing differs"))
+
+
+def prefixes_of(first: Sequence[str], second: Sequence[str]) -> tuple[str, str] | None:
+    """The prefixes in which all names of one side differ from names of the other, if they do."""
+    fewer, more = sorted((first, second), key=len)
+    for other in more if fewer else ():
+        ends = zip(reversed(fewer[0].split(".")), reversed(other.split(".")), strict=False)
+        common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], ends)))
+        if common:
+            rest = ".".join(fewer[0].split(".")[-common:])
+            old, new = fewer[0].removesuffix(rest), other.removesuffix(rest)
+            renamed = {new + name.removeprefix(old) for name in fewer if name.startswith(old)}
+            if len(renamed) == len(fewer) and renamed <= {*more}:
+                return (old, new) if fewer is first else (new, old)
+    return None
 
 
 def _row(one: TensorDifference) -> tuple[str, ...]:

@@ -24,8 +24,11 @@ _PACKAGES = {
     "torch": "training jobs; pip install 'remesh[torch]'",
     "obstore": "s3://, gs:// and az:// URLs; pip install 'remesh[s3]'",
     "fsspec": "all other URLs; pip install 'remesh[fsspec]'",
+    "zstandard": "saves with compress=; pip install 'remesh[compress]'",
     "aiohttp": "remesh run and remesh master; pip install 'remesh[elastic]'",
     "prometheus-client": "the metrics of the master; pip install 'remesh[elastic]'",
+    "kopf": "remesh operator; pip install 'remesh[kubernetes]'",
+    "lightkube": "remesh operator; pip install 'remesh[kubernetes]'",
 }
 """Distribution → what is missing without it."""
 _OF_ELASTIC = ("torch", "aiohttp", "prometheus-client")

@@ -47,6 +47,9 @@ from remesh.transform import Resolved, Transform
 MAX_DRAWN = 12
 """Tensors that are drawn if no names are given: the largest ones."""
 
+AMPLIFIED = 1.5
+"""Bytes read for each byte held above which the reason is printed."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
@@ -247,8 +250,13 @@ def _print_ranks(ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool) -> No
 
     columns = (">rank", "<place", ">tensors", ">holds", ">reads", ">requests", ">peak memory")
     output.print_table(columns, ranks, row, show_all=show_all)
-    total = sum(rank.bytes_read for rank in ranks)
+    total, held = sum(one.bytes_read for one in ranks), sum(one.state_bytes for one in ranks)
     output.line(f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all")
+    if total > AMPLIFIED * held:
+        output.line(
+            f"  {total / held:.1f} times what they hold: reads take whole blocks of digests, and "
+            "small gaps between what they need"
+        )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -543,7 +543,7 @@ class Manager:
             source.info,
             source.note.step,
             (*incomplete, *passed_over),
-            not loaded.seeded,
+            loaded.seeded,
             source.note.trackers,
             loaded.report,
             from_memory=source.kind == "snapshot",
@@ -579,8 +579,8 @@ class Manager:
             one.info.name for one, _ in loaded.passed_over if one.kind == "stored"
         )
         if self._exchange.rank == 0:
-            seeded = ", ".join(loaded.seeded)
-            seeded = f"; random numbers were seeded anew: {seeded}" if seeded else ""
+            seeded = "; ".join(loaded.seeded)
+            seeded = f"; random numbers were seeded anew {seeded}" if seeded else ""
             _LOGGER.info("resumed from %s%s", info.path, seeded)
 
     def _secure(self, loaded: Loaded, sources: Sequence[Source], state: Any) -> None:

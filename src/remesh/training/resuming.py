@@ -259,9 +259,9 @@ class Resumed:
     """Steps done."""
     passed_over: tuple[tuple[str, str], ...]
     """Newer checkpoints that could not be used, from the newest on: name and reason."""
-    same_random: bool
-    """Whether every random stream goes on exactly where it was; otherwise some were seeded anew
-    (see `remesh.training.rng`)."""
+    seeded_anew: tuple[str, ...]
+    """Random streams that do not go on where they were, with their ranks and why; they were seeded
+    anew (see `remesh.training.rng`)."""
     trackers: Mapping[str, TrackerRun]
     """Name → run of an experiment tracker, as it was saved; see
     `remesh.training.trackers.resume_arguments`."""
@@ -276,6 +276,11 @@ class Resumed:
     what the resume needed besides the state, with a few buffers."""
 
     __repr__ = short_repr
+
+    @property
+    def same_random(self) -> bool:
+        """Whether every random stream of every rank goes on exactly where it was."""
+        return not self.seeded_anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +315,7 @@ class Loaded:
     """A source that was loaded."""
 
     source: Source
-    seeded: tuple[str, ...]  # the random streams that were seeded anew
+    seeded: tuple[str, ...]  # see `Resumed.seeded_anew`
     report: RestoreReport  # of this rank
     passed_over: Sequence[tuple[Source, str]]  # the sources before it, and why they were not loaded
 
@@ -479,12 +484,14 @@ def _load(
     recorder: Recorder,
     options: Mapping[str, Any],
 ) -> tuple[tuple[str, ...], RestoreReport]:
-    """Load a source into a state and the random streams; returns the streams seeded anew.
+    """Load a source into a state and the random streams; returns what was seeded anew.
 
     These are the streams that were not stored, or all of them if the roles have changed.
     """
-    streams, roles = recorder.streams(), recorder.roles
-    names = (source.random or source).note.streams if source.note.role_grid == roles.grid else ()
+    streams, roles, former = recorder.streams(), recorder.roles, source.note.role_grid
+    names, reason = (source.random or source).note.streams, "not stored"
+    if names and former != roles.grid:
+        names, reason = (), f"roles were {_axes(former)}, and are {_axes(roles.grid)}"
     stored = {name: stream for name, stream in streams.items() if name in names}
     rows = rng.rows_of(stored, roles, is_empty=True)
     report = source.load(with_rows(state, rows if source.random is None else {}), **options)
@@ -493,7 +500,7 @@ def _load(
         and stored
         and not _load_rows(exchange, source.random, rows, options)
     ):
-        stored, rows = {}, {}
+        stored, rows, reason = {}, {}, "not loaded"
     seeded = tuple(sorted(streams.keys() - stored.keys()))
 
     def take() -> bytes:
@@ -502,10 +509,25 @@ def _load(
         for name in seeded:
             seed = rng.derived_seed(recorder.seed, source.note.step, name, roles.own)
             streams[name].seed(seed)
-        return b""
+        return f"{', '.join(seeded)} ({reason})".encode() if seeded else b""
 
-    run_on_all(exchange, take)
-    return seeded, report
+    return _by_ranks(run_on_all(exchange, take)), report
+
+
+def _axes(grid: tuple[tuple[str, int], ...]) -> str:
+    return ",".join(f"{name}={size}" for name, size in grid)
+
+
+def _by_ranks(replies: Sequence[bytes]) -> tuple[str, ...]:
+    """What ranks say, each text once with those who say it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, reply in enumerate(replies):
+        if reply:
+            ranks.setdefault(reply.decode(), []).append(rank)
+    return tuple(
+        f"on {'all ranks' if len(own) == len(replies) else f'ranks {str(own)[1:-1]}'}: {text}"
+        for text, own in ranks.items()
+    )
 
 
 def _load_rows(
