@@ -49,7 +49,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remesh._repr import shown
-from remesh.core.geometry import MAX_ELEMENTS
 from remesh.core.state import Path, name_of
 from remesh.errors import FormatVersionError
 from remesh.formats.archive import Archive
@@ -284,8 +283,9 @@ class _Reader:
 
     def _add_state(self, place: Path, value: Any, file: RankFile) -> None:
         """Add a state of a parameter; DeepSpeed counts steps in numbers, torch in tensors."""
-        is_number = type(value) in {int, float} and abs(value) < MAX_ELEMENTS
-        if place[-1] == "step" and is_number:
+        # A count that float32 cannot hold stays a value.
+        is_count = type(value) in {int, float} and abs(value) <= 2**24 and value == int(value)
+        if place[-1] == "step" and is_count:
             self.builder.add_number(place, value)
         else:
             self.builder.add_leaf(place, value, file.archive)
