@@ -596,6 +596,17 @@ def test_save_async_gives_its_memory_back_after_a_time(monkeypatch: pytest.Monke
     assert saver.num_plans_reused == 1
 
 
+def test_a_save_that_has_ended_keeps_nothing_of_the_state() -> None:
+    array = np.ones(10)
+    kept = weakref.ref(array)
+    handle = remesh.save_async({"w": array}, MemoryStorage(), group=(group := Alone()))
+    handle.result(240)
+    del array
+    wait_until(lambda: gc.collect() >= 0 and kept() is None, "end of the array")
+    assert handle.progress().phase == "done"
+    assert background._SAVERS[group].num_plans_reused == 0  # the saver lives on
+
+
 def test_the_saver_of_a_group_ends_with_it() -> None:
     group = Alone()
     remesh.save_async({"w": np.ones(10)}, MemoryStorage(), group=group).result(240)

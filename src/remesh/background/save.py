@@ -116,6 +116,10 @@ class SaveHandle(Future[SaveReport]):
         self._ask_to_cancel()
         return True
 
+    def let_go(self, progress: Progress) -> None:
+        """Keep nothing of the state and the arena once the save has ended. Called by the save."""
+        self._progress, self._ask_to_cancel = lambda: progress, lambda: None
+
     def set_exception(self, exception: BaseException | None) -> None:
         """End the save with an error; with a `CancelledError` as cancelled. Called by the save."""
         if isinstance(exception, CancelledError):
@@ -218,6 +222,7 @@ class BackgroundSave:
                 error = caught
         with self._lock:
             self._phase = "done" if error is None else "failed"
+        self.handle.let_go(self._progress())
         if error is None:
             assert report is not None
             self.handle.set_result(report)
