@@ -158,7 +158,7 @@ def test_names_that_collide_and_rules_that_are_none(
     with pytest.raises(TransformError, match="is no name"):
         remesh.load(state, path, transform=lambda _name: "")
     with pytest.raises(TransformError, match="call bind"):
-        remesh.Transform({"model.": "net."}).inverse()
+        remesh.Transform({"model.": "net."}).reversed()
 
 
 def test_a_rule_about_one_of_two_that_the_optimizer_may_belong_to(

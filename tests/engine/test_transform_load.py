@@ -116,7 +116,7 @@ def test_there_and_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
     remesh.save(state, tmp_path / "fused")
     split = Split()
     state = {"model": split, "optimizer": adamw(split), "step": 0}
-    remesh.load(state, tmp_path / "fused", transform=forth.inverse(), unexpected="error")
+    remesh.load(state, tmp_path / "fused", transform=forth.reversed(), unexpected="error")
     remesh.save(state, tmp_path / "back")
     one, other = remesh.Checkpoint(tmp_path / "split"), remesh.Checkpoint(tmp_path / "back")
     assert set(one.index) == set(other.index)

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from tests.strategies import shapes
 from tests.transform.simulated import Array, converted
 
-EXACT_BACK = {("float16", "float32"), ("bfloat16", "float32")}
-
 
 @dataclass
 class Tensor:

@@ -64,7 +64,7 @@ def test_swapped_names_come_back() -> None:
         "a.exp_avg": 1,
         "b.exp_avg": 0,
     }
-    back = swap.inverse().apply(there, {name: np.empty(2) for name in state})
+    back = swap.reversed().apply(there, {name: np.empty(2) for name in state})
     assert all(np.array_equal(back[name], state[name]) for name in state)
 
 

@@ -16,9 +16,8 @@ The modules in reading order; each imports only those before it:
 6. `wildcards`: a statement with wildcards to steps with plain names;
 7. `renames`: all that may be given as a program, and the statements that it becomes;
 8. `execute`: what ends up where, and each name bound to an expression;
-9. `inverse`: statements turned around;
-10. `resolve`: the answers, and how they are found for given tensors;
-11. `arrays`, `transform`: arrays in memory, and the public class.
+9. `resolve`: the answers, and how they are found for given tensors;
+10. `arrays`, `transform`: arrays in memory, and the public class.
 
 The language is specified in docs/transform.md.
 """

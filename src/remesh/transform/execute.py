@@ -22,7 +22,7 @@ from remesh.transform.expressions import (
 )
 from remesh.transform.operators import Ends, Operand
 from remesh.transform.optimizer_state import States
-from remesh.transform.rearrange import Shape, inverse_order, take
+from remesh.transform.rearrange import inverse_order, take
 from remesh.transform.renames import Renaming
 from remesh.transform.syntax import Problem, Span, nearest
 from remesh.transform.tensor_info import Infos, TensorInfo
@@ -149,8 +149,6 @@ class Bindings:
         self.deleted: dict[str, int] = {}  # names of sources that are not wanted
         self.unread: dict[str, None] = {}  # names bound to something that no statement has read
         self.read: dict[str, None] = {}  # sources that a statement has read
-        # By the statement's number and the name.
-        self.read_shapes: dict[tuple[int, str], Shape] = {}
 
     def rename(self, renames: Mapping[str, str | None]) -> None:
         """Delete the sources that become None, then give the others new names, all at once."""
@@ -202,7 +200,7 @@ class Bindings:
         """What the names right of the arrow are bound to."""
         operator = step.statement.operator
         try:
-            nodes = [self._read(step, operand) for operand in step.left]
+            nodes = [self._read(operand) for operand in step.left]
             ends = self._ends_of(step, nodes) if operator.needs_ends else Ends()
             results = operator.apply(step, nodes, ends)
             return [_made(operand, n) for operand, n in zip(step.right, results, strict=True)]
@@ -220,14 +218,13 @@ class Bindings:
             return info
         return info.permuted(range(len(info.shape))[::-1])
 
-    def _read(self, step: Step, operand: Operand) -> Node:
+    def _read(self, operand: Operand) -> Node:
         name = operand.name
         node = self.values.get(name)
         if node is None:
             node = self._read_source(operand)
         else:
             self.unread.pop(name, None)
-        self.read_shapes[step.statement.number, name] = node.shape
         return reverse_axes(node) if operand.origin.transposed else node
 
     def _read_source(self, operand: Operand) -> Leaf:

@@ -386,7 +386,9 @@ def _kept_axes(old: Shape, new: Shape) -> tuple[int, ...] | None:
 
 
 def convert(node: Node, dtype: str) -> Node:
-    """Another dtype."""
+    """Another dtype; an exact conversion that is converted again is left out."""
+    while isinstance(node, Converted) and (node.node.dtype, node.dtype) in EXACT_CASTS:
+        node = node.node
     return node if node.dtype == dtype else Converted(node.shape, dtype, node.depth + 1, node)
 
 

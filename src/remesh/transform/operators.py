@@ -15,7 +15,6 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from remesh.transform.expressions import (
-    EXACT_CASTS,
     Node,
     concatenated,
     convert,
@@ -211,10 +210,6 @@ class Operator:
         """The operator of the statement with its sides exchanged: by default the same."""
         return self
 
-    def undo(self) -> Operator:
-        """Like `opposite`, but it restores the sources exactly; sizes may come from the targets."""
-        return self.opposite()
-
     @property
     def num_parts(self) -> int:
         """How many results a `*` on the right stands for; 0 if the statement does not say."""
@@ -265,9 +260,6 @@ class Concat(Operator):
 
     def opposite(self) -> Split:
         return Split(self.axis)
-
-    def undo(self) -> Split:
-        return Split(self.axis, "targets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,9 +436,6 @@ class Reshape(Operator):
             raise Problem("a reshape to fewer than three axes does not say what to go back to")
         return self
 
-    def undo(self) -> Reshape:
-        return Reshape("targets")
-
     @property
     def needs_sizes(self) -> bool:
         return self.reshape == "targets"
@@ -489,14 +478,6 @@ class StatedCast(Operator):
 
     def opposite(self) -> StatedCast:
         return StatedCast(self.dst_dtype, self.src_dtype)
-
-    def undo(self) -> StatedCast:
-        casts = (self.src_dtype, self.dst_dtype)
-        if casts[0] != casts[1] and casts not in EXACT_CASTS:
-            raise Problem(
-                f"a cast from {casts[0]} to {casts[1]} loses digits, so it has no inverse"
-            )
-        return self.opposite()
 
 
 def _cast(step: Operands, node: Node, dtype: str) -> Node:

@@ -21,7 +21,6 @@ tensors that must agree are left for later.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,24 +30,21 @@ from remesh.core.geometry import Box
 from remesh.errors import MismatchError, TransformError
 from remesh.transform.execute import Bindings, Sources, ends_of_results, info_from_states
 from remesh.transform.expressions import (
-    EXACT_CASTS,
     Leaf,
     Node,
-    Origin,
     convert,
     leaves,
     made_of,
     tied,
     without_conversions,
 )
-from remesh.transform.inverse import COPY
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
-from remesh.transform.rearrange import Rearrangement, Shape, shape_after, trace
+from remesh.transform.rearrange import Rearrangement, shape_after, trace
 from remesh.transform.renames import Renames
 from remesh.transform.statements import Statements
 from remesh.transform.syntax import Name, listing
 from remesh.transform.tensor_info import Infos, TensorInfo
-from remesh.transform.wildcards import Binding, Expander, Step
+from remesh.transform.wildcards import Expander, Step
 
 _MAX_HINTS = _MAX_SHOWN = 10
 
@@ -213,7 +209,7 @@ class Resolved:
         regions = []
         for origin in origins:
             name = origin.leaf.name if plan.states is None else plan.states[origin.leaf.name]
-            dtypes = _shortest(origin) if plan.states is None else self._dtypes(name, plan.dtype)
+            dtypes = origin.dtypes if plan.states is None else self._dtypes(name, plan.dtype)
             regions.append(Region(name, origin.source_box, origin.steps, origin.box, dtypes))
         return tuple(regions)
 
@@ -221,20 +217,6 @@ class Resolved:
         info = self.sources[source]
         assert info is not None
         return () if wanted is None or wanted == info.dtype else (wanted,)
-
-
-def _shortest(origin: Origin) -> tuple[str, ...]:
-    """Conversions without those that are exact and converted again: f16 to f32 to bf16."""
-    if not origin.dtypes:
-        return ()
-    dtypes: list[str] = []
-    for number, wanted in enumerate(origin.dtypes):
-        before = dtypes[-1] if dtypes else origin.leaf.dtype
-        is_last = number == len(origin.dtypes) - 1
-        if before == wanted or (not is_last and (before, wanted) in EXACT_CASTS):
-            continue
-        dtypes.append(wanted)
-    return tuple(dtypes)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -251,7 +233,6 @@ class Resolver:
     given_targets: Infos | None
     owners: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    original: Statements | None = None  # the statements that the program undoes
     cast: bool = False
     with_outputs: bool = False
     resizes: bool = False
@@ -272,7 +253,7 @@ class Resolver:
         }
 
     def run(self) -> Resolved:
-        self.bindings, _ = self.execute()
+        self.bindings = self.execute()
         given = self.given_targets
         outputs = self.outputs() if self.with_outputs or given is None else {}
         found = self.result = Resolved(self.infos, {**outputs, **(given or {})})
@@ -298,62 +279,29 @@ class Resolver:
     # Statements
     # -----------------------------------------------------------------------------------------
 
-    def execute(self) -> tuple[Bindings, list[tuple[Step, ...]]]:
-        """Expand and execute all statements; the steps of each, too."""
+    def execute(self) -> Bindings:
+        """Expand and execute all statements."""
         if not isinstance(self.program, tuple):
             bindings = Bindings(self.sources, {})
             bindings.rename(self.program)
-            return bindings, []
+            return bindings
         states = self.sources.states
         expander = Expander(
             dict.fromkeys([*self.infos, *states.by_parameter]),
             None if self.given_targets is None else self.parameter_targets,
-            self.original_names,
         )
         groups = [expander.expand(statement) for statement in self.program]
         bindings = Bindings(self.sources, self.ends_of(groups))
         for steps in groups:
             bindings.execute(steps)
-        return bindings, groups
+        return bindings
 
     def ends_of(self, groups: Sequence[Sequence[Step]]) -> dict[tuple[int, str], TensorInfo]:
         """Where results end up, as far as operators ask for it: see `ends_of_results`."""
-        ends: dict[tuple[int, str], TensorInfo] = {}
-        steps = [step for steps in groups for step in steps if step.statement.operator.needs_ends]
-        if steps and self.given_targets is not None:
-            ends = ends_of_results(groups, self.parameter_targets())
-        for step in steps if self.original is not None else ():
-            for name in (operand.name for operand in step.right):
-                is_open = step.statement.operator.needs_sizes and (step.position, name) not in ends
-                shape = self.original_shape(step.statement.number, name) if is_open else None
-                if shape is not None:
-                    ends[step.position, name] = TensorInfo("", shape)
-        return ends
-
-    @functools.cached_property
-    def undone(self) -> tuple[Bindings, dict[tuple[int, Binding], Step]] | None:
-        """The program that this one undoes, executed on what it shall restore.
-
-        Statements that undo others leave out what these knew: the sizes of tensors that were
-        joined, and which names a star had stood for. Mostly the targets tell. What never is a
-        target, the original program tells, which for names and shapes costs little.
-        """
-        if self.original is None or self.given_targets is None:
-            return None
-        resolver = Resolver(self.original, self.given_targets, self.infos, self.owners)
-        bindings, groups = resolver.execute()
-        return bindings, {(s.statement.number, s.binding): s for steps in groups for s in steps}
-
-    def original_shape(self, number: int, name: str) -> Shape | None:
-        """The shape of a result, as the statement that is undone had read it."""
-        if self.undone is None:
-            return None
-        return self.undone[0].read_shapes.get((number, COPY.sub("", name, count=1)))
-
-    def original_names(self, number: int, binding: Binding, name: Name) -> list[str]:
-        """The names that a name with a star matched in the statement that is undone."""
-        step = self.undone[1].get((number, binding)) if self.undone else None
-        return [operand.name for operand in step.left if operand.origin == name] if step else []
+        is_asked = any(s.statement.operator.needs_ends for steps in groups for s in steps)
+        if not is_asked or self.given_targets is None:
+            return {}
+        return ends_of_results(groups, self.parameter_targets())
 
     def parameter_targets(self) -> dict[str, TensorInfo]:
         """The targets, and the parameters of which only optimizer states are targets."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, NoReturn
 
 from remesh.errors import TransformError
@@ -79,6 +79,20 @@ class Statement:
     def deletes(self) -> bool:
         """True if it says that sources are not wanted: `... -> _`."""
         return self.right[0].is_nothing
+
+    def turned(self) -> Statement:
+        """The statement with left and right exchanged, and its operator turned around."""
+        try:
+            operator = self.operator.opposite()
+        except Problem as problem:
+            raise self.error(str(problem), self.operator_span, problem.hints) from None
+        return replace(
+            self,
+            left=self.right,
+            right=self.left,
+            operator=operator,
+            is_reversed=not self.is_reversed,
+        )
 
     def error(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from remesh._repr import short_repr
 from remesh.core.collector import collector_rests
 from remesh.errors import TransformError
-from remesh.transform import arrays, inverse
+from remesh.transform import arrays
 from remesh.transform.renames import (
     Program,
     Renames,
@@ -55,15 +55,13 @@ class Transform:
     """A rule that says what to rename once the names of the sources are known (`bind`)."""
     program: Statements | Renames | None
     """Statements, or what is renamed, all at once; None for a rule that is not bound yet."""
-    undone: Statements | None
-    """The statements that these undo, if they were made by `inverse`."""
 
     __repr__ = short_repr
 
     def __init__(self, program: Program, *, owners: Mapping[str, str] | None = None) -> None:
         given = read_program(program)
         rule, bound = (given, None) if callable(given) else (None, given)
-        _filled(self, dict(owners or {}), rule, bound, None)
+        _filled(self, dict(owners or {}), rule, bound)
 
     @property
     def statements(self) -> Statements:
@@ -95,33 +93,19 @@ class Transform:
         if self.rename is None or self.program is not None:
             return self
         renames = renames_among(self.rename, names, self.owners)
-        return _filled(object.__new__(Transform), self.owners, self.rename, renames, None)
+        return _filled(object.__new__(Transform), self.owners, self.rename, renames)
 
     def reversed(self) -> Transform:
         """The statements turned around: last first, arrows from right to left.
 
-        The result need not undo this transformation; `inverse` is the checked counterpart.
+        The result need not undo this transformation.
 
         Raises:
             TransformError: If a statement has no opposite (`dtype=`).
         """
         self._refuse_rule()
-        turned = inverse.reverse(self.statements)
-        return _filled(object.__new__(Transform), self.owners, None, turned, None)
-
-    def inverse(self) -> Transform:
-        """The transformation that undoes this one.
-
-        It gives back every source that this one reads. Sizes that it needs come from the targets.
-
-        Raises:
-            TransformError: If this one loses something: a deleted source, an overwritten result,
-                digits of a cast.
-        """
-        self._refuse_rule()
-        statements = self.statements  # made of renames at each call
-        turned = inverse.invert(statements)
-        return _filled(object.__new__(Transform), self.owners, None, turned, statements)
+        turned = tuple(statement.turned() for statement in self.statements[::-1])
+        return _filled(object.__new__(Transform), self.owners, None, turned)
 
     def resolve(
         self,
@@ -170,7 +154,6 @@ class Transform:
                 None if targets is None else infos_of(targets),
                 self.owners,
                 aliases,
-                self.undone,
                 cast=cast,
                 with_outputs=with_outputs,
                 resizes=resizes,
@@ -205,7 +188,7 @@ class Transform:
 
 
 def _filled(transform: Transform, *values: object) -> Transform:
-    for name, value in zip(("owners", "rename", "program", "undone"), values, strict=True):
+    for name, value in zip(("owners", "rename", "program"), values, strict=True):
         object.__setattr__(transform, name, value)
     return transform
 

@@ -248,11 +248,8 @@ class Expander:
         self,
         sources: Iterable[str],
         targets: Callable[[], Iterable[str]] | None,
-        # The names that a star matched in the statement that one undoes; none if it undoes none.
-        original_names: Callable[[int, Binding, Name], list[str]],
     ) -> None:
         self._source_names = sources
-        self._original_names = original_names
         self._target_names = targets
         self._sources: NameIndex | None = None
         self._targets: NameIndex | None = None
@@ -363,11 +360,11 @@ class Expander:
         return [
             Operand(text, name)
             for one in expanded
-            for text in self._stars(statement, binding, name, one, is_left=is_left)
+            for text in self._stars(statement, name, one, is_left=is_left)
         ]
 
     def _stars(
-        self, statement: Statement, binding: Binding, name: Name, pieces: Pieces, *, is_left: bool
+        self, statement: Statement, name: Name, pieces: Pieces, *, is_left: bool
     ) -> list[str]:
         """The names that pieces with `*` match."""
         pattern = Pattern.of(pieces)
@@ -376,8 +373,7 @@ class Expander:
         if is_left:
             found = [text for text in found if text not in self._deleted]
         elif not found:
-            found = self._original_names(statement.number, binding, name)
-            found = found or _numbered(statement, pieces)
+            found = _numbered(statement, pieces)
         if found:
             return found
         if not is_left and self._target_names is None:
