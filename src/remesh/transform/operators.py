@@ -193,14 +193,9 @@ class Operator:
         raise Problem(f"{cls.title or cls.leads[0]} takes one name on {side}")
 
     @property
-    def needs_sizes(self) -> bool:
-        """True if the shapes of the targets decide about the results."""
-        return False
-
-    @property
     def needs_ends(self) -> bool:
         """True if the results depend on what `Ends` tells."""
-        return self.needs_sizes
+        return False
 
     def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
         """The tensors right of the arrow, made of those on the left."""
@@ -310,7 +305,7 @@ class Split(Operator):
         return Concat(self.axis)
 
     @property
-    def needs_sizes(self) -> bool:
+    def needs_ends(self) -> bool:
         return self.sizes == "targets"
 
     @property
@@ -437,7 +432,7 @@ class Reshape(Operator):
         return self
 
     @property
-    def needs_sizes(self) -> bool:
+    def needs_ends(self) -> bool:
         return self.reshape == "targets"
 
 

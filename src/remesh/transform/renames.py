@@ -19,18 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remesh.errors import TransformError
-from remesh.transform.operators import Operand
+from remesh.transform.operators import Operand, Rename
 from remesh.transform.optimizer_state import State, find_states, short_name
-from remesh.transform.statements import (
-    WILDCARD,
-    Statement,
-    Statements,
-    parse,
-    pieces_of,
-    statement_of,
-)
-from remesh.transform.syntax import NOTHING, Name, Problem, Span, shorten, text_error
-from remesh.transform.wildcards import Step, form_of
+from remesh.transform.statements import Statement, Statements, parse
+from remesh.transform.syntax import NOTHING, Name, Span, shorten
+from remesh.transform.wildcards import Step
 
 Rule = Callable[[str], str | None]
 """From an old name to a new one; None if what has the old name is not wanted."""
@@ -46,7 +39,7 @@ Program = (
 )
 """A text of statements, several texts, a dict of renames, or a function from name to name."""
 
-_PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\$[A-Z][A-Z0-9_]*(?:[+-][0-9]+)?)+")
+_PLAIN = re.compile("[A-Za-z0-9_.]+")
 
 
 Renames = Mapping[str, str | None]
@@ -99,19 +92,16 @@ def _read_dict(renames: Mapping[object, object]) -> Statements | Renames | Rule:
             )
         else:
             prefixes[old] = new
+    for name in (*exact, *exact.values()):
+        if name and ("$" in name or "*" in name):
+            raise TransformError(
+                f"{name!r} has a wildcard, and a dict of renames has none\nWrite a statement or a "
+                "regular expression instead"
+            )
     if prefixes or patterns or None in exact.values():
-        for old in exact:
-            if "$" in old:
-                raise TransformError(
-                    f"{old!r} has a placeholder, which stands in no dict with prefixes, regular "
-                    "expressions or None\nWrite a regular expression instead"
-                )
         return _rule(exact, prefixes, patterns)
     check_renames(exact)
-    has_wildcards = any(
-        "$" in str(name) or "*" in str(name) for pair in exact.items() for name in pair
-    )
-    return rename_statements(exact, literal=False) if has_wildcards else exact
+    return exact
 
 
 # ---------------------------------------------------------------------------------------------
@@ -126,19 +116,13 @@ class Renaming(NamedTuple):
     old: str
     new: str | None
 
-    def statement(self, *, literal: bool = True) -> Statement:
-        """What a text would say for it; if `literal`, names hold no placeholders."""
-        left = _written(self.old, literal)
-        new = NOTHING if self.new is None else self.new
-        right = new if self.new is None else _written(new, literal)
+    def statement(self) -> Statement:
+        """What a text would say for it."""
+        left, source = _written(self.old, 0)
+        right, target = _written(self.new, len(left) + len(" -> "))
         text = f"{left} -> {right}"
         whole = Span(0, len(text))
-        try:
-            source = _name(self.old, left, 0, is_left=True)
-            target = _name(new, right, len(left) + 4, is_left=False)
-            return statement_of(self.number, text, whole, ([source], [target]), {})
-        except Problem as problem:
-            raise text_error(str(problem), self.number, text, problem.span or whole) from None
+        return Statement(self.number, text, whole, (source,), (target,), Rename(), whole)
 
     def step(self) -> Step:
         """The same as a step, for errors."""
@@ -166,53 +150,31 @@ def check_renames(renames: Renames) -> None:
         old_of[new] = old
 
 
-def rename_statements(renames: Renames, *, literal: bool) -> Statements:
+def rename_statements(renames: Renames) -> Statements:
     """Renames, which happen all at once, as statements, which run in order.
 
     A name that is both old and new is first read into a temporary name.
     """
     old_of = {new: old for old, new in renames.items() if new is not None}
     reassigned = {old for old in old_of.values() if old_of.get(old, old) != old}
-    if not literal:
-        reassigned |= _reassigned_by_placeholders(old_of)
     sources = {old: f"_renamed.{old}" for old in renames if old in reassigned}
     pairs: list[tuple[str, str | None]] = [
         *((old, new) for old, new in renames.items() if new is None),
         *sources.items(),
         *((sources.get(old, old), new) for old, new in renames.items() if new is not None),
     ]
-    return tuple(
-        Renaming(number, *pair).statement(literal=literal) for number, pair in enumerate(pairs, 1)
+    return tuple(Renaming(number, *pair).statement() for number, pair in enumerate(pairs, 1))
+
+
+def _written(name: str | None, start: int) -> tuple[str, Name]:
+    """A name as statements spell it, quoted if it must be, and the name in one, from `start` on."""
+    is_quoted = name is not None and (
+        not _PLAIN.fullmatch(name) or name.isdigit() or name == NOTHING
     )
-
-
-def _reassigned_by_placeholders(old_of: Mapping[str, str]) -> set[str]:
-    """Old names that a new name may stand for, if one of both holds a placeholder."""
-    forms = {_form(new) for new in old_of}
-    wildcard_forms = {_form(new) for new in old_of if "$" in new}
-    return {
-        old for old in old_of.values() if _form(old) in (forms if "$" in old else wildcard_forms)
-    }
-
-
-def _form(name: str) -> str:
-    return form_of(WILDCARD.sub("0", name))[0]
-
-
-def _name(plain: str, written: str, start: int, *, is_left: bool) -> Name:
-    span = Span(start, start + len(written))
-    if written != plain:
-        return Name((plain,), span, quoted=True)
-    return Name(pieces_of(plain, start, is_left=is_left), span)
-
-
-def _written(name: str, literal: bool) -> str:
-    """A name as statements spell it: quoted if it must be."""
-    has_wildcard = literal and ("*" in name or "$" in name)
-    if not has_wildcard and _PLAIN.fullmatch(name) and not name.isdigit() and name != NOTHING:
-        return name
-    quote = '"' if "'" in name else "'"
-    return f"{quote}{name}{quote}"
+    name = NOTHING if name is None else name
+    quote = "" if not is_quoted else '"' if "'" in name else "'"
+    text = f"{quote}{name}{quote}"
+    return text, Name((name,), Span(start, start + len(text)), quoted=is_quoted)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class Transform:
         """The statements, in order; none of a rule that is not bound yet."""
         if self.program is None or isinstance(self.program, tuple):
             return self.program or ()
-        return rename_statements(self.program, literal=True)
+        return rename_statements(self.program)
 
     def _refuse_rule(self) -> None:
         if self.program is None:
