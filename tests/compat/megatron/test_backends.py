@@ -25,7 +25,6 @@ from remesh.compat.megatron import (
     ShardedTensorFactory,
     StrictHandling,
 )
-from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.serialization import load, save
 from remesh.compat.megatron.strategies.base import (
     LoadShardedStrategy,
@@ -474,20 +473,19 @@ def test_the_bytes_of_tensors_that_were_set_apart_are_given_back(tmp_path: Path)
     assert dist_checkpointing.load_plain_tensors(tmp_path)["model.a"].tolist() == [1, 1, 1]
 
 
-class _TensorsOnly(SaveShardedStrategy):
-    """A strategy of an application's own that leaves objects to the common strategy."""
+class _Own(SaveShardedStrategy):
+    """A strategy of an application's own."""
 
     def __init__(self) -> None:
-        super().__init__("tensors only", 3)
+        super().__init__("own", 3)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        assert all(isinstance(leaf, ShardedTensor) for leaf in nested_values(sharded_state_dict))
         RemeshSaveShardedStrategy().save(sharded_state_dict, checkpoint_dir)
 
 
-class _LoadTensorsOnly(LoadShardedStrategy):
+class _LoadOwn(LoadShardedStrategy):
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        assert loaded_backend == "tensors only"
+        assert loaded_backend == "own"
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         assert loaded_version == 3
@@ -502,18 +500,19 @@ class _LoadTensorsOnly(LoadShardedStrategy):
 def test_strategies_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for action in StrategyAction:
         monkeypatch.setitem(default_strategies, action.value, {})
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "tensors only", 3, _LoadTensorsOnly())
-    save(leaves(values=True), tmp_path, _TensorsOnly())
-    assert (tmp_path / "rng" / "shard_0_2.pt").exists()
-    loaded, missing, unexpected = load(leaves(values=False), tmp_path, strict="return_all")
-    assert (missing, unexpected) == (set(), set())
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "own", 3, _LoadOwn())
+    save(leaves(values=True), tmp_path, _Own(), ("torch", 1))
+    loaded = load(leaves(values=False), tmp_path, None, ("torch", 1))
+    assert loaded["common"]["step"] == 5
     assert loaded["rng"][0]["numpy"].tolist() == [0, 1, 2, 3]
-    assert loaded["extra"].read() == b"state"
     assert torch.equal(loaded["fused"], torch.arange(8.0).reshape(4, 2))
-    with pytest.raises(CheckpointingException, match="no object absent/shard_0_1"):
-        load({"o": ShardedObject("absent", None, (1,), (0,))}, tmp_path)
+    # Objects are not listed by default.
+    _, missing, unexpected = load(leaves(values=False), tmp_path, strict="return_all")
+    assert (missing, unexpected) == (set(), {"rng", "extra", "none"})
+    with pytest.raises(CheckpointingException, match="common state is stored as 'torch'"):
+        save({}, tmp_path, _Own(), ("remesh", 1))
     with pytest.raises(CheckpointingException, match="cannot save beside the training"):
-        save({}, tmp_path, _TensorsOnly(), async_sharded_save=True)
+        save({}, tmp_path, _Own(), async_sharded_save=True)
 
 
 def test_common_state_among_the_objects_is_found(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -31,17 +30,15 @@ from remesh.compat.megatron import (
     load,
     save,
 )
-from remesh.compat.megatron.exchange_utils import distribute_shards_to_ranks
 from remesh.compat.megatron.redirect import REPLACED
 from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from remesh.compat.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from remesh.compat.megatron.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from remesh.compat.megatron.strategies.torch import (
     TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
 )
 from remesh.exchange import Exchange
 from tests.compat.megatron.names import imported, missing
+from tests.compat.megatron.own_tests import cuda_on_cpu
 from tests.support import run_processes
 
 
@@ -65,17 +62,6 @@ def test_old_arrays_are_read_by_the_strategy_that_nemo_names(tmp_path: Path) -> 
     assert load(state(), tmp_path, strategy)["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_shards_go_to_the_rank_that_has_least_to_do() -> None:
-    holders = {"a": [0], "b": [0, 1], "c": [0, 1], "far": [0, 1]}
-    sizes = {"a": 4, "b": 3, "c": 9, "far": 9}
-    assert distribute_shards_to_ranks(holders, sizes, 2, {"far"}) == {
-        "a": 0,  # which no other rank holds
-        "c": 1,  # large before small
-        "b": 0,
-        "far": 0,  # last, though it is large
-    }
-
-
 def _from_release(name: str) -> Any:
     """A file of the installed Megatron over the drop-in; only for processes of their own.
 
@@ -89,8 +75,7 @@ def _from_release(name: str) -> Any:
     sys.modules["megatron.core"] = core
     # The ranks of `run_processes` are daemons, and Megatron's writer starts processes.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    cuda_on_cpu.install()
     install()
     # As Megatron Core does; the two import each other.
     importlib.import_module("megatron.core.parallel_state")
@@ -273,28 +258,6 @@ def test_requests_of_other_libraries_are_scheduled() -> None:
     with pytest.raises(CheckpointingException, match="TypeError"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert done == ["written", "finalized", "finalized"]
-
-
-def test_a_save_in_the_layout_of_a_loaded_checkpoint_is_known(tmp_path: Path) -> None:
-    def state(num_rows: int) -> dict[str, object]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4).reshape(num_rows, -1))}
-
-    saving = TorchDistSaveShardedStrategy(cached_metadata=True)
-    copied = deepcopy(saving)  # an application may copy a strategy, also one that has saved
-    save(state(2), tmp_path / "a", saving)
-    loading = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
-    load(state(2), tmp_path / "a", loading)
-    for strategy in (copied, deepcopy(saving)):
-        said = [strategy.validated_loaded_metadata_reuse]
-        strategy.cached_global_metadata = loading.cached_global_metadata
-        save(state(2), tmp_path / "b", strategy)
-        said.append(strategy.validated_loaded_metadata_reuse)
-        save({"v": ShardedObject("v", 1, (1,), (0,))}, tmp_path / "c", strategy)
-        said.append(strategy.validated_loaded_metadata_reuse)
-        assert said == [False, True, False]
-    load(state(2), tmp_path / "a", loading)
-    shutil.rmtree(tmp_path / "a")
-    assert loading.cached_global_metadata is None
 
 
 def test_digests_of_files_are_those_of_the_installed_release(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from remesh.compat.megatron.mapping import (
 from remesh.compat.megatron.redirect import install, uninstall
 from remesh.compat.megatron.serialization import (
     get_default_load_sharded_strategy,
-    get_default_save_common_strategy,
     get_default_save_sharded_strategy,
     load,
     load_common_state_dict,
@@ -45,7 +44,6 @@ __all__ = [
     "StrictHandling",
     "check_is_distributed_checkpoint",
     "get_default_load_sharded_strategy",
-    "get_default_save_common_strategy",
     "get_default_save_sharded_strategy",
     "install",
     "load",

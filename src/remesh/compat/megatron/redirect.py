@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -30,6 +31,8 @@ REPLACED = "megatron.core.dist_checkpointing"
 _HOME = __package__
 _OF_RELEASE = "_of_release"
 """What follows the name of a module of Megatron that lends names to the drop-in's at its place."""
+_OWN = "__own__"
+"""Where such a module keeps what it had itself of the names that the drop-in has too."""
 
 
 class _Finder(MetaPathFinder):
@@ -95,10 +98,26 @@ def _of_release(place: str, ours: ModuleType) -> ModuleType | None:
     if importlib.util.find_spec(name) is None:
         return None
     found = importlib.import_module(name)
-    for key, value in list(vars(found).items()):
-        if getattr(value, "__module__", None) == name and key in vars(ours):
-            setattr(found, key, vars(ours)[key])
+    own = vars(found)[_OWN] = {
+        key: value
+        for key, value in vars(found).items()
+        if getattr(value, "__module__", None) == name and key in vars(ours)
+    }
+    vars(found).update({key: vars(ours)[key] for key in own})
     return found
+
+
+def of_release(module: str, name: str) -> Any:
+    """What the installed Megatron itself has under a name of one of its modules.
+
+    None if it has none, is not installed, or is not redirected.
+    """
+    place = f"{REPLACED}.{module}"
+    release = None
+    # The finder fails in one of these ways if there is no Megatron.
+    with suppress(ImportError, KeyError):
+        release = is_installed() and _of_release(place, importlib.import_module(place))
+    return vars(release)[_OWN].get(name, getattr(release, name, None)) if release else None
 
 
 def is_installed() -> bool:

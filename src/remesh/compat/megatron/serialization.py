@@ -1,7 +1,8 @@
 """The entry points: save and load sharded state dicts.
 
 Saving splits the state dict: factories become what they build, local objects are left out, what is
-sharded goes to the sharded strategy, everything else is *common state* and rank 0's copy is stored.
+sharded goes to a strategy, everything else is *common state* and rank 0's copy is stored: in a file
+of its own, and in remesh's own format with the rest.
 `metadata.json` is written last; without it there is no checkpoint. Loading begins with the common
 state, puts local objects, loaded objects and loaded tensors into it, and lets factories merge.
 
@@ -11,10 +12,8 @@ The strategies do the work; see `strategies`. A failure on one rank raises on ev
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from remesh.checkpoint.local import exchange_of
@@ -32,37 +31,39 @@ from remesh.compat.megatron.dict_utils import (
     merge,
 )
 from remesh.compat.megatron.mapping import (
-    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
     apply_factories,
     apply_factory_merges,
 )
-from remesh.compat.megatron.redirect import REPLACED, is_installed
+from remesh.compat.megatron.redirect import of_release
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
-    LoadCommonStrategy,
     LoadShardedStrategy,
-    SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
     get_default_strategy,
 )
-from remesh.compat.megatron.strategies.native import common_object
+from remesh.compat.megatron.strategies.native import (
+    common_bytes,
+    common_object,
+    load_common,
+)
 from remesh.compat.megatron.utils import extract_nonpersistent, extract_sharded_base
 from remesh.compat.megatron.validation import (
     CkptShardedMetadata,
     StrictHandling,
+    check_common_strategy,
     determine_global_metadata,
     parse_strict_flag,
     validate_integrity_and_strict_load,
-    validate_sharded_objects_handling,
     validate_sharding_integrity,
     verify_checkpoint_and_load_strategy,
 )
 from remesh.exchange import Exchange, run_on_one
+from remesh.formats.torch_dcp import COMMON_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     sharded_state_dict: Any,
     checkpoint_dir: Any,
     sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
-    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
+    common_strategy: tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
@@ -86,7 +87,8 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     """Save a sharded state dict. Collective.
 
     `checkpoint_dir` may be a URL; it is made if it is not there, and what lies there is replaced.
-    By default the strategies are those of `torch_dist`. What `async_sharded_save` returns is for
+    The default is `torch_dist`. The common state is stored as `sharded_strategy` wants it;
+    `common_strategy` may say no other. What `async_sharded_save` returns is for
     the drop-in's queue, so `async_strategy` may be `mcore`. `verify_integrity` has the installed
     Megatron, from 0.19 on, write the digests of all files to `integrity.json`; checkpoints in
     remesh's format have digests without it.
@@ -96,13 +98,21 @@ def save(  # noqa: PLR0917 - the order is Megatron's
             together, or a strategy does not exist.
         StorageError: If the storage fails.
     """
-    sharded = _save_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy or DEFAULT_BACKEND)
-    common: SaveCommonStrategy | None = None
-    if sharded.backend != "remesh" or common_strategy not in {None, ("remesh", 1)}:
-        common = _save_strategy(StrategyAction.SAVE_COMMON, common_strategy or ("torch", 1))
+    given = sharded_strategy or DEFAULT_BACKEND
+    sharded: Any = (
+        get_default_strategy(StrategyAction.SAVE_SHARDED, *given)
+        if isinstance(given, tuple)
+        else given
+    )
+    config = CheckpointingConfig(sharded.backend, sharded.version)
+    is_native = sharded.backend == "remesh"
+    config.common_backend = "remesh" if is_native else "torch"
+    check_common_strategy(common_strategy, config)
     if async_sharded_save:
         _check_async(sharded, async_strategy)
-    write_digests = verify_integrity and _of_release("save_integrity_manifest", checkpoint_dir)
+    write_digests = (
+        _digests_of_release("save_integrity_manifest", checkpoint_dir) if verify_integrity else None
+    )
     exchange = exchange_of(None)
     _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
@@ -110,31 +120,25 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     sharded_part, common_part = _sharded_and_common(
         sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
     )
-    config = CheckpointingConfig(sharded.backend, sharded.version)
-    if common is None:
-        config.common_backend = "remesh"
+    common_file = b""
+    if is_native:
         common_part = common_object(common_part, exchange.rank)
         sharded_part = {"sharded": sharded_part, "common": common_part}
     else:
-        config.common_backend, config.common_backend_version = common.backend, common.version
-        write_common = common.prepare_common(common_part, checkpoint_dir)
-    if common is not None and not sharded.can_handle_sharded_objects:
-        validate_sharded_objects_handling(sharded, common)
-        objects, sharded_part = _objects_and_tensors(sharded_part)
-        common.save_sharded_objects(objects, checkpoint_dir)
+        common_file = on_all_ranks(lambda: b"" if exchange.rank else common_bytes(common_part))
 
-    def write_config() -> bytes:
+    def write_last() -> bytes:
+        # After the tensors, so that a save that fails leaves an old checkpoint whole.
+        if common_file:
+            storage_of(checkpoint_dir).put(COMMON_NAME, common_file, overwrite=True)
         save_config(config, checkpoint_dir)
-        if write_digests:
+        if write_digests is not None:
             write_digests()
         return b""
 
     def finalize() -> None:
-        if common is not None:
-            # After the tensors, so that a save that fails leaves an old checkpoint whole.
-            write_common()
         with as_checkpointing_exception():
-            run_on_one(exchange, write_config)
+            run_on_one(exchange, write_last)
 
     if async_sharded_save:
         request: AsyncRequest = sharded.async_save(sharded_part, checkpoint_dir)
@@ -155,16 +159,12 @@ def _check_async(sharded: SaveShardedStrategy, async_strategy: str | None) -> No
         )
 
 
-def _of_release(name: str, checkpoint_dir: Any) -> Callable[[], None]:
+def _digests_of_release(name: str, checkpoint_dir: Any) -> Callable[[], None]:
     """A call of a function of `validation` that only the installed Megatron has.
 
     That function takes nothing but a local path, and other things fail on rank 0 alone.
     """
-    found: Callable[[str], None] | None = None
-    # The finder of `install` fails in one of these ways if there is no Megatron.
-    with suppress(ImportError, KeyError):
-        lending = importlib.import_module(f"{REPLACED}.validation") if is_installed() else None
-        found = getattr(lending, name, None)
+    found = of_release("validation", name)
     if found is None:
         raise CheckpointingException(
             f"verify_integrity needs {name} of Megatron Core 0.19 or later; call "
@@ -187,10 +187,6 @@ def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> None:
     run_on_one(exchange, look)
 
 
-def _save_strategy(action: StrategyAction, given: Any) -> Any:
-    return get_default_strategy(action, *given) if isinstance(given, tuple) else given
-
-
 def _sharded_and_common(
     sharded_state_dict: Any, validate: bool, comparable: Callable[[Any], Any] | None
 ) -> tuple[Any, Any]:
@@ -208,15 +204,11 @@ def _sharded_and_common(
     return sharded, common
 
 
-def _objects_and_tensors(sharded_state_dict: Any) -> tuple[Any, Any]:
-    return extract_matching_values(sharded_state_dict, lambda leaf: isinstance(leaf, ShardedObject))
-
-
 def load(  # noqa: PLR0917 - the order is Megatron's
     sharded_state_dict: Any,
     checkpoint_dir: Any,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
-    common_strategy: LoadCommonStrategy | tuple[str, int] | bool | None = None,
+    common_strategy: tuple[str, int] | bool | None = None,
     validate_access_integrity: bool = True,
     strict: str | bool | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify_integrity: bool = False,
@@ -244,18 +236,17 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     stored: CkptShardedMetadata = {}
 
     if verify_integrity:
-        _of_release("verify_integrity_manifest", checkpoint_dir)()
+        _digests_of_release("verify_integrity_manifest", checkpoint_dir)()
 
-    def open_checkpoint() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StateDict]:
-        strategies = verify_checkpoint_and_load_strategy(
+    def open_checkpoint() -> tuple[LoadShardedStrategy, StateDict]:
+        found = verify_checkpoint_and_load_strategy(
             checkpoint_dir, sharded_strategy, common_strategy
         )
-        common_state = strategies[1].load_common(checkpoint_dir)
         if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
-            stored.update(load_sharded_metadata(checkpoint_dir, *strategies))
-        return *strategies, common_state
+            stored.update(found.load_sharded_metadata(checkpoint_dir))
+        return found, load_common(checkpoint_dir)
 
-    sharded, common, result = on_all_ranks(open_checkpoint)
+    sharded, result = on_all_ranks(open_checkpoint)
     asked, local, factories = _taken_apart(sharded_state_dict)
     merge(result, local)
     mine = of_all = None
@@ -264,10 +255,6 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     asked, missing, unexpected = validate_integrity_and_strict_load(
         asked, handling, validate_access_integrity, mine, of_all, stored
     )
-    if not sharded.can_handle_sharded_objects:
-        validate_sharded_objects_handling(sharded, common)
-        objects, asked = _objects_and_tensors(asked)
-        merge(result, common.load_sharded_objects(objects, checkpoint_dir))
     merge(result, sharded.load(asked, checkpoint_dir))
     result = apply_factory_merges(result, factories)
     if StrictHandling.requires_returning_mismatch_keys(handling):
@@ -304,37 +291,31 @@ def _without_empty_ranges(sharded_state_dict: Any) -> Any:
 
 def load_common_state_dict(checkpoint_dir: Any) -> StateDict:
     """The common state of a checkpoint, without its tensors. Not collective."""
-    _, common = verify_checkpoint_and_load_strategy(checkpoint_dir)
-    return common.load_common(checkpoint_dir)
+    verify_checkpoint_and_load_strategy(checkpoint_dir)
+    return load_common(checkpoint_dir)  # type: ignore[no-any-return]
 
 
 def load_tensors_metadata(
     checkpoint_dir: Any, sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
 ) -> CkptShardedMetadata:
     """The stored tensors by key, each as one `ShardedTensor` without data. Not collective."""
-    sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
+    sharded = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
     return sharded.load_tensors_metadata(checkpoint_dir)
 
 
 def load_sharded_metadata(
     checkpoint_dir: Any,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
-    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+    common_strategy: tuple[str, int] | None = None,
 ) -> CkptShardedMetadata:
     """The same with `ShardedObject`s, by unique key. Not collective."""
-    sharded, common = verify_checkpoint_and_load_strategy(
-        checkpoint_dir, sharded_strategy, common_strategy
-    )
-    found = sharded.load_sharded_metadata(checkpoint_dir)
-    if not sharded.can_handle_sharded_objects:
-        validate_sharded_objects_handling(sharded, common)
-        merge(found, common.load_sharded_metadata(checkpoint_dir))
-    return found
+    sharded = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy)
+    return sharded.load_sharded_metadata(checkpoint_dir)
 
 
 def load_plain_tensors(checkpoint_dir: Any) -> Any:
     """All stored tensors by key, whole, without the common state. Collective: all ranks get all."""
-    sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
+    sharded = verify_checkpoint_and_load_strategy(checkpoint_dir)
     return sharded.load(sharded.load_tensors_metadata(checkpoint_dir), checkpoint_dir)
 
 
@@ -352,7 +333,7 @@ def load_content_metadata(
 
 def remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
     """Take the tensors whose keys begin with a prefix out of a checkpoint. Not collective."""
-    sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
+    sharded = verify_checkpoint_and_load_strategy(checkpoint_dir)
     sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
@@ -363,15 +344,8 @@ def get_default_save_sharded_strategy(
     return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)  # type: ignore[no-any-return]
 
 
-def get_default_save_common_strategy(
-    backend: str = "torch", version: int = 1
-) -> SaveCommonStrategy:
-    """The strategy that writes common state."""
-    return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)  # type: ignore[no-any-return]
-
-
 def get_default_load_sharded_strategy(checkpoint_dir: Any = None) -> LoadShardedStrategy:
     """The strategy that reads a checkpoint; without one, that of what `save` writes by default."""
     if checkpoint_dir is None:
         return get_default_strategy(StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND)  # type: ignore[no-any-return]
-    return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
+    return verify_checkpoint_and_load_strategy(checkpoint_dir)

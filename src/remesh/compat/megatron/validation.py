@@ -24,6 +24,7 @@ import torch
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.compat.megatron.core import (
+    CheckpointingConfig,
     CheckpointingException,
     as_checkpointing_exception,
     decode_object,
@@ -38,7 +39,6 @@ from remesh.compat.megatron.mapping import (
     is_main_replica,
 )
 from remesh.compat.megatron.strategies.base import (
-    LoadCommonStrategy,
     LoadShardedStrategy,
     StrategyAction,
     get_default_strategy,
@@ -343,8 +343,8 @@ def maybe_report_missing_and_unexpected_keys(
 
 def verify_checkpoint_and_load_strategy(
     checkpoint_dir: Any, sharded_strategy: Any = None, common_strategy: Any = None
-) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """The strategies to load a checkpoint with; a (backend, version) stands for its strategy."""
+) -> LoadShardedStrategy:
+    """The strategy to load a checkpoint with; a (backend, version) stands for its strategy."""
     config = maybe_load_config(checkpoint_dir)
     if config is None:
         raise CheckpointingException(
@@ -352,26 +352,20 @@ def verify_checkpoint_and_load_strategy(
             "is no metadata.json, which is written last; look for another checkpoint, or for the "
             "cause of an unfinished save"
         )
+    check_common_strategy(common_strategy, config)
     if sharded_strategy is None:
         sharded_strategy = (config.sharded_backend, config.sharded_backend_version)
     if isinstance(sharded_strategy, tuple):
         sharded_strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *sharded_strategy)
-    if common_strategy is None:
-        common_strategy = (config.common_backend, config.common_backend_version)
-    if isinstance(common_strategy, tuple):
-        common_strategy = get_default_strategy(StrategyAction.LOAD_COMMON, *common_strategy)
     sharded_strategy.check_backend_compatibility(config.sharded_backend)
     sharded_strategy.check_version_compatibility(config.sharded_backend_version)
-    common_strategy.check_backend_compatibility(config.common_backend)
-    common_strategy.check_version_compatibility(config.common_backend_version)
-    return sharded_strategy, common_strategy
+    return sharded_strategy  # type: ignore[no-any-return]
 
 
-def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: Any) -> None:
-    """Check that one of two strategies can handle sharded objects."""
-    if not (
-        sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects
-    ):
+def check_common_strategy(strategy: Any, config: CheckpointingConfig) -> None:
+    """Refuse a strategy for common state that is not the one of the checkpoint."""
+    if strategy not in (None, (config.common_backend, config.common_backend_version)):
         raise CheckpointingException(
-            f"neither {sharded_strategy} nor {common_strategy} can handle sharded objects"
+            f"common_strategy={strategy}: with {config.sharded_backend} the common state is stored "
+            f"as {config.common_backend!r}; leave the argument out"
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -22,9 +21,7 @@ from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 class StrategyAction(Enum):
     """The kinds of strategies."""
 
-    LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"
-    SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
 
 
@@ -36,13 +33,10 @@ _HOME = "remesh.compat.megatron.strategies"
 _BUILT_IN = {
     (StrategyAction.SAVE_SHARDED, "remesh"): ("native", "RemeshSaveShardedStrategy"),
     (StrategyAction.LOAD_SHARDED, "remesh"): ("native", "RemeshLoadShardedStrategy"),
-    (StrategyAction.LOAD_COMMON, "remesh"): ("native", "RemeshLoadCommonStrategy"),
     (StrategyAction.SAVE_SHARDED, "torch_dist"): ("torch", "TorchDistSaveShardedStrategy"),
     (StrategyAction.LOAD_SHARDED, "torch_dist"): ("torch", "TorchDistLoadShardedStrategy"),
     (StrategyAction.SAVE_SHARDED, "zarr"): ("zarr", "ZarrSaveShardedStrategy"),
     (StrategyAction.LOAD_SHARDED, "zarr"): ("zarr", "ZarrLoadShardedStrategy"),
-    (StrategyAction.SAVE_COMMON, "torch"): ("common", "TorchCommonSaveStrategy"),
-    (StrategyAction.LOAD_COMMON, "torch"): ("common", "TorchCommonLoadStrategy"),
 }
 """The library's own strategies: module and class. All are of version 1."""
 
@@ -72,9 +66,6 @@ def register_default_strategy(
 
 class LoadStrategyBase(ABC):
     """Base of load strategies."""
-
-    can_handle_sharded_objects: bool = False
-    """Whether sharded objects are read by this strategy."""
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -107,9 +98,6 @@ class OneBackend(LoadStrategyBase):
 class SaveStrategyBase:
     """Base of save strategies."""
 
-    can_handle_sharded_objects: bool = False
-    """Whether sharded objects are written by this strategy."""
-
     def __init__(self, backend: str, version: int) -> None:
         self.backend = backend
         self.version = version
@@ -118,30 +106,8 @@ class SaveStrategyBase:
         return f"{type(self).__name__}({self.backend}, {self.version})"
 
 
-class LoadCommonStrategy(LoadStrategyBase):
-    """Reads the common state."""
-
-    @abstractmethod
-    def load_common(self, checkpoint_dir: Any) -> StateDict:
-        """The common state."""
-
-    def load_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Any
-    ) -> StateDict:
-        """The sharded objects of a state dict, loaded, in the same structure."""
-        raise NotImplementedError(f"{type(self).__name__} cannot read sharded objects")
-
-    def load_sharded_metadata(self, checkpoint_dir: Any) -> ShardedStateDict:
-        """The stored objects by unique key, without data; nothing if this handles none."""
-        if not self.can_handle_sharded_objects:
-            return {}
-        raise NotImplementedError(
-            f"{checkpoint_dir}: {type(self).__name__} does not list its sharded objects"
-        )
-
-
 class LoadShardedStrategy(LoadStrategyBase):
-    """Reads sharded tensors, and objects where it can."""
+    """Reads sharded tensors and objects."""
 
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Any) -> StateDict:
@@ -152,39 +118,16 @@ class LoadShardedStrategy(LoadStrategyBase):
         """The stored tensors by key, each as one shard without data."""
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> ShardedStateDict:
-        """The same with objects, by unique key."""
-        if not self.can_handle_sharded_objects:
-            return self.load_tensors_metadata(checkpoint_dir)
-        raise NotImplementedError(f"{type(self).__name__} does not list its sharded objects")
+        """The same with objects, by unique key, if the strategy lists them."""
+        return self.load_tensors_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
         """Take the tensors whose keys begin with a prefix out of a checkpoint."""
         raise NotImplementedError(f"{type(self).__name__} cannot remove tensors")
 
 
-class SaveCommonStrategy(SaveStrategyBase, ABC):
-    """Writes the common state."""
-
-    @abstractmethod
-    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Any) -> None:
-        """Write it; every rank calls this, rank 0's is written."""
-
-    def prepare_common(
-        self, common_state_dict: StateDict, checkpoint_dir: Any
-    ) -> Callable[[], None]:
-        """A function that every rank calls later to write it as it is now; here it is written."""
-        self.save_common(common_state_dict, checkpoint_dir)
-        return lambda: None
-
-    def save_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Any
-    ) -> None:
-        """Write the sharded objects of which this rank is the main replica."""
-        raise NotImplementedError(f"{type(self).__name__} cannot write sharded objects")
-
-
 class SaveShardedStrategy(SaveStrategyBase, ABC):
-    """Writes sharded tensors, and objects where it can."""
+    """Writes sharded tensors and objects."""
 
     @abstractmethod
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Any) -> None:

@@ -11,6 +11,7 @@ object of its own, so there is no `common.pt`, and nothing is a pickle. `metadat
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -21,11 +22,10 @@ from remesh.adapters.memory import strided_layout
 from remesh.background import Saver
 from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
+from remesh.checkpoint.opened import Checkpoint
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import (
-    CheckpointingException,
     as_checkpointing_exception,
-    decode_object,
     on_all_ranks,
     require_known,
     source_of,
@@ -36,18 +36,22 @@ from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
-    LoadCommonStrategy,
     LoadShardedStrategy,
     OneBackend,
 )
+from remesh.compat.megatron.utils import _sharded_tensor_shard_id
 from remesh.core.index import Index
+from remesh.core.state import Path, assemble
 from remesh.core.strided import shared_pairs
+from remesh.core.values import encode_object
 from remesh.exchange import Alone
 from remesh.formats import native
-from remesh.formats.torch_dcp import COMMON_NAME
+from remesh.formats.archive import archive_of, read_archive
+from remesh.formats.table import place_of
+from remesh.formats.torch_dcp import COMMON_NAME, opaque
 
 COMMON_KEY = "common_state"
-"""Name of the object that holds the common state in a native checkpoint."""
+"""Name of the object that holds the common state in remesh's own format."""
 
 
 class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -61,7 +65,8 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
     """
 
     format = "remesh"
-    can_handle_sharded_objects = True
+    shares_replicas = False
+    """Whether each copy of a shard may be the one that is written, so that ranks share the work."""
 
     def __init__(
         self,
@@ -111,10 +116,21 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         self, begin: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
     ) -> Callable[[], Any]:
         """A save of the main replicas of a state dict. Collective."""
-        leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
-        leaves, options = self._stored_form(leaves, sharded_state_dict)
+        leaves, options = self._stored_form(self._written(sharded_state_dict), sharded_state_dict)
         state = on_all_ranks(lambda: _engine_state(leaves))
         return partial(begin, state, checkpoint_dir, overwrite=True, format_options=options)
+
+    def _written(self, sharded_state_dict: Any) -> list[Any]:
+        """The main replicas, and where ranks share the work all copies that they may write."""
+        leaves = list(nested_values(sharded_state_dict))
+        mains = [leaf for leaf in leaves if is_main_replica(leaf.replica_id)]
+        if not self.shares_replicas:
+            return mains
+        # Several equal shards on one rank are one to write.
+        tensors = [leaf for leaf in (*leaves, *mains) if isinstance(leaf, ShardedTensor)]
+        of_shard = {_sharded_tensor_shard_id(leaf): leaf for leaf in tensors}
+        copies = [leaf for leaf in of_shard.values() if not is_main_replica(leaf.replica_id)]
+        return [*mains, *copies]
 
     def _stored_form(
         self,
@@ -158,23 +174,10 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
 
     backend = "remesh"
     format = "remesh"
-    can_handle_sharded_objects = True
+    group: Any = None  # the ranks that read for each other; all by default
+    share_reads: bool | None = None  # whether they do; by default where that is cheaper
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        return self.load_together(sharded_state_dict, checkpoint_dir)
-
-    def load_together(
-        self,
-        sharded_state_dict: Any,
-        checkpoint_dir: Any,
-        *,
-        group: Any = None,
-        share_reads: bool | None = None,
-    ) -> Any:
-        """Load; the ranks of a group read for each other, see `remesh.load`. Collective over all.
-
-        By default the group is all ranks, which share where that is cheaper.
-        """
         leaves = list(nested_values(sharded_state_dict))
         _make_memory([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
 
@@ -184,7 +187,7 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
                 leaf if isinstance(leaf, ShardedTensor) else leaf.without_data() for leaf in leaves
             )
             source = source_of(checkpoint_dir, self.format)
-            load(target, source, cast=True, share_reads=share_reads, group=group)
+            load(target, source, cast=True, share_reads=self.share_reads, group=self.group)
             filled = iter(target.values())
 
             def result(leaf: Any) -> Any:
@@ -236,6 +239,46 @@ def tensors_metadata(stored: StoredState) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------
+# The common state
+# ---------------------------------------------------------------------------------------------
+
+
+def common_bytes(common_state_dict: Any) -> bytes:
+    """The content of `common.pt`; an error if the restricted unpickler refuses it."""
+    encode_object(common_state_dict, "common state")
+    return archive_of(common_state_dict, "common state")
+
+
+def load_common(checkpoint_dir: Any) -> Any:
+    """The common state: `common.pt`, or what is an object of that name. Not collective.
+
+    `common.pt` is a file of `torch.save`, because Megatron reads no other. What it may not ask for
+    is an error that names it, and `remesh.formats.Source(path, allow=...)` allows it.
+    """
+    place = place_of(checkpoint_dir)
+    with as_checkpointing_exception():
+        if place.storage.exists(COMMON_NAME):
+            data, where = place.storage.read(COMMON_NAME), f"{place.storage.url}/{COMMON_NAME}"
+            archive = read_archive(io.BytesIO(data), where, allow=place.allow)
+            return require_known(opaque(archive, data, 0), where)
+        stored, where = open_shared(Alone(), place), f"{place.storage.url}: common state"
+        document, unique_key = stored.document, common_object({}, 0).unique_key
+        if unique_key in document.objects:
+            return require_known(stored.object(unique_key), where)
+        # Of newer Megatron's the engine takes the values and tensors apart; sharded ones are not
+        # nested.
+        leaves: dict[Path, object] = {
+            document.path_of(name): require_known(stored.value(name), f"{where}: {name}")
+            for name in document.values
+        }
+        nested = [name for name in stored.index if document.path_of(name) != (name,)]
+        if nested:
+            checkpoint = Checkpoint(checkpoint_dir)
+            leaves |= {document.path_of(name): checkpoint.read(name) for name in nested}
+        return assemble(leaves, stored.sequences)
+
+
+# ---------------------------------------------------------------------------------------------
 # The backend `remesh`
 # ---------------------------------------------------------------------------------------------
 
@@ -267,17 +310,3 @@ class RemeshLoadShardedStrategy(EngineLoadShardedStrategy):
                 lambda name: name.startswith(key_prefix)
             )
             native.replace_index(storage, files.record, index)
-
-
-class RemeshLoadCommonStrategy(OneBackend, LoadCommonStrategy):
-    """Reads the common state of remesh's own format, which is saved with the sharded part."""
-
-    backend = "remesh"
-
-    def load_common(self, checkpoint_dir: Any) -> Any:
-        with as_checkpointing_exception():
-            stored = RemeshLoadShardedStrategy().stored_state(checkpoint_dir)
-            element = stored.document.objects.get(common_object({}, 0).unique_key)
-            if element is None:
-                raise CheckpointingException(f"{checkpoint_dir}: no common state is stored here")
-            return decode_object(bytes(element.value), f"{checkpoint_dir}: common state")

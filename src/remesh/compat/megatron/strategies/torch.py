@@ -9,8 +9,7 @@ newer Megatron refuses them; those of irregular grids are written as the boxes t
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -27,16 +26,12 @@ from remesh.compat.megatron.mapping import ShardedTensor
 from remesh.compat.megatron.strategies.native import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
-    tensors_metadata,
 )
 from remesh.errors import CorruptCheckpointError
 from remesh.exchange import run_on_all
 from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_writer import dumps
 from remesh.formats.torch_dcp import METADATA_NAME, read_metadata
-
-Written = set[tuple[str, tuple[int, ...]]]
-"""Keys and offsets of boxes."""
 
 
 class TorchDistException(CheckpointingException, CheckpointException):
@@ -50,21 +45,12 @@ class TorchDistException(CheckpointingException, CheckpointException):
         return self._message
 
 
-@dataclass(frozen=True)
-class LoadedLayout:
-    """The boxes that a checkpoint consists of."""
-
-    all_local_plans: Written  # the name is Megatron's
-
-
 class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
     """Writes backend `torch_dist`: main replicas, in one file a rank, whatever the options say.
 
     Tensors whose keys begin with `separation_hint` are written to files of their own, whose names
-    begin with it; `remove_sharded_tensors` then gives their bytes back. `cached_metadata` sets
-    `use_cached_ckpt_structure`. With it, the application takes `cached_global_metadata` from the
-    load strategy and sets it here; `validated_loaded_metadata_reuse` then says whether the last
-    save had the layout of that checkpoint: the ranks wrote the boxes that it consists of.
+    begin with it; `remove_sharded_tensors` then gives their bytes back. A plan is kept while the
+    layout stays the same, also without `cached_metadata`.
     """
 
     format = "torch_dcp"
@@ -75,7 +61,7 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         version: int = 1,
         keep_only_main_replica: bool = True,
         thread_count: int = 1,
-        cached_metadata: bool = False,
+        cached_metadata: bool = False,  # noqa: ARG002 - the interface is Megatron's
         separation_hint: str | None = None,
         *,
         writer: Literal["thread", "process"] = "thread",
@@ -85,16 +71,11 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         super().__init__(backend, version, writer=writer, format_options=hint)
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
-        self.use_cached_ckpt_structure = cached_metadata
         self.separation_hint = separation_hint
-        self.cached_global_metadata: LoadedLayout | None = None
-        self.validated_loaded_metadata_reuse = False
 
     def _stored_form(
         self, leaves: list[Any], sharded_state_dict: Any
     ) -> tuple[list[Any], dict[str, object]]:
-        if self.use_cached_ckpt_structure:
-            self.validated_loaded_metadata_reuse = _is_layout(self.cached_global_metadata, leaves)
         flat_shapes = _flat_shapes(sharded_state_dict)
         # What has no data is left to the engine, which refuses it on all ranks.
         stored = [
@@ -104,20 +85,6 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
             for leaf in leaves
         ]
         return stored, {"flat_shapes": flat_shapes}
-
-
-def _is_layout(loaded: LoadedLayout | None, leaves: list[Any]) -> bool:
-    """True if the main replicas of all ranks are the boxes of a loaded checkpoint. Collective."""
-    stored = set() if loaded is None else loaded.all_local_plans
-    written = {
-        (leaf.key, box.offset)
-        for leaf in leaves
-        if isinstance(leaf, ShardedTensor)
-        for box in leaf.boxes()
-    }
-    own = str(len(written) if written <= stored else -1).encode()
-    counts = [int(count) for count in run_on_all(exchange_of(None), lambda: own)]
-    return loaded is not None and min(counts) >= 0 and sum(counts) == len(stored)
 
 
 def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
@@ -182,35 +149,13 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
     ) -> None:
         self.cache_metadata = cache_metadata
         self.stream_ckpt_dequant = stream_ckpt_dequant
-        self._loaded_dir: Any = None
-        self._loaded_layout: LoadedLayout | None = None
 
-    @property
-    def cached_global_metadata(self) -> LoadedLayout | None:
-        """The layout of the last checkpoint that was loaded, read when it is first asked for.
-
-        None if nothing was loaded, or that checkpoint cannot be read any more.
-        """
-        if self._loaded_layout is None and self._loaded_dir is not None:
-            with suppress(CheckpointingException):
-                stored = self.stored_state(self._loaded_dir)
-                self._loaded_layout = LoadedLayout(
-                    {
-                        (name, tuple(piece.box.offset))
-                        for name in tensors_metadata(stored)
-                        for piece in stored.index.pieces(name)
-                    }
-                )
-        return self._loaded_layout
-
-    def load_together(self, sharded_state_dict: Any, checkpoint_dir: Any, **sharing: Any) -> Any:
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         """As the class above, with errors that are torch's `CheckpointException` as well."""
         try:
-            loaded = super().load_together(sharded_state_dict, checkpoint_dir, **sharing)
+            return super().load(sharded_state_dict, checkpoint_dir)
         except CheckpointingException as error:
             raise TorchDistException(str(error)) from error.__cause__
-        self._loaded_dir, self._loaded_layout = checkpoint_dir, None
-        return loaded
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
         """Take the tensors and objects whose keys begin with a prefix out. Not collective.
@@ -227,7 +172,7 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
                     for key, at in places.items()
                     if not key.field("fqn").startswith(key_prefix)
                 }
-                data = dumps(_metadata_of(found, kept, key_prefix))
+                data = dumps(_metadata_of(found, kept, key_prefix), 4)
                 before, after = (
                     {at.field("relative_path") for at in some.values()} for some in (places, kept)
                 )
