@@ -158,6 +158,13 @@ def train_replicated(_exchange: Exchange, path: str) -> None:
         norm.running_mean.fill_(dist.get_rank())
         norm.running_var.fill_(2.0 ** dist.get_rank())
     remesh.save({"model": replicated}, path)
+    replicated.broadcast_buffers = False  # from now on, which ones count is not known
+    try:
+        remesh.save({"model": replicated}, path, overwrite=True)
+    except remesh.errors.DivergedReplicaError as error:
+        assert "buffers=" in str(error)  # noqa: PT017 - in another process
+    else:
+        raise AssertionError
 
 
 def test_replicated_training_stores_the_buffers_that_ddp_takes(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def ignored_by_ddp(module: nn.Module) -> set[object]:
     for wrapper in module.modules():
         if isinstance(wrapper, DistributedDataParallel):
             ignored = set(wrapper.parameters_to_ignore)
+            if not wrapper.broadcast_buffers:
+                ignored.update(name for name, _ in wrapper.module.named_buffers())
             for tensors in (wrapper.module.named_parameters(), wrapper.module.named_buffers()):
                 keys.update(alias_key(tensor) for name, tensor in tensors if name in ignored)
     return keys

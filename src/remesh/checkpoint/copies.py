@@ -4,9 +4,10 @@ What counts depends on who says that the copies are equal (`remesh.core.state.Ro
 
 * None does: plain tensors under one name on several ranks (`ASSUMED`). Every save compares
   digests of all their bytes, and fails if they differ.
-* A framework does: `Replicate()` placements, parameters in DDP (`EQUAL`), and buffers of modules in
-  DDP, which hold what rank 0 has only after the next forward pass (`FIRST`). The first save of a
-  layout compares stretches of them, and warns if they differ.
+* A framework does: `Replicate()` placements, parameters in DDP (`EQUAL`). The first save of a layout
+  compares stretches of them, and warns if they differ.
+* Buffers of modules in DDP may differ, for DDP gives all ranks those of rank 0 before the next
+  forward pass (`FIRST`). These are not compared.
 * A description does (`MAIN` and `REPLICA`). These are not compared.
 
 With `verify_replicas=True` digests of all bytes of all copies are compared, and any difference is
@@ -71,7 +72,7 @@ class Comparison:
         if self.compares in {"equal", "all"}:
             levels[:] = 2
         elif self.looks and self.compares == "whole":
-            levels[(roles == Role.EQUAL) | (roles == Role.FIRST)] = 1
+            levels[roles == Role.EQUAL] = 1
         levels[roles == Role.ASSUMED] = 2
         if self.chosen or self.compares == "equal":
             levels[roles == Role.FIRST] = 0
