@@ -174,14 +174,20 @@ def test_what_is_in_memory_is_stored_when_the_job_fails(tmp_path: Path, memory: 
     assert list(memory.iterdir()) == []
 
 
-def test_directories_of_living_agents_stay(tmp_path: Path) -> None:
+def test_directories_of_living_agents_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     parent = str(tmp_path)
-    abandoned = tmp_path / f"{SNAPSHOTS}dead"
+    abandoned, other = tmp_path / f"{SNAPSHOTS}dead", tmp_path / f"{SNAPSHOTS}gone"
     abandoned.mkdir()
+    other.mkdir()
     (abandoned / "file").write_bytes(b"x")
     (tmp_path / f"{SNAPSHOTS}link").symlink_to(abandoned)
     with snapshot_directory(parent) as first:
         assert not abandoned.exists()
+        assert caplog.messages == [
+            f"removed what agents that are dead have left: {abandoned}, {other}"
+        ]
         assert Path(first).parent == tmp_path
         assert Path(first).stat().st_mode & 0o777 == 0o700
         with snapshot_directory(parent) as second:

@@ -38,6 +38,7 @@ print(json.dumps({
     "environment": dict(os.environ), "drawn": [random.random(), np.random.rand()],
     "files": sorted(os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
                     if os.path.exists(f"/proc/self/fd/{n}")),
+    "shown": open("/proc/self/comm").read().strip(),
     "main": __name__, "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
 }), flush=True)
 print("to stderr", file=sys.stderr)
@@ -159,6 +160,7 @@ def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
     assert (agent.directory / "imports").read_text() == "x"
     for number, said in enumerate((first, second)):
         assert said["warm"]
+        assert said["shown"] == "train.py"
         assert said["main"] == "__main__"
         # A shell starts what it puts in the background with SIGINT ignored, tests too.
         assert said["sigint"] == (signal.getsignal(signal.SIGINT) is signal.default_int_handler)
@@ -294,7 +296,9 @@ def test_server_and_processes_end_with_their_agent(agent: Agent) -> None:
     assert guard.kill(str(directory / "beats"), 60.0) == []
 
 
-def test_what_is_preloaded_without_being_asked_for(tmp_path: Path) -> None:
+def test_what_is_preloaded_without_being_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def modules(source: str) -> tuple[str, ...]:
         (tmp_path / "train.py").write_text(source)
         return modules_of(str(tmp_path / "train.py"))
@@ -304,7 +308,10 @@ def test_what_is_preloaded_without_being_asked_for(tmp_path: Path) -> None:
     assert modules(first) == expected
     assert modules(f"{first}import apex\nos.environ['A'] = '1'\nimport torch.cuda\n") == expected
     # What a script sets before it imports torch must be there when torch is imported.
+    assert caplog.records == []
     assert modules("import os\nos.environ['A'] = '1'\nimport torch, remesh.elastic\n") == ()
+    [told] = caplog.messages
+    assert told.endswith("Move its imports to the top, or name what to import by --preload")
     assert modules("import torch\nimport remesh\n\nremesh.elastic.run(print)\n")[1] == "torch"
     assert modules("import torch\nimport remesh\n") == ()
     assert modules("this is no Python\n") == ()

@@ -4,8 +4,8 @@ What counts depends on who says that the copies are equal (`remesh.core.state.Ro
 
 * None does: plain tensors under one name on several ranks (`ASSUMED`). Every save compares
   digests of all their bytes, and fails if they differ.
-* A framework does: `Replicate()` placements, parameters in DDP (`EQUAL`). The first save of a layout
-  compares stretches of them, and warns if they differ.
+* A framework does: `Replicate()` placements, parameters in DDP (`EQUAL`). The first save of a
+  layout compares stretches of them, and warns if they differ.
 * Buffers of modules in DDP may differ, for DDP gives all ranks those of rank 0 before the next
   forward pass (`FIRST`). These are not compared.
 * A description does (`MAIN` and `REPLICA`). These are not compared.

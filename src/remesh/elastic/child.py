@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def end_with(agent: int) -> None:
@@ -25,6 +25,11 @@ def end_with(agent: int) -> None:
         raise OSError(ctypes.get_errno(), "the kernel does not tie a process to its parent")
     if os.getppid() != agent:
         sys.exit("the agent died before its process began")
+
+
+def show_name(script: str) -> None:
+    """Have `ps` and `top` show a script's name for this process, and not that of Python."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, os.fsencode(os.path.basename(script)))
 
 
 def redirect(outputs: Sequence[str]) -> None:

@@ -87,10 +87,11 @@ def remove_abandoned(parent: str, prefix: str) -> list[str]:
     for path in sorted(map(str, Path(parent).glob(f"{prefix}*"))):
         descriptor = _lock(path)
         if descriptor is not None:
-            log.warning("%s belongs to an agent that is dead: removed", path)
             _remove(path)
             os.close(descriptor)
             removed.append(path)
+    if removed:
+        log.warning("removed what agents that are dead have left: %s", ", ".join(removed))
     return removed
 
 

@@ -88,6 +88,8 @@ def _become(
         if os.read(may_go, len(GO)) != GO:
             os._exit(1)  # the agent has given it up; the log files may be those of another by now
         os.close(may_go)
+        words = asked["words"]
+        _child.show_name(words[1] if words[0] == "-m" else words[0])
         _child.redirect(asked["outputs"])
         _child.end_with(agent)
         os.chdir(asked["directory"])

@@ -68,6 +68,12 @@ def modules_of(script: str, *, is_module: bool = False) -> tuple[str, ...]:
     if any(name.partition(".")[0] == "torch" for name in found):
         found |= dict.fromkeys(LATER)
         found = {"numpy": None} | found  # its threads are told from those of others
+    else:
+        log.warning(
+            "new processes start cold, for %s does not import torch before all else\n"
+            "Move its imports to the top, or name what to import by --preload",
+            path,
+        )
     return tuple(found)
 
 
