@@ -40,7 +40,8 @@ def raw(data: bytes) -> bytes:
 
 
 def number(value: int) -> bytes:
-    return b"I%d\n" % value
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a%c" % len(data) + data
 
 
 def items(*parts: bytes) -> bytes:
@@ -173,9 +174,9 @@ def burdens() -> dict[str, bytes]:
         ),
         "copies": b"]q\x00("
         + b"N" * 3000
-        + b"e("
+        + b"e]("
         + call(name("builtins.list"), b"h\x00") * 3000
-        + b"l",
+        + b"e",
         "long bytes": b"\x8e" + (1 << 60).to_bytes(8, "little"),
         "a long bytearray": b"\x96" + (1 << 40).to_bytes(8, "little"),
         "a long text": b"\x8d" + (1 << 62).to_bytes(8, "little"),
@@ -375,7 +376,7 @@ def _piece(dice: random.Random, depth: int) -> bytes:
     ]
     nested: list[Callable[[], bytes]] = [
         lambda: items(*inner),
-        lambda: b"(" + b"".join(inner) + b"l",
+        lambda: b"](" + b"".join(inner) + b"e",
         lambda: b"(" + b"".join(inner) + b"\x91",
         lambda: mapping(*inner, *inner),
         lambda: b"](" + b"".join(inner) + b"e",

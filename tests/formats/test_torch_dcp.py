@@ -35,6 +35,7 @@ from remesh.formats.archive import ArchiveLayout, row_major_pieces, scan_head, t
 from remesh.formats.pickle_writer import dumps
 from remesh.sharding import Box, Part
 from remesh.storage import LocalStorage, Storage
+from tests.formats.hostile import call, name, text
 from tests.support.state_conformance import Arrays, FormatConformance
 
 # torch says so whenever it saves without a process group.
@@ -256,9 +257,7 @@ def test_damage_is_an_error_before_anything_changes(damage: str, saved: Path) ->
 
 
 def test_metadata_that_names_other_classes_is_refused(saved: Path, tmp_path: Path) -> None:
-    (saved / ".metadata").write_bytes(
-        b"cos\nsystem\n(Vtouch " + str(tmp_path).encode() + b"/ran\ntR."
-    )
+    (saved / ".metadata").write_bytes(call(name("os.system"), text(f"touch {tmp_path}/ran")) + b".")
     with pytest.raises(remesh.errors.PickleRefusedError, match=r"os\.system"):
         remesh.Checkpoint(saved)
     assert not (tmp_path / "ran").exists()

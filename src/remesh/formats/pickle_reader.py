@@ -6,7 +6,8 @@ which is only text, a call becomes a `Record` of the name and the arguments, and
 or dict items that an object is given are kept in its record. Nothing is imported, looked up or
 called, whatever the pickle says. `restricted_pickle` makes values of what this gives.
 
-Python's `pickletools` decodes the arguments of opcodes. Runs of like objects come as columns if
+Python's `pickletools` decodes the arguments of opcodes; those of protocols 0 and 1 alone are
+refused, for no system writes its checkpoints in these. Runs of like objects come as columns if
 asked for (`RowForm`): one match of a pattern for each object.
 
 Time and memory follow from the length of the pickle. An opcode costs no more than the bytes that it
@@ -19,7 +20,6 @@ only if the pickle may take it again.
 
 from __future__ import annotations
 
-import codecs
 import io
 import pickletools
 import re
@@ -47,11 +47,8 @@ from remesh.formats.pickle_records import (
 
 MAX_INT_BYTES = 1024
 """Bytes of the longest integer that is read; longer ones Python does not even show in decimal."""
-MAX_DIGITS = 2400
 _PLAIN_INT = range(-(2**60), 2**60)
 """Integers of which no many have one hash."""
-# pickletools imports this codec when a file first has such a text; no file causes an import.
-codecs.lookup("raw_unicode_escape")
 
 
 def parse(data: bytes, where: str, rows: Sequence[RowForm] = ()) -> Pickled:
@@ -183,9 +180,6 @@ class _Machine:
     def pop_mark(self, _: None) -> None:
         self.popped()
 
-    def dup(self, _: None) -> None:
-        self.stack.append(self.stack[-1])
-
     # -- containers ---------------------------------------------------------------------------
 
     def append(self, _: None) -> None:
@@ -212,11 +206,6 @@ class _Machine:
 
     def set_items(self, _: None) -> None:
         self.set_pairs(self.popped())
-
-    def dict_from_mark(self, _: None) -> None:
-        pairs = self.popped()
-        self.stack.append({})
-        self.set_pairs(pairs)
 
     def set_pairs(self, items: list[Any]) -> None:
         """Set keys and values, which alternate, in the dict or object on the stack."""
@@ -291,16 +280,6 @@ class _Machine:
             raise MalformedError("a call without a dict of named arguments")
         self.call(args, True).kwargs = kwargs or None
 
-    def object(self, _: None) -> None:
-        kind, *args = self.popped()
-        self.stack.append(kind)
-        self.call(tuple(args), False)
-
-    def instance(self, pair: str) -> None:
-        args = self.popped()
-        self.global_name(pair)
-        self.call(tuple(args), False)
-
     def build(self, _: None) -> None:
         state = self.stack.pop()
         made = self.stack[-1]
@@ -352,12 +331,6 @@ def _push_long(machine: _Machine, number: int) -> None:
     machine.push(number)
 
 
-def _push_ascii(machine: _Machine, text: str) -> None:
-    if not text.isascii():
-        raise MalformedError("text of Python 2 that is not ASCII")
-    machine.push(text)
-
-
 def _refuse(what: str) -> Step:
     def step(_machine: _Machine, _: Any) -> None:
         raise MalformedError(what)
@@ -369,27 +342,13 @@ def _ignore(_machine: _Machine, _: Any) -> None:
     """What says nothing about the value."""
 
 
-def _decimal(file: IO[bytes]) -> int | bool:
-    """The number in a line of digits, of which `pickletools` would take any many."""
-    line = file.readline(MAX_DIGITS)
-    if not line.endswith(b"\n"):
-        raise MalformedError("an integer of too many digits, or none")
-    if line in {b"00\n", b"01\n"}:
-        return line == b"01\n"
-    return int(line[:-1].removesuffix(b"L"))
-
-
-_EXTENSION = _refuse("an extension code, which only its writer knows")
-_BUFFER = _refuse("a buffer outside the pickle")
 _BYTES = {b"C": 1, b"B": 4, b"\x8e": 8}
 """SHORT_BINBYTES, BINBYTES and BINBYTES8: how many bytes the length of each has."""
 _BY_NAME: dict[str, Step] = {
-    **dict.fromkeys(("INT", "LONG", "BININT", "BININT1", "BININT2"), _Machine.push),
-    **dict.fromkeys(("FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE"), _Machine.push),
-    **dict.fromkeys(("BINUNICODE", "BINUNICODE8", "BYTEARRAY8"), _Machine.push),
-    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _Machine.push),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _Machine.push),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _Machine.push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _Machine.push),
     **dict.fromkeys(("LONG1", "LONG4"), _push_long),
-    **dict.fromkeys(("STRING", "SHORT_BINSTRING", "BINSTRING"), _push_ascii),
     "NONE": _Machine.push,
     "NEWTRUE": _pushed(lambda: True),
     "NEWFALSE": _pushed(lambda: False),
@@ -402,9 +361,7 @@ _BY_NAME: dict[str, Step] = {
     "TUPLE2": _tuple_of(2),
     "TUPLE3": _tuple_of(3),
     "TUPLE": _from_mark(tuple),
-    "LIST": _from_mark(list),
     "FROZENSET": _from_mark(lambda items: Items(items, is_frozen=True)),
-    "DICT": _Machine.dict_from_mark,
     "APPEND": _Machine.append,
     "APPENDS": _Machine.appends,
     "SETITEM": _Machine.set_item,
@@ -412,35 +369,28 @@ _BY_NAME: dict[str, Step] = {
     "ADDITEMS": _Machine.add_items,
     "POP": _Machine.pop,
     "POP_MARK": _Machine.pop_mark,
-    "DUP": _Machine.dup,
     "MEMOIZE": _Machine.memoize,
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.get),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
     "GLOBAL": _Machine.global_name,
     "STACK_GLOBAL": _Machine.stack_global,
     "REDUCE": _Machine.reduce,
     "NEWOBJ": _Machine.new_object,
     "NEWOBJ_EX": _Machine.new_object_ex,
-    "OBJ": _Machine.object,
-    "INST": _Machine.instance,
     "BUILD": _Machine.build,
     "BINPERSID": _Machine.persistent_id,
-    "PERSID": lambda machine, text: machine.push(PersistentId(text)),
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
-    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _EXTENSION),
-    **dict.fromkeys(("NEXT_BUFFER", "READONLY_BUFFER"), _BUFFER),
+    **dict.fromkeys(("PROTO", "FRAME"), _ignore),
 }
 
 Reader = Callable[[IO[bytes]], Any]
 _STEPS: list[tuple[Reader | None, Step]] = [
-    (None, _refuse("an opcode that there is not")) for _ in range(256)
+    (None, _refuse("an opcode that checkpoints do not have")) for _ in range(256)
 ]
 """What decodes the argument of an opcode, if it has one, and what it does, by its byte."""
 for _opcode in pickletools.opcodes:
-    _reader = None if _opcode.arg is None else _opcode.arg.reader
-    if _opcode.name in {"INT", "LONG", "GET", "PUT"}:
-        _reader = _decimal
-    _STEPS[ord(_opcode.code)] = _reader, _BY_NAME[_opcode.name]
+    if _opcode.name in _BY_NAME:
+        _reader = None if _opcode.arg is None else _opcode.arg.reader
+        _STEPS[ord(_opcode.code)] = _reader, _BY_NAME[_opcode.name]
 
 
 # -- runs of like objects --------------------------------------------------------------------------
