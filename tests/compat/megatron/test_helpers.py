@@ -12,12 +12,8 @@ from remesh.compat.megatron import CheckpointingException
 from remesh.compat.megatron.dict_utils import (
     dict_list_map_inplace,
     dict_list_map_outplace,
-    dict_map,
-    dict_map_with_key,
     diff,
     extract_matching_values,
-    inspect_types,
-    map_reduce,
     merge,
     nested_items_iter,
     nested_values,
@@ -77,12 +73,6 @@ def test_leaves_and_maps() -> None:
     assert dict_list_map_inplace(str, state) is state
     assert state["a"] == ["1", {"b": "2"}]
     assert dict_list_map_inplace(str, 7) == "7"
-    dict_map(int, {})
-    numbers = {"a": {"x": "1"}, "y": "2"}
-    dict_map(int, numbers)
-    assert numbers == {"a": {"x": 1}, "y": 2}
-    dict_map_with_key(lambda key, leaf: f"{key}{leaf}", numbers)
-    assert numbers == {"a": {"x": "x1"}, "y": "y2"}
 
 
 def test_merging() -> None:
@@ -110,19 +100,6 @@ def test_differences() -> None:
     assert len(diff(torch.zeros(2), torch.zeros(3))[2]) == 1
     one, other = ShardedObject("k", 1, (1,), (0,)), ShardedObject("k", 2, (1,), (0,))
     assert diff({"o": one}, {"o": other})[2] == [(("o", ShardedObject), int, int)]
-
-
-def test_types_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_types({"a": [torch.zeros(2), "x" * 40]})
-    shown = capsys.readouterr().out
-    assert "> a" in shown
-    assert "- 0: tensor torch.float32 (2,)" in shown
-    assert "x" * 30 + " ..." in shown
-
-
-def test_map_reduce_groups() -> None:
-    assert map_reduce(range(5), lambda n: n % 2, lambda n: n * 10, sum) == {0: 60, 1: 40}
-    assert map_reduce("aab") == {"a": ["a", "a"], "b": ["b"]}
 
 
 def leaves() -> dict[str, Any]:

@@ -5,8 +5,7 @@ Only dicts and lists are containers here. Everything else is a leaf, tuples incl
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -88,22 +87,6 @@ def _difference(x1: Any, x2: Any) -> tuple[Any, ...] | None:
         return ()
 
 
-def inspect_types(x: Any, prefix: Key = (), indent: int = 4) -> None:
-    """Print the keys, types and shortened values of a nested value."""
-    margin = " " * indent * len(prefix)
-    if isinstance(x, dict | list):
-        print()  # noqa: T201 - printing is what this is for
-        items = x.items() if isinstance(x, dict) else enumerate(x)
-        for key, value in items:
-            print(f"{margin}{'>' if isinstance(x, dict) else '-'} {key}: ", end="")  # noqa: T201
-            inspect_types(value, (*prefix, key), indent)
-    elif isinstance(x, torch.Tensor):
-        print(f"tensor {x.dtype} {tuple(x.shape)}")  # noqa: T201
-    else:
-        text = str(x)
-        print(f"{type(x).__name__}: {text[:30]}{' ...' if len(text) > 30 else ''}")  # noqa: T201
-
-
 def nested_values(x: Container) -> Iterator[Any]:
     """The leaves."""
     for _container, _key, value in nested_items_iter(x):
@@ -117,18 +100,6 @@ def nested_items_iter(x: Container) -> Iterator[tuple[Any, Any, Any]]:
             yield from nested_items_iter(value)
         else:
             yield x, key, value
-
-
-def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf by `f(leaf)`, in place."""
-    for container, key, value in nested_items_iter(d):
-        container[key] = f(value)
-
-
-def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf by `f(key, leaf)`, in place; the key is that in the innermost container."""
-    for container, key, value in nested_items_iter(d):
-        container[key] = f(key, value)
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
@@ -172,20 +143,3 @@ def merge(x1: Any, x2: Any, key: Key = ()) -> Any:
             " stored, the other in the state to load, under the same keys"
         )
     return x1
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-def map_reduce(
-    xs: Iterable[Any],
-    key_fn: Callable[[Any], Any] = _same,
-    value_fn: Callable[[Any], Any] = _same,
-    reduce_fn: Callable[[list[Any]], Any] = _same,
-) -> dict[Any, Any]:
-    """Group values by key and reduce each group; the interface is that of more_itertools."""
-    groups: defaultdict[Any, list[Any]] = defaultdict(list)
-    for x in xs:
-        groups[key_fn(x)].append(value_fn(x))
-    return {key: reduce_fn(group) for key, group in groups.items()}

@@ -21,23 +21,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, nested_values
 from remesh.core.geometry import Box, boxes_of_flat_range
-from remesh.core.sharded import Part
 from remesh.core.sharded import ShardedObject as EngineObject
 from remesh.core.sharded import ShardedTensor as EngineTensor
+from remesh.core.sharded import parts_at
 from remesh.errors import StateError
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]
 ShardedStateDict = dict[str, Any]
 ReplicaId = int | tuple[int, ...]
-Coordinates = tuple[npt.NDArray[np.int64], ...]
 
 
 class ShardedBase(ABC):
@@ -135,17 +132,19 @@ class ShardedTensor(ShardedBase):
         """The engine's description of the same memory."""
         if self.data is None:
             raise StateError(f"{self.key}: there is no data to save or to fill")
-        data, boxes = self.data.detach(), self.boxes()
         # Views: a load fills them, and `data` of another shape, set later, is found to be one.
+        data, span = self.data.detach(), None
         if self.flattened_range is None:
-            parts = [Part(boxes[0], data[(None,) * self.prepend_axis_num])]
+            data = data[(None,) * self.prepend_axis_num]
         else:
-            pieces = torch.split(data, [box.size for box in boxes])
-            parts = [Part(box, x.view(box.shape)) for box, x in zip(boxes, pieces, strict=True)]
+            start, stop = self._span()
+            span = (start, max(start, stop))
+        shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
+        parts = parts_at(tuple(self.global_offset), shape, data, span)
         return EngineTensor(
             self.key,
             tuple(self.global_shape),
-            tuple(parts),
+            parts,
             self.replica_id,
             self.allow_shape_mismatch,
         )
@@ -160,21 +159,6 @@ class ShardedTensor(ShardedBase):
         own = self.global_offset[self.prepend_axis_num :]
         slices = (slice(a, a + n) for a, n in zip(own, self.local_shape, strict=True))
         return (*prepended, *slices)
-
-    def local_coordinates(self) -> Coordinates:
-        """For each element of a flattened range, its index in the local shard, axis by axis."""
-        if self.flattened_range is None:
-            raise CheckpointingException(
-                f"only a flattened range has coordinates; use global_slice() for {self}"
-            )
-        return np.unravel_index(np.arange(*self._span()), tuple(self.local_shape))
-
-    def global_coordinates(self) -> Coordinates:
-        """The same in the global tensor, prepended axes first."""
-        local = self.local_coordinates()
-        length = len(local[0]) if local else 0
-        padded = (*([np.zeros(length, np.int64)] * self.prepend_axis_num), *local)
-        return tuple(a + offset for a, offset in zip(padded, self.global_offset, strict=True))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
         """Position of this shard in the grid of shards, counted in shards."""
