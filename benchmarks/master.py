@@ -28,13 +28,13 @@ import aiohttp
 import msgspec
 
 from benchmarks.report import print_table, write_json
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Assignment,
     Beat,
     Instruction,
     Join,
-    RankReport,
 )
 from remesh.elastic.rendezvous import Settings
 
@@ -105,7 +105,7 @@ class Nodes:
         step = 0
         while time.monotonic() < until:
             step += 1
-            report = RankReport(step=step, age=0.1, step_seconds=1.0)
+            report = RankProgress(step=step, time=-0.1, step_seconds=1.0)
             beat = Beat(
                 node_id=number,
                 incarnation=f"a{number}",

@@ -20,11 +20,10 @@ def test_torchrun_names_are_read() -> None:
             "WORLD_SIZE": "8",
             "LOCAL_WORLD_SIZE": "4",
             "TORCHELASTIC_RESTART_COUNT": "2",
-            "REMESH_HEARTBEAT_FILE": "/run/beat",
-            "REMESH_AGENT_DIR": "/run",
+            "REMESH_AGENT_SOCKET": "/run/0.socket",
         }
     )
-    assert info == RunInfo("job", 5, 1, 8, 4, 2, "/run/beat", agent_dir="/run")
+    assert info == RunInfo("job", 5, 1, 8, 4, 2, "/run/0.socket")
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:

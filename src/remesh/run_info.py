@@ -14,9 +14,8 @@ from remesh._repr import short_repr
 
 __all__ = ["RunInfo", "run_info"]
 
-HEARTBEAT_VARIABLE = "REMESH_HEARTBEAT_FILE"
+AGENT_VARIABLE = "REMESH_AGENT_SOCKET"
 SNAPSHOT_VARIABLE = "REMESH_SNAPSHOT_DIR"
-AGENT_VARIABLE = "REMESH_AGENT_DIR"
 PROGRESS_VARIABLE = "REMESH_PROGRESS"
 
 
@@ -36,13 +35,10 @@ class RunInfo:
     """Number of them on this node."""
     restart_count: int = 0
     """How often the launcher has restarted the processes."""
-    heartbeat_file: str = ""
-    """Where the training reports its steps to the agent; empty if there is none."""
+    agent_socket: str = ""
+    """Where the agent listens to this process; empty if there is none."""
     snapshot_dir: str = ""
     """Where memory that outlives this process is to be kept; empty if nowhere."""
-    agent_dir: str = ""
-    """A directory that the agent of this process keeps locked while it lives; empty without an
-    agent."""
     progress: str = ""
     """When a terminal shows progress bars: `off`, `on` for at once, or empty for work that takes
     longer than a second."""
@@ -55,7 +51,7 @@ def outliving_environment() -> dict[str, str]:
 
     The agent ends the processes that have its mark before it starts the next ones.
     """
-    return {name: value for name, value in os.environ.items() if name != HEARTBEAT_VARIABLE}
+    return {name: value for name, value in os.environ.items() if name != AGENT_VARIABLE}
 
 
 def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
@@ -84,8 +80,7 @@ def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
         world_size=number("WORLD_SIZE", 1),
         local_world_size=number("LOCAL_WORLD_SIZE", 1),
         restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
-        heartbeat_file=variables.get(HEARTBEAT_VARIABLE, ""),
+        agent_socket=variables.get(AGENT_VARIABLE, ""),
         snapshot_dir=variables.get(SNAPSHOT_VARIABLE, ""),
-        agent_dir=variables.get(AGENT_VARIABLE, ""),
         progress=variables.get(PROGRESS_VARIABLE, ""),
     )

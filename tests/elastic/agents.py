@@ -17,6 +17,7 @@ from remesh.elastic.failures import FailureDecision, ProcessFailure
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Assignment,
@@ -24,7 +25,6 @@ from remesh.elastic.protocol import (
     Content,
     Join,
     Leave,
-    RankReport,
     ReportFailures,
     Sender,
     Waiting,
@@ -109,7 +109,7 @@ class SilentAgent:
         self.say_join(**changes)
         return self.placed()
 
-    def beat(self, ranks: dict[int, RankReport] | None = None) -> None:
+    def beat(self, ranks: dict[int, RankProgress] | None = None) -> None:
         self.session.say(Beat(**self.sender(), ranks=ranks or {}), holds=False)
 
     def report(self, *failures: ProcessFailure) -> FailureDecision:
@@ -162,7 +162,7 @@ class Served:
             agent.say_join(**changes)
         return {agent.number: agent.placed() for agent in agents}
 
-    def beat(self, number: int, ranks: dict[int, RankReport] | None = None) -> None:
+    def beat(self, number: int, ranks: dict[int, RankProgress] | None = None) -> None:
         """Let a node send a heartbeat, and wait until the master has it."""
         before = self.master.num_messages
         self.agent(number).beat(ranks)

@@ -16,7 +16,8 @@ from remesh.elastic.job import (
 )
 from remesh.elastic.liveness import Liveness, events_of_time, long_pause, on_beat, on_message
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import Beat, Drain, Leave, RankReport, ReportTest, TestResult
+from remesh.elastic.progress import RankProgress
+from remesh.elastic.protocol import Beat, Drain, Leave, ReportTest, TestResult
 from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.status import status_of
 from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, joining, node, run
@@ -108,7 +109,7 @@ class TestCharges:
         assert "no restart left: 1 of 1 restarts charged to its node" in state.rendezvous.reason
 
 
-def beat(live: Liveness, state: JobState, now: float, **ranks: RankReport) -> JobState:
+def beat(live: Liveness, state: JobState, now: float, **ranks: RankProgress) -> JobState:
     """Both nodes are heard; the ranks of one say how far they are."""
     on_message(live, "a", now)
     request = Beat(
@@ -129,13 +130,13 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     live = Liveness.after_start(state, 100.0)
     for now in (101.0, 102.0, 131.0):
         step = min(int(now), 102)
-        state = beat(live, state, now, r0=RankReport(step=step, age=now - step))
+        state = beat(live, state, now, r0=RankProgress(step=step, time=step - now))
         assert state.hanging is None
-    state = beat(live, state, 133.0, r0=RankReport(step=102, age=31.0))
+    state = beat(live, state, 133.0, r0=RankProgress(step=102, time=-31.0))
     assert "the job hangs: no rank has finished a step for 31 s" in history(state)
     assert state.dump == 1  # stacks are asked for first
     assert state.rendezvous.broken is None
-    state = beat(live, state, 200.0, r0=RankReport(step=102, age=98.0))
+    state = beat(live, state, 200.0, r0=RankProgress(step=102, time=-98.0))
     reason = "the job hung: no rank has finished a step for 31 s"
     assert state.rendezvous.broken == (Change.HANG, reason)
     assert charged(state) == {}
@@ -145,10 +146,10 @@ def test_a_hang_ends_without_a_limit_that_somebody_gave() -> None:
     state = run(num_nodes=2)
     live = Liveness.after_start(state, 100.0)
     for now in (101.0, 102.0, 103.0):
-        state = beat(live, state, now, r0=RankReport(step=int(now), age=0.0))
-    state = beat(live, state, 3702.0, r0=RankReport(step=103, age=3599.0))
+        state = beat(live, state, now, r0=RankProgress(step=int(now), time=0.0))
+    state = beat(live, state, 3702.0, r0=RankProgress(step=103, time=-3599.0))
     assert state.hanging is None
-    state = beat(live, state, 3704.0, r0=RankReport(step=103, age=3601.0))
+    state = beat(live, state, 3704.0, r0=RankProgress(step=103, time=-3601.0))
     assert state.hanging is not None
 
 
@@ -157,7 +158,7 @@ def test_a_pause_between_steps_is_seen() -> None:
     live = Liveness.after_start(state, 100.0)
     assert status_of(state, live, 100.0).step_age is None
     for now in (101.0, 102.0):
-        state = beat(live, state, now, r0=RankReport(step=int(now), age=0.0))
+        state = beat(live, state, now, r0=RankProgress(step=int(now), time=0.0))
     assert long_pause(live, state, 160.0) == ""
     assert long_pause(live, state, 163.0) == "no rank has finished a step for 61 s"
     status = status_of(state, live, 163.0)
@@ -176,7 +177,7 @@ def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
     state = run(num_nodes=2)
     live = Liveness.after_start(state, 100.0)
     ranks = {
-        f"r{rank}": RankReport(step=7, age=0.0, step_seconds=seconds)
+        f"r{rank}": RankProgress(step=7, time=0.0, step_seconds=seconds)
         for rank, seconds in enumerate((0.5, 0.5, 0.625, 2.0))
     }
     state = beat(live, state, 101.0, **ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -12,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from remesh.elastic import TrainingJob, entries, run
-from remesh.elastic.reentry import EnterWorld, LeaveWorld, Report, read_report, send_order
+from remesh.elastic.process_socket import (
+    EnterWorld,
+    Instruction,
+    LeaveWorld,
+    Order,
+    ProcessSockets,
+    Report,
+)
 from remesh.errors import WorldChangedError
 from tests.waiting import wait_until
 
@@ -20,13 +28,34 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Agent:
-    """The agent of this process."""
+    """The agent of this process; `play` has to run beside it."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = str(file)
+    def __init__(self, sockets: ProcessSockets) -> None:
+        self._sockets = sockets
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+
+    def play(self) -> None:
+        """Take what the process says until it is `over`."""
+        while not self._is_over.wait(0.005):
+            self.report()
+
+    def over(self) -> None:
+        self._is_over.set()
 
     def report(self) -> Report | None:
-        return read_report(self.file)
+        with self._lock:
+            self._sockets.take()
+            return self._sockets.report(0, os.getpid())
+
+    def begin(self, order: Order) -> None:
+        """Have an order before the process connects."""
+        with self._lock:
+            self._sockets.begin([0], Instruction(order))
+
+    def send(self, order: Order) -> None:
+        with self._lock:
+            self._sockets.order([0], order)
 
     def wait_out(self, number: int) -> Report:
         """Wait until the process has left by an order."""
@@ -41,17 +70,23 @@ class Agent:
 
     def change_world(self, number: int, rank: str) -> None:
         """Order the process out and in again."""
-        send_order(self.file, LeaveWorld(number))
+        self.send(LeaveWorld(number))
         self.wait_out(number)
-        send_order(self.file, EnterWorld(number + 1, {"RANK": rank}))
+        self.send(EnterWorld(number + 1, {"RANK": rank}))
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     for name in ("RANK", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(tmp_path / "0.json"))
-    return Agent(tmp_path / "0.json")
+    with contextlib.closing(ProcessSockets(str(tmp_path), 1)) as sockets:
+        monkeypatch.setenv("REMESH_AGENT_SOCKET", sockets.path_of(0))
+        made = Agent(sockets)
+        playing = threading.Thread(target=made.play)
+        playing.start()
+        yield made
+        made.over()
+        playing.join()
 
 
 @pytest.fixture
@@ -128,7 +163,7 @@ def test_the_function_is_entered_when_rank_0_has_made_the_store(
 
         def play() -> None:
             agent.wait_out(0)
-            send_order(agent.file, EnterWorld(1, world))
+            agent.send(EnterWorld(1, world))
             wait_until(may_enter, "it may enter")
             time.sleep(0.05)  # without waiting, it would be inside by now
             steps.append("listens")
@@ -166,12 +201,12 @@ def test_a_process_prepares_before_its_node_joins(
     def play() -> None:
         agent.wait_out(7)
         assert ranks == ["0"]
-        send_order(agent.file, EnterWorld(8, {"RANK": "3"}))
+        agent.send(EnterWorld(8, {"RANK": "3"}))
 
     def note_rank(_job: TrainingJob) -> None:
         ranks.append(os.environ["RANK"])
 
-    send_order(agent.file, LeaveWorld(7))
+    agent.begin(LeaveWorld(7))
     beside.append(threading.Thread(target=play))
     beside[0].start()
     run(note_rank, prepare=note_rank)
@@ -190,15 +225,15 @@ def test_an_error_of_the_user_ends_the_process(agent: Agent) -> None:
 def test_an_error_after_an_order_that_was_not_noticed_ends_no_process(
     agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entries, "LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(entries._ReentrantRunner, "_listen", lambda _self: None)
 
     def play() -> None:
         agent.wait_out(1)
-        send_order(agent.file, EnterWorld(2, {"RANK": "0"}))
+        agent.send(EnterWorld(2, {"RANK": "0"}))
 
     def train(job: TrainingJob) -> int:
         if job.entries == 0:
-            send_order(agent.file, LeaveWorld(1))
+            agent.send(LeaveWorld(1))
             beside.append(threading.Thread(target=play))
             beside[0].start()
             raise LookupError("what a peer would have sent")

@@ -16,7 +16,6 @@ import pytest
 
 from remesh.elastic.lifecycle import EXIT_JOB_FAILED
 from remesh.elastic.processes import Process
-from remesh.elastic.script import done_note
 from tests.campaigns.settings import share
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command
@@ -79,27 +78,24 @@ def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:
     assert "no other process has failed by itself; no restart left: 2 of 2" in output
 
 
-def start(*, note: bool, directory: Path, ends: str) -> Process:
+def start(*, done: bool, ends: str) -> Process:
     """A process that has ended."""
     process = subprocess.Popen(["sh", "-c", ends])
-    path = done_note(str(directory), process.pid)
-    if note:
-        path.touch()
     process.wait(60)
-    return Process(process, path)
+    return Process(process, lambda: done)
 
 
-def test_what_is_forgiven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_forgiven(caplog: pytest.LogCaptureFixture) -> None:
     aborts = "kill -ABRT $$"
     with caplog.at_level(logging.WARNING):
-        assert start(note=False, directory=tmp_path, ends=aborts).poll() == -signal.SIGABRT
-        assert start(note=False, directory=tmp_path, ends="exit 3").poll() == 3
+        assert start(done=False, ends=aborts).poll() == -signal.SIGABRT
+        assert start(done=False, ends="exit 3").poll() == 3
         # Exit handlers had their say: this is the script's own code.
-        assert start(note=True, directory=tmp_path, ends="exit 3").poll() == 3
-        assert start(note=True, directory=tmp_path, ends="exit 0").poll() == 0
+        assert start(done=True, ends="exit 3").poll() == 3
+        assert start(done=True, ends="exit 0").poll() == 0
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
-        crashed = start(note=True, directory=tmp_path, ends=aborts)
+        crashed = start(done=True, ends=aborts)
         assert (crashed.poll(), crashed.poll()) == (0, 0)
     assert caplog.text.count("after its work: no failure") == 1
 

@@ -13,41 +13,12 @@ import pytest
 
 import remesh
 from remesh.elastic import child, guard
-from remesh.elastic.directories import BEATS, agent_directory
-from remesh.elastic.heartbeat import AgentLock
+from remesh.elastic.directories import SOCKETS
 from tests.elastic.cluster import REMESH, kill
 from tests.elastic.zygote import Command
 from tests.waiting import is_alive, wait_until
 
 ORPHAN = Path(__file__).with_name("orphan.py")
-
-
-def test_the_lock_of_an_agent_is_free_when_it_has_ended(tmp_path: Path) -> None:
-    assert not AgentLock("").is_free()
-    assert not AgentLock(str(tmp_path / "none")).is_free()
-    with agent_directory(str(tmp_path), BEATS) as directory:
-        lock = AgentLock(directory)
-        assert not lock.is_free()
-        assert not lock.is_free()
-    assert lock.is_free()
-    lock.close()
-    assert not lock.is_free()
-
-
-def test_a_directory_that_is_gone_from_where_it_was_made_is_of_an_agent_that_has_ended(
-    tmp_path: Path,
-) -> None:
-    other = tmp_path / "another directory under this path, as in a container"
-    other.mkdir()
-    with agent_directory(str(tmp_path), BEATS) as directory:
-        unseen = str(other / Path(directory).name)
-        assert not AgentLock(unseen).is_free()
-    assert not AgentLock(unseen).is_free()
-    assert not AgentLock(str(tmp_path / "none" / Path(directory).name)).is_free()
-    lock = AgentLock(directory)
-    assert lock.is_free()
-    lock.close()
-    assert not lock.is_free()
 
 
 @pytest.mark.parametrize("wrapper", ["sleep 1000 & echo $!; wait", "sleep 1000 & echo $!; exit"])
@@ -57,14 +28,14 @@ def test_the_guard_kills_all_but_what_is_to_outlive_the_training(
 ) -> None:
     beats = str(tmp_path)
     own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), "", ""]
-    script = f"env -u REMESH_HEARTBEAT_FILE sleep 1000 & echo $!; {apart} {wrapper}"
+    script = f"env -u REMESH_AGENT_SOCKET sleep 1000 & echo $!; {apart} {wrapper}"
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, beats], stdin=subprocess.PIPE
     )
     training = subprocess.Popen(
         [*own, "bash", "-c", script],
         stdout=subprocess.PIPE,
-        env=os.environ | {"REMESH_HEARTBEAT_FILE": f"{beats}/0.json"},
+        env=os.environ | {"REMESH_AGENT_SOCKET": f"{beats}/0.socket"},
         start_new_session=True,
         text=True,
     )
@@ -88,13 +59,13 @@ def test_the_guard_kills_all_but_what_is_to_outlive_the_training(
 def test_the_process_that_writes_a_checkpoint_outlives_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(tmp_path / "agent" / "0.json"))
+    monkeypatch.setenv("REMESH_AGENT_SOCKET", str(tmp_path / "agent" / "0.socket"))
     with remesh.Saver(writer="process") as saver:
         handle = saver.save_async({"w": np.zeros(3)}, tmp_path / "saved")
         assert saver.writer_process_id is not None
         within = subprocess.Popen(["sleep", "1000"])
         shown = Path(f"/proc/{within.pid}/environ")
-        wait_until(lambda: b"REMESH_HEARTBEAT_FILE" in shown.read_bytes(), "its environment")
+        wait_until(lambda: b"REMESH_AGENT_SOCKET" in shown.read_bytes(), "its environment")
         assert guard.kill(str(tmp_path / "agent"), 60) == []
         assert within.wait(60) == -signal.SIGKILL
         assert is_alive(saver.writer_process_id)
@@ -111,7 +82,7 @@ def test_a_process_that_still_gives_its_memory_back_has_not_ended(tmp_path: Path
         [*own, sys.executable, "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"REMESH_HEARTBEAT_FILE": str(tmp_path / "0.json")},
+        env=os.environ | {"REMESH_AGENT_SOCKET": str(tmp_path / "0.socket")},
         start_new_session=True,
     )
     assert training.stdout is not None
@@ -138,9 +109,9 @@ def run_wrapper(directory: Path, script: str, processes: int) -> Command:
 
 
 def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -> None:
-    # The environment of rank 1 does not tell where it belongs, so it has to notice by itself.
+    # The environment of rank 1 is hidden, so it has to notice by itself.
     train = f'"{sys.executable}" "{ORPHAN}" "{tmp_path}"'
-    apart = '[ "$RANK" = 0 ] || apart="env -u REMESH_HEARTBEAT_FILE setsid --wait"'
+    apart = '[ "$RANK" = 0 ] || apart="setsid --wait"'
     agent = run_wrapper(tmp_path, f"{apart}\n$apart {train}\necho ended", 2)
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
     pids: list[int] = []
@@ -200,16 +171,16 @@ def test_a_training_in_a_session_of_its_own_ends_before_the_next_begins(
 
 def test_what_makes_its_manager_after_the_end_of_its_agent_ends_too(tmp_path: Path) -> None:
     # The wrapper ends, and its agent with it, when the training runs, in a session of its own and
-    # with an environment that does not tell where it belongs.
-    abandoned = tmp_path / f"{BEATS}abandoned"
+    # with an environment that is hidden.
+    abandoned = tmp_path / f"{SOCKETS}abandoned"
     abandoned.mkdir()
-    train = f'env -u REMESH_HEARTBEAT_FILE setsid "{sys.executable}" "{ORPHAN}" "{tmp_path}" late'
+    train = f'setsid "{sys.executable}" "{ORPHAN}" "{tmp_path}" late'
     agent = run_wrapper(tmp_path, f"read < <({train})", 1)
     pids: list[int] = []
     try:
         assert agent.wait(120) == 0
         pids = [int((tmp_path / "pid-0").read_text())]
-        assert not list(tmp_path.glob(f"{BEATS}*"))  # neither its own nor that of a dead one
+        assert not list(tmp_path.glob(f"{SOCKETS}*"))  # neither its own nor that of a dead one
         wait_until(lambda: not is_alive(pids[0]), "the end of the training")
         assert (tmp_path / "noticed").exists()
     finally:

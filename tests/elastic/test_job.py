@@ -26,6 +26,7 @@ from remesh.elastic.job import (
 )
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import Liveness, events_of_time, is_over, on_beat, on_message
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
@@ -34,7 +35,6 @@ from remesh.elastic.protocol import (
     Join,
     Leave,
     NodeTest,
-    RankReport,
     ReportFailures,
     ReportTest,
     RequestCheck,
@@ -149,7 +149,7 @@ class Jobs(RuleBasedStateMachine):
 
     def beat(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
-        report = RankReport(step=int(self.now), age=0.0, waits=agent.waits)
+        report = RankProgress(step=int(self.now), time=0.0, waits=agent.waits)
         request = Beat(
             node_id=node.id,
             incarnation=node.incarnation,
@@ -399,7 +399,7 @@ def test_a_world_whose_ranks_all_wait_grows_without_a_checkpoint() -> None:
     shown = []
     for now, waits in ((201.0, [False, False]), (202.0, [True, False]), (203.0, [True, True])):
         for number in (0, 1):
-            ranks = {number: RankReport(step=5, age=0.0, waits=waits[number])}
+            ranks = {number: RankProgress(step=5, time=0.0, waits=waits[number])}
             beat = Beat(node_id=number, incarnation="a", round=1, ranks=ranks)
             for event in on_beat(live, state, beat, now):
                 state = apply(state, event, now)
@@ -502,7 +502,9 @@ def test_goodput_does_not_fall_after_the_end() -> None:
     live = Liveness.after_start(state, 100.0)
     for step in range(1, 101):
         now = 100.0 + step
-        beat = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankReport(step=step, age=0.0)})
+        beat = Beat(
+            node_id=0, incarnation="a", round=1, ranks={0: RankProgress(step=step, time=0.0)}
+        )
         assert on_beat(live, state, beat, now) == []
     for number in (0, 1):
         leave = Leave(

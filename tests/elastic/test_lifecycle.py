@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from remesh.elastic import lifecycle
 from remesh.elastic.failures import FailureAction, FailureDecision
-from remesh.elastic.heartbeat import Heartbeat, Request
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, begin, step
+from remesh.elastic.process_socket import Act, EnterWorld, LeaveWorld, Report, Request, next_act
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Stop
-from remesh.elastic.reentry import Act, EnterWorld, LeaveWorld, Report, next_act
 from remesh.elastic.rendezvous import Change, Node, Outcome
 
 LATE = 1e9
@@ -38,7 +38,7 @@ def world(number: int, **asked: bool) -> Assignment:
 
 TRAINS = State(limits=limits(), phase=Phase.TRAIN, order=4)
 HEALTHY = Seen(living=frozenset({0, 1}), content=world(1))
-ABLE = {0: Report(pid=10, number=4), 1: Report(pid=11, number=4)}
+ABLE = {0: Report(number=4), 1: Report(number=4)}
 
 
 def kinds(actions: list[Action]) -> list[str]:
@@ -59,21 +59,42 @@ def test_ranks_wait_without_a_save_only_if_all_can_go_on() -> None:
         assert step(state, HEALTHY, 0.0)[1] == [lifecycle.Hold(None)]
 
 
-def test_a_node_drains_when_all_its_ranks_wait() -> None:
-    def beats(*waits: bool) -> dict[int, Heartbeat]:
-        return {rank: Heartbeat(7, 7, 0.0, None, one) for rank, one in enumerate(waits)}
+def at_step(saved: int | None, *waits: bool) -> dict[int, RankProgress]:
+    """Ranks that have made 7 steps."""
+    return {
+        rank: RankProgress(step=7, time=0.0, saved_step=saved, waits=one)
+        for rank, one in enumerate(waits)
+    }
 
-    drains = replace(HEALTHY, drains=True, beats=beats(True, False))
+
+def test_a_node_drains_when_all_its_ranks_wait() -> None:
+    drains = replace(HEALTHY, drains=True, progress=at_step(7, True, False))
     state, actions = step(TRAINS, drains, 5.0)
     assert actions == [lifecycle.AnnounceDrain(60.0), lifecycle.Hold("save-and-hold")]
     assert step(state, drains, 64.0) == (state, [])
-    (left,) = step(state, replace(drains, beats=beats(True, True)), 64.0)[1]
+    (left,) = step(state, replace(drains, progress=at_step(7, True, True)), 64.0)[1]
     assert left == lifecycle.Exit(143, "SIGTERM, saved at step 7", Outcome.DRAINED)
     (late,) = step(state, drains, 66.0)[1]
     assert late == lifecycle.Exit(1, "SIGTERM, no checkpoint within 61 s", Outcome.DRAINED)
-    (alone,) = step(state, replace(drains, beats={}), 6.0)[1]
+    (alone,) = step(state, replace(drains, progress={}), 6.0)[1]
     assert isinstance(alone, lifecycle.Exit)
     assert alone.code == 143
+
+
+def test_ranks_that_wait_for_growth_save_before_their_node_drains() -> None:
+    grows = replace(HEALTHY, content=world(1, save=True, grow=True), reports=ABLE)
+    waits = replace(grows, progress=at_step(4, True, True))
+    state, _ = step(TRAINS, waits, 0.0)
+    state, actions = step(state, replace(waits, drains=True), 1.0)
+    assert actions == [lifecycle.AnnounceDrain(60.0), lifecycle.Hold("save-and-hold")]
+    assert step(state, replace(waits, drains=True), 2.0) == (state, [])
+    saved = replace(waits, drains=True, progress=at_step(7, True, True))
+    (left,) = step(state, saved, 3.0)[1]
+    assert left == lifecycle.Exit(143, "SIGTERM, saved at step 7", Outcome.DRAINED)
+    # Those of other nodes save as well, since the world does not only grow any more.
+    leaves = replace(waits, content=world(1, save=True))
+    state, _ = step(TRAINS, waits, 0.0)
+    assert step(state, leaves, 1.0)[1] == [lifecycle.Hold("save-and-hold")]
 
 
 def test_a_drain_of_a_node_whose_processes_get_out_ends_it() -> None:
@@ -103,9 +124,9 @@ def test_what_hangs_is_killed_and_what_can_leave_is_ordered_to() -> None:
 def test_pauses_grow_until_a_start_makes_a_step() -> None:
     restart = FailureDecision(action=FailureAction.RESTART, charged=True, reason="")
     state, pauses = TRAINS, []
-    made: dict[int, Heartbeat] = {0: Heartbeat(1, None, 0.0, None)}
-    for beats in ({}, {}, {}, {}, made, {}):
-        failed = Seen(living=frozenset({1}), has_failed=True, beats=beats)
+    made: dict[int, RankProgress] = {0: RankProgress(step=1, time=0.0)}
+    for progress in ({}, {}, {}, {}, made, {}):
+        failed = Seen(living=frozenset({1}), has_failed=True, progress=progress)
         state, actions = step(replace(state, phase=Phase.TRAIN), failed, 0.0)
         assert actions == [lifecycle.End(frozenset({1}), signal.SIGTERM)]
         ended = replace(failed, living=frozenset())
@@ -120,7 +141,7 @@ def test_pauses_grow_until_a_start_makes_a_step() -> None:
 def test_a_process_that_prepares_is_out_before_its_node_joins() -> None:
     state, actions = begin(limits(prepares=True))
     assert actions[-1] == lifecycle.Prepare(1)
-    inside = {0: Report(pid=10), 1: Report(pid=11, number=1, is_out=True)}
+    inside = {0: Report(), 1: Report(number=1, is_out=True)}
     state, actions = step(state, replace(HEALTHY, reports=inside), LATE)
     assert (state.phase, actions) == (Phase.PREPARE, [])
     # One has ended meanwhile, the other is out.
@@ -311,7 +332,7 @@ def events(job: Job) -> Iterator[Job]:
 def lives_on(job: Job, process: Process) -> Iterator[Process]:
     """What a process may do next."""
     if process.status == "starts":
-        report = Report(pid=1) if process.able else None
+        report = Report() if process.able else None
         yield process._replace(status="trains", report=report)
     if process.status == "hangs":
         return
@@ -337,7 +358,7 @@ def lives_on(job: Job, process: Process) -> Iterator[Process]:
         case Act.CONFIRM:
             yield process._replace(report=replace(process.report, number=number, error=""))
         case Act.ENTER:
-            report = Report(pid=1, number=number)
+            report = Report(number=number)
             yield process._replace(status="trains", report=report, world=world_number)
 
 

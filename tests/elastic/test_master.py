@@ -22,13 +22,13 @@ from remesh.elastic.job import JobState, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import ALIVE_SECONDS, on_message
 from remesh.elastic.master import Connection, Master, RefusedError
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
     JobEnded,
     Join,
     NodeTest,
-    RankReport,
     Rejected,
     ReportTest,
     Stop,
@@ -183,7 +183,7 @@ def test_a_pause_between_steps_is_said_and_shown(caplog: pytest.LogCaptureFixtur
         served.join_all([0, 1], settings=OF_TWO)
         for step in (1, 2):
             clock.now += 1
-            served.beat(0, {0: RankReport(step=step, age=0.0)})
+            served.beat(0, {0: RankProgress(step=step, time=0.0)})
         clock.now += 100
         with caplog.at_level(logging.WARNING):
             wait_until(lambda: "it may hang" in caplog.text, "the warning")
@@ -283,7 +283,7 @@ def active_in(master: Master) -> set[int]:
 def test_growing_waits_for_a_checkpoint() -> None:
     with serving(heartbeat_timeout=LONG) as served:
         served.join_all([0, 1])
-        progress = RankReport(step=5, age=0.0, saved_step=4)
+        progress = RankProgress(step=5, time=0.0, saved_step=4)
         served.beat(0, {0: progress})
         one = served.agent(0)
         late = served.agent(2)

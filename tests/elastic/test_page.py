@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remesh.elastic.protocol import RankReport
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.server import ServerOptions
 from tests.browser import BROWSER, browse
 from tests.elastic.agents import SETTINGS, serving
@@ -25,7 +25,7 @@ def text_of(document: str) -> str:
 def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> None:
     with serving(heartbeat_timeout=600.0) as served:
         served.join_all([0, 1, 2], settings=msgspec.structs.replace(SETTINGS, min_nodes=3))
-        served.beat(0, {0: RankReport(step=41, age=0.1, saved_step=40)})
+        served.beat(0, {0: RankProgress(step=41, time=-0.1, saved_step=40)})
         agent = served.agent(1)
         failures = [
             agent.failure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 
+from remesh.elastic.process_socket import ProcessSockets
 from remesh.elastic.processes import Process, Processes, tail_of
 from remesh.elastic.warm import Warm
 from tests.waiting import is_alive, wait_until
@@ -24,19 +26,21 @@ pytestmark = pytest.mark.timeout(300)
 def started(tmp_path: Path) -> Iterator[Any]:
     """Starts two processes of a shell command."""
     made: list[Processes] = []
+    sockets = ProcessSockets(str(tmp_path), 2)
 
     def start(script: str, **options: Any) -> Processes:
         logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL, tee=Std.ALL)
         config = LaunchConfig(1, 1, 2, logs_specs=logs, shutdown_timeout=60, **options)
         command = ["sh", "-c", script]
         warm = Warm((), str(tmp_path), command)
-        made.append(Processes(config, command, directory=str(tmp_path), warm=warm))
+        made.append(Processes(config, command, sockets=sockets, warm=warm))
         made[0].start((0, 1), {rank: {"RANK": str(rank + 4)} for rank in (0, 1)})
         return made[0]
 
-    yield start
-    for processes in made:
-        processes.end_all(signal.SIGKILL)
+    with contextlib.closing(sockets):
+        yield start
+        for processes in made:
+            processes.end_all(signal.SIGKILL)
 
 
 def ended(processes: Processes) -> list[str]:
@@ -45,13 +49,13 @@ def ended(processes: Processes) -> list[str]:
     return [tail_of(processes.logs(rank)) for rank in (0, 1)]
 
 
-def test_a_process_that_sees_one_gpu_has_a_heartbeat_file_of_its_own(
+def test_a_process_that_sees_one_gpu_has_a_socket_of_its_own(
     started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
-    tells = 'echo "$LOCAL_RANK $CUDA_VISIBLE_DEVICES $REMESH_HEARTBEAT_FILE ${local_rank}"'
+    tells = 'echo "$LOCAL_RANK $CUDA_VISIBLE_DEVICES $REMESH_AGENT_SOCKET ${local_rank}"'
     texts = ended(started(tells, virtual_local_rank=True))
-    assert texts == [f"0 3 {tmp_path}/0.json 0", f"0 5 {tmp_path}/1.json 1"]
+    assert texts == [f"0 3 {tmp_path}/0.socket 0", f"0 5 {tmp_path}/1.socket 1"]
 
 
 def test_what_the_agent_ends_has_not_failed(started: Any) -> None:
@@ -70,9 +74,9 @@ def test_what_handles_a_signal_of_the_agent_has_not_failed(started: Any) -> None
     assert processes.failed == {}
 
 
-def test_a_death_just_before_the_signal_is_a_failure(tmp_path: Path) -> None:
+def test_a_death_just_before_the_signal_is_a_failure() -> None:
     ended = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
-    process = Process(ended, tmp_path / "note")
+    process = Process(ended, lambda: False)
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     process.send(signal.SIGTERM)
     assert process.poll() == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic.script import AGENT_DIRECTORY, done_note
+from remesh.elastic.script import AGENT_SOCKET
 
 RUNNER = (sys.executable, "-m", "remesh.elastic.script")
 
@@ -259,35 +259,33 @@ def test_the_interpreter_is_not_finalised(tmp_path: Path) -> None:
     assert (plain.stdout, ours.stdout) == ("finalised\n", "")
 
 
-def test_the_note_that_the_work_is_done(tmp_path: Path) -> None:
-    """It comes after the threads, in which a save may still run, and before the exit handlers."""
+def test_the_agent_is_told_that_the_work_is_done(tmp_path: Path) -> None:
+    """That comes after the threads, in which a save may still run, and before the exit handlers."""
     (tmp_path / "script.py").write_text(
-        "import atexit, os, sys, threading\n"
-        "from pathlib import Path\n"
-        "def look(when):\n    print(when, [file.name for file in Path('notes').iterdir()])\n"
+        "import atexit, os, select, socket, sys, threading\n"
+        "agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "agent.bind(sys.argv[2])\nagent.listen()\n"
+        "def look(when):\n    print(when, len(select.select([agent], [], [], 0)[0]))\n"
         "main = threading.main_thread()\n"
         "def work():\n    main.join()\n    look('thread')\n"
         "threading.Thread(target=work).start()\n"
         "atexit.register(look, 'handler')\n"
         "if os.fork() == 0:\n    os._exit(0)\n"
-        "os.wait()\nprint(os.getpid())\n"
+        "os.wait()\n"
         "sys.exit(int(sys.argv[1]))\n"
     )
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    environment = {AGENT_DIRECTORY: "notes"}
-    failed = start(*RUNNER, "script.py", "3", at=tmp_path, **environment)
-    assert failed.stdout.splitlines()[1:] == ["thread []", "handler []"]
-    done = start(*RUNNER, "script.py", "0", at=tmp_path, **environment)
-    number, *seen = done.stdout.splitlines()
-    note = done_note(str(notes), int(number))
-    assert seen == ["thread []", f"handler ['{note.name}']"]
-    assert note.exists()
-    notes.rename(tmp_path / "gone")
+
+    def said(code: str) -> list[str]:
+        environment = {AGENT_SOCKET: str(tmp_path / code)}
+        done = start(*RUNNER, "script.py", code, code, at=tmp_path, **environment)
+        return done.stdout.splitlines()
+
+    assert said("3") == ["thread 0", "handler 0"]
+    assert said("0") == ["thread 0", "handler 1"]
     (tmp_path / "script.py").write_text("print('done')\n")
-    unsaid = start(*RUNNER, "script.py", at=tmp_path, **environment)
+    unsaid = start(*RUNNER, "script.py", at=tmp_path, **{AGENT_SOCKET: str(tmp_path / "none")})
     assert (unsaid.returncode, unsaid.stdout) == (0, "done\n")
-    assert "cannot leave the note" in unsaid.stderr
+    assert "cannot tell the agent" in unsaid.stderr
 
 
 def test_a_process_of_a_pool_may_finish_too(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from remesh.elastic.client import HINT, Client
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Beat,
@@ -30,7 +31,6 @@ from remesh.elastic.protocol import (
     Leave,
     Message,
     Problem,
-    RankReport,
     TestResult,
     Waiting,
 )
@@ -52,7 +52,7 @@ JOIN = Join(
     num_processes=8,
     settings=SETTINGS,
 )
-BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankReport(step=1, age=0.1)})
+BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankProgress(step=1, time=-0.1)})
 LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
 ENCODED = [msgspec.msgpack.encode(message) for message in (JOIN, BEAT)]
 
@@ -462,12 +462,12 @@ class TestBeats:
     ) -> None:
         failing = iter([error, error])
 
-        def reports_of(_beats: Any) -> Any:
+        def make_beat(**fields: Any) -> Beat:
             for problem in failing:
                 raise problem
-            return {}
+            return Beat(**fields)
 
-        monkeypatch.setattr("remesh.elastic.node._reports_of", reports_of)
+        monkeypatch.setattr("remesh.elastic.node.Beat", make_beat)
         with Fake(numbered(QUICK)) as master, caplog.at_level(logging.WARNING):
             node = waiting_node(master.url)
             wait_until(lambda: len(beats_of(master)) >= 2, "heartbeats after those that failed")

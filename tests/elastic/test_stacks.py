@@ -1,22 +1,23 @@
-"""The stacks of another process, with and without py-spy."""
+"""The stacks of processes, which they write themselves."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from remesh.elastic import stacks
-from remesh.elastic.stacks import Stacks
+from remesh.elastic.process_socket import ProcessSockets
+from remesh.elastic.stacks import Stacks, stacks_file
+from remesh.errors import StorageError
 
 PROGRAM = """
 import sys, time
-from remesh.training.policies import save_policies, OnSignals
+from remesh.training.policies import OnSignals
 from remesh.training.watch import Watch
 import signal
 
@@ -29,20 +30,14 @@ if sys.argv[2] == "wrapper":
     open(sys.argv[1] + ".stacks", "w").close()
     hangs_here()
 every = (OnSignals((signal.SIGUSR2,)),) if sys.argv[2] == "taken" else ()
-Watch(every, sys.argv[1])
+watch = Watch(every, sys.argv[1])
 hangs_here()
 """
 
 
-@pytest.fixture
-def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_by_py_spy", lambda _pid: ("", "py-spy is not installed"))
-    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 60.0)  # it answers, at once or later
-
-
 @contextlib.contextmanager
-def hanging(file: Path, how: str = "free") -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", PROGRAM, str(file), how]
+def hanging(path: str, how: str = "free") -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", PROGRAM, path, how]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -52,58 +47,103 @@ def hanging(file: Path, how: str = "free") -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def take(process: subprocess.Popen[bytes], file: Path) -> str:
-    return Stacks({7: (process.pid, str(file))}).take()[7]
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[ProcessSockets]:
+    with contextlib.closing(ProcessSockets(str(tmp_path), 3)) as made:
+        yield made
 
 
-@pytest.mark.usefixtures("without_py_spy")
-def test_a_training_process_writes_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "0.json"
-    with hanging(file) as process:
-        assert "hangs_here" in take(process, file)
-        assert process.poll() is None
-
-
-@pytest.mark.usefixtures("without_py_spy")
-def test_one_without_a_handler_is_not_asked(tmp_path: Path) -> None:
-    file = tmp_path / "0.json"
-    text = "no stacks: py-spy is not installed; the process does not write them itself"
-    with hanging(file, "taken") as process:
-        assert take(process, file) == text
-    # As of a wrapper script whose child has the handler and has made the file.
-    with hanging(file, "wrapper") as process:
-        assert take(process, file) == text
-        assert process.poll() is None, "the request has ended the process"
-
-
-def test_all_processes_are_looked_at_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_processes_are_asked_and_write_what_they_do(
+    sockets: ProcessSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = threading.Barrier(3)
-
-    def slow(pid: int) -> tuple[str, str]:
-        together.wait(120)
-        return f"stacks of {pid}", ""
-
-    monkeypatch.setattr(stacks, "_by_py_spy", slow)
-    with contextlib.ExitStack() as stack:
-        pids = {
-            rank: stack.enter_context(hanging(tmp_path / f"{rank}.json")).pid for rank in range(3)
+    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 60.0)  # they answer, at once or later
+    paths = [sockets.path_of(rank) for rank in range(3)]
+    # The last is as a wrapper script whose child has the handler and has made the file.
+    with (
+        hanging(paths[0]) as free,
+        hanging(paths[1], "taken") as taken,
+        hanging(paths[2], "wrapper") as wrapper,
+    ):
+        processes = (free, taken, wrapper)
+        asked = {
+            7 + rank: (process.pid, stacks_file(paths[rank]))
+            for rank, process in enumerate(processes)
         }
-        wanted = {rank: (pid, str(tmp_path / f"{rank}.json")) for rank, pid in pids.items()}
-        assert Stacks(wanted).take() == {rank: f"stacks of {pid}" for rank, pid in pids.items()}
+        found = Stacks(asked).take()
+        assert "hangs_here" in found.pop(7)
+        assert found == dict.fromkeys((8, 9), "no stacks: the process does not write them")
+        assert [process.poll() for process in processes] == [None] * 3
+        free.kill()
+        free.wait()
+        assert "no stacks" in Stacks({7: asked[7]}).take()[7]
 
 
-def test_one_that_ends_meanwhile_is_not_confused_with_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "0.json"
-    with hanging(file) as process:
+def run_python(program: str, path: Path) -> str:
+    """What a program prints in an interpreter of its own, where signals may be set at will."""
+    command = [sys.executable, "-c", program, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
-        def end(_pid: int) -> tuple[str, str]:
-            process.kill()
-            process.wait()  # from now on its id may be that of another process
-            return "stacks of another process", ""
 
-        monkeypatch.setattr(stacks, "_by_py_spy", end)
-        assert take(process, file) == "no stacks: the process has ended"
+def test_the_stacks_of_all_threads_are_written(tmp_path: Path) -> None:
+    program = """
+import os, sys, threading
+from remesh.elastic.stacks import STACK_SIGNAL, answer_stack_requests, stacks_file
+
+waits, stop = threading.Event(), threading.Event()
+
+def waits_here():
+    waits.set()
+    stop.wait()
+
+thread = threading.Thread(target=waits_here)
+thread.start()
+waits.wait()
+end = answer_stack_requests(sys.argv[1])
+os.kill(os.getpid(), STACK_SIGNAL)
+print(stacks_file(sys.argv[1]).read_text())
+end()
+assert not stacks_file(sys.argv[1]).exists()
+stop.set()
+"""
+    written = run_python(program, tmp_path / "0.socket")
+    assert "waits_here" in written
+    assert "<module>" in written
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        "signal.signal(signal.SIGUSR2, lambda *_: print('mine'))",
+        "faulthandler.register(signal.SIGUSR2, sys.stdout)",
+    ],
+)
+def test_a_handler_that_is_there_is_left_alone(tmp_path: Path, take: str) -> None:
+    program = f"""
+import faulthandler, os, signal, sys
+from remesh.elastic.stacks import answer_stack_requests, stacks_file
+{take}
+assert answer_stack_requests(sys.argv[1]) is None
+assert not stacks_file(sys.argv[1]).exists()
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+    said = run_python(program, tmp_path / "0.socket")
+    assert "mine" in said or "<module>" in said
+
+
+def test_a_handler_that_comes_later_is_kept(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from remesh.elastic.stacks import answer_stack_requests
+end = answer_stack_requests(sys.argv[1])
+signal.signal(signal.SIGUSR2, lambda *_: print('mine'))
+end()
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+    assert run_python(program, tmp_path / "0.socket") == "mine\n"
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot write .*0\.socket\.stacks"):
+        stacks.answer_stack_requests(str(tmp_path / "none" / "0.socket"))

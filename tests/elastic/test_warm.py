@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 
 from remesh.elastic import fork_server, guard, script
+from remesh.elastic.process_socket import ProcessSockets
 from remesh.elastic.processes import Processes
 from remesh.elastic.warm import LATER, Warm, modules_of
 from tests.elastic.cluster import kill
@@ -106,9 +107,10 @@ class Agent:
         self.directory = directory
         self.script = directory / "train.py"
         self.script.write_text(SCRIPT)
-        self.beats = directory / "beats"
-        self.beats.mkdir()
-        self.warm = Warm(modules, str(self.beats), self._command())
+        place = directory / "sockets"
+        place.mkdir()
+        self.sockets = ProcessSockets(str(place), 2)
+        self.warm = Warm(modules, str(place), self._command())
         self.started: list[Started] = []
 
     def _command(self, *words: str) -> list[str]:
@@ -122,7 +124,7 @@ class Agent:
         processes = Processes(
             config,
             self._command(*words),
-            directory=str(self.beats),
+            sockets=self.sockets,
             snapshots="/snapshots",
             warm=self.warm,
         )
@@ -136,6 +138,7 @@ class Agent:
         for one in self.started:
             kill_group(one.pid)  # with what the script has forked
             one.wait()
+        self.sockets.close()
 
 
 def kill_group(pid: int) -> None:
@@ -172,8 +175,7 @@ def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
             "LOCAL_RANK": str(number),
             "PYTHONPATH": str(agent.directory),
             "ODD": "\udcff",
-            "REMESH_HEARTBEAT_FILE": str(agent.beats / f"{number}.json"),
-            "REMESH_AGENT_DIR": str(agent.beats),
+            "REMESH_AGENT_SOCKET": agent.sockets.path_of(number),
             "REMESH_SNAPSHOT_DIR": "/snapshots",
         }
         shown = said["environment"]
@@ -194,15 +196,15 @@ def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None
     server = agent.warm._server
     assert server is not None
     try:
-        assert guard.kill(str(agent.beats), 60, {"1.json"}) == []
+        assert guard.kill(agent.sockets.directory, 60, {"1.socket"}) == []
         assert not is_alive(apart)  # although it has a session of its own
         assert is_alive(within)
-        assert guard.kill(str(agent.beats), 60, {"0.json", "1.json"}) == []
+        assert guard.kill(agent.sockets.directory, 60, {"0.socket", "1.socket"}) == []
         assert not is_alive(within)
         assert server.poll() is None
         # They are ours, so their signals are seen.
         assert [one.wait() for one in started] == [-signal.SIGKILL] * 2
-        assert guard.kill(str(agent.beats), 60) == []
+        assert guard.kill(agent.sockets.directory, 60) == []
         assert server.wait(60) == -signal.SIGKILL
     finally:
         kill(apart)
@@ -293,7 +295,7 @@ def test_server_and_processes_end_with_their_agent(agent: Agent) -> None:
     process.communicate()
     wait_until(lambda: not any(map(is_alive, pids)), "the end of both")
     # What the script has forked is no child of the agent: the guard ends that, which is not here.
-    assert guard.kill(str(directory / "beats"), 60.0) == []
+    assert guard.kill(str(directory / "sockets"), 60.0) == []
 
 
 def test_what_is_preloaded_without_being_asked_for(

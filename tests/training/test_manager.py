@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -21,8 +22,11 @@ import torch
 
 import remesh
 from remesh import catalog
-from remesh.elastic.heartbeat import read_heartbeat, request, request_file
+from remesh.elastic.process_socket import Instruction, ProcessSockets
+from remesh.elastic.progress import RankProgress
+from remesh.elastic.training_job import TrainingJob
 from remesh.errors import (
+    AgentLostError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -583,33 +587,76 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
         run_ranks(1, lambda _exchange: Manager(tmp_path, every=OnSignals(), group=Alone()))
 
 
-def test_heartbeats_and_requests_of_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessSockets]:
+    """The agent of this process."""
+    (tmp_path / "agent").mkdir()
+    with contextlib.closing(ProcessSockets(str(tmp_path / "agent"), 1)) as sockets:
+        monkeypatch.setenv("REMESH_AGENT_SOCKET", sockets.path_of(0))
+        yield sockets
+
+
+def test_an_agent_sees_the_progress_and_asks_for_saves(
+    tmp_path: Path, agent: ProcessSockets
 ) -> None:
-    beat = tmp_path / "beat"
-    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(beat))
-    with Manager(tmp_path / "run", group=Alone()) as manager:
+    def progress() -> RankProgress:
+        agent.take()
+        return agent.progress()[0]
+
+    def play() -> None:
+        wait_until(lambda: progress().waits, "the rank waits")
+        assert (progress().step, progress().saved_step) == (2, 2)
+        agent.request(None)
+
+    with Manager(tmp_path / "run", group=Alone()) as manager, ThreadPoolExecutor(1) as pool:
         manager.step(1, state_of(1))
-        first = read_heartbeat(beat)
-        assert first is not None
+        first = progress()
         assert (first.step, first.saved_step, first.step_seconds) == (1, None, None)
-        request(beat, "save-and-stop")
+        agent.request("save-and-hold")
+        played = pool.submit(play)
         manager.step(2, state_of(2), own_seconds=0.25)
-        assert manager.should_stop
-        assert not request_file(beat).exists()
-        second = read_heartbeat(beat)
-        assert second is not None
-        assert (second.step, second.saved_step) == (2, 2)
+        played.result()
+        second = progress()
         assert second.time >= first.time
         assert second.step_seconds == 0.25
+        assert not manager.should_stop
+        agent.begin([0], Instruction())
+        with pytest.raises(AgentLostError, match="has started another in its place"):
+            manager.step(3, state_of(3))
+        manager.abandon("has no agent")
     assert names(tmp_path / "run") == ["0002"]
 
 
-def test_what_cannot_be_read_or_written_is_said_once_and_ends_nothing(
+def test_ranks_that_wait_without_a_save_save_if_they_are_asked_after_all(
+    tmp_path: Path, agent: ProcessSockets
+) -> None:
+    def play() -> None:
+        wait_until(lambda: waits_at(None), "the rank waits")
+        agent.request("save-and-hold")
+        wait_until(lambda: waits_at(1), "it has saved")
+        agent.request(None)
+
+    def waits_at(saved: int | None) -> bool:
+        agent.take()
+        progress = agent.progress().get(0)
+        return progress is not None and progress.waits and progress.saved_step == saved
+
+    job = TrainingJob(is_reentrant=True)
+    with Manager(tmp_path / "run", group=Alone(), job=job) as manager:
+        agent.request("hold")
+        agent.take()
+        with ThreadPoolExecutor(1) as pool:
+            played = pool.submit(play)
+            manager.step(1, state_of(1))
+            played.result()
+        assert names(tmp_path / "run") == ["0001"]
+
+
+def test_what_cannot_be_reached_or_read_is_said_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(tmp_path / "gone" / "beat"))
-    monkeypatch.setattr("remesh.training.watch.BEAT_SECONDS", 0.0)
+    monkeypatch.setenv("REMESH_AGENT_SOCKET", str(tmp_path / "gone" / "0.socket"))
+    monkeypatch.setattr("remesh.training.watch.REPORT_SECONDS", 0.0)
     ask = tmp_path / "ask"
     ask.write_text("quit")
     every: list[SavePolicy] = [OnRequest(str(ask)), EverySteps(3)]
@@ -618,8 +665,8 @@ def test_what_cannot_be_read_or_written_is_said_once_and_ends_nothing(
             manager.step(step, state_of(step))
     warnings = [r.message for r in caplog.records if (r.name, r.levelname) == ("remesh", "WARNING")]
     first, second = warnings
-    assert first.startswith(f"cannot write {tmp_path / 'gone' / 'beat'}")
-    assert second.startswith(f"{ask} asks for 'quit'")
+    assert first.startswith(f"the agent cannot be reached at {tmp_path / 'gone' / '0.socket'}")
+    assert second.startswith(f"{ask} asks for 'quit'; write one of save, save-and-stop")
     assert names(tmp_path / "run") == ["0003", "0004"]
 
 

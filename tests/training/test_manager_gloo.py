@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from remesh import catalog
-from remesh.elastic.heartbeat import read_heartbeat
+from remesh.elastic.process_socket import ProcessSockets
 from remesh.exchange.torch_group import TorchGroup
 from remesh.storage import open_storage
 from remesh.training.manager import Manager
@@ -58,7 +59,7 @@ def facts(state: dict[str, Any]) -> tuple[Any, ...]:
 
 def train(exchange: TorchGroup, root: Path) -> tuple[int, Any, list[float]]:
     """Train until rank 1's signal has stopped everybody."""
-    os.environ["REMESH_HEARTBEAT_FILE"] = str(root.parent / f"beat-{exchange.rank}")
+    os.environ["REMESH_AGENT_SOCKET"] = f"{root.parent}/{exchange.rank}.socket"
     state = build()
     random.seed(exchange.rank)
     with Manager(root, every=[OnSignals(), EverySeconds(3600)]) as manager:
@@ -83,15 +84,15 @@ def go_on(exchange: TorchGroup, root: Path) -> tuple[int, Any, list[float], bool
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    first, second = run_processes(2, train, root)
+    with contextlib.closing(ProcessSockets(str(tmp_path), 2)) as sockets:
+        first, second = run_processes(2, train, root)
+        sockets.take()
+        heard = sockets.progress()
     assert first[:2] == second[:2]
     step, state, _ = first
     assert step >= 4
     assert [info.step for info in catalog.list_checkpoints(open_storage(root))] == [step]
-    for rank in range(2):
-        beat = read_heartbeat(tmp_path / f"beat-{rank}")
-        assert beat is not None
-        assert (beat.step, beat.saved_step) == (step, step)
+    assert [(heard[rank].step, heard[rank].saved_step) for rank in range(2)] == [(step, step)] * 2
     same = run_processes(2, go_on, root)
     assert same == [(step, state, numbers, True) for _, _, numbers in (first, second)]
     assert same[0][2] != same[1][2]

@@ -18,9 +18,8 @@ import torch.
 The agent is such a function too (`lifecycle`): of what it sees of its processes and the master.
 
 `entries` is what a training script uses: a function that is entered again in the same process when
-the world changes. `reentry` is what it and the agent say, `collectives` its connection to torch.
-`script` runs a training script and ends it; `heartbeat` is what the process and its agent tell each
-other of the training, through small files.
+the world changes. `collectives` is its connection to torch, `script` runs a training script and
+ends it, and `process_socket` is what a process and its agent say to each other.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -36,13 +35,12 @@ from remesh.elastic.failures import (
     ProcessFailure,
 )
 from remesh.elastic.handler import Handler
-from remesh.elastic.heartbeat import HeartbeatReader, Request, clear_request, request
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen
 from remesh.elastic.node import NodeRejectedError
+from remesh.elastic.process_socket import EnterWorld, Instruction, LeaveWorld, ProcessSockets
 from remesh.elastic.processes import Processes, message_of, tail_of
-from remesh.elastic.reentry import EnterWorld, LeaveWorld, forget, read_report, send_order
 from remesh.elastic.rendezvous import Outcome
-from remesh.elastic.stacks import Stacks
+from remesh.elastic.stacks import Stacks, stacks_file
 from remesh.elastic.warm import Warm
 from remesh.errors import MasterError
 
@@ -68,17 +66,25 @@ class Agent:
     Args:
         handler: The node's way into the next world.
         processes: The processes of the node.
+        sockets: Their connections.
         warm: What forks them.
         limits: What the user has chosen.
         pause: Seconds between two looks at the processes.
     """
 
     def __init__(
-        self, handler: Handler, processes: Processes, warm: Warm, limits: Limits, pause: float
+        self,
+        handler: Handler,
+        processes: Processes,
+        sockets: ProcessSockets,
+        warm: Warm,
+        limits: Limits,
+        pause: float,
     ) -> None:
         self._handler = handler
         self._node = handler.node
         self._processes = processes
+        self._sockets = sockets
         self._warm = warm
         self._pause = pause
         self._state, self._actions = lifecycle.begin(limits)
@@ -86,7 +92,6 @@ class Agent:
         self._decision: FailureDecision | None = None
         self._failures: dict[int, Failure] = {}
         self._world: RendezvousInfo
-        self._beats = HeartbeatReader()
         self._dumped = 0
         self._drains = False
         self._exits_on_sigterm = False
@@ -113,7 +118,7 @@ class Agent:
                     self._do(action)
                 is_short = self._state.phase is Phase.CHANGE
                 # Heartbeats tell what was seen last, however rarely the user wants looks.
-                time.sleep(SETTLE_SECONDS if is_short else min(self._pause, LOOK_SECONDS))
+                self._sockets.take(SETTLE_SECONDS if is_short else min(self._pause, LOOK_SECONDS))
                 self._warm.look_after()
                 seen = self._look()
                 if self._state.phase is Phase.TRAIN:
@@ -140,17 +145,12 @@ class Agent:
         # receive that failure, and would not if the process were stopped like the others.
         content, stop = node.content, node.stop
         living = self._processes.living
-        found = {rank: read_report(self._processes.file_of(rank)) for rank in living}
-        beats = {rank: self._beats.read(self._processes.file_of(rank)) for rank in self._ranks}
+        found = {rank: self._sockets.report(rank, pid) for rank, pid in living.items()}
         return Seen(
             living=frozenset(living),
             has_failed=bool(self._processes.failed),
-            reports={
-                rank: report
-                for rank, report in found.items()
-                if report and report.pid == living[rank]
-            },
-            beats={rank: beat for rank, beat in beats.items() if beat is not None},
+            reports={rank: report for rank, report in found.items() if report is not None},
+            progress=self._sockets.progress(),
             content=content,
             stop=stop,
             decision=self._decision,
@@ -162,10 +162,10 @@ class Agent:
         match action:
             case lifecycle.Prepare(order):
                 log.info("the processes prepare before this node joins")
-                self._call_out(order, self._ranks)
+                self._sockets.begin(self._ranks, Instruction(LeaveWorld(order)))
                 self._processes.start(self._ranks, dict.fromkeys(self._ranks, NOWHERE))
             case lifecycle.CallOut(order, ranks):
-                self._call_out(order, ranks)
+                self._sockets.order(ranks, LeaveWorld(order))
             case lifecycle.End(ranks, number, why):
                 if why:
                     log.warning("local ranks %s: %s", sorted(ranks), why)
@@ -175,7 +175,7 @@ class Agent:
             case lifecycle.Enter(order, out):
                 self._enter(order, out)
             case lifecycle.Hold(wanted):
-                self._hold(wanted)
+                self._sockets.request(wanted)
             case lifecycle.AskDecision():
                 self._decision = self._ask_decision()
             case lifecycle.Exit():
@@ -186,17 +186,6 @@ class Agent:
                 self._node.drain(seconds, "SIGTERM")
             case lifecycle.Finish():
                 self._node.finish("its processes ended")
-
-    def _call_out(self, order: int, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            send_order(self._processes.file_of(rank), LeaveWorld(order))
-
-    def _hold(self, wanted: Request | None) -> None:
-        for file in map(self._processes.file_of, self._ranks):
-            if wanted is None:
-                clear_request(file)
-            else:
-                request(file, wanted)
 
     def _join(self, pause: float) -> None:
         if self._node.stop is not None:
@@ -219,19 +208,14 @@ class Agent:
 
     def _enter(self, order: int, out: frozenset[int]) -> None:
         """Let the processes that are out into the new world, and start those that are missing."""
-        files = {rank: self._processes.file_of(rank) for rank in self._ranks}
         missing = set(self._ranks) - out
         if missing:
             self._processes.end_started(missing)
-        for rank, file in files.items():
-            Path(file).unlink(missing_ok=True)  # a heartbeat of the last world
-            clear_request(file)
-            if rank in missing:
-                forget(file)
+        self._sockets.begin(missing, Instruction())
         worlds = {rank: self._variables(rank) for rank in self._ranks}
         self._processes.start(missing, worlds)
         for rank in out:
-            send_order(files[rank], EnterWorld(order, worlds[rank]))
+            self._sockets.order([rank], EnterWorld(order, worlds[rank]))
         self._decision, self._failures = None, {}
         if out:
             log.info("%d processes go on in the new world, %d are started", len(out), len(missing))
@@ -274,17 +258,16 @@ class Agent:
         assignment = self._node.assignment
         assert assignment is not None
         first = assignment.first_rank
-        self._node.show({first + rank: beat for rank, beat in seen.beats.items()})
+        self._node.show({first + rank: one for rank, one in seen.progress.items()})
         if seen.stop is None and any(report.error for report in seen.reports.values()):
             self._node.beat_now(lost_peer=True)  # the master may know more
         dump = self._node.dump
         if dump <= self._dumped:
             return
         self._dumped = dump
+        files = {rank: stacks_file(self._sockets.path_of(rank)) for rank in self._ranks}
         living = self._processes.living.items()
-        stacks = Stacks(
-            {first + rank: (pid, self._processes.file_of(rank)) for rank, pid in living}
-        )
+        stacks = Stacks({first + rank: (pid, files[rank]) for rank, pid in living})
 
         def send() -> None:  # no restart waits for them
             self._node.send_stacks(dump, stacks.take())
@@ -310,7 +293,7 @@ class Agent:
     def _describe(self, local_rank: int, failure: Failure) -> ProcessFailure:
         assignment = self._node.assignment
         assert assignment is not None
-        beat = self._beats.read(self._processes.file_of(local_rank))
+        progress = self._sockets.progress().get(local_rank)
         return ProcessFailure(
             node_id=assignment.node_id,
             round=assignment.round,
@@ -320,7 +303,7 @@ class Agent:
             time=float(failure.timestamp),
             message=message_of(failure)[-MAX_MESSAGE:],
             log_tail=tail_of(self._processes.logs(local_rank)),
-            step=None if beat is None else beat.step,
+            step=None if progress is None else progress.step,
         )
 
 

@@ -1,16 +1,15 @@
-"""Directories of an agent: for snapshots, for heartbeats, and for the token of a master inside it.
+"""Directories of an agent: for snapshots, for sockets, and for the token of a master inside it.
 
 The agent makes them, tells its processes where they are, and removes them when it ends, so that no
 memory stays taken. It holds a lock on each, which the kernel releases however the agent ends. So a
-directory that can be locked belongs to no living agent: the next agent on the machine removes it,
-and a training process that can lock it, or finds it gone from where it was made, has lost its agent
-(`remesh.elastic.heartbeat.AgentLock`).
+directory that can be locked belongs to no living agent: the next agent on the machine removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -19,15 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from remesh.elastic.heartbeat import directory_mark
-
 log = logging.getLogger(__name__)
 
 MEMORY = "/dev/shm"  # noqa: S108 - memory, and the directory is made for this user alone
 SNAPSHOTS = "remesh-snapshots-"
 """Beginning of the names of directories for snapshots."""
-BEATS = "remesh-agent-"
-"""Beginning of the names of directories for heartbeats."""
+SOCKETS = "remesh-agent-"
+"""Beginning of the names of directories for sockets."""
 MASTERS = "remesh-master-"
 """Beginning of the names of directories for tokens."""
 
@@ -93,6 +90,20 @@ def remove_abandoned(parent: str, prefix: str) -> list[str]:
     if removed:
         log.warning("removed what agents that are dead have left: %s", ", ".join(removed))
     return removed
+
+
+def directory_mark(parent: str) -> str:
+    """A part of the name of an agent's directory: it says in which directory it was made.
+
+    It is the same for all processes that see that directory, in containers too, and another for any
+    other directory, also that of the same path on another machine.
+    """
+    status = os.stat(parent)
+    boot = b""
+    with contextlib.suppress(FileNotFoundError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    identity = f"{boot!r}:{status.st_dev}:{status.st_ino}"
+    return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 def _make(parent: str, prefix: str) -> tuple[str, int]:

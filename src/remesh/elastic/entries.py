@@ -1,6 +1,6 @@
 """`remesh.elastic.run`: call a training function, and call it again when the world has changed.
 
-Under `remesh run` a thread of the process waits for orders of the agent (`reentry`). When
+Under `remesh run` a thread of the process waits for orders of the agent (`process_socket`). When
 the function has to be left, the thread gets the main thread out of it, wherever that is:
 
 - from a collective: its connections are shut down, so it raises (`collectives`);
@@ -32,23 +32,20 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-import msgspec
-
 from remesh.elastic.collectives import break_collectives, leave_groups
 from remesh.elastic.failures import Patterns
-from remesh.elastic.reentry import (
+from remesh.elastic.process_socket import (
     Act,
+    AgentConnection,
     EnterWorld,
+    Observation,
     Order,
     Report,
-    forget,
     next_act,
-    read_order,
-    write_report,
 )
 from remesh.elastic.training_job import TrainingJob
-from remesh.errors import WorldChangedError
-from remesh.run_info import RunInfo, run_info
+from remesh.errors import AgentLostError, WorldChangedError
+from remesh.run_info import run_info
 
 __all__ = ["TrainingJob", "run"]
 
@@ -64,10 +61,10 @@ RETRY_SECONDS = 0.1
 """Time between two attempts to get the main thread out."""
 RAISE_AGAIN_SECONDS = 3.0
 """After so long another exception is raised: what handled the last one hangs."""
-LOOK_SECONDS = 0.02
-"""Time between two looks for an order while the function trains."""
-WAIT_SECONDS = 0.005
-"""The same while the process only waits for one."""
+LOOK_SECONDS = 10.0
+"""How long the thread waits for an order before it looks again."""
+WAIT_SECONDS = 0.02
+"""The same in the main thread: the other may take the order while this one begins to wait."""
 STORE_SECONDS = 0.5
 """How long a process waits for the store of its world before it enters the training function."""
 PEER_SECONDS = 60.0
@@ -97,17 +94,19 @@ def run(
 
     Raises:
         ValueError: If this is not the main thread, which alone can be interrupted.
+        AgentLostError: If the agent of this process ends while it waits for another world.
     """
-    info = run_info()
-    if not info.heartbeat_file:
+    path = run_info().agent_socket
+    if path and threading.current_thread() is not threading.main_thread():
+        raise ValueError("remesh.elastic.run needs the main thread; call it there")
+    agent = AgentConnection(path)
+    if not agent.is_open and not agent.is_lost:
         job = TrainingJob()
         if prepare is not None:
             prepare(job)
         return train(job)
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError("remesh.elastic.run needs the main thread; call it there")
     _quiet_nccl()
-    runner = _ReentrantRunner(info)
+    runner = _ReentrantRunner(agent)
     try:
         if prepare is not None:
             prepare(runner.job)
@@ -137,12 +136,10 @@ def _quiet_nccl() -> None:
 class _ReentrantRunner:
     """The process between its agent and the training function."""
 
-    def __init__(self, info: RunInfo) -> None:
-        self._file = info.heartbeat_file
+    def __init__(self, agent: AgentConnection) -> None:
+        self._agent = agent
         self.job = TrainingJob(is_reentrant=True)
-        self._report = Report(pid=os.getpid())
-        self._order: Order | None = None
-        self._problem = ""  # with the last order that could not be read
+        self._report = Report()
         self._is_inside = False
         self._is_forced = False
         self._raised_at = 0.0
@@ -151,22 +148,25 @@ class _ReentrantRunner:
         self._former = signal.signal(SIGNAL, self._interrupt)
         self._listener = threading.Thread(target=self._listen, name="remesh-orders", daemon=True)
         self._listener.start()
-        write_report(self._file, self._report)
+        self._say(is_out=False)
 
     def close(self) -> None:
         """The function has ended and is not entered again."""
-        forget(self._file)
         self._is_closing.set()
+        self._agent.end()
         self._listener.join()
+        self._agent.close()
         signal.signal(SIGNAL, self._former)
 
     # The main thread ----------------------------------------------------------------------
 
     def await_world(self) -> None:
         """If the node has not joined yet, wait until it has: the agent has ordered to leave."""
-        self._look()
-        if self._order is not None and self._must_leave():
-            self._say(is_out=True, number=self._order.number)
+        while self._agent.look(WAIT_SECONDS) is None:  # the first word of the agent says it
+            self._check_agent()
+        order = self._order()
+        if order is not None and self._must_leave():
+            self._say(is_out=True, number=order.number)
             self._wait_for_entry(WorldChangedError("the node has not joined"))
 
     def run(self, train: Callable[[TrainingJob], T]) -> T:
@@ -185,7 +185,7 @@ class _ReentrantRunner:
             except WorldChangedError as left:
                 error = left
             except Exception as failure:
-                self._look()  # peers may have left by an order that was not noticed here yet
+                # Peers may have left by an order that was not noticed here yet.
                 if not self._must_leave() and not _lost_peer(failure):
                     raise
                 error = failure
@@ -196,7 +196,7 @@ class _ReentrantRunner:
             self.job.entries += 1
 
     def _must_leave(self) -> bool:
-        return next_act(self._report, self._order) is Act.LEAVE
+        return next_act(self._report, self._order()) is Act.LEAVE
 
     def _leave_world(self, error: BaseException) -> None:
         """Leave the world: nothing of it is in use when the agent learns of it."""
@@ -216,7 +216,7 @@ class _ReentrantRunner:
         """Wait for the order to enter, and take over the new world."""
         limit = time.monotonic() + PEER_SECONDS
         while True:
-            order = self._look()
+            order = self._order()
             act = next_act(self._report, order)
             if act is Act.CONFIRM:
                 assert order is not None
@@ -229,12 +229,13 @@ class _ReentrantRunner:
             elif self._report.error and time.monotonic() > limit:
                 raise error
             else:
-                time.sleep(WAIT_SECONDS)
+                self._check_agent()
+                self._agent.look(WAIT_SECONDS)
 
     def _say(self, *, is_out: bool, number: int | None = None, error: str = "") -> None:
         number = self._report.number if number is None else number
-        self._report = Report(pid=os.getpid(), number=number, is_out=is_out, error=error)
-        write_report(self._file, self._report)
+        self._report = Report(number=number, is_out=is_out, error=error)
+        self._agent.say(Observation(report=self._report))
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         """Handle the signal: raise, if the function is to be left at this moment."""
@@ -244,24 +245,27 @@ class _ReentrantRunner:
 
     # The listener -------------------------------------------------------------------------
 
-    def _look(self) -> Order | None:
+    def _order(self) -> Order | None:
         """The newest order."""
-        try:
-            self._order = read_order(self._file) or self._order
-        except (OSError, msgspec.MsgspecError) as error:
-            if str(error) != self._problem:
-                log.warning("an order of the agent cannot be read: %s", error)
-            self._problem = str(error)
-        return self._order
+        instruction = self._agent.look()
+        return None if instruction is None else instruction.order
+
+    def _check_agent(self) -> None:
+        if self._agent.is_lost:
+            raise AgentLostError("the agent (remesh run) that started this process has ended")
 
     def _listen(self) -> None:
         called_at: float | None = None
         pause = LOOK_SECONDS
-        while not self._is_closing.wait(pause):
-            pause = LOOK_SECONDS
-            self._look()
-            if not (self._is_inside and self._must_leave()):
+        while not self._is_closing.is_set():
+            self._agent.look(pause)
+            if self._agent.is_lost:
+                return
+            must_leave = self._must_leave()
+            if not (self._is_inside and must_leave):
                 called_at = None
+                # The function may be about to be entered.
+                pause = WAIT_SECONDS if must_leave else LOOK_SECONDS
                 continue
             called_at = time.monotonic() if called_at is None else called_at
             try:

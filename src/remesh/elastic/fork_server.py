@@ -14,7 +14,7 @@ linear algebra are no obstacle: its library ends and starts them anew around a f
 
 The forked process gets the environment, directory and log files of its request, a session of its
 own, and random numbers that were not drawn before. The kernel goes on showing the environment
-of this server for it, so the process writes the name of its heartbeat file there (`guard`).
+of this server for it, so the process writes the name of its socket there (`guard`).
 
 The file is run by path with the interpreter of the training, which may not have remesh, so it
 imports nothing but the standard library, and `child` and `script`, by path as well.
@@ -38,9 +38,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-HEARTBEAT = "REMESH_HEARTBEAT_FILE"
+AGENT_SOCKET = "REMESH_AGENT_SOCKET"
 SERVER = "fork-server"
-"""The name of a heartbeat file that the kernel shows for this server; others are no longer."""
+"""The name of a socket that the kernel shows for this server; others are no longer."""
 GO = b"go"
 """The agent knows the process, which may begin."""
 MAX_MESSAGE = 4 << 20
@@ -95,8 +95,8 @@ def _become(
         os.chdir(asked["directory"])
         os.environ.clear()
         os.environ.update(asked["environment"])
-        # Have the kernel show the heartbeat file in the environment of this process.
-        shown.raw = os.fsencode(os.environ[HEARTBEAT]).ljust(len(shown), b"\0")
+        # Have the kernel show the socket in the environment of this process.
+        shown.raw = os.fsencode(os.environ[AGENT_SOCKET]).ljust(len(shown), b"\0")
         _draw_anew()
     except BaseException as error:  # noqa: BLE001 - nothing may return into the server's loop
         if not isinstance(error, SystemExit):
@@ -174,8 +174,8 @@ def main(arguments: list[str]) -> None:
     _child.end_with(int(agent))
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    room = len(os.fsencode(os.environ[HEARTBEAT]))
-    shown = (ctypes.c_char * room).from_address(getenv(HEARTBEAT.encode()))
+    room = len(os.fsencode(os.environ[AGENT_SOCKET]))
+    shown = (ctypes.c_char * room).from_address(getenv(AGENT_SOCKET.encode()))
     began = time.monotonic()
     if not sys.flags.safe_path:
         # As it will be for the script; now it is the directory of this file.

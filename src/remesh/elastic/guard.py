@@ -10,12 +10,12 @@ has ended, and kills what is left of the training. An agent that lives does the 
 it starts the processes of the next world.
 
 A process belongs to the training if its environment says so, whatever its session, its process
-group and its parent: the environment names the heartbeat file of its rank, which processes inherit.
-For one that was forked the kernel shows the environment of that from which it was forked, so
-`fork_server.py` writes the name of the file there. A process that is meant to outlive the training,
-as the one that writes a checkpoint, is started without the variable. A training process without it
-is not found here; its manager notices that the agent is gone
-(`remesh.elastic.heartbeat.AgentLock`).
+group and its parent: the environment names the agent's socket for its rank, which processes
+inherit. For one that was forked the kernel shows the environment of that from which it was forked,
+so `fork_server.py` writes the name of the socket there. A process that is meant to outlive the
+training, as the one that writes a checkpoint, is started without the variable. A training process
+whose environment the kernel does not show is not found here; its manager notices that the agent is
+gone (`remesh.elastic.process_socket`).
 
 The file is run by path, in an interpreter without `site`, and must import nothing but the standard
 library.
@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Collection
 
-HEARTBEAT = "REMESH_HEARTBEAT_FILE"
+AGENT_SOCKET = "REMESH_AGENT_SOCKET"
 SECONDS = 60.0
 """How long the guard waits for the end of what it has killed."""
 
@@ -38,8 +38,8 @@ SECONDS = 60.0
 def kill(directory: str, seconds: float, names: Collection[str] | None = None) -> list[int]:
     """Kill processes of the training, and wait until they have ended.
 
-    Meant are those with these names of heartbeat files, by default all. The ids of those that are
-    left are returned: they are stuck in the kernel.
+    Meant are those with sockets of these names, by default all. The ids of those that are left are
+    returned: they are stuck in the kernel.
     """
     deadline = time.monotonic() + seconds
     killed: dict[int, str] = {}
@@ -69,7 +69,7 @@ def _began(pid: int) -> str:
 
 
 def _find(directory: str, names: Collection[str] | None) -> list[int]:
-    """The processes whose environment names one of the heartbeat files."""
+    """The processes whose environment names one of the sockets."""
     found = []
     for number in os.listdir("/proc"):
         if not number.isdigit():
@@ -80,7 +80,7 @@ def _find(directory: str, names: Collection[str] | None) -> list[int]:
         except OSError:
             continue  # it has ended, or is not ours
         values = dict(item.split(b"=", 1) for item in variables if b"=" in item)
-        parent, name = os.path.split(os.fsdecode(values.get(HEARTBEAT.encode(), b"")))
+        parent, name = os.path.split(os.fsdecode(values.get(AGENT_SOCKET.encode(), b"")))
         if parent == directory and (names is None or name in names):
             found.append(int(number))
     return found

@@ -28,8 +28,8 @@ from remesh.elastic import script
 from remesh.elastic.agent import Agent, guarded
 from remesh.elastic.client import read_token
 from remesh.elastic.directories import (
-    BEATS,
     MEMORY,
+    SOCKETS,
     agent_directory,
     snapshot_directory,
     token_file,
@@ -41,6 +41,7 @@ from remesh.elastic.journal import Journal
 from remesh.elastic.lifecycle import EXIT_JOB_FAILED, Limits
 from remesh.elastic.master import Master
 from remesh.elastic.node_check import run_test
+from remesh.elastic.process_socket import ProcessSockets
 from remesh.elastic.processes import Processes
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.server import ServerOptions, ServerThread
@@ -309,13 +310,14 @@ def _run_agent(
         prepares=options.prepare,
     )
     with (
-        agent_directory(tempfile.gettempdir(), BEATS) as directory,
+        agent_directory(tempfile.gettempdir(), SOCKETS) as directory,
         guarded(directory),
+        contextlib.closing(ProcessSockets(directory, config.nproc_per_node)) as sockets,
         contextlib.closing(Warm(preload, directory, command)) as warm,
     ):
         warm.look_after()
-        processes = Processes(config, command, directory=directory, snapshots=snapshots, warm=warm)
-        agent = Agent(handler, processes, warm, limits, config.monitor_interval)
+        processes = Processes(config, command, sockets=sockets, snapshots=snapshots, warm=warm)
+        agent = Agent(handler, processes, sockets, warm, limits, config.monitor_interval)
         signal.signal(signal.SIGTERM, agent.on_sigterm)
         for name in SIGNALS:
             signal.signal(signal.Signals[name], _raise_signal)

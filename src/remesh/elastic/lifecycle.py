@@ -3,9 +3,9 @@
 Its processes train until one fails, all have succeeded, or the master has another world for them.
 Then there is one way into the next world. Each process is *in* the world, *out* of it or *missing*:
 
-1. Those that can be entered again are ordered to leave the world (`reentry`), and are out when they
-   say so. The others are ended by a signal, and are missing. What is still in at the deadline is
-   killed, and missing as well.
+1. Those that can be entered again are ordered to leave the world, and are out when they say so. The
+   others are ended by a signal, and are missing. What is still in at the deadline is killed, and
+   missing as well.
 2. As soon as all that is still in can be entered again, the node joins the next round: meanwhile
    the rest gets out. After a failure the master decides before on what follows.
 3. If none is in, those that are out enter the new world, and new processes take the place of those
@@ -26,9 +26,9 @@ import msgspec
 from msgspec.structs import replace
 
 from remesh.elastic.failures import FailureAction, FailureDecision, restart_pause
-from remesh.elastic.heartbeat import Heartbeat, Request
+from remesh.elastic.process_socket import Report, Request
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Stop
-from remesh.elastic.reentry import Report
 from remesh.elastic.rendezvous import Change, Outcome
 
 EXIT_REPLACE = 75
@@ -82,7 +82,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     living: frozenset[int] = frozenset()
     has_failed: bool = False  # whether any has ended with an error
     reports: dict[int, Report] = {}  # of those that live and can be entered again
-    beats: dict[int, Heartbeat] = {}  # of those that report their steps
+    progress: dict[int, RankProgress] = {}  # of those that report their steps
     content: Content | None = None  # the newest instruction
     stop: Stop | None = None  # why the processes should stop, by that
     decision: FailureDecision | None = None  # on the failures that were reported last
@@ -271,7 +271,7 @@ def _join(state: State, seen: Seen) -> Next:
             case FailureAction.REPLACE:
                 return state, [Exit(EXIT_REPLACE, "the machine is broken", Outcome.FAILED)]
         # Pauses grow as long as starts fail without a step.
-        state = replace(state, num_in_vain=0 if seen.beats else state.num_in_vain + 1)
+        state = replace(state, num_in_vain=0 if seen.progress else state.num_in_vain + 1)
         pause = restart_pause(state.num_in_vain)
     if seen.drains:
         return state, [_stopped_already()]
@@ -315,29 +315,35 @@ def _train(state: State, seen: Seen, now: float) -> Next:
 
 def _hold(state: State, wanted: Request | None, now: float, actions: list[Action]) -> State:
     """Have the ranks save and wait, so that no step is repeated later; or let them continue."""
-    if (wanted is None) is (state.hold is None):
-        return state
+    if wanted == state.hold or (wanted == "hold" and state.hold is not None):
+        return state  # those that save wait as well
     actions.append(Hold(wanted))
     return replace(state, hold=wanted, held_since=now)
 
 
 def _is_saved(state: State, seen: Seen, now: float) -> bool:
-    """True if the ranks have saved and wait, or the time limit for that has passed.
+    """True if the ranks do what they are asked for, or the time limit for that has passed.
 
     Ranks that report nothing have no manager that could save.
     """
-    all_report = len(seen.beats) == state.limits.num_processes
-    all_wait = all_report and all(beat.waits for beat in seen.beats.values())
     is_late = now - state.held_since > state.limits.drain
-    return not seen.beats or all_wait or is_late
+    return not seen.progress or is_late or _all_wait(state, seen)
+
+
+def _all_wait(state: State, seen: Seen) -> bool:
+    """True if all ranks wait, and have saved if that was asked for; some may wait since before."""
+    return len(seen.progress) == state.limits.num_processes and all(
+        one.waits and (state.hold == "hold" or one.saved_step == one.step)
+        for one in seen.progress.values()
+    )
 
 
 def _drained(state: State, seen: Seen, now: float) -> Exit:
     """Leave because of SIGTERM, after a last checkpoint if there was time for one."""
-    if not seen.beats:
+    if not seen.progress:
         reason = "SIGTERM, no rank reports to a manager"
-    elif all(beat.waits for beat in seen.beats.values()):
-        saved = next(iter(seen.beats.values())).saved_step
+    elif _all_wait(state, seen):
+        saved = next(iter(seen.progress.values())).saved_step
         reason = f"SIGTERM, saved at step {saved}"
     else:
         reason = f"SIGTERM, no checkpoint within {now - state.held_since:.0f} s"

@@ -196,12 +196,8 @@ def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event
     for rank, heard in beat.ranks.items():
         known = live.ranks.get(rank)
         if known is None or heard.step != known.step or heard.saved_step != known.saved_step:
-            at = RankProgress(
-                step=heard.step,
-                time=now - heard.age,
-                step_seconds=heard.step_seconds,
-                saved_step=heard.saved_step,
-            )
+            age = max(beat.time - heard.time, 0.0)
+            at = msgspec.structs.replace(heard, time=now - age)  # by the clock of the master
             live.progress = report(live.progress, known, at)
             live.ranks[rank] = at
         if heard.saved_step is not None and (

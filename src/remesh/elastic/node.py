@@ -19,7 +19,7 @@ import msgspec
 
 from remesh.elastic.client import Client
 from remesh.elastic.failures import FailureDecision, ProcessFailure
-from remesh.elastic.heartbeat import Heartbeat
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     HEARTBEAT_TIMEOUT,
     Assignment,
@@ -31,7 +31,6 @@ from remesh.elastic.protocol import (
     Join,
     Leave,
     NodeTest,
-    RankReport,
     Rejected,
     ReportFailures,
     ReportStacks,
@@ -85,7 +84,7 @@ class NodeClient:
         self._session: Session | None = None
         self._lock = threading.Lock()
         self._assignment: Assignment | None = None
-        self._beats: Mapping[int, Heartbeat] = {}  # of the processes that make any, by rank
+        self._progress: Mapping[int, RankProgress] = {}  # of the ranks that report it
         self._lost_peer = False  # whether one of them has left its training because of that
 
     @property
@@ -191,7 +190,7 @@ class NodeClient:
     def _enter(self, session: Session, assignment: Assignment) -> Assignment:
         with self._lock:
             self._round, self._assignment = assignment.round, assignment
-            self._beats, self._lost_peer = {}, False
+            self._progress, self._lost_peer = {}, False
         session.forget()
         log.info(
             "round %d: node %d has node rank %d of %d",
@@ -202,10 +201,10 @@ class NodeClient:
         )
         return assignment
 
-    def show(self, beats: Mapping[int, Heartbeat]) -> None:
-        """Send the newest heartbeats of the processes, by rank, with those of the node."""
+    def show(self, progress: Mapping[int, RankProgress]) -> None:
+        """Send how far the ranks are with the heartbeats of the node."""
         with self._lock:
-            self._beats = beats
+            self._progress = progress
 
     def beat_now(self, *, lost_peer: bool = False) -> None:
         """Send the next heartbeat at once: what follows from it is needed."""
@@ -220,10 +219,11 @@ class NodeClient:
         if self._node_id is None:
             return None
         with self._lock:
-            beats, sender, lost_peer = self._beats, self.sender(), self._lost_peer
+            progress, sender, lost_peer = self._progress, self.sender(), self._lost_peer
         return Beat(
             **sender,
-            ranks=_reports_of(beats),
+            time=time.time(),
+            ranks=dict(progress),
             pause=self._beat_pause(),
             lost_peer=lost_peer,
         )
@@ -271,16 +271,3 @@ class NodeClient:
         """End the session."""
         if self._session is not None:
             self._session.end(0.0)
-
-
-def _reports_of(beats: Mapping[int, Heartbeat]) -> dict[int, RankReport]:
-    return {
-        rank: RankReport(
-            step=beat.step,
-            age=max(time.time() - beat.time, 0.0),
-            step_seconds=beat.step_seconds,
-            saved_step=beat.saved_step,
-            waits=beat.waits,
-        )
-        for rank, beat in beats.items()
-    }

@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from remesh.elastic import child, guard
 from remesh.elastic.failures import MAX_MESSAGE
-from remesh.elastic.script import done_note
+from remesh.elastic.process_socket import ProcessSockets
 from remesh.elastic.warm import Forked, Warm
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ class Process:
     def __init__(
         self,
         started: subprocess.Popen[bytes] | Forked,
-        note: Path,
+        is_done: Callable[[], bool],
         local_rank: int = 0,
         error_file: str = "",
     ) -> None:
         self._started = started
-        self._note = note  # says that its work is done
+        self._is_done = is_done  # whether it has said that its work is done
         self._local_rank = local_rank
         self._error_file = error_file
         self._code: int | None = None
@@ -74,7 +74,7 @@ class Process:
         if self._code is not None:
             return self._code
         code = self._started.poll()
-        if code is not None and code < 0 and self._note.exists():
+        if code is not None and code < 0 and self._is_done():
             log.warning(
                 "process %d died by signal %d at exit after its work: no failure%s",
                 self.pid,
@@ -103,7 +103,6 @@ class Process:
 
     def release(self) -> None:
         """Give back what belongs to a process that has ended."""
-        self._note.unlink(missing_ok=True)  # another process may get its id
         self.shown.close()
 
     def give_up(self) -> None:
@@ -119,14 +118,14 @@ class Processes:
         config: LaunchConfig,
         command: Sequence[str],
         *,
-        directory: str,
+        sockets: ProcessSockets,
         snapshots: str = "",
         warm: Warm,
     ) -> None:
         self._config = config
         self._command = list(command)
         self.name = command[0]
-        self._directory = directory
+        self._sockets = sockets
         self._snapshots = snapshots
         self._warm = warm
         self._shutdown_timeout = config.shutdown_timeout or 0.0
@@ -141,10 +140,6 @@ class Processes:
     def failed(self) -> dict[int, ProcessFailure]:
         """The processes that have failed, since they were seen to have."""
         return {rank: one.failure for rank, one in self._all.items() if one.failure is not None}
-
-    def file_of(self, local_rank: int) -> str:
-        """The heartbeat file of a process, beside which its orders and reports lie."""
-        return f"{self._directory}/{local_rank}.json"
 
     def start(self, ranks: Collection[int], worlds: Mapping[int, Mapping[str, str]]) -> None:
         """Start processes, in place of those that have ended.
@@ -173,8 +168,7 @@ class Processes:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
-            "REMESH_HEARTBEAT_FILE": self.file_of(rank),
-            "REMESH_AGENT_DIR": self._directory,
+            "REMESH_AGENT_SOCKET": self._sockets.path_of(rank),
             "REMESH_SNAPSHOT_DIR": self._snapshots,
         }
         if config.virtual_local_rank:  # each process sees one GPU alone
@@ -202,8 +196,8 @@ class Processes:
                 local_rank_id=rank,
                 numa_options=numa,
             ).proc
-        note = done_note(self._directory, started.pid)
-        process = Process(started, note, rank, logs.error_files[rank])
+        is_done = functools.partial(self._sockets.is_done, rank, started.pid)
+        process = Process(started, is_done, rank, logs.error_files[rank])
         process.logs = [path for path in outputs if path]
         self._show(process, rank, environment, logs)
         return process
@@ -261,8 +255,8 @@ class Processes:
         """Kill what processes have started, and what is left of them: it would train besides."""
         for rank in self._all.keys() & ranks:
             self._all[rank].end_group()
-        names = {f"{rank}.json" for rank in ranks}
-        left = guard.kill(self._directory, self._shutdown_timeout, names)
+        names = {os.path.basename(self._sockets.path_of(rank)) for rank in ranks}
+        left = guard.kill(self._sockets.directory, self._shutdown_timeout, names)
         if left:
             log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
 

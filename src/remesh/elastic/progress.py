@@ -37,13 +37,14 @@ FIRST_INTERVAL = 1.0
 """Seconds between the samples of a job that has just begun, at least."""
 
 
-class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
+class RankProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reported progress of one rank."""
 
     step: int  # the last step that it finished
-    time: float  # when, in seconds by the receiver's clock
+    time: float  # when, in seconds since the epoch
     step_seconds: float | None = None  # how long its own work of a step takes, if it measures that
     saved_step: int | None = None  # the step of the newest checkpoint that it knows to be committed
+    waits: bool = False  # whether it waits for the world to change
 
 
 class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from typing import Annotated, TypeAlias, TypedDict
 import msgspec
 
 from remesh.elastic.failures import FailureDecision, ProcessFailure
+from remesh.elastic.progress import RankProgress
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 
 PROTOCOL_VERSION = 3
@@ -146,20 +147,11 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="j
     max_restarts: int = 3  # how many restarts a node may be charged with
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How far one rank is."""
-
-    step: int  # the last step that it finished
-    age: float  # seconds since it reported that
-    step_seconds: float | None = None  # how long its own work of a step takes, if it measures that
-    saved_step: int | None = None  # the step of the newest checkpoint that it knows to be committed
-    waits: bool = False  # whether it waits for the world to change
-
-
 class Beat(NodeMessage, frozen=True, kw_only=True, tag="beat"):
     """The agent lives."""
 
-    ranks: dict[int, RankReport] = {}  # what its processes report, by rank; only those that report
+    time: float = 0.0  # when it was sent, by the clock that the ranks have
+    ranks: dict[int, RankProgress] = {}  # how far its processes are that report it, by rank
     pause: float = 1.0  # seconds, at most, until the next one
     lost_peer: bool = False
     """Whether a process has left its training function because it lost a peer."""

@@ -28,11 +28,12 @@ import os
 import pkgutil
 import runpy
 import signal
+import socket
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import FileLoader
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
@@ -40,9 +41,10 @@ from typing import NoReturn
 
 __all__ = ["finish"]
 
-AGENT_DIRECTORY = "REMESH_AGENT_DIR"
-"""Environment variable: the directory of the agent, where a process leaves the note that its work
-is done."""
+AGENT_SOCKET = "REMESH_AGENT_SOCKET"
+"""Environment variable: the socket at which the agent listens to this process."""
+CONNECT_SECONDS = 10.0
+"""How long an agent may take to accept a connection, if many are made at once."""
 
 _USAGE = "usage: python -m remesh.elastic.script [-m] SCRIPT [ARGS]..."
 _EXIT_USAGE = 2
@@ -50,9 +52,28 @@ _EXIT_NOT_FLUSHED = 120
 """What Python ends with if standard output cannot be flushed."""
 
 
-def done_note(directory: str, pid: int) -> Path:
-    """The file that says that the work of a process is done."""
-    return Path(directory, f"done-{pid}")
+def connect(path: str) -> socket.socket:
+    """A connection to the agent of a process (`remesh.elastic.process_socket`)."""
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        one.settimeout(CONNECT_SECONDS)
+        with short_path(path) as name:
+            one.connect(name)
+        one.settimeout(None)
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """Another path of a socket, for the kernel takes no more than 107 bytes."""
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
+    finally:
+        os.close(directory)
 
 
 def finish(status: int = 0) -> NoReturn:
@@ -87,13 +108,14 @@ def _guarded(call: Callable[[], object]) -> None:
 
 
 def _say_done() -> None:
-    directory = os.environ.get(AGENT_DIRECTORY)
-    if directory is None:
+    path = os.environ.get(AGENT_SOCKET)
+    if path is None:
         return
     try:
-        done_note(directory, os.getpid()).touch()
+        with connect(path) as agent:
+            agent.send(b'{"is_done":true}')
     except OSError as error:
-        _complain(f"remesh.elastic.script: cannot leave the note that the work is done: {error}")
+        _complain(f"remesh.elastic.script: cannot tell the agent that the work is done: {error}")
 
 
 def _flush(status: int) -> int:

@@ -1,133 +1,109 @@
-"""The stacks of all threads of the processes of a node.
+"""The stacks of all threads of the processes of a node, which they write themselves.
 
-py-spy reads them from outside, if it is installed and the kernel permits it. Otherwise a process
-writes them on a signal, if it has a handler (`remesh.elastic.heartbeat.answer_stack_requests`,
-which `remesh.Manager` calls).
-
-All processes are looked at at once, in threads, within one limit. Meanwhile a process may end, and
-its id become that of another: each is known by an open directory of `/proc`, which stays its own.
+When a job hangs, the agent wants to know where its processes are. A process that called
+`answer_stack_requests` (`remesh.Manager` does) writes the stacks of its threads to a file beside
+the socket of its agent whenever it gets `STACK_SIGNAL`: faulthandler does that in C, also when the
+interpreter is stuck in a collective.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import shutil
-import subprocess
-import sys
-import threading
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from remesh.elastic.heartbeat import STACK_SIGNAL, catches, stacks_file
+from remesh.errors import StorageError
 
-PY_SPY_SECONDS = 3.0
+STACK_SIGNAL = signal.SIGUSR2
+"""Asks a process for the stacks of its threads."""
 ANSWER_SECONDS = 2.0
 MAX_STACKS = 64 << 10
 """Characters that are kept of each process."""
 
 
-class Stacks:
-    """Takes the stacks of processes.
+def stacks_file(socket_path: str) -> Path:
+    """Where the process that has a socket of an agent writes its stacks when it is asked."""
+    return Path(f"{socket_path}.stacks")
 
-    The thread that reaps the processes makes it, while none of them is reaped.
+
+def answer_stack_requests(socket_path: str) -> Callable[[], None] | None:
+    """Let this process write the stacks of its threads whenever it gets `STACK_SIGNAL`.
+
+    Returns a function that ends this; None if the signal has a handler already, which is left
+    alone.
+    """
+    # Handlers that were not set by the signal module are seen by the kernel alone.
+    if signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL or _catches("self"):
+        return None
+    file = stacks_file(socket_path)
+    try:
+        stream = file.open("ab", buffering=0)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {file}: {error.strerror}; check the directory and its permissions"
+        ) from error
+    faulthandler.register(STACK_SIGNAL, stream, all_threads=True)
+
+    def end() -> None:
+        # A handler that was set since stays; faulthandler would put the first one back.
+        if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
+            faulthandler.unregister(STACK_SIGNAL)
+            stream.close()
+        file.unlink(missing_ok=True)
+
+    return end
+
+
+def _catches(process: int | str) -> bool:
+    """True if a process has a handler for the signal."""
+    status = Path(f"/proc/{process}/status").read_bytes().splitlines()
+    caught = [line.split()[1] for line in status if line.startswith(b"SigCgt:")]
+    return bool(caught) and bool(int(caught[0], 16) >> (STACK_SIGNAL - 1) & 1)
+
+
+class Stacks:
+    """The stacks of processes, by rank, from their ids and the files for the stacks.
+
+    They are asked for at once, by the thread that reaps the processes: as long as none is reaped,
+    its id does not become that of another.
     """
 
-    def __init__(self, processes: Mapping[int, tuple[int, str]]) -> None:
-        self._processes = dict(processes)
-        self._places: dict[int, int] = {}
+    def __init__(self, processes: Mapping[int, tuple[int, Path]]) -> None:
         self._found: dict[int, str] = {}
-        for rank, (pid, _) in processes.items():
+        self._asked: dict[int, tuple[Path, int]] = {}  # the files, and where the answers begin
+        for rank, (pid, file) in processes.items():
             try:
-                self._places[rank] = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)
+                # Of any other the signal would be the end. The file alone does not tell: it may be
+                # that of a child of the process.
+                if file.exists() and _catches(pid):
+                    self._asked[rank] = file, file.stat().st_size
+                    os.kill(pid, STACK_SIGNAL)
+                else:
+                    self._found[rank] = "no stacks: the process does not write them"
             except OSError as error:
                 self._found[rank] = f"no stacks: {error}"
 
     def take(self) -> dict[int, str]:
-        """The stacks by rank, or why there are none; once."""
-        threads = [
-            threading.Thread(target=self._take_one, args=(rank,), daemon=True)
-            for rank in self._places
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        """The stacks, or why there are none; waits until they are whole."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        written = dict.fromkeys(self._asked, b"")
+        while written.keys() - self._found.keys():
+            time.sleep(0.1)
+            is_late = time.monotonic() >= deadline
+            for rank in written.keys() - self._found.keys():
+                file, begin = self._asked[rank]
+                try:
+                    new = file.read_bytes()[begin:]
+                except OSError as error:  # it is removed when the process ends
+                    self._found[rank] = f"no stacks: {error}"
+                    continue
+                # It writes word by word, and may be interrupted: whole lines, a frame, and no more.
+                is_whole = b"\n  File " in new and new.endswith(b"\n") and new == written[rank]
+                if is_whole or is_late:
+                    text = new.decode(errors="replace")[:MAX_STACKS]
+                    self._found[rank] = text or "no stacks: the process does not answer"
+                written[rank] = new
         return self._found
-
-    def _take_one(self, rank: int) -> None:
-        pid, heartbeat_file = self._processes[rank]
-        place = self._places[rank]
-        try:
-            text = _stacks_of(pid, place, heartbeat_file)
-        except OSError as error:  # its files are removed when it ends
-            text = f"no stacks: {error}"
-        finally:
-            os.close(place)
-        self._found[rank] = text[:MAX_STACKS]
-
-
-def _stacks_of(pid: int, place: int, heartbeat_file: str) -> str:
-    text, why = _by_py_spy(pid)
-    if not _status(place):
-        return "no stacks: the process has ended"
-    if not text:
-        text = _by_signal(pid, place, heartbeat_file)
-    return text or f"no stacks: {why}; the process does not write them itself"
-
-
-def _status(place: int) -> bytes:
-    """The kernel's status of a process; empty if it has ended."""
-    try:
-        descriptor = os.open("status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=place)
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-    try:
-        status = os.read(descriptor, 1 << 16)
-    except ProcessLookupError:
-        return b""
-    finally:
-        os.close(descriptor)
-    return b"" if b"\nState:\tZ" in status else status
-
-
-def _by_py_spy(pid: int) -> tuple[str, str]:
-    beside = Path(sys.executable).with_name("py-spy")
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
-    if program is None:
-        return "", "py-spy is not installed"
-    try:
-        done = subprocess.run(  # noqa: S603 - a fixed program and a number
-            [program, "dump", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            timeout=PY_SPY_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"py-spy took more than {PY_SPY_SECONDS:g} s"
-    complaint = done.stderr.strip().splitlines()[-1:] or ["py-spy failed"]
-    return done.stdout if done.returncode == 0 else "", complaint[0]
-
-
-def _by_signal(pid: int, place: int, heartbeat_file: str) -> str:
-    """Ask the process, if it has a handler: the signal would kill any other.
-
-    The file alone does not tell: it may be that of a child of this process.
-    """
-    file = stacks_file(heartbeat_file)
-    if not file.exists():
-        return ""
-    before = file.stat().st_size
-    if not catches(_status(place), STACK_SIGNAL):
-        return ""
-    os.kill(pid, STACK_SIGNAL)  # which is still this process: it was there just now
-    deadline = time.monotonic() + ANSWER_SECONDS
-    written = b""
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        earlier, written = written, file.read_bytes()[before:]
-        # It writes word by word, and may be interrupted: whole lines, a frame, and now no more.
-        if b"\n  File " in written and written.endswith(b"\n") and written == earlier:
-            break
-    return written.decode(errors="replace")

@@ -111,7 +111,7 @@ class Warm:
 
     def __init__(self, modules: Sequence[str], directory: str, command: Sequence[str]) -> None:
         self._modules = modules
-        self._heartbeats = directory
+        self._directory = directory
         self._python, self._words = command[0], command[NUM_BEFORE_SCRIPT:]
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -132,7 +132,7 @@ class Warm:
             number = theirs.fileno()
             own = (str(number), str(os.getpid()), ",".join(self._modules))
             marks = {
-                fork_server.HEARTBEAT: f"{self._heartbeats}/{fork_server.SERVER}",
+                fork_server.AGENT_SOCKET: f"{self._directory}/{fork_server.SERVER}",
                 # Asking whether there is a GPU must not open it.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }

@@ -2,7 +2,7 @@
 
 It wires together what lies beside it and below: policies decide (`policies`), the catalog lists,
 marks and removes (`catalog`), the recorder adds random numbers and a note (`resuming`), signals
-and requests are received and heartbeats written (`watch`), and the engine saves and loads
+and requests are received and progress reported (`watch`), and the engine saves and loads
 (`remesh.checkpoint`). One commit holds everything.
 
 What is collective. `resume`, `step`, `save`, `wait` and `close` are called by every rank. Whether
@@ -51,7 +51,6 @@ from remesh.checkpoint import Buffers
 from remesh.checkpoint.arguments import check_count, check_flag, check_seconds, is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.core.state import Joined
-from remesh.elastic.heartbeat import HOLDS
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
@@ -64,7 +63,7 @@ from remesh.training.memory import Memory, agree_on_directories
 from remesh.training.policies import KeepPolicy, Note, RetentionDecision, SavePolicy
 from remesh.training.resuming import Loaded, Recorder, Resumed, Source, digest_of_state
 from remesh.training.rng import Randomness
-from remesh.training.watch import Watch
+from remesh.training.watch import HOLDS, Watch
 from remesh.transform import Program, Transform, as_transform
 
 if TYPE_CHECKING:
@@ -206,7 +205,7 @@ class Manager:
         # Until the first save, time counts from here, or from the last save of the resumed state.
         self._began = time.monotonic()
         self._is_cold = background and bool(self._every)
-        self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
+        self._watch = Watch(self._every, run_info().agent_socket)
         if job is not None and job.is_reentrant:
             # Here, for it needs torch, which a manager does without.
             from remesh.training.survivors import SurvivorState
@@ -307,7 +306,7 @@ class Manager:
         if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
             self._last = _LastStep(step, state, metrics, fingerprint)
         self._watch.keep_pace(step, own_seconds)
-        self._watch.beat(step, self.saved_step)
+        self._watch.report(step, self.saved_step)
         if self._is_cold:
             self._warm(state)
         is_look = self._next_look is None or step >= self._next_look
@@ -320,11 +319,11 @@ class Manager:
             self._watch.answered()
         if verdict.stop or verdict.hold:
             self.wait()
-            self._watch.beat(step, self.saved_step, at_once=True, waits=verdict.hold)
+            self._watch.report(step, self.saved_step, at_once=True, waits=verdict.hold)
         if verdict.stop:
             self._should_stop = True
         elif verdict.hold:
-            self._hold(step)
+            self._hold(step, state, metrics)
         return bool(reason)
 
     def save(
@@ -488,10 +487,21 @@ class Manager:
             self.wait()
         return verdict
 
-    def _hold(self, step: int) -> None:
-        """Wait until no rank has a request to wait any more: the processes are to be stopped."""
-        while any(run_on_all(self._exchange, lambda: b"held" * self._watch.is_held())):
-            self._watch.beat(step, self.saved_step, waits=True)
+    def _hold(self, step: int, state: Any, metrics: Mapping[str, float] | None) -> None:
+        """Wait until no rank has a request to wait any more: the processes are to be stopped.
+
+        If one waits without a save, a save may be asked for after all: a node has to leave.
+        """
+
+        def holds() -> bytes:
+            return " ".join(self._watch.holds()).encode()
+
+        while any(held := run_on_all(self._exchange, holds)):
+            is_asked = any(b"save-and-hold" in one for one in held)
+            if is_asked and self.saved_step != step:
+                self._begin(step, state, metrics, None, "request of the agent")
+                self.wait()
+            self._watch.report(step, self.saved_step, at_once=is_asked, waits=True)
             time.sleep(0.1)
 
     def _has_failed(self) -> bool:

@@ -1,7 +1,7 @@
-"""A rank's connection to those who watch it: pace, heartbeats, stacks, signals and requests.
+"""What a rank tells those who watch it, and hears of them: pace, stacks, signals and requests.
 
 Nothing here is collective. What a rank hears it tells the others when notes are exchanged
-(`remesh.training.policies`). No training ends because a heartbeat cannot be written or a request
+(`remesh.training.policies`). No training ends because its agent cannot be reached or a request
 cannot be read: that is logged, once for each file.
 """
 
@@ -12,52 +12,49 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os.path import expanduser
+from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from remesh.elastic.heartbeat import (
-    HOLDS,
-    AgentLock,
-    Heartbeat,
-    Request,
-    answer_stack_requests,
-    clear_request_file,
-    read_request_file,
-    request_file,
-    write_heartbeat,
-)
+from remesh.elastic.process_socket import AgentConnection, Observation
+from remesh.elastic.progress import RankProgress
+from remesh.elastic.stacks import answer_stack_requests
 from remesh.errors import AgentLostError, StorageError
 from remesh.training.policies import OnRequest, OnSignals, SavePolicy
 
-BEAT_SECONDS = 0.25
-"""Shortest time between two heartbeats."""
+Request = Literal["save", "save-and-stop", "save-and-hold", "hold"]
+"""What a rank may be asked for: a save, a save after which the training ends, a save after which
+the training waits until the request is gone, or that it waits without a save."""
+
+_REQUESTS: tuple[Request | Literal[""], ...] = ("", *get_args(Request))
+
+HOLDS = ("save-and-hold", "hold")
+"""Requests after which the training waits."""
+REPORT_SECONDS = 0.25
+"""Shortest time between two reports of progress to the agent."""
 
 _SIGNAL = ""
-"""Stands for the signal among the files with requests."""
+_AGENT = "\0"
+"""These stand for a signal and for the agent among the files with requests."""
 
 _LOGGER = logging.getLogger("remesh")
 
 
 class Watch:
-    """Takes note of signals (in the main thread alone), reads requests, writes heartbeats."""
+    """Takes note of signals (in the main thread alone), reads requests, reports progress."""
 
-    def __init__(
-        self, every: Sequence[SavePolicy], heartbeat_file: str, agent_dir: str = ""
-    ) -> None:
-        self._agent = AgentLock(agent_dir)
+    def __init__(self, every: Sequence[SavePolicy], agent_socket: str) -> None:
+        self._agent = AgentConnection(agent_socket)
         # Request files, and what to call each.
         files = [expanduser(policy.file) for policy in every if isinstance(policy, OnRequest)]
         self._sources = {file: f"request in {file}" for file in files}
-        if heartbeat_file:
-            self._sources[str(request_file(heartbeat_file))] = "request of the agent"
-        self._heartbeat_file = heartbeat_file
         self._warned: set[str] = set()
         self._empty: set[str] = set()  # request files that were empty when they were last read
         self._signal = ""
         self._heard: dict[str, str] = {}  # what `asked` returned since `answered`, by file
-        self._last_beat = -math.inf
+        self._reported_at = -math.inf
         self._last_step: tuple[int, float] | None = None
         self._own_seconds: float | None = None
         self.step_seconds: float | None = None
@@ -68,16 +65,12 @@ class Watch:
             number: signal.signal(number, self._notice) for number in wanted
         }
         # After the signals that count: one of them may be that by which stacks are asked for.
-        self._end_answering = self._answer_stack_requests()
-
-    def _answer_stack_requests(self) -> Callable[[], None] | None:
-        if not self._heartbeat_file:
-            return None
-        try:
-            return answer_stack_requests(self._heartbeat_file)
-        except StorageError as error:
-            self._warn(self._heartbeat_file, error)
-            return None
+        self._end_answering: Callable[[], None] | None = None
+        if self._agent.is_open:
+            try:
+                self._end_answering = answer_stack_requests(agent_socket)
+            except StorageError as error:
+                self._warn(agent_socket, error)
 
     def keep_pace(self, step: int, own_seconds: float | None = None) -> None:
         """Note that a step is done, how long it took, and how much of that was this rank's work."""
@@ -87,27 +80,28 @@ class Watch:
             self.step_seconds = (now - self._last_step[1]) / (step - self._last_step[0])
         self._last_step = step, now
 
-    def beat(
+    def report(
         self, step: int, saved_step: int | None, *, at_once: bool = False, waits: bool = False
     ) -> None:
-        """Write a heartbeat, if there is an agent, and `at_once` or the last is not too recent."""
+        """Tell the agent how far the rank is, `at_once` or if the last report is not too recent."""
         self.check_agent()
         now = time.monotonic()
-        if self._heartbeat_file and (at_once or now - self._last_beat >= BEAT_SECONDS):
-            self._last_beat = now
+        if self._agent.is_open and (at_once or now - self._reported_at >= REPORT_SECONDS):
+            self._reported_at = now
             own = self.step_seconds if self._own_seconds is None else self._own_seconds
-            beat = Heartbeat(step, saved_step, time.time(), own, waits)
-            try:
-                write_heartbeat(self._heartbeat_file, beat)
-            except StorageError as error:
-                self._warn(self._heartbeat_file, error)
+            progress = RankProgress(
+                step=step, time=time.time(), step_seconds=own, saved_step=saved_step, waits=waits
+            )
+            self._agent.say(Observation(progress=progress))
 
     def check_agent(self) -> None:
         """Make sure that this process still has its agent."""
-        if self._agent.is_free():
+        self._agent.look()
+        if self._agent.is_lost:
             raise AgentLostError(
-                "the agent (remesh run) that started this process has ended\nThis process ends: "
-                "the job may go on elsewhere, and two trainings must not save to one place"
+                "the agent (remesh run) that started this process has ended, or has started "
+                "another in its place\nThis process ends: the job may go on elsewhere, and two "
+                "trainings must not save to one place"
             )
 
     def asked(
@@ -124,13 +118,12 @@ class Watch:
         if self._signal:
             self._heard[_SIGNAL] = "save-and-stop"
             return f"signal {self._signal}", "save-and-stop"
-        for file, source in self._sources.items():
-            asked = self._read(file)
-            if asked == "hold" and holds_state:
+        for file, source, request in self._requests():
+            if request == "hold" and holds_state:
                 if is_saving:
                     continue
                 return "", "hold"
-            asked = "save-and-hold" if asked == "hold" else asked
+            asked = "save-and-hold" if request == "hold" else request
             was_empty = file in self._empty
             self._empty.discard(file)
             if asked == "" and not was_empty:
@@ -140,9 +133,17 @@ class Watch:
                 return source, asked or "save"
         return "", None
 
-    def is_held(self) -> bool:
-        """True if a request to wait is there."""
-        return any(self._read(file) in HOLDS for file in self._sources)
+    def _requests(self) -> Iterator[tuple[str, str, Request | Literal[""] | None]]:
+        """The files for requests, and the agent, what to call each, and what is requested there."""
+        for file, source in self._sources.items():
+            yield file, source, self._read(file)
+        instruction = self._agent.look()
+        if instruction is not None:
+            yield _AGENT, "request of the agent", instruction.request
+
+    def holds(self) -> set[str]:
+        """The requests to wait that are there."""
+        return {asked for _, _, asked in self._requests() if asked in HOLDS}
 
     def answered(self) -> None:
         """Remove the requests that `asked` returned: the save has begun.
@@ -154,19 +155,36 @@ class Watch:
             if source == _SIGNAL:
                 self._signal = ""
             elif asked not in HOLDS and self._read(source) == asked:
-                clear_request_file(source)
+                try:
+                    Path(source).unlink(missing_ok=True)
+                except OSError as error:
+                    raise StorageError(
+                        f"cannot remove {source}: {error.strerror}; check the directory and its "
+                        "permissions"
+                    ) from error
 
     def _read(self, file: str) -> Request | Literal[""] | None:
+        """The request in a file, or None if it is not there; an empty one is a request, too."""
         try:
-            return read_request_file(file)
-        except StorageError as error:
-            self._warn(file, error)
+            text = Path(file).read_bytes().decode(errors="replace").strip()
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            self._warn(file, f"cannot read {file}: {error.strerror}")
+            return None
+        for known in _REQUESTS:
+            if text == known:
+                return known
+        names = ", ".join(filter(None, _REQUESTS))
+        self._warn(
+            file, f"{file} asks for {text[:40]!r}; write one of {names} into it, or remove it"
+        )
+        return None
 
-    def _warn(self, file: str, error: StorageError) -> None:
+    def _warn(self, file: str, problem: object) -> None:
         if file not in self._warned:
             self._warned.add(file)
-            _LOGGER.warning("%s", error)
+            _LOGGER.warning("%s", problem)
 
     def close(self) -> None:
         """Put the former handlers of signals back."""

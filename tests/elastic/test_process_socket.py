@@ -1,0 +1,214 @@
+"""What a process and its agent say to each other through the socket of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remesh.elastic.directories import SOCKETS, agent_directory
+from remesh.elastic.process_socket import (
+    Act,
+    AgentConnection,
+    EnterWorld,
+    Instruction,
+    LeaveWorld,
+    Observation,
+    ProcessSockets,
+    Report,
+    next_act,
+)
+from remesh.elastic.progress import RankProgress
+from remesh.elastic.script import connect
+from tests.waiting import wait_until
+
+OWN = os.getpid()
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[ProcessSockets]:
+    directory = tmp_path / ("with a long path, as directories for temporary files may have" * 2)
+    directory.mkdir()
+    with contextlib.closing(ProcessSockets(str(directory), 2)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def connected(sockets: ProcessSockets, rank: int = 0) -> Iterator[AgentConnection]:
+    with contextlib.closing(AgentConnection(sockets.path_of(rank))) as process:
+        sockets.take()
+        yield process
+
+
+def progress(step: int) -> Observation:
+    return Observation(progress=RankProgress(step=step, time=1.5e9))
+
+
+def test_the_newest_of_what_each_process_says_counts(sockets: ProcessSockets) -> None:
+    with connected(sockets, 1) as one, connected(sockets, 1) as other:
+        for step in (7, 8):
+            one.say(progress(step))
+        other.say(Observation(report=Report(number=3, is_out=True)))
+        sockets.take()
+        assert {rank: said.step for rank, said in sockets.progress().items()} == {1: 8}
+        assert sockets.report(1, OWN) == Report(number=3, is_out=True)
+        assert sockets.report(1, OWN + 1) is None
+        other.close()
+        sockets.take()
+        assert sockets.report(1, OWN) is None  # it is not entered again
+    assert sockets.progress()[1].step == 8
+
+
+def test_every_connection_begins_with_the_newest_instruction(sockets: ProcessSockets) -> None:
+    with connected(sockets) as early:
+        assert early.look() == Instruction()
+        sockets.request("hold")
+        sockets.order([0], LeaveWorld(1))
+        assert early.look() == Instruction(LeaveWorld(1), "hold")
+        enter = EnterWorld(2, {"RANK": "3"})
+        early.say(progress(7))
+        sockets.take()
+        sockets.order([0], enter)
+        assert sockets.progress() == {}  # it has made no step in the new world
+        with connected(sockets) as late, connected(sockets, 1) as other:
+            assert early.look() == late.look() == Instruction(enter)
+            assert other.look() == Instruction(request="hold")
+            sockets.request(None)
+            assert other.look() == Instruction()
+
+
+def test_no_side_waits_for_one_that_reads_nothing(sockets: ProcessSockets) -> None:
+    with connected(sockets) as process:
+        for number in range(1, 2000):
+            process.say(progress(number))
+            sockets.order([0], LeaveWorld(number))
+        sockets.take()
+        assert 0 < sockets.progress()[0].step < 1999
+        process.say(progress(2000))
+        assert process.look() is not None
+        sockets.take()  # there is room for what was not sent
+        assert process.look() == Instruction(LeaveWorld(1999))
+        assert sockets.progress()[0].step == 2000
+
+
+def test_a_process_that_waits_wakes_up(sockets: ProcessSockets) -> None:
+    with connected(sockets) as process:
+        process.look()
+        later = threading.Timer(0.05, sockets.order, [[0], LeaveWorld(1)])
+        later.start()
+        assert process.look(60.0) == Instruction(LeaveWorld(1))
+        later.join()
+        ends = threading.Timer(0.05, process.end)
+        ends.start()
+        process.look(60.0)
+        ends.join()
+
+
+def test_what_is_said_last_is_heard_of_a_process_that_has_read_nothing(
+    sockets: ProcessSockets,
+) -> None:
+    with connect(sockets.path_of(0)) as process:
+        sockets.take()  # sends it an instruction
+        process.send(b'{"is_done":true}')
+    assert sockets.is_done(0, OWN)
+
+
+def test_work_that_is_done_is_known_after_the_death_of_the_process(
+    sockets: ProcessSockets,
+) -> None:
+    program = "import os; from remesh.elastic.script import _say_done; _say_done(); os.abort()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"REMESH_AGENT_SOCKET": sockets.path_of(1)},
+    )
+    process.wait(60)
+    assert sockets.is_done(1, process.pid)
+    assert not sockets.is_done(0, process.pid)
+    sockets.begin([1], Instruction())
+    assert not sockets.is_done(1, process.pid)
+
+
+def test_what_is_no_observation_ends_the_connection(sockets: ProcessSockets) -> None:
+    with connect(sockets.path_of(0)) as stranger:
+        sockets.take()
+        stranger.send(b'{"progress": 1}')
+        sockets.take()
+        stranger.recv(100)
+        assert stranger.recv(100) == b""
+
+
+def test_a_process_in_whose_place_another_starts_learns_that_its_agent_is_lost(
+    sockets: ProcessSockets,
+) -> None:
+    with connected(sockets) as process, connected(sockets, 1) as other:
+        process.say(progress(7))
+        sockets.begin([0], Instruction(LeaveWorld(1)))
+        process.look()
+        other.look()
+        assert (process.is_lost, other.is_lost) == (True, False)
+        assert sockets.progress() == {}
+
+
+def test_the_end_of_an_agent_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = tmp_path / "another directory under this path, as in a container"
+    other.mkdir()
+    assert not AgentConnection("").is_lost
+    with agent_directory(str(tmp_path), SOCKETS) as directory:
+        unseen = str(other / Path(directory).name / "0.socket")
+        assert not AgentConnection(unseen).is_lost
+        assert "the agent cannot be reached" in caplog.text
+        sockets = ProcessSockets(directory, 1)
+        path = sockets.path_of(0)
+        with connected(sockets) as process:
+            seen = []
+            for end in (lambda: None, sockets.close):
+                end()
+                process.look()
+                seen.append((process.is_open, process.is_lost))
+            assert seen == [(True, False), (True, True)]
+        assert AgentConnection(path).is_lost  # it has died, and its directory is there
+    assert AgentConnection(path).is_lost
+    assert not AgentConnection(unseen).is_lost
+
+
+def test_an_order_is_carried_out_once() -> None:
+    inside = Report()
+    assert next_act(inside, None) is Act.GO_ON
+    assert next_act(inside, LeaveWorld(1)) is Act.LEAVE
+    out = Report(number=1, is_out=True)
+    assert next_act(out, LeaveWorld(1)) is Act.GO_ON
+    assert next_act(out, EnterWorld(1, {})) is Act.GO_ON
+    assert next_act(out, EnterWorld(2, {})) is Act.ENTER
+    assert next_act(out, LeaveWorld(2)) is Act.CONFIRM
+    assert next_act(Report(number=2), EnterWorld(2, {})) is Act.GO_ON
+
+
+def test_a_process_that_missed_the_order_to_leave_leaves_before_it_enters() -> None:
+    assert next_act(Report(number=2), EnterWorld(4, {})) is Act.LEAVE
+
+
+def test_a_process_that_lost_a_peer_confirms_the_order_it_waited_for() -> None:
+    assert next_act(Report(is_out=True, error="connection closed"), LeaveWorld(1)) is Act.CONFIRM
+
+
+def test_a_fork_that_keeps_the_connection_does_not_hide_its_end(sockets: ProcessSockets) -> None:
+    with connected(sockets) as process:
+        process.say(Observation(report=Report()))
+        sockets.take()
+        copy = os.dup(process._socket.fileno())  # type: ignore[union-attr] # as a fork has it
+        try:
+            process.close()
+            wait_until(lambda: _is_gone(sockets), "the end of the connection")
+        finally:
+            os.close(copy)
+
+
+def _is_gone(sockets: ProcessSockets) -> bool:
+    sockets.take()
+    return sockets.report(0, OWN) is None
