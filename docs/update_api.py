@@ -31,7 +31,6 @@ MODULES = {
     ),
     "remesh.training.integrations.huggingface": "[Hugging Face](how-to/huggingface.md)",
     "remesh.training.integrations.lightning": "[Lightning](how-to/lightning.md)",
-    "remesh.training.integrations.torchtitan_style": "[torchtitan](how-to/torchtitan.md)",
     "remesh.catalog": "[manager](manager.md#what-to-keep)",
     "remesh.events": "[guide](guide.md#watching)",
     "remesh.elastic": "[elastic](elastic.md#processes-that-go-on)",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -140,52 +139,3 @@ def test_accelerate_on_two_processes_goes_on_on_one(tmp_path: Path) -> None:
     assert min(seen) == 7
     in_epoch = [i for _, steps in first for step in range(1, 7) for i in steps[step]]
     assert sorted(in_epoch + seen[7] + seen[8]) == list(range(64))
-
-
-# ---------------------------------------------------------------------------------------------
-# In the style of torchtitan
-# ---------------------------------------------------------------------------------------------
-
-
-def titan(
-    _exchange: Exchange | None, directory: str, cut_at: int | None = None, *words: str
-) -> tuple[Weights, dict[int, float], Any]:
-    """One launch on this rank: the weights in the end, the loss of each step, the schedule."""
-    example = load_example("torchtitan_style")
-    trainer = example.Trainer(example.parse_args(["--directory", directory, *words]))
-    losses: dict[int, float] = {}
-
-    def on_step(step: int, loss: float) -> None:
-        losses[step] = loss
-        if step == cut_at:
-            raise PowerCutError
-
-    try:
-        trainer.train(on_step)
-    except PowerCutError:
-        trainer.checkpointer.close()
-    return weights_of(trainer.model_parts[0]), losses, trainer.lr_schedulers[0].state_dict()
-
-
-def test_torchtitan_style_goes_on_as_the_same_run(tmp_path: Path) -> None:
-    whole, losses, schedule = titan(None, str(tmp_path / "whole"))
-    assert steps_in(tmp_path / "whole") == [8, 12, 14]
-    titan(None, str(tmp_path / "cut"), 10)
-    resumed, rest, schedule_again = titan(None, str(tmp_path / "cut"))
-    assert_equal(whole, resumed)
-    assert rest == {step: losses[step] for step in range(9, 15)}
-    assert schedule_again == schedule
-
-    _, from_8, _ = titan(None, str(tmp_path / "whole"), 9, "--load-step", "8")
-    assert from_8 == {9: losses[9]}
-    _, from_none, _ = titan(None, str(tmp_path / "whole"), 1, "--load-step", "7")
-    assert from_none == {1: losses[1]}  # there is no such step
-
-
-@pytest.mark.slow
-def test_torchtitan_style_resumes_on_other_ranks(tmp_path: Path) -> None:
-    whole, _, _ = titan(None, str(tmp_path / "whole"))
-    run_processes(2, titan, str(tmp_path / "cut"), 10)
-    resumed, rest, _ = titan(None, str(tmp_path / "cut"))
-    assert sorted(rest) == list(range(9, 15))
-    assert_close(whole, resumed)

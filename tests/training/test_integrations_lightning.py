@@ -1,4 +1,4 @@
-"""Lightning's own checkpoints, written by remesh; and the loader whose epoch has one length."""
+"""Lightning: the loader whose epoch has one length, and callbacks beside ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import remesh
-from remesh.errors import StateError
 from remesh.training import ResumableBatchSampler, ResumableSampler
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -20,7 +19,6 @@ pl = pytest.importorskip("lightning.pytorch")
 from remesh.training.integrations.lightning import (  # noqa: E402 - it needs Lightning
     EpochLoader,
     RemeshCallback,
-    RemeshCheckpointIO,
 )
 from tests.training.example import load_example  # noqa: E402
 
@@ -29,50 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
 ]
-
-
-def fit(directory: Path, max_epochs: int, ckpt_path: str | None = None) -> Any:
-    """A run that Lightning saves at the end of each epoch; the trainer."""
-    pl.seed_everything(1, verbose=False)
-    model = load_example("lightning_callback").Regression()
-    model.layers[1].p = 0.0  # Lightning itself does not keep random numbers
-    data = torch.utils.data.TensorDataset(torch.randn(16, 8))
-    saves = pl.callbacks.ModelCheckpoint(directory, monitor="loss", save_top_k=1, save_last=False)
-    trainer = pl.Trainer(
-        max_epochs=max_epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=directory,
-        callbacks=[saves],
-        plugins=[RemeshCheckpointIO()],
-    )
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
-    return trainer
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
-def test_lightning_saves_removes_and_resumes_its_own_checkpoints(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", 3)
-    (only,) = (tmp_path / "whole").iterdir()  # the best one; the others were removed
-    assert remesh.Checkpoint(only).verify().ok
-
-    first = fit(tmp_path / "cut", 2)
-    best = first.checkpoint_callback.best_model_path
-    stored = remesh.Checkpoint(best)
-    assert "state_dict.layers.0.weight" in stored.index
-    assert stored.values["global_step"] == 8
-    resumed = fit(tmp_path / "cut", 3, best)
-    assert resumed.global_step == whole.global_step == 12
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
-    assert resumed.optimizers[0].param_groups[0]["lr"] == 1e-2 / 8
-
-
-def test_there_are_no_storage_options(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="a URL as the path"):
-        RemeshCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
 
 
 @given(

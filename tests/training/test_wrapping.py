@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import (
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 import remesh
 from remesh.errors import MismatchError, StateError
@@ -25,7 +16,7 @@ from remesh.training.sampling import (
     PerRankState,
     ResumableBatchSampler,
     ResumableSampler,
-    resumable,
+    SampleOrder,
 )
 from tests.support import run_processes, run_ranks
 
@@ -62,39 +53,23 @@ class Stream(IterableDataset[int]):
         self.at = state["at"]
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_the_order_of_a_distributed_sampler_goes_on_with_other_ranks(epoch: int) -> None:
+    order = SampleOrder("torch_randperm", 23, seed=9)
 
-
-# ---------------------------------------------------------------------------------------------
-# Samplers of torch
-# ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: SequentialSampler(Numbers(23)),
-        lambda: RandomSampler(Numbers(23), generator=seeded(4)),
-        lambda: DistributedSampler(Numbers(23), num_replicas=1, rank=0, seed=4),
-        lambda: DistributedSampler(Numbers(23), num_replicas=1, rank=0, shuffle=False),
-    ],
-)
-def test_samplers_of_torch_keep_their_order(make: Any) -> None:
-    assert list(resumable(make(), rank=0, world_size=1)) == list(make())
-
-
-def test_a_distributed_sampler_goes_on_with_other_ranks() -> None:
     def ranks(world_size: int) -> list[ResumableSampler]:
-        samplers: list[DistributedSampler[int]] = [
-            DistributedSampler(Numbers(23), num_replicas=world_size, rank=rank, seed=9)
-            for rank in range(world_size)
-        ]
-        for sampler in samplers:
-            sampler.set_epoch(2)
-        for sampler, ours in zip(samplers, map(resumable, samplers), strict=True):
-            assert list(ours)[:7] == list(sampler)[:7]
-        return [resumable(sampler) for sampler in samplers]
+        found = []
+        for rank in range(world_size):
+            ours = ResumableSampler(order, rank=rank, world_size=world_size)
+            ours.set_epoch(epoch)
+            found.append(ours)
+            theirs: DistributedSampler[int] = DistributedSampler(
+                Numbers(23), num_replicas=world_size, rank=rank, seed=9
+            )
+            theirs.set_epoch(epoch)
+            assert list(ours)[:7] == list(theirs)[:7]
+            ours.load_state_dict(ours.state_dict())
+        return found
 
     first, second = ranks(2), ranks(3)
     seen = [next(share) for share in map(iter, first) for _ in range(4)]
@@ -103,17 +78,6 @@ def test_a_distributed_sampler_goes_on_with_other_ranks() -> None:
         sampler.load_state_dict(first[0].state_dict())
         seen += list(sampler)
     assert sorted(seen) == list(range(23))
-
-
-def test_orders_that_cannot_be_known_are_refused() -> None:
-    for sampler, complaint in (
-        (RandomSampler(Numbers(5)), "draws its order from torch's global generator"),
-        (RandomSampler(Numbers(5), replacement=True), "several times"),
-        (RandomSampler(Numbers(5), num_samples=3, generator=seeded(0)), "only some of them"),
-        (WeightedRandomSampler([0.5, 0.5], 2), "WeightedRandomSampler cannot be known"),
-    ):
-        with pytest.raises(StateError, match=complaint):
-            resumable(sampler)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,14 +173,3 @@ def test_the_state_of_a_stateful_loader_is_its_ranks_own(tmp_path: Path) -> None
     second = run_processes(2, _stateful_job, directory, 0)
     for rank in range(2):
         assert first[rank] + second[rank] == list(range(100 * rank, 100 * rank + 24))
-
-
-def test_other_samplers_of_torch_are_samplers_too() -> None:
-    """What is refused says what to do instead."""
-
-    class Mine(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    with pytest.raises(StateError, match=r"Mine cannot be known from outside\. Use a Resumable"):
-        resumable(Mine())

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         ResumableSampler,
         SampleOrder,
         SkipBatchSampler,
-        resumable,
     )
 else:
     from remesh._lazy import lazy_names
@@ -61,7 +60,6 @@ else:
                 "SampleOrder",
                 "SkipBatchSampler",
                 "PerRankState",
-                "resumable",
             ),
         },
     )
@@ -91,7 +89,6 @@ __all__ = [
     "decide_scaling",
     "derived_seed",
     "export_weights",
-    "resumable",
     "resume_arguments",
     "role_in",
     "run_id_of",

@@ -16,8 +16,8 @@ state. `SkipBatchSampler` is for scripts that count steps and skip as many batch
 
 Of samplers and loaders that others wrote:
 
-* The samplers of torch itself have no state, but the order of an epoch follows from their seed, so
-  `resumable` makes a `ResumableSampler` with the same order of them.
+* The samplers of torch itself have no state, but the order of an epoch follows from their seed: a
+  `SampleOrder` of the kind `torch_randperm` is that of a `DistributedSampler`.
 * A loader over such a sampler, torch's `DataLoader` or torchdata's `StatefulDataLoader`, needs no
   state of its own: put the sampler into the state, not the loader.
 * A loader that keeps a position of its own, because its data has no numbers or because it shuffles
@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Sampler
 
 from remesh.adapters.nested import Stateful, is_stateful
 from remesh.errors import StateError
@@ -381,72 +381,6 @@ class SkipBatchSampler(Sampler[list[int]]):
         samples = itertools.islice(self.sampler, self.skip_batches * self.batch_size, None)
         while batch := list(itertools.islice(samples, self.batch_size)):
             yield batch
-
-
-# ---------------------------------------------------------------------------------------------
-# Samplers and loaders that others wrote
-# ---------------------------------------------------------------------------------------------
-
-
-def resumable(
-    sampler: Sampler[Any], *, rank: int | None = None, world_size: int | None = None
-) -> ResumableSampler:
-    """A resumable sampler with the order of one of torch's.
-
-    In epoch e a `RandomSampler` gives what a generator with its seed plus e gives: in epoch 0 what
-    it would itself, later what a `DistributedSampler` of that seed would. At the end of an epoch
-    there is no padding: every sample comes once.
-
-    Args:
-        sampler: A `SequentialSampler`, a `RandomSampler` with a generator, or a
-            `DistributedSampler`.
-        rank: See `ResumableSampler`; that of a `DistributedSampler` is its own.
-        world_size: Likewise.
-
-    Raises:
-        StateError: If the order of the sampler cannot be known.
-    """
-    if type(sampler) is SequentialSampler:
-        order = SampleOrder("in_order", len(sampler))
-        return ResumableSampler(order, rank=rank, world_size=world_size)
-    if type(sampler) is RandomSampler:
-        order = SampleOrder("torch_randperm", len(sampler.data_source), _seed_of(sampler))
-        return ResumableSampler(order, rank=rank, world_size=world_size)
-    if type(sampler) is DistributedSampler:
-        num_samples = len(sampler.dataset)  # type: ignore[arg-type]
-        order = (
-            SampleOrder("torch_randperm", num_samples, sampler.seed)
-            if sampler.shuffle
-            else SampleOrder("in_order", num_samples)
-        )
-        taken = ResumableSampler(
-            order,
-            drop_last=sampler.drop_last,
-            rank=sampler.rank,
-            world_size=sampler.num_replicas,
-        )
-        taken.set_epoch(sampler.epoch)
-        return taken
-    raise StateError(
-        f"the order of a {type(sampler).__module__}.{type(sampler).__qualname__} cannot be known "
-        "from outside. Use a ResumableSampler\nOr, if it has state_dict() and load_state_dict(), "
-        "put it into the state, in a PerRankState if its state differs between ranks"
-    )
-
-
-def _seed_of(sampler: RandomSampler) -> int:
-    """The seed of a random sampler's order."""
-    if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-        raise StateError(
-            "this RandomSampler draws samples several times or only some of them\nOnly an order "
-            "that has every sample once can be resumed on another number of ranks"
-        )
-    if sampler.generator is None:
-        raise StateError(
-            "this RandomSampler draws its order from torch's global generator, so it cannot "
-            "be drawn again\nGive it generator=torch.Generator().manual_seed(...)"
-        )
-    return int(sampler.generator.initial_seed()) % 2**63
 
 
 class PerRankState:

@@ -1,4 +1,4 @@
-"""Lightning: a callback over a `remesh.Manager`, and files of remesh for its own checkpoints.
+"""Lightning: a callback over a `remesh.Manager`, and a loader with a position in the data.
 
 `RemeshCallback` saves what every rank holds, without gathering, under every strategy, and brings it
 back into any other: module, optimizers, schedulers, scaler, progress of the loops, position in the
@@ -7,33 +7,23 @@ data, and random numbers. It hooks in where Lightning has built all and not begu
 `EpochLoader` is how the data position gets along with Lightning, which counts the batches of an
 epoch and ends it when it has seen as many as the loader promised. This loader promises a whole
 epoch and hands out what is left of it; the callback sets the count to match.
-
-`RemeshCheckpointIO` is for jobs that stay with `ModelCheckpoint` and `ckpt_path`: a plugin that
-writes what Lightning hands to rank 0 as a checkpoint of remesh, and no pickle.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from remesh import catalog
-from remesh.checkpoint import Checkpoint, save
-from remesh.errors import StateError
-from remesh.exchange import Alone
-from remesh.storage import open_storage
 from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
 from remesh.training.rng import rewind_of_streams
 from remesh.training.sampling import ResumableBatchSampler
 
-__all__ = ["EpochLoader", "RemeshCallback", "RemeshCheckpointIO"]
+__all__ = ["EpochLoader", "RemeshCallback"]
 
 
 class EpochLoader(DataLoader[Any]):
@@ -182,48 +172,3 @@ class RemeshCallback(Callback):
         if trainer.precision_plugin.state_dict():
             state["precision"] = trainer.precision_plugin
         return state
-
-
-class RemeshCheckpointIO(CheckpointIO):
-    """Lightning's own checkpoints as directories of remesh.
-
-    Rank 0 writes what Lightning hands to it, in the foreground. Strategies that cut the model write
-    files of their own and ask no plugin; there, use `RemeshCallback`.
-
-    Example:
-        >>> Trainer(plugins=[RemeshCheckpointIO()])  # doctest: +SKIP
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write a checkpoint, in place of one that is there.
-
-        Raises:
-            StateError: If options are given, for there are none.
-            RemeshError: As `remesh.save`.
-        """
-        if storage_options is not None:
-            raise StateError("storage_options: there are none; a URL as the path says the storage")
-        save(checkpoint, path, overwrite=True, group=Alone())
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint; its tensors are on the CPU, wherever they are wanted.
-
-        Raises:
-            RemeshError: As `remesh.Checkpoint`.
-        """
-        del map_location, weights_only  # what a file of torch might need
-        state: dict[str, Any] = Checkpoint(path).state()
-        return state
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, unless a process reads it.
-
-        Raises:
-            StorageError: If the storage fails.
-        """
-        parent, _, name = str(path).rstrip("/").rpartition("/")
-        catalog.remove(open_storage(parent or "."), name, now=time.time())
