@@ -26,6 +26,7 @@ import remesh
 from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointError, CorruptCheckpointError, RemeshError
 from remesh.formats import table
+from remesh.formats.checks import budget
 from remesh.formats.pickle_reader import parse
 from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import (
@@ -33,7 +34,6 @@ from remesh.formats.restricted_pickle import (
     MAKERS,
     ArchivedStorage,
     ArchivedTensor,
-    max_parts,
     resolved,
 )
 from remesh.formats.table import Source
@@ -159,7 +159,7 @@ def test_cost_follows_from_the_length(burden: str) -> None:
     data = b"\x80\x04" + hostile.burdens()[burden] + b"."
     found = read(data)
     # A few more: what cannot be had is one part, and the arguments of a call are none of its value.
-    assert check_plain(found) <= max_parts(len(data)) + len(data)
+    assert check_plain(found) <= budget("nodes", len(data)) + len(data)
     for kind in ("torch_file", "dcp_value", "atorch"):
         hostile.open_all(CHECKPOINTS[kind](data))
 
@@ -218,7 +218,7 @@ def check_random(dice: random.Random) -> None:
     data = hostile.random_pickle(dice)
     _, files = hostile.random_checkpoint(dice)
     with audited() as found:
-        assert check_plain(read(data)) <= max_parts(len(data)) + len(data)
+        assert check_plain(read(data)) <= budget("nodes", len(data)) + len(data)
         hostile.open_all(files)
     assert found == []
 

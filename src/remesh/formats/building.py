@@ -47,7 +47,7 @@ from remesh.formats.archive import (
     read_archive,
     row_major_pieces,
 )
-from remesh.formats.checks import check_name, check_path, check_shape, damaged, is_unicode
+from remesh.formats.checks import budget, check_name, check_path, check_shape, damaged, is_unicode
 from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.place import Listing, Place, file_size
@@ -60,9 +60,6 @@ GAP_BYTES = 32 << 10
 """Bytes between two ranges that are read rather than skipped."""
 MAX_READ_BYTES = 8 << 20
 """Bytes of a request that unites several ranges."""
-
-MIN_PIECES = 1 << 16
-"""Pieces of a checkpoint with strided tensors, besides one for each byte of its files."""
 
 Range = tuple[str, int, int]
 """A file, the first byte and one past the last."""
@@ -250,9 +247,9 @@ class IndexBuilder:
         if box.ndim != len(whole):
             raise self._outside(row, path, box)
         self._file_row(path)  # so that its bytes count
-        budget = MIN_PIECES + self.num_bytes - len(self._tensor)
+        num_left = budget("pieces", self.num_bytes) - len(self._tensor)
         where = f"{self.where(path)}: {name}"
-        offsets, shape, starts = row_major_pieces(box.shape, strides, where, budget)
+        offsets, shape, starts = row_major_pieces(box.shape, strides, where, num_left)
         offsets = offsets + np.array(box.offset, dtype=np.int64)
         starts, count = position + starts * BY_NAME[dtype].itemsize, len(starts)
         self.add_boxes(
@@ -462,10 +459,6 @@ def add_flat_parts(
 # ---------------------------------------------------------------------------------------------
 
 
-MIN_NAME_CHARS = 1 << 24
-NAME_CHARS_PER_BYTE = 16
-
-
 @dataclass(slots=True)
 class Nested:
     """The leaves of a nested value."""
@@ -531,8 +524,7 @@ class Nested:
 
 def take_apart(root: Any, path: Path, archive: Archive) -> Nested:
     """Take a part of an archive's value apart; at the top, what is no dict is `value`."""
-    num_bytes = archive.pickled.num_bytes
-    found = Nested(archive.where, MIN_NAME_CHARS + NAME_CHARS_PER_BYTE * num_bytes)
+    found = Nested(archive.where, budget("characters", archive.pickled.num_bytes))
     is_whole = not path and isinstance(root, Mapping) and found.is_taken_apart(path, root)
     found.visit(path if path or is_whole else ("value",), root)
     return found

@@ -26,6 +26,23 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what was asked for."""
 
 
+_BUDGET = {
+    "nodes": (1 << 16, 8),  # parts of the value of a pickle, for each byte of the pickle
+    "characters": (1 << 24, 16),  # of the names in such a value, likewise
+    "pieces": (1 << 16, 1),  # with those of strided tensors, for each byte of all files
+    "decoded bytes": (1 << 20, 2),  # of tensors in an opaque value, for each byte of the value
+}
+
+
+def budget(kind: str, num_bytes: int) -> int:
+    """How much of a kind may come of so many bytes of input: some, and a share for each byte.
+
+    A few bytes can repeat others without end, so what they stand for may have no bound.
+    """
+    least, share = _BUDGET[kind]
+    return least + share * num_bytes
+
+
 def damaged(where: str, what: str) -> CorruptCheckpointError:
     """The error for a file that is not what its format wants."""
     return CorruptCheckpointError(

@@ -45,13 +45,11 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS
 from remesh.core.values import MAX_NESTING, UnresolvedValue, decode, encode, enum_member
 from remesh.errors import CheckpointError, CorruptCheckpointError, PickleRefusedError
-from remesh.formats.checks import damaged
+from remesh.formats.checks import budget, damaged
 from remesh.formats.pickle_reader import RowForm, parse
 from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record
 from remesh.formats.pickle_records import describe as describe_error
 
-MIN_PARTS = 1 << 16
-PARTS_PER_BYTE = 8
 _TEXT_PART = 16
 """Characters that count as one part."""
 _REBUILDS = "torch._utils._rebuild_"
@@ -102,11 +100,6 @@ def resolved(
         raise
     except Exception as error:  # a malformed record may raise anything
         raise damaged(where, f"its pickle is malformed ({describe_error(error)})") from error
-
-
-def max_parts(num_bytes: int) -> int:
-    """How many parts may come of a pickle of so many bytes."""
-    return MIN_PARTS + PARTS_PER_BYTE * num_bytes
 
 
 def refusal(type_name: str, where: str) -> PickleRefusedError:
@@ -166,7 +159,7 @@ class _Resolver:
     def _measure(self, root: Any) -> None:
         """Find what is too large, too deep or holds itself."""
         sizes: dict[int, tuple[int, int]] = {}
-        most = max_parts(self.num_bytes)
+        most = budget("nodes", self.num_bytes)
         for node in _post_order(root, self._children):
             parts, depth = 1, 0
             for child in self._children(node):

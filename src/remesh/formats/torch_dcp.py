@@ -61,7 +61,7 @@ from remesh.formats.archive import (
     tensor_value,
 )
 from remesh.formats.building import IndexBuilder, read_groups, read_ranges, refused
-from remesh.formats.checks import check_name, check_path, damaged, integers
+from remesh.formats.checks import budget, check_name, check_path, damaged, integers
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_reader import RowForm
@@ -84,9 +84,6 @@ FLAT_SHAPES, FLAT_SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
 
 HEAD_BYTES = 1024
 """Bytes of an archive that show where its only storage begins, whatever torch wrote it."""
-
-MIN_OPAQUE_BYTES = 1 << 20
-"""Bytes of tensors inside of opaque values, besides two for each byte that is stored."""
 _OBJECT = re.compile(
     r"(.*)/shard_([0-9]{1,18}(?:\.[0-9]{1,18})*)_([0-9]{1,18}(?:\.[0-9]{1,18})*)", re.DOTALL
 )
@@ -526,7 +523,7 @@ def opaque(archive: Archive, data: bytes, base: int) -> object:
         nonlocal num_bytes
         position = archive.position(tensor) - base
         num_bytes += math.prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
-        if num_bytes > MIN_OPAQUE_BYTES + 2 * len(data):
+        if num_bytes > budget("decoded bytes", len(data)):
             return refused("torch.Tensor", f"{archive.where}: its tensors repeat their elements")
         return tensor_value(tensor, data, position)
 
