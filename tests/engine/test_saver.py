@@ -365,7 +365,7 @@ def test_a_record_that_another_node_sees_late_is_no_failure(
     """As on a network file system, which may hide a new file longer than it shows a removed one."""
     looks: list[bool] = []
 
-    def shows(storage: Storage, save_id: str) -> bool:
+    def shows() -> bool:
         looks.append(True)
         return len(looks) > 5
 
@@ -373,7 +373,7 @@ def test_a_record_that_another_node_sees_late_is_no_failure(
     monkeypatch.setattr(status_files, "LONGEST_SECONDS", 0.01)
     storage = MemoryStorage()
     status = StatusFiles(storage, "remesh", "0" * 12, 1, 2, deadline=240)
-    monkeypatch.setattr(status, "_shows_commit", shows)
+    monkeypatch.setattr(status, "is_committed", shows)
     status.run_joined(lambda: b"", lambda _: None, lambda: None)
     assert len(looks) == 6
 

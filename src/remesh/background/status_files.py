@@ -41,7 +41,7 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.exchange import decode_failure, encode_failure
-from remesh.formats.native import data_folder
+from remesh.formats.native import data_folder, read_record
 from remesh.formats.table import writer_of
 from remesh.storage import Storage
 
@@ -118,7 +118,7 @@ class StatusFiles:
         report_seconds: float = 0.0,
     ) -> None:
         self._storage = storage
-        self._shows_commit = writer_of(file_format).is_committed
+        self._has_record = writer_of(file_format).has_record
         self._save_id = save_id
         self._rank = rank
         self._num_ranks = num_ranks
@@ -145,7 +145,7 @@ class StatusFiles:
         """
         if self._rank == 0:
             self._lead(each, join, undo)
-            if self._shows_commit is None and self._num_ranks > 1:  # the others wait for it
+            if not self._has_record and self._num_ranks > 1:  # the others wait for it
                 self._storage.put(self._path("committed", 0), b"", overwrite=True)
         else:
             self._follow(each)
@@ -176,8 +176,8 @@ class StatusFiles:
     def is_committed(self) -> bool:
         """True if the save is seen to be committed."""
         try:
-            if self._shows_commit is not None:
-                return self._shows_commit(self._storage, self._save_id)
+            if self._has_record:
+                return read_record(self._storage).save_id == self._save_id
             return self._storage.exists(self._path("committed", 0))
         except CheckpointError:
             return False
@@ -348,7 +348,7 @@ class StatusFiles:
         """After the commit: remove status files that no rank needs any more."""
         if self._num_ranks == 1:
             return
-        if self._shows_commit is None:
+        if not self._has_record:
             if self._rank:
                 self._storage.delete(self._path("part", self._rank))
             found = self._storage.list(f"{self._folder}/")

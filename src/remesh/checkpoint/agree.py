@@ -508,7 +508,7 @@ def _plan_rank(
     def frames_of(boxes: BoxTable) -> Sequence[Frame]:
         return writer.frames(boxes, rows, rank, save_id, grid)
 
-    if options.keeps and writer.has_digests:
+    if options.keeps and writer.has_record:
         files = own_files(writer, tensors, rows, (rank, save_id, grid))
         kept = keep_files(storage, cache.history, files, tensors, at_once=options.meets)
         there = {part.path for part in kept}

@@ -99,7 +99,7 @@ def finish(
     put: list[str] = []  # paths of small files that are there
 
     def put_one(path: str, data: bytes) -> None:
-        storage.put(path, data, overwrite=not writer.has_folder)
+        storage.put(path, data, overwrite=not writer.has_record)
         put.append(path)
 
     try:
@@ -109,14 +109,14 @@ def finish(
         emit("save.stored", sum(part.stored_size for part in written))
         emit("save.kept", sum(part.num_bytes for part in unchanged))
         look = partial(_look, storage, save, parts)
-        if not writer.has_folder and any(parts[1:]):
+        if not writer.has_record and any(parts[1:]):
             look()  # before small files replace those of another checkpoint
         others = list(last_steps(save, parts))
         mark = others.pop() if others else None
         small = [step for step in others if not isinstance(step, Rename)]
         renames = [step for step in others if isinstance(step, Rename)]
         # Nothing refers to the files in a folder yet.
-        looks = [look] if writer.has_folder else []
+        looks = [look] if writer.has_record else []
         ask_together(storage, [*looks, *(partial(put_one, *step) for step in small)])
         emit("save.index_written", sum(len(data) for _, data in small))
         storage.sync()
@@ -133,7 +133,7 @@ def finish(
     kept = {part.path for own in parts for part in own} | {*put, *save.options.without}
     kept |= _commit(storage, renames, mark, overwrite)
     emit("save.committed")
-    if overwrite and writer.has_folder:
+    if overwrite and writer.has_record:
         with suppress(StorageError):  # the checkpoint is there
             catalog.forget_replaced(storage)
     _remove_replaced(storage, replaced, kept)
@@ -141,9 +141,9 @@ def finish(
 
 def _look(storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]]) -> None:
     """Rank 0: see whether the files of all ranks are there."""
-    has_folder = writer_of(save.options.format).has_folder
+    has_record = writer_of(save.options.format).has_record
     files = ((rank, part.path, part.stored_size) for rank, own in enumerate(parts) for part in own)
-    check_arrived(storage, f"{data_folder(save.saved.save_id)}/" if has_folder else "", files)
+    check_arrived(storage, f"{data_folder(save.saved.save_id)}/" if has_record else "", files)
 
 
 def _commit(
@@ -196,7 +196,7 @@ def give_up(storage: Storage, save: GlobalSavePlan, *, put: Sequence[str] = ()) 
     it is there, and may be another writer's. The small files in `put` are removed as well.
     """
     writer, saved = writer_of(save.options.format), save.saved
-    if not writer.has_folder:
+    if not writer.has_record:
         of_rank = (
             writer.frames(saved.boxes, rows, rank, saved.save_id, saved.grid)
             for rank, rows in enumerate(saved.assignments)

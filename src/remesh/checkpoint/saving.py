@@ -128,7 +128,7 @@ def options_of(
     writer = writer_of(format)
     if compress is not None:
         check_choice("save", "compress", compress, get_args(Compress))
-        if not writer.has_digests:
+        if not writer.has_record:
             raise StateError(
                 f"compress={compress!r}: files of format {writer.name!r} are never compressed\n"
                 "Other programs could not read them; leave compress away, or save in the format "

@@ -8,7 +8,7 @@ and then writes the small files, of which the last makes the checkpoint exist.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -148,11 +148,11 @@ class Writer(ABC):
 
     name: str  # what a user calls it
     options: tuple[str, ...] = ()  # names of the options that a caller may give
-    has_folder = False  # whether all files but the last lie in the folder `data-<save id>`
+    has_record = False
+    """Whether a commit record refers to everything. Then all files but the record lie in the folder
+    `data-<save id>`, the digests of their blocks are recorded, a rank may write several files, and
+    the record shows which save is committed."""
     has_metadata = False  # whether metadata can be recorded beside the state
-    has_digests = False
-    """Whether the digests of the blocks of files are recorded, and a rank may write several files.
-    """
     has_checksums = False
     """Whether shared files hold checksums of their tensors. Then each has one writer, which
     collects its tensors."""
@@ -161,9 +161,6 @@ class Writer(ABC):
     writer: by the save (`by_save`), or, if it is a single file, at once by its final name
     (`final`). Empty if each file of the format is written by one rank anyway."""
     is_beside_others = False  # whether checkpoints of other formats may be at the same place
-    is_committed: Callable[[Storage, str], bool] | None = None
-    """Whether the checkpoint at a place is that of a save; None if files do not tell. Raises a
-    `CheckpointError` if there is none."""
 
     def grid(self, _cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
         """What all ranks must know of the boxes of all ranks, made on rank 0; may be empty.

@@ -117,16 +117,11 @@ def _record_of(path: str, data: bytes) -> FileRecord:
     return FileRecord(path=path, num_bytes=len(data), digest=hex_digest(data))
 
 
-def _is_committed(storage: Storage, save_id: str) -> bool:
-    return read_record(storage).save_id == save_id
-
-
 class NativeWriter(Writer):
     """Writes remesh's own format."""
 
     name = FORMAT_NAME
-    has_folder = has_metadata = has_digests = True
-    is_committed = staticmethod(_is_committed)
+    has_record = has_metadata = True
 
     def frames(
         self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid
