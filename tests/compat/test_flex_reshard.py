@@ -193,7 +193,7 @@ FAULTS: dict[str, tuple[type[Exception], str, Make]] = {
     ),
     "missing": (
         MismatchError,
-        r"1 name is not stored:\s+v\b",
+        r"1 name is not stored:\s+v\nLeave out what is not stored, or let .* aoa_config make it.\Z",
         lambda rank: (alone("w", 4), alone("v", 4) if rank else {}),
     ),
     "shape": (
@@ -215,7 +215,7 @@ FAULTS: dict[str, tuple[type[Exception], str, Make]] = {
     ),
     "target dtype": (
         MismatchError,
-        "dtype float32 is stored, float64 is wanted",
+        r"dtype float32 is stored, float64 is wanted\Z",
         lambda rank: (
             alone("w", 4),
             {"w": make_replicated_sharded_weight("w", torch.zeros(4, dtype=torch.float64))},

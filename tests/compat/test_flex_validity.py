@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from remesh.compat.flex_checkpoint import (
@@ -73,18 +75,11 @@ def test_flattened_shards_need_a_known_range() -> None:
         check_src_state_dict_validity({"w": known[1:]})
 
 
-@pytest.mark.parametrize(
-    ("offset", "extent", "message"),
-    [
-        (-1, 2, r"offset -1 in axis 0 is not in \[0, 8\)"),
-        (8, 2, r"offset 8 in axis 0 is not in \[0, 8\)"),
-        (0, 0, "extent 0 in axis 0 is not positive"),
-        (6, 3, "offset 6 and extent 3 in axis 0 exceed"),
-    ],
-)
-def test_targets_out_of_bounds(offset: int, extent: int, message: str) -> None:
+@pytest.mark.parametrize(("offset", "extent"), [(-1, 2), (8, 2), (0, 0), (6, 3), (0, -1)])
+def test_targets_out_of_bounds(offset: int, extent: int) -> None:
     info = ShardInfo((offset,), (extent,), "float32", (8,), False)
-    with pytest.raises(StateError, match=message):
+    wanted = re.escape(f"w: a shard of shape ({extent},) at ({offset},)")
+    with pytest.raises(StateError, match=wanted):
         check_dst_state_dict_validity({"w": [info]})
 
 

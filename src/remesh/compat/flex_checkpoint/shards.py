@@ -2,13 +2,8 @@
 
 remesh itself uses none of these: saving, loading and resharding check what they are given.
 
-A flat range of a tensor in row-major order is rarely a rectangle. The smallest rectangle around it
-follows from the first and the last element of the range: up to the first axis in which their
-indices differ both have the same index, in that axis everything between the two is touched, and
-below it the range has passed from the end of one row to the beginning of the next, so it touches
-the whole extent of every further axis.
-
-The elements of a range lie next to each other in any box that holds all of them, because what
+A flat range of a tensor in row-major order is rarely a rectangle; it is a few boxes. The elements
+of a range lie next to each other in any box that holds all of them, because what
 row-major order of the box puts between two of them would lie between them in the tensor too.
 """
 
@@ -42,11 +37,11 @@ def minimal_nd_slice(
     if flat_start >= flat_end:
         raise ValueError(f"the flat range [{flat_start}, {flat_end}) is empty")
     first, last = unravel_index(flat_start, shape), unravel_index(flat_end - 1, shape)
-    slices: list[tuple[int, int]] = []
-    same_row = True
-    for start, stop, extent in zip(first, last, shape, strict=True):
-        slices.append((start, stop + 1) if same_row else (0, extent))
-        same_row = same_row and start == stop
+    boxes = boxes_of_flat_range(tuple(shape), flat_start, flat_end)
+    slices = [
+        (min(box.offset[axis] for box in boxes), max(box.end[axis] for box in boxes))
+        for axis in range(len(shape))
+    ]
     return slices, first, last
 
 
@@ -145,19 +140,11 @@ def check_dst_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
     for key, infos in _sound(state_dict_shard_info).items():
         for info in infos:
             bounds = zip(info.global_offset, info.local_shape, info.global_shape, strict=True)
-            for axis, (offset, extent, limit) in enumerate(bounds):
-                problem = None
-                if not 0 <= offset < limit:
-                    problem = f"offset {offset} in axis {axis} is not in [0, {limit})"
-                elif extent <= 0:
-                    problem = f"extent {extent} in axis {axis} is not positive"
-                elif offset + extent > limit:
-                    problem = (
-                        f"offset {offset} and extent {extent} in axis {axis} exceed the global "
-                        f"shape {info.global_shape}"
-                    )
-                if problem is not None:
-                    raise StateError(f"{key}: {problem}")
+            if not all(0 <= begin < begin + extent <= limit for begin, extent, limit in bounds):
+                raise StateError(
+                    f"{key}: a shard of shape {info.local_shape} at {info.global_offset} is empty "
+                    f"or leaves the global shape {info.global_shape}"
+                )
 
 
 def check_src_dst_state_dict_validity(

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +28,12 @@ from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.resharding import reshard
 from remesh.compat.flex_checkpoint.weights import ShardedWeight, is_sharded_state_dict
 from remesh.core.sharded import ShardedTensor as EngineTensor
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MismatchError,
+    StateError,
+)
 from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
 from remesh.formats import native, paddle
 from remesh.formats.paddle import Metadata
@@ -37,6 +44,7 @@ _LOGGER = logging.getLogger("remesh")
 
 _MASTER = "master_weights"
 _MASTER_SUFFIX = "_fp32_master_0"
+_ENGINE_ARGUMENT = re.compile(r"\b(missing|transform|resize)=")
 _AOA_KEYS = frozenset({"aoa_statements", "aoa_config_reverse", "enable_traceback"})
 
 
@@ -120,7 +128,8 @@ def load_state_dict(
     if mw_name_compatibility and of_paddle:
         names = _compatible_names(state_dict.keys() - of_paddle, of_paddle)
     state = _engine_state(exchange, state_dict, names, may_be_plain=True)
-    load(state, place, transform=transform, group=exchange)
+    with _with_own_advice():
+        load(state, place, transform=transform, group=exchange)
 
 
 def reshard_sharded_state_dict(
@@ -149,7 +158,23 @@ def reshard_sharded_state_dict(
     transform = _transform_of(aoa_config)
     source = _engine_state(exchange, src_sharded_state_dict)
     target = _engine_state(exchange, dst_sharded_state_dict)
-    reshard(source, target, transform=transform, group=exchange)
+    with _with_own_advice():
+        reshard(source, target, transform=transform, group=exchange)
+
+
+@contextmanager
+def _with_own_advice() -> Iterator[None]:
+    """Advise what these functions take, where the engine advises arguments of its own."""
+    try:
+        yield
+    except MismatchError as error:
+        lines = str(error).replace(" (cast=True converts)", "").splitlines()
+        lines = [line for line in lines if not _ENGINE_ARGUMENT.search(line)]
+        if error.missing:
+            lines.append("Leave out what is not stored, or let statements in aoa_config make it.")
+        raise MismatchError(
+            "\n".join(lines), missing=error.missing, conflicts=error.conflicts
+        ) from error
 
 
 def _transform_of(aoa_config: Mapping[str, Any] | None) -> Transform | None:
