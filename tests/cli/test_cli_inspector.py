@@ -1,4 +1,4 @@
-"""`diff`, statistics and usage of `ls`, `plan` and `report`, on our format and Hugging Face's."""
+"""`diff`, statistics and usage of `ls`, and `plan`, on our format and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import remesh
 from remesh.cli.plan import boxes_of_rank, parse_mesh
 
-from .conftest import Run, data_files
+from .conftest import Run
 
 QUERY, OUTPUT = "layers.0.q_proj.weight", "layers.0.o_proj.weight"
 
@@ -190,30 +190,20 @@ def test_pages_are_whole_and_need_nothing_else(
 ) -> None:
     path: Path = request.getfixturevalue(place)
     mesh = ("--layout", "dp=64,tp=2,fsdp=4")
-    for command in (["report", path, "-o"], ["plan", path, *mesh, "--draw"]):
-        result = run(*command, tmp_path / "page.html")
-        assert result.exit_code == 0, result.output
-        text = (tmp_path / "page.html").read_text()
-        page = ET.fromstring(text.removeprefix("<!DOCTYPE html>"))
-        assert [box for box in page.iter("div") if "data-tensor" in box.attrib]
-        assert "src=" not in text
-        assert "href=" not in text
-        assert len(text) < 200_000
-    result = run("report", path, "--no-stats")
-    assert QUERY.rpartition(".")[0].split(".")[-1] in result.stdout
+    result = run("plan", path, *mesh, "--draw", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "page.html").read_text()
+    page = ET.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    assert [box for box in page.iter("div") if "data-tensor" in box.attrib]
+    assert "src=" not in text
+    assert "href=" not in text
+    assert len(text) < 200_000
 
 
 def test_a_conversion_says_how_fast_it_was(run: Run, theirs: Path, tmp_path: Path) -> None:
     done = run("convert", theirs, tmp_path / "new", "--format", "remesh")
 
     assert re.search(r"3 tensors, 528 B; .*; [0-9.]+ s, [0-9.]+ GB/s$", done.stdout.strip())
-
-
-def test_a_report_of_a_damaged_checkpoint_says_so(run: Run, ours: Path) -> None:
-    os.truncate(data_files(ours)[0], 100)
-
-    assert "has 100 bytes" in run("report", ours, "--no-stats").stdout
-    assert run("report", ours).exit_code == 1
 
 
 # ----- all of them -----
@@ -234,7 +224,6 @@ def test_nothing_needs_torch(ours: Path, theirs: Path, tmp_path: Path) -> None:
             "diff": f"|{path}",
             "ls": "|--stats",
             "plan": f"|--layout|fsdp=2|--draw|{tmp_path / 'page'}",
-            "report": f"|-o|{tmp_path / 'page'}",
         }.items()
     ]
     command = [sys.executable, "-c", program, *lines]

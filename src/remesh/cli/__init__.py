@@ -39,7 +39,6 @@ _HOMES = {
     "plan": "remesh.cli.plan",
     "advise": "remesh.cli.advise",
     "doctor": "remesh.cli.doctor",
-    "report": "remesh.cli.report",
     "repair": "remesh.cli.repairing",
     "latest": "remesh.cli.pruning",
     "pin": "remesh.cli.pruning",

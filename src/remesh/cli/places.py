@@ -116,17 +116,11 @@ def findings_of(path: str, checkpoint: Checkpoint) -> list[Finding]:
     return findings
 
 
-def files_of(checkpoint: Checkpoint) -> list[tuple[str, int, str]]:
-    """Path, size and digest of all files that a checkpoint is known to have; "" for no digest."""
-    record = record_of(checkpoint)
-    if record is None:
-        return [(file.path, file.num_bytes, "") for file in checkpoint.index.files]
-    return [(file.path, file.num_bytes, file.digest) for file in catalog.files_of(record)]
-
-
 def num_file_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of all files that a checkpoint is known to have."""
-    return sum(num_bytes for _, num_bytes, _ in files_of(checkpoint))
+    record = record_of(checkpoint)
+    files = checkpoint.index.files if record is None else catalog.files_of(record)
+    return sum(file.num_bytes for file in files)
 
 
 def shown_compression(index: Index) -> str:

@@ -165,7 +165,8 @@ def plan(
         drawn = _drawn(path, stored, patterns)
         columns = columns_of(stored, drawn, mesh if layout_text else None)
         title = f"Layout of {shown_url(path)}"
-        write_page(picture.page(title, [("", [picture.layout(columns)])]), draw)
+        Path(draw).write_text(picture.page(title, [("", [picture.layout(columns)])]))
+        click.echo(f"written to {output.printable(draw)}", err=True)
     if problems:
         ctx.exit(output.EXIT_DIFFERENT)
 
@@ -174,7 +175,8 @@ def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:
     tensors = index.tensors
     names = [name for name, ndim in zip(tensors.names, tensors.ndims, strict=True) if ndim > 0]
     if not patterns:
-        return largest(index, names, MAX_DRAWN)
+        chosen = set(sorted(names, key=lambda name: -index[name].num_bytes)[:MAX_DRAWN])
+        return [name for name in names if name in chosen]
     chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen:
         raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")
@@ -400,23 +402,8 @@ def _tp_dims(mesh: Mesh, tensors: TensorTable) -> Iterator[int]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Drawings, also of `remesh report`
+# Drawings
 # ---------------------------------------------------------------------------------------------
-
-
-def write_page(text: str, target: str | None) -> None:
-    """Write a page to a file, or to stdout."""
-    if target is None:
-        click.echo(text, nl=False)
-    else:
-        Path(target).write_text(text)
-        click.echo(f"written to {output.printable(target)}", err=True)
-
-
-def largest(index: Index, names: Sequence[str], count: int) -> list[str]:
-    """The largest tensors of some, in the order given."""
-    chosen = set(sorted(names, key=lambda name: -index[name].num_bytes)[:count])
-    return [name for name in names if name in chosen]
 
 
 def columns_of(index: Index, names: Sequence[str], mesh: Mesh | None) -> list[Column]:
