@@ -175,8 +175,8 @@ def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:
     tensors = index.tensors
     names = [name for name, ndim in zip(tensors.names, tensors.ndims, strict=True) if ndim > 0]
     if not patterns:
-        chosen = set(sorted(names, key=lambda name: -index[name].num_bytes)[:MAX_DRAWN])
-        return [name for name in names if name in chosen]
+        largest = set(sorted(names, key=lambda name: -index[name].num_bytes)[:MAX_DRAWN])
+        return [name for name in names if name in largest]
     chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen:
         raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")
