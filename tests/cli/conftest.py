@@ -16,6 +16,7 @@ from remesh.cli import cli
 from tests.support import run_ranks
 
 Run = Callable[..., Result]
+RunJson = Callable[..., Any]
 
 
 @pytest.fixture

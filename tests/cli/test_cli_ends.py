@@ -20,15 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 
 import remesh
 from remesh.storage import Buffer
 from remesh.storage.workers import run_workers
 
-from .conftest import data_files, flip_byte
-
-Run = Callable[..., Result]
+from .conftest import Run, data_files
 
 REMESH = [sys.executable, "-c", "from remesh.cli import main; main()"]
 NOBODY = 65534
@@ -364,30 +361,6 @@ def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert r"schl\xfcssel.\u03c9" in done.stdout
     assert r"schl\u00fcssel.\u03c9" in as_json.stdout
-
-
-def test_verify_in_a_process(checkpoint: Path) -> None:
-    assert remesh_process("verify", checkpoint).returncode == 0
-
-    flip_byte(data_files(checkpoint)[0], 100)
-    damaged = remesh_process("verify", checkpoint)
-
-    assert damaged.returncode == 1
-    assert "damaged" in damaged.stdout
-    assert damaged.stderr == ""
-
-
-def test_keyboard_interrupt_inside_a_command(
-    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(_path: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("remesh.cli.verify.check", interrupted)
-
-    result = run("verify", checkpoint)
-
-    assert (result.exit_code, result.output) == (130, "")
 
 
 def test_the_module_is_the_command() -> None:

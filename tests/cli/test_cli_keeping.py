@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 import remesh
 from remesh.exchange import Alone
 from remesh.training.manager import Manager
 
-Run = Callable[..., Result]
-RunJson = Callable[..., Any]
+from .conftest import Run, RunJson
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.25}
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
 
-Run = Callable[..., Result]
-RunJson = Callable[..., Any]
+from .conftest import Run, RunJson
 
 DEAD = "data-0123456789ab"
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from click.testing import Result
 
 import remesh
 
-from .conftest import data_files, flip_byte
-
-Run = Callable[..., Result]
-RunJson = Callable[..., Any]
+from .conftest import Run, RunJson, data_files, flip_byte
 
 
 def test_a_lost_record(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:

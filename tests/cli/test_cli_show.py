@@ -5,21 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import datetime as dt
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 
 import remesh
 
-from .conftest import data_files, flip_byte
-
-Run = Callable[..., Result]
-RunJson = Callable[..., Any]
+from .conftest import Run, RunJson, data_files, flip_byte
 
 
 def test_tensor_as_json(run_json: RunJson, checkpoint: Path) -> None:
@@ -68,12 +63,8 @@ def test_tensor_as_text(run: Run, checkpoint: Path) -> None:
     for fact in ("min    0", "max    47", "mean   23.5", "std    13.8534", "zeros  1 of 48"):
         assert fact in lines
     assert lines[-2:] == ["first 10 of 48 elements", "[0. 1. 2. 3. 4. 5. 6. 7. 8. 9.]"]
-
-
-def test_small_tensors_are_shown_whole(run: Run, checkpoint: Path) -> None:
-    shown = run("show", checkpoint, "model.half").stdout
-
-    assert shown.endswith("  elements\n  [[0.5 0.5 0.5]\n   [0.5 0.5 0.5]]\n")
+    small = run("show", checkpoint, "model.half").stdout
+    assert small.endswith("  elements\n  [[0.5 0.5 0.5]\n   [0.5 0.5 0.5]]\n")
 
 
 def test_tied_names_lead_to_the_tensor(run: Run, run_json: RunJson, checkpoint: Path) -> None:
@@ -106,14 +97,13 @@ def test_box(run_json: RunJson, checkpoint: Path, text: str, expected: tuple[sli
     assert document["statistics"]["num_elements"] == region.size
 
 
-def test_box_lists_only_pieces_that_it_touches(run_json: RunJson, checkpoint: Path) -> None:
+def test_box_keeps_its_shape_and_lists_the_pieces_that_it_touches(
+    run: Run, run_json: RunJson, checkpoint: Path
+) -> None:
     document = run_json("show", checkpoint, "model.embed", "--box", "4:6")
+    shown = run("show", checkpoint, "model.embed", "--box", "3:5,1:3").stdout
 
     assert [piece["offset"] for piece in document["pieces"]] == [[4, 0]]
-
-
-def test_box_as_text_keeps_its_shape(run: Run, checkpoint: Path) -> None:
-    shown = run("show", checkpoint, "model.embed", "--box", "3:5,1:3").stdout
 
     assert "  box    [3:5, 1:3], 4 elements\n" in shown
     assert shown.endswith("  elements\n  [[19. 20.]\n   [25. 26.]]\n")
@@ -138,10 +128,12 @@ def test_large_box_shows_first_elements(run_json: RunJson, run: Run, tmp_path: P
         ("3:3", "--box 3:3: 3:3 is not in dim 0; model.embed has shape [8, 6]"),
         (":,6", "--box :,6: 6:7 is not in dim 1; model.embed has shape [8, 6]"),
         ("1,1,1", "--box 1,1,1 has 3 dims, but model.embed has shape [8, 6]"),
+        ("1", "step is not a tensor, so it has no --box"),
     ],
 )
 def test_box_outside_the_tensor(run: Run, checkpoint: Path, text: str, message: str) -> None:
-    result = run("show", checkpoint, "model.embed", "--box", text)
+    name = "step" if message.startswith("step") else "model.embed"
+    result = run("show", checkpoint, name, "--box", text)
 
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {message}\n"
@@ -153,13 +145,6 @@ def test_not_a_box(run: Run, checkpoint: Path, text: str) -> None:
 
     assert result.exit_code == 2
     assert f"{text!r} is not a box; write it like 0:10,5:7" in result.stderr
-
-
-def test_box_of_a_value(run: Run, checkpoint: Path) -> None:
-    result = run("show", checkpoint, "step", "--box", "0:1")
-
-    assert result.exit_code == 2
-    assert result.stderr == "error: step is not a tensor, so it has no --box\n"
 
 
 @pytest.mark.parametrize(
@@ -190,56 +175,56 @@ def test_only_finite_elements_are_summarised(
         assert "mean   - (no finite element)" in run("show", tmp_path / "ck", "w").stdout
 
 
-def test_numbers_beyond_float64(run: Run, run_json: RunJson, tmp_path: Path) -> None:
-    remesh.save({"w": np.array([1e308, -1e308, 1e308])}, tmp_path / "ck")
-
-    assert run_json("show", tmp_path / "ck", "w")["statistics"]["std"] is None
-    assert "std    - (beyond float64)" in run("show", tmp_path / "ck", "w").stdout
-
-
-def test_integers_are_exact(run_json: RunJson, tmp_path: Path) -> None:
-    largest = 2**64 - 1
-    remesh.save({"w": np.array([largest, largest - 1], np.uint64)}, tmp_path / "ck")
-
-    statistics = run_json("show", tmp_path / "ck", "w")["statistics"]
-
-    assert (statistics["minimum"], statistics["maximum"]) == (largest - 1, largest)
-
-
-def test_bools_count_as_numbers(run_json: RunJson, tmp_path: Path) -> None:
-    remesh.save({"w": np.array([True, False, True, True])}, tmp_path / "ck")
-    document = run_json("show", tmp_path / "ck", "w")
-
-    assert document["elements"] == [True, False, True, True]
-    assert document["statistics"]["num_zero"] == 1
-    assert document["statistics"]["mean"] == 0.75
-    assert document["statistics"]["minimum"] == 0
-
-
-def test_complex_tensors_have_no_statistics(run: Run, run_json: RunJson, tmp_path: Path) -> None:
-    remesh.save({"w": np.array([1 + 2j, 3 - 1j])}, tmp_path / "ck")
-    document = run_json("show", tmp_path / "ck", "w")
-
-    assert document["statistics"] is None
-    assert document["elements"] == [[1.0, 2.0], [3.0, -1.0]]
-    assert (
-        "statistics of complex128 are not given: it has no order"
-        in run("show", tmp_path / "ck", "w").stdout
-    )
-
-
 BITS: torch.dtype = getattr(torch, "uint4")  # noqa: B009 - torch does not declare it
 
 
-def test_bits_have_no_statistics(run: Run, run_json: RunJson, tmp_path: Path) -> None:
-    tensor = torch.tensor([3, 200], dtype=torch.uint8).view(BITS)
+@pytest.mark.parametrize(
+    ("tensor", "expected", "elements", "said"),
+    [
+        (np.array([1e308, -1e308, 1e308]), {"std": None}, None, "std    - (beyond float64)"),
+        (
+            np.array([2**64 - 1, 2**64 - 2], np.uint64),
+            {"minimum": 2**64 - 2, "maximum": 2**64 - 1},
+            [2**64 - 1, 2**64 - 2],
+            "uint64",
+        ),
+        (
+            np.array([True, False, True, True]),
+            {"num_zero": 1, "mean": 0.75, "minimum": 0},
+            [True, False, True, True],
+            "bool",
+        ),
+        (
+            np.array([1 + 2j, 3 - 1j]),
+            None,
+            [[1.0, 2.0], [3.0, -1.0]],
+            "statistics of complex128 are not given: it has no order",
+        ),
+        (
+            torch.tensor([3, 200], dtype=torch.uint8).view(BITS),
+            None,
+            [3, 200],
+            "statistics of uint4 are not given: only its bits are known",
+        ),
+    ],
+)
+def test_statistics_by_type(
+    run: Run,
+    run_json: RunJson,
+    tmp_path: Path,
+    tensor: Any,
+    statistics: Any,
+    elements: Any,
+    said: str,
+) -> None:
     remesh.save({"w": tensor}, tmp_path / "ck")
+
     document = run_json("show", tmp_path / "ck", "w")
 
-    assert (document["dtype"], document["statistics"]) == ("uint4", None)
-    assert document["elements"] == [3, 200]
-    said = run("show", tmp_path / "ck", "w").stdout
-    assert "statistics of uint4 are not given: only its bits are known" in said
+    found = document["statistics"]
+    assert expected == (found and {name: found[name] for name in expected})
+    assert elements is None or document["elements"] == elements
+    assert said in run("show", tmp_path / "ck", "w").stdout
 
 
 def test_empty_and_scalar_tensors(run: Run, run_json: RunJson, tmp_path: Path) -> None:

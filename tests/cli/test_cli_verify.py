@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from click.testing import Result
 
 import remesh
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.formats import native
 from remesh.storage import open_storage
 
-from .conftest import data_files, flip_byte
-
-Run = Callable[..., Result]
-RunJson = Callable[..., Any]
+from .conftest import Run, RunJson, data_files, flip_byte
 
 
 def damages_of(run_json: RunJson, checkpoint: Path) -> list[dict[str, Any]]:
@@ -102,48 +97,30 @@ def test_blocks_are_told_apart_and_neighbours_are_united(run_json: RunJson, tmp_
     assert len(set(damages[0]["tensors"]) | set(damages[1]["tensors"])) == 3
 
 
-def test_a_truncated_file(run: Run, run_json: RunJson, checkpoint: Path) -> None:
-    file = data_files(checkpoint)[1]
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(-1, ("size", -1, 0)), (10, ("size", 0, 10)), (None, ("missing", 0, 0))],
+)
+def test_a_file_of_another_size(
+    run: Run, run_json: RunJson, checkpoint: Path, change: int | None, expected: Any
+) -> None:
+    first, file = data_files(checkpoint)
     size = file.stat().st_size
-    os.truncate(file, size - 1)
+    if change is None:
+        file.unlink()
+    else:
+        os.truncate(file, size + change)
 
     (damage,) = damages_of(run_json, checkpoint)
 
-    assert (damage["problem"], damage["start"], damage["stop"]) == ("size", size - 1, size)
-    assert len(damage["tensors"]) == 1
-    assert "wrong size" in run("verify", checkpoint).stdout
-
-
-def test_a_file_that_has_grown(run_json: RunJson, checkpoint: Path) -> None:
-    file = data_files(checkpoint)[1]
-    size = file.stat().st_size
-    os.truncate(file, size + 10)
-
-    (damage,) = damages_of(run_json, checkpoint)
-
-    assert (damage["problem"], damage["start"], damage["stop"]) == ("size", size, size + 10)
-
-
-def test_a_missing_file(run_json: RunJson, checkpoint: Path) -> None:
-    file = data_files(checkpoint)[1]
-    size = file.stat().st_size
-    file.unlink()
-
-    (damage,) = damages_of(run_json, checkpoint)
-
-    assert (damage["problem"], damage["start"], damage["stop"]) == ("missing", 0, size)
-    assert {"model.embed", "layers.9"} <= set(damage["tensors"])
-
-
-def test_all_damage_is_listed(run_json: RunJson, checkpoint: Path) -> None:
-    first, second = data_files(checkpoint)
-    flip_byte(first, 0)
-    second.unlink()
-
-    assert [damage["problem"] for damage in damages_of(run_json, checkpoint)] == [
-        "content",
-        "missing",
-    ]
+    problem, before, after = expected
+    start = 0 if change is None else size + before
+    assert (damage["problem"], damage["start"], damage["stop"]) == (problem, start, size + after)
+    names = set(damage["tensors"])
+    assert {"model.embed", "layers.9"} <= names if change is None else len(names) <= 1
+    assert ("wrong size" in run("verify", checkpoint).stdout) == (problem == "size")
+    flip_byte(first, 0)  # all damage is listed
+    assert [one["problem"] for one in damages_of(run_json, checkpoint)] == ["content", problem]
 
 
 @pytest.mark.parametrize("name", ["index.safetensors", "values.msgpack"])
