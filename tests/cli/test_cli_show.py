@@ -213,7 +213,7 @@ def test_statistics_by_type(
     run_json: RunJson,
     tmp_path: Path,
     tensor: Any,
-    statistics: Any,
+    expected: Any,
     elements: Any,
     said: str,
 ) -> None:
