@@ -77,9 +77,9 @@ def test_a_request_to_wait_is_removed_by_its_sender(ask: Path) -> None:
     ask.write_text("save-and-hold")
     assert watch.asked() == (f"request in {ask}", "save-and-hold")
     watch.answered()
-    assert watch.is_held()
+    assert watch.holds() == {"save-and-hold"}
     ask.unlink()
-    assert not watch.is_held()
+    assert not watch.holds()
 
 
 def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(ask: Path) -> None:
@@ -89,4 +89,4 @@ def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(ask: Path) -> 
     # The save in flight goes on.
     assert watch.asked(holds_state=True, is_saving=True) == ("", None)
     assert watch.asked(holds_state=True) == ("", "hold")
-    assert watch.is_held()
+    assert watch.holds() == {"hold"}
