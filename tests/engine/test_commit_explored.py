@@ -408,7 +408,7 @@ def ranks_of_save(
     """A save that its ranks have agreed on and staged: its id, and the server of each rank."""
 
     def prepare(exchange: Exchange) -> tuple[WriteTask, list[Filled]]:
-        options = SaveOptions(overwrite=True, metadata={}, meets=True)
+        options = SaveOptions(overwrite=True, in_background=True)
         state = state_of(exchange.rank, num_ranks, value)
         mine = agree(exchange, storage, state, options, cache=PlanCache(), emit=lambda *_: None)
         layout, filled = mine.stream.layout, list[Filled]()

@@ -232,11 +232,11 @@ def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
             exchange,
             storage,
             state_of(exchange.rank),
-            SaveOptions(False, {}, meets=True),
+            SaveOptions(in_background=True),
             cache=cache,
             emit=emitter(ignore, exchange.rank),
         )
-        return cache.met_in
+        return cache.checked_directory
 
     assert returned_values(run_ranks_outcomes(3, options)) == [None, None, None]
 

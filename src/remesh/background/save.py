@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from remesh.background.process import RemoteWriter
@@ -116,7 +116,7 @@ class SaveHandle(Future[SaveReport]):
         self._ask_to_cancel()
         return True
 
-    def let_go(self, progress: Progress) -> None:
+    def _let_go(self, progress: Progress) -> None:
         """Keep nothing of the state and the arena once the save has ended. Called by the save."""
         self._progress, self._ask_to_cancel = lambda: progress, lambda: None
 
@@ -152,11 +152,10 @@ class BackgroundSave:
         self._writer: SaveWriter | RemoteWriter
         self._may_run = threading.Event()
         self._lock = threading.Lock()
-        self._staged_bytes = 0
-        self._written_bytes = 0
-        self._phase: Phase = "staging"
+        kept_bytes = sum(part.num_bytes for part in task.kept)
+        self._progress = Progress(task.num_bytes, 0, 0, "staging", kept_bytes)
         self._is_cancelled = False
-        self.handle = SaveHandle(url, self._progress, self._cancel)
+        self.handle = SaveHandle(url, lambda: self._progress, self._cancel)
         self.trainer = Trainer(
             lambda slot: arena.give(arena.chunk(slot)), stager.cancel, self.see, self._end
         )
@@ -197,18 +196,22 @@ class BackgroundSave:
             self._writer.end_staging(error)
             self._may_run.set()  # also if staging has failed before it began
             with self._lock:
-                if self._phase == "staging":
-                    self._phase = "writing" if self._task.num_bytes else "committing"
+                now = self._progress
+                if now.phase == "staging":
+                    self._progress = replace(
+                        now, phase="writing" if now.num_bytes else "committing"
+                    )
 
     def see(self, point: str, num_bytes: int) -> None:
         """Follow an event of the save."""
         with self._lock:
+            now = self._progress
             if point == "save.chunk_staged":
-                self._staged_bytes += num_bytes
+                self._progress = replace(now, staged_bytes=now.staged_bytes + num_bytes)
             elif point == "save.chunk_written":
-                self._written_bytes += num_bytes
+                self._progress = replace(now, written_bytes=now.written_bytes + num_bytes)
             elif point == "save.file_finished":
-                self._phase = "committing"
+                self._progress = replace(now, phase="committing")
         self._emit(point, num_bytes)
 
     def _end(self, error: BaseException | None, parts: Sequence[Part]) -> None:
@@ -221,8 +224,9 @@ class BackgroundSave:
             except BaseException as caught:  # noqa: BLE001 - raised by the handle
                 error = caught
         with self._lock:
-            self._phase = "done" if error is None else "failed"
-        self.handle.let_go(self._progress())
+            phase: Phase = "done" if error is None else "failed"
+            self._progress = replace(self._progress, phase=phase)
+        self.handle._let_go(self._progress)  # noqa: SLF001 - of this module
         if error is None:
             assert report is not None
             self.handle.set_result(report)
@@ -235,16 +239,6 @@ class BackgroundSave:
         self._may_run.wait()
         if not self.handle.done():
             self._writer.run()
-
-    def _progress(self) -> Progress:
-        with self._lock:
-            return Progress(
-                self._task.num_bytes,
-                self._staged_bytes,
-                self._written_bytes,
-                self._phase,
-                sum(part.num_bytes for part in self._task.kept),
-            )
 
     def _cancel(self) -> None:
         self._is_cancelled = True

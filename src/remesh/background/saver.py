@@ -40,7 +40,7 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.report import SaveReport
-from remesh.checkpoint.saving import options_of, save_agreed
+from remesh.checkpoint.saving import check_options, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore, timed
@@ -129,10 +129,16 @@ class Saver:
         if writer == "process" and not hasattr(os, "memfd_create"):
             raise OptionError("Saver: writer='process' needs Linux; use writer='thread'.")
         self._group = group
-        self._options = options_of(
-            False, None, buffers, verify_replicas, format, format_options, compress=compress
+        self._options = SaveOptions(
+            buffers=buffers,
+            verify_replicas=verify_replicas,
+            format=format,
+            format_options=format_options or {},
+            without=without,
+            keeps=True,
+            compress=compress,
         )
-        self._without = without
+        check_options(self._options)
         self._has_process = writer == "process"
         self._max_in_flight = max_in_flight
         self._arena_bytes = arena_bytes
@@ -238,7 +244,7 @@ class Saver:
         Raises:
             RemeshError: As `remesh.save`; also why the save that it waited for failed.
         """
-        options = self._options_of(overwrite, metadata, format_options, meets=True)
+        options = self._options_of(overwrite, metadata, format_options)
         return self._begin(state, path, options, self._group, self._on_event)
 
     def _options_of(
@@ -246,21 +252,12 @@ class Saver:
         overwrite: bool,
         metadata: Mapping[str, object] | None,
         format_options: Mapping[str, object] | None,
-        *,
-        meets: bool = False,
     ) -> SaveOptions:
         usual = self._options
-        options = options_of(
-            overwrite,
-            metadata,
-            usual.buffers,
-            usual.compares == "all",
-            usual.format,
-            {**usual.format_options, **(format_options or {})},
-            compress=usual.compress,
-            meets=meets,
-        )
-        return replace(options, without=self._without, keeps=True)
+        how = {**usual.format_options, **(format_options or {})}
+        options = replace(usual, overwrite=overwrite, metadata=metadata or {}, format_options=how)
+        check_options(options)
+        return options
 
     def _begin(
         self, state: Any, path: Any, options: SaveOptions, group: Any, on_event: OnEvent
@@ -280,7 +277,7 @@ class Saver:
             exchange,
             storage,
             state,
-            options,
+            replace(options, in_background=True),
             cache=self._cache,
             emit=emit,
             earlier=_failure_of(make_room),
@@ -527,16 +524,16 @@ def save_async(  # noqa: PLR0913 - each option stands for itself
 
     Args are those of `remesh.save`, and errors those of `Saver.save_async`.
     """
-    options = options_of(
-        overwrite,
-        metadata,
-        buffers,
-        verify_replicas,
-        format,
-        format_options,
+    options = SaveOptions(
+        overwrite=overwrite,
+        metadata=metadata or {},
+        buffers=buffers,
+        verify_replicas=verify_replicas,
+        format=format,
+        format_options=dict(format_options or {}),
         compress=compress,
-        meets=True,
     )
+    check_options(options)
     saver = _saver_of(group)
     with saver._using:  # noqa: SLF001 - of this module, as what follows
         handle = saver._begin(state, path, options, group, on_event)  # noqa: SLF001

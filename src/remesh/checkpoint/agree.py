@@ -41,7 +41,7 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.replacing import existing_checkpoint
-from remesh.checkpoint.sharing import check_same_place, check_sees, check_space, is_one_directory
+from remesh.checkpoint.sharing import check_same_place, check_space, check_visible, is_one_directory
 from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.checkpoint.unchanged import (
     History,
@@ -76,16 +76,17 @@ from remesh.storage import FileSystemSpace, Storage
 class SaveOptions:
     """Options of the caller of a save."""
 
-    overwrite: bool  # replace a checkpoint that is there
-    metadata: Mapping[str, object]  # what to record beside the state
+    overwrite: bool = False  # replace a checkpoint that is there
+    metadata: Mapping[str, object] = field(default_factory=dict)  # what to record beside the state
     shares_place: bool = True
     """Whether all ranks save to one place, as all do except snapshots in the memory of nodes."""
-    meets: bool = False
+    in_background: bool = False
     """Whether the ranks will communicate through the place alone, so that it must be known
     beforehand that they share it."""
     buffers: Buffers | None = None
     """Whose buffers of modules are stored where ranks differ; None if they must not."""
-    compares: Compares = "whole"  # which copies of tensors are compared
+    verify_replicas: bool = False  # compare all bytes of all copies
+    compares: Compares = "whole"  # which copies of tensors are compared otherwise
     format: str = native.FORMAT_NAME  # name of the format that is written
     format_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the format; those of rank 0 count."""
@@ -93,6 +94,11 @@ class SaveOptions:
     keeps: bool = False
     """Whether frozen files that did not change since the last save of the `PlanCache` are kept."""
     compress: Compress | None = None  # how data files are compressed; None if they are not
+
+    @property
+    def compared(self) -> Compares:
+        """Which copies of tensors are compared."""
+        return "all" if self.verify_replicas else self.compares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +159,7 @@ class PlanCache:
     local_boxes: list[LocalBoxes] = field(default_factory=list)  # on rank 0, what each rank holds
     plan: SavePlan | None = None  # on rank 0, the plan
     assignments: list[IntArray] = field(default_factory=list)  # on rank 0, rows of the plan by rank
-    met_in: str | None = None
+    checked_directory: str | None = None
     """On rank 0, the directory in which ranks last found that they share it; None before."""
     hits: int = 0  # how often it was used
     history: History = field(default_factory=History)
@@ -196,7 +202,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True, tag=True):
     rows: bytes | None  # those that the rank writes, in file order; None if the rank knows them
     shared: bytes | None  # those that other ranks hold as well; None if the rank knows them
     compares: bool  # whether there is anything to compare
-    meets: bool  # whether the ranks find out whether they share the place
+    checks_place: bool  # whether the ranks find out whether they share the place
     grid: Grid  # what the writer of the format makes of the boxes
     holders: bytes  # what all ranks hold, as an index, if each file has one writer
 
@@ -226,7 +232,7 @@ class _Held:
             raw_digest(self.document),
             self.replicas,
             storage.url,
-            (options.buffers, options.compares, options.format, options.compress),
+            (options.buffers, options.compared, options.format, options.compress),
             None if space is None else (space.identity, space.free_bytes, space.directory),
             cache.history.num_bytes_to_keep(layout) if options.keeps else 0,
         )
@@ -254,48 +260,6 @@ def agree(
     The cache has the plan of the last save, and gets that of this one. An `earlier` failure of a
     rank is raised in place of the first step.
     """
-    mine, answer, made = _assign(
-        exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier
-    )
-    planned: list[RankSavePlan] = []
-
-    def plan_files() -> bytes:
-        if answer.meets and exchange.rank:
-            check_sees(storage, exchange.rank, _meeting_path(answer.save_id))
-        planned.append(_plan_rank(exchange, storage, mine, options, answer, cache))
-        return b""
-
-    try:
-        if answer.compares:
-            comparison = _comparison(options, is_new=answer.rows is not None)
-            copies = None if cache.plan is None else cache.plan.copies
-            compare_copies(
-                exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes
-            )
-        run_on_all(exchange, plan_files)
-        cache.met_in = _parent(storage.url) if answer.meets else cache.met_in
-    except BaseException:
-        for own in planned:
-            own.remove_kept(storage)
-        raise
-    finally:
-        if answer.meets and not exchange.rank:
-            with suppress(StorageError):  # an orphan is recognised by its name
-                storage.delete(_meeting_path(answer.save_id))
-    return replace(planned[0], global_plan=made)
-
-
-def _assign(
-    exchange: Exchange,
-    storage: Storage,
-    state: Any,
-    options: SaveOptions,
-    *,
-    cache: PlanCache,
-    emit: Emit,
-    earlier: BaseException | None,
-) -> tuple[_Held, _WriteAssignment, GlobalSavePlan | None]:
-    """Agree on who writes what: what this rank holds and its assignment; on rank 0, the plan."""
     held: list[_Held] = []
     planners: list[_Planner] = []
 
@@ -329,7 +293,47 @@ def _assign(
         cache.rows = np.frombuffer(answer.rows, dtype=np.int64)
         cache.shared = np.frombuffer(answer.shared, dtype=np.int64)
         cache.plan_id, cache.rank = answer.save_id, exchange.rank
-    return mine, answer, planners[0].made if planners else None
+    planned = _compare_and_plan(exchange, storage, mine, options, answer, cache)
+    return replace(planned, global_plan=planners[0].made if planners else None)
+
+
+def _compare_and_plan(
+    exchange: Exchange,
+    storage: Storage,
+    mine: _Held,
+    options: SaveOptions,
+    assigned: _WriteAssignment,
+    cache: PlanCache,
+) -> RankSavePlan:
+    """Compare copies, check the place, and lay out this rank's files. Collective."""
+    planned: list[RankSavePlan] = []
+    probe = _probe_path(assigned.save_id)
+
+    def plan_files() -> bytes:
+        if assigned.checks_place and exchange.rank:
+            check_visible(storage, exchange.rank, probe)
+        planned.append(_plan_rank(exchange, storage, mine, options, assigned, cache))
+        return b""
+
+    try:
+        if assigned.compares:
+            comparison = _comparison(options, is_new=assigned.rows is not None)
+            copies = None if cache.plan is None else cache.plan.copies
+            compare_copies(
+                exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes
+            )
+        run_on_all(exchange, plan_files)
+    except BaseException:
+        for own in planned:
+            own.remove_kept(storage)
+        raise
+    finally:
+        if assigned.checks_place and not exchange.rank:
+            with suppress(StorageError):  # an orphan is recognised by its name
+                storage.delete(probe)
+    if assigned.checks_place:
+        cache.checked_directory = _parent(storage.url)
+    return planned[0]
 
 
 def describe_to_store(
@@ -373,7 +377,7 @@ class _Planner:
             and [one.layout for one in summaries] == cache.layouts
         )
         if not is_known:
-            cache.plan_id, cache.met_in = "", None  # also if this save fails
+            cache.plan_id, cache.checked_directory = "", None  # also if this save fails
         boxes = _are_first([one.shared for one in summaries])
         documents = _are_first([one.document for one in summaries])
         documents[0] = False  # it is here
@@ -406,14 +410,14 @@ class _Planner:
         check_space(spaces, np.maximum(plan.bytes_per_rank(world_size) - kept, 0), storage.url)
         how = options.format_options
         grid, holders = _plan_grid(writer, storage, plan, document, how, world_size)
-        meets = (
-            (options.meets or bool(writer.object_names))
+        checks_place = (
+            (options.in_background or bool(writer.object_names))
             and world_size > 1
             and not is_one_directory(spaces)
-            and cache.met_in != _parent(storage.url)
+            and cache.checked_directory != _parent(storage.url)
         )
-        if meets:
-            storage.put(_meeting_path(save_id), b"", overwrite=False)
+        if checks_place:
+            storage.put(_probe_path(save_id), b"", overwrite=False)
         comparison = _comparison(options, is_new=is_new)
         compares = len(plan.copies.box) > 0 and any(
             comparison.levels(held.roles).any() for held in cache.local_boxes
@@ -422,7 +426,7 @@ class _Planner:
         for rows, copies in zip(cache.assignments, plan.copies.by_rank(world_size), strict=True):
             own = plan.row[rows].tobytes() if is_new else None
             shared = plan.copies.row[copies].tobytes() if is_new else None
-            answer = _WriteAssignment(save_id, own, shared, compares, meets, grid, holders)
+            answer = _WriteAssignment(save_id, own, shared, compares, checks_place, grid, holders)
             answers.append(msgspec.msgpack.encode(answer))
         saved = Saved(
             save_id,
@@ -471,10 +475,10 @@ def _comparison(options: SaveOptions, *, is_new: bool) -> Comparison:
 
     Copies of frameworks are looked at when the layout is new.
     """
-    return Comparison(options.compares, is_new, options.buffers is not None)
+    return Comparison(options.compared, is_new, options.buffers is not None)
 
 
-def _meeting_path(save_id: str) -> str:
+def _probe_path(save_id: str) -> str:
     """The file by which ranks see that they share a place."""
     return f"{native.data_folder(save_id)}/meeting"
 
@@ -510,7 +514,7 @@ def _plan_rank(
 
     if options.keeps and writer.has_record:
         files = own_files(writer, tensors, rows, (rank, save_id, grid))
-        kept = keep_files(storage, cache.history, files, tensors, at_once=options.meets)
+        kept = keep_files(storage, cache.history, files, tensors, at_once=options.in_background)
         there = {part.path for part in kept}
         left = [file for file in files if file.frame.path not in there]
         frames, numbers = [file.frame for file in left], [file.numbers for file in left]

@@ -27,11 +27,10 @@ Buffers = Literal["rank0", "per_rank"]
 _OF_RANK = re.compile(r"(.*)@rank_\d{5,}", re.DOTALL)
 
 
-def check_buffers(buffers: Buffers | None) -> Buffers | None:
-    """The option; StateError if there is no such one."""
+def check_buffers(buffers: Buffers | None) -> None:
+    """Refuse an option that there is not."""
     if buffers not in {None, "rank0", "per_rank"}:
         raise StateError(f'buffers must be "rank0", "per_rank" or None, not {buffers!r}')
-    return buffers
 
 
 def name_on_rank(name: str, rank: int) -> str:

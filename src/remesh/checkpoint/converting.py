@@ -12,6 +12,7 @@ import dataclasses
 import fnmatch
 import importlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ import msgspec
 from msgspec.structs import replace
 
 from remesh._repr import short_repr
-from remesh.checkpoint.agree import PlanCache
+from remesh.checkpoint.agree import SaveOptions
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport, open_source
-from remesh.checkpoint.saving import options_of, save_agreed
+from remesh.checkpoint.saving import check_options, save_agreed
 from remesh.checkpoint.transformed import renamed_lists, renamed_path, renamed_sequences
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
@@ -71,6 +72,8 @@ class ConversionReport:
     unchecked: tuple[str, ...]
     """Names in the new checkpoint of what a repair had put into the source without a digest that
     proves it, or is made of that. Only remesh's own format marks them."""
+    seconds: float
+    """Wall time."""
 
     __repr__ = short_repr
 
@@ -122,6 +125,7 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         NoSpaceError: If there is too little room.
         StorageError: If a storage fails.
     """
+    started = time.monotonic()
     if not is_place(path):
         raise StateError(f"convert: path must name a place, not {type(path).__name__}")
     writer, program = writer_of(format), as_transform(transform)
@@ -139,20 +143,17 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         _warn_of_unchecked(description, url, format)
     num_values = len(description.values) + len(description.merged_lists) + len(description.objects)
     exchange = Alone() if group is None else exchange_of(group)
-    options = options_of(
-        overwrite, metadata, None, False, format, format_options, compress=compress
+    options = SaveOptions(
+        overwrite=overwrite,
+        metadata=metadata or {},
+        # All ranks have equal copies of everything, so a plan shares the work; none is compared.
+        compares="sampled",
+        format=format,
+        format_options=format_options or {},
+        compress=compress,
     )
-    # All ranks have equal copies of everything, so a plan shares the work; none is compared.
-    options = dataclasses.replace(options, compares="sampled")
-    save_agreed(
-        description,
-        target,
-        options,
-        group=exchange,
-        cache=PlanCache(),
-        on_event=on_event,
-        is_shown=True,
-    )
+    check_options(options)
+    save_agreed(description, target, options, group=exchange, on_event=on_event, is_shown=True)
     index, verified = _read_again(target, writer, exchange)
     return ConversionReport(
         contents.format,
@@ -162,6 +163,7 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         sum(index[name].num_bytes for name in index),
         verified,
         tuple(description.unchecked),
+        time.monotonic() - started,
     )
 
 

@@ -573,13 +573,13 @@ def refusal(
     stored: tuple[int, ...], wanted: tuple[int, ...], policy: str | None, *, is_real: bool
 ) -> str | None:
     """Why a tensor of a stored shape cannot be resized to a wanted one; None if it can."""
-    told = f"shape {stored} is stored, {wanted} is wanted"
+    differ = f"shape {stored} is stored, {wanted} is wanted"
     if policy is None or len(stored) != len(wanted):
-        return told
+        return differ
     if policy == "mean" and (stored[1:] != wanted[1:] or not stored[0]):
-        return f'{told}; "mean" makes rows of stored rows, so that only dim 0 may differ'
+        return f'{differ}; "mean" makes rows of stored rows, so that only dim 0 may differ'
     if policy == "mean" and not is_real:
-        return f'{told}; "mean" is for floating-point tensors'
+        return f'{differ}; "mean" is for floating-point tensors'
     return None
 
 

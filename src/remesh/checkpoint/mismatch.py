@@ -138,8 +138,8 @@ def difference(stored: object, wanted: object) -> str:
     keys = [key for key in {**wanted, **stored} if known.get(key) != own.get(key)]
     if "class" in keys:
         keys = ["class"]
-    told = [f"{key} {stored.get(key)} is stored, {wanted.get(key)} is wanted" for key in keys]
-    return "; ".join(told)
+    texts = [f"{key} {stored.get(key)} is stored, {wanted.get(key)} is wanted" for key in keys]
+    return "; ".join(texts)
 
 
 def untied(name: str, other: str, what: str) -> str:
@@ -154,7 +154,7 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     """Refuse a state if names differ from what is stored, or are missing that may not."""
     # What is stored of a tensor that is something else need not be told one by one.
     missing = tuple(name for name in found.missing if not name.startswith(found.others))
-    conflicts = tuple(told for told in found.conflicts if not told.startswith(found.others))
+    conflicts = tuple(text for text in found.conflicts if not text.startswith(found.others))
     if not conflicts and (keep_missing or not missing):
         return
     lines = [

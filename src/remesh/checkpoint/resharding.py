@@ -296,13 +296,7 @@ class Resharder:
 
     def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
         """The state of all ranks, as if it were stored; what they agreed on. Collective."""
-        options = SaveOptions(
-            overwrite=False,
-            metadata={},
-            shares_place=False,
-            buffers=self._buffers,
-            compares=self.compares,
-        )
+        options = SaveOptions(shares_place=False, buffers=self._buffers, compares=self.compares)
         exchange, cache, num_hits = self._exchange, self._cache, self._cache.hits
         agreed = agree(
             exchange, MemoryStorage(), self._source_state, options, cache=cache, emit=self._emit
@@ -336,13 +330,13 @@ class Resharder:
         kept = self._transfers[number] if number < len(self._transfers) else None
         is_kept = kept is not None and kept[0] == key
         memories = (*given.memories, *(to.memory for to in reads.destinations))
-        told = [
+        replies = [
             msgspec.msgpack.decode(reply, type=tuple[bool, DeviceInUse])
             for reply in run_on_all(
                 self._exchange, lambda: msgspec.msgpack.encode((is_kept, device_in_use(memories)))
             )
         ]
-        if kept is not None and all(is_kept for is_kept, _ in told):
+        if kept is not None and all(is_kept for is_kept, _ in replies):
             return kept
         return key, plan_between_memories(
             self._exchange,
@@ -350,7 +344,7 @@ class Resharder:
             reads.plan.regions,
             len(reads.destinations),
             given.boxes,
-            device=agree_on_devices(self._exchange, [in_use for _, in_use in told]),
+            device=agree_on_devices(self._exchange, [in_use for _, in_use in replies]),
         )
 
 

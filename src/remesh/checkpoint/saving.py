@@ -103,29 +103,25 @@ def save(  # noqa: PLR0913 - each option stands for itself
         StorageError: If the storage fails.
         ExchangeError: If a rank died. Whether the save was committed is then seen by opening it.
     """
-    options = options_of(
-        overwrite, metadata, buffers, verify_replicas, format, format_options, compress=compress
+    options = SaveOptions(
+        overwrite=overwrite,
+        metadata=metadata or {},
+        buffers=buffers,
+        verify_replicas=verify_replicas,
+        format=format,
+        format_options=format_options or {},
+        compress=compress,
     )
-    return save_agreed(
-        state, path, options, group=group, cache=PlanCache(), on_event=on_event, is_shown=True
-    )
+    check_options(options)
+    return save_agreed(state, path, options, group=group, on_event=on_event, is_shown=True)
 
 
-def options_of(
-    overwrite: bool,
-    metadata: Mapping[str, object] | None,
-    buffers: Buffers | None,
-    verify_replicas: bool,
-    format: str,  # noqa: A002 - as in `save`
-    format_options: Mapping[str, object] | None,
-    *,
-    compress: Compress | None = None,
-    meets: bool = False,
-) -> SaveOptions:
+def check_options(options: SaveOptions) -> None:
     """Check what the caller of a save asked for."""
-    check_flag("save", "overwrite", overwrite)
-    check_flag("save", "verify_replicas", verify_replicas)
-    writer = writer_of(format)
+    check_flag("save", "overwrite", options.overwrite)
+    check_flag("save", "verify_replicas", options.verify_replicas)
+    check_buffers(options.buffers)
+    writer, compress = writer_of(options.format), options.compress
     if compress is not None:
         check_choice("save", "compress", compress, get_args(Compress))
         if not writer.has_record:
@@ -135,26 +131,17 @@ def options_of(
                 "'remesh'"
             )
         check_library()
-    unknown = sorted({*(format_options or ())} - {*writer.options})
+    unknown = sorted({*options.format_options} - {*writer.options})
     if unknown:
         raise StateError(
-            f"format {format!r} has no option {unknown[0]!r}; it has "
+            f"format {writer.name!r} has no option {unknown[0]!r}; it has "
             f"{', '.join(writer.options) or 'none'}"
         )
-    if metadata and not writer.has_metadata:
+    if options.metadata and not writer.has_metadata:
         raise StateError(
-            f"format {format!r} has no place for metadata; put it into the state as plain values"
+            f"format {writer.name!r} has no place for metadata; put it into the state as plain "
+            "values"
         )
-    return SaveOptions(
-        overwrite,
-        dict(metadata or {}),
-        meets=meets,
-        buffers=check_buffers(buffers),
-        compares="all" if verify_replicas else "whole",
-        format=writer.name,
-        format_options=dict(format_options or {}),
-        compress=compress,
-    )
 
 
 def save_agreed(
@@ -163,8 +150,8 @@ def save_agreed(
     options: SaveOptions,
     *,
     group: Any,
-    cache: PlanCache,
     on_event: OnEvent,
+    cache: PlanCache | None = None,
     earlier: BaseException | None = None,
     is_shown: bool = False,
 ) -> SaveReport:
@@ -173,7 +160,7 @@ def save_agreed(
     `earlier` is that of `agree`.
     """
     check_order("save", state, path)
-    started = time.monotonic()
+    started, cache = time.monotonic(), cache or PlanCache()
     exchange = exchange_of(group)
     storage = open_storage(path)
     moments = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)

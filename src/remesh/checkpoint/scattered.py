@@ -132,7 +132,7 @@ def save_scattered(
     `num_replicas` further nodes, if there are so many. `earlier` is that of `agree`. After any
     failure what was written is removed, unless it may be complete.
     """
-    options = SaveOptions(True, metadata, shares_place=False, buffers=buffers)
+    options = SaveOptions(metadata=metadata, overwrite=True, shares_place=False, buffers=buffers)
     mine = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
     parts: list[list[Part]] = []
 

@@ -9,8 +9,8 @@ checks find that:
   have written (`check_arrived`).
 * Ranks of a background save meet only through the storage, so they would wait for each other until
   the deadline. Rank 0 therefore puts a small file before the first save to a directory, and every
-  rank looks for it (`check_sees`). That is left out if the file systems prove that the directory is
-  the same one (`is_one_directory`).
+  rank looks for it (`check_visible`). That is left out if the file systems prove that it is one
+  directory (`is_one_directory`).
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, u
             )
 
 
-def check_sees(storage: Storage, rank: int, path: str) -> None:
+def check_visible(storage: Storage, rank: int, path: str) -> None:
     """Check that a rank sees a file that rank 0 has put."""
-    if not _is_seen(storage, path):
+    if not _is_visible(storage, path):
         raise NotSharedError(
             f"{_shortened(storage.url)}: rank {rank} does not see what rank 0 writes "
             f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
@@ -117,7 +117,7 @@ def check_sees(storage: Storage, rank: int, path: str) -> None:
         )
 
 
-def _is_seen(storage: Storage, path: str) -> bool:
+def _is_visible(storage: Storage, path: str) -> bool:
     """True if a file is there, or soon is."""
     started, wait = time.monotonic(), 0.01
     while True:
