@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ from obstore.store import MemoryStore
 import remesh
 from remesh import catalog
 from remesh.core.geometry import Box
-from remesh.errors import RankFailedError, RemeshError
+from remesh.errors import RankFailedError
 from remesh.events import SAVE_POINTS, Event
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from remesh.storage.object_store import ObjectStorage
+from tests.engine.filled import part_of, stored_value
 from tests.support import (
     Died,
     FaultInjector,
@@ -29,6 +31,7 @@ from tests.support import (
 )
 
 WORLD_SIZE = 3
+state_of = partial(part_of, WORLD_SIZE)
 RANK_0_POINTS = (
     "save.planned",
     *SAVE_POINTS[
@@ -44,30 +47,11 @@ CASES = [
 ]
 
 
-def state_of(rank: int, value: float) -> dict[str, object]:
-    """A third of a tensor, of which every element is `value`, and a plain value."""
-    part = np.full((2, 5), value, dtype=np.float32)
-    tensor = remesh.ShardedTensor.at_offset("w", part, (2 * WORLD_SIZE, 5), (2 * rank, 0))
-    return {"w": tensor, "step": value}
-
-
 def save_value(
     exchange: Exchange, place: Storage | Path, value: float, faults: FaultInjector
 ) -> None:
     state = state_of(exchange.rank, value)
     remesh.save(state, place, overwrite=True, group=exchange, on_event=faults)
-
-
-def stored_value(place: Storage | Path) -> float:
-    """The one value of a checkpoint; fails if it is a mixture or damaged."""
-    checkpoint = remesh.Checkpoint(place)
-    array = checkpoint.read_array("w")
-    assert array.shape == (2 * WORLD_SIZE, 5)
-    assert checkpoint.verify().ok
-    value = checkpoint.values["step"]
-    assert isinstance(value, float)
-    assert (array == value).all()
-    return value
 
 
 def in_objects() -> Storage:
@@ -100,25 +84,6 @@ def test_an_error_anywhere_reaches_all_ranks_and_keeps_the_old_checkpoint(
         assert storage.list() == files_before
     run_ranks(WORLD_SIZE, save_value, storage, 3.0, FaultInjector())
     assert stored_value(storage) == 3.0
-
-
-@pytest.mark.parametrize(("rank", "point"), CASES)
-@pytest.mark.slow
-def test_a_rank_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(
-    rank: int, point: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "checkpoint"
-    run_ranks(WORLD_SIZE, save_value, path, 1.0, FaultInjector())
-    faults = FaultInjector().kill_at(rank, point)
-    outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults)
-    assert isinstance(outcomes[rank], Died)
-    for number, outcome in enumerate(outcomes):
-        if number != rank:
-            assert isinstance(outcome, Raised), (number, outcome)
-            assert isinstance(outcome.error, RemeshError)
-    assert stored_value(path) == (2.0 if point == "save.committed" else 1.0)
-    run_ranks(WORLD_SIZE, save_value, path, 3.0, FaultInjector())
-    assert stored_value(path) == 3.0
 
 
 def test_a_killed_first_save_does_not_exist_for_any_reader(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from remesh.formats import native
 from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.table import WRITERS
 from remesh.maintenance import orphans
-from remesh.pipeline import Compress, one_file
+from remesh.pipeline import one_file
 from remesh.pipeline.write import CHUNK_SIZE, MAX_EARLY, ChunkWriter
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
 from tests.engine.bits import bits_of
@@ -297,15 +297,6 @@ def test_compressed_files_are_kept(
             for file, size in zip(index.files, index.stored_sizes, strict=True)
         }
         assert smaller == {True: True, False: number == 2}
-
-
-def test_ranks_agree_on_it(tmp_path: Path) -> None:
-    def save(exchange: Exchange) -> None:
-        compress: Compress | None = "zstd" if exchange.rank else None
-        remesh.save({"w": np.zeros(9)}, tmp_path, compress=compress, group=exchange)
-
-    outcomes = run_ranks_outcomes(2, save)
-    assert all("disagree" in str(outcome) and "compress" in str(outcome) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "finish", "sync"])

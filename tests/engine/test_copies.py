@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import remesh
 from remesh.adapters.memory import DeviceMemory, digest_of
 from remesh.checkpoint import copies, local
+from remesh.checkpoint.copies import SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS, sample_ranges
 from remesh.core.dtypes import BY_NAME
 from remesh.core.memory import Memory
 from remesh.core.sharded import Part
@@ -154,16 +158,49 @@ def test_equal_copies_pass_whatever_is_asked_for(caplog: pytest.LogCaptureFixtur
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_ranks_that_ask_for_other_comparisons_are_told() -> None:
+@pytest.mark.parametrize("option", [{"verify_replicas": True}, {"compress": "zstd"}])
+def test_ranks_that_ask_for_other_things_are_told(option: dict[str, Any]) -> None:
     def save(exchange: Exchange) -> None:
         remesh.save(
-            {"w": torch.ones(3)}, storage, verify_replicas=exchange.rank > 0, group=exchange
+            {"w": torch.ones(3)}, storage, group=exchange, **(option if exchange.rank else {})
         )
 
     storage = MemoryStorage()
     for outcome in run_ranks_outcomes(2, save):
         assert isinstance(outcome, Raised)
         assert "pass the same on all ranks" in str(outcome.error)
+
+
+@pytest.mark.parametrize("kind", ["array", "strided"])
+def test_copies_in_other_memory_are_equal(kind: str) -> None:
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        part = np.arange(150_000, dtype=np.float32).reshape(500, 300)
+        if kind == "strided" and exchange.rank:
+            part = np.stack([part, part], axis=-1)[..., 0]
+        remesh.save({"w": part}, storage, group=exchange)
+
+    assert len(run_ranks_outcomes(2, save)) == 2
+    assert remesh.Checkpoint(storage).index["w"].num_bytes == 600_000
+
+
+@given(st.lists(st.integers(0, 400), max_size=4), st.sampled_from([1, 2, 4, 8, 16]))
+def test_samples_are_small_and_spread_from_end_to_end(shape: list[int], itemsize: int) -> None:
+    size = math.prod(shape)
+    ranges = sample_ranges(tuple(shape), itemsize)
+    most = SAMPLE_BLOCKS * SAMPLE_BLOCK_BYTES // itemsize
+    assert sum(stop - start for start, stop in ranges) <= most
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == size
+    if size <= most:
+        assert ranges == [(0, size)]
+        return
+    gaps = [right[0] - left[1] for left, right in itertools.pairwise(ranges)]
+    assert min(gaps) >= 0
+    row = shape[-1] if shape[-1] * itemsize <= SAMPLE_BLOCK_BYTES else 1
+    assert max(gaps) - min(gaps) <= row
+    assert all(start % row == stop % row == 0 for start, stop in ranges)
 
 
 # ---------------------------------------------------------------------------------------------

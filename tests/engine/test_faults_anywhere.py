@@ -34,6 +34,7 @@ from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange, ThreadGroup, protocol
 from remesh.storage import MemoryStorage
+from tests.engine.filled import stored_value
 from tests.support import (
     FaultInjector,
     Outcome,
@@ -56,16 +57,6 @@ def state_of(rank: int, without: int, value: float) -> dict[str, Any]:
         shape, offset = (2 * len(holders), 5), (2 * holders.index(rank), 0)
         state["w"] = remesh.ShardedTensor.at_offset("w", rows, shape, offset)
     return state
-
-
-def stored_value(place: Any) -> float:
-    """The one value of a checkpoint; fails if it is a mixture or damaged."""
-    checkpoint = remesh.Checkpoint(place)
-    assert checkpoint.verify().ok
-    value = checkpoint.values["step"]
-    assert isinstance(value, float)
-    assert (checkpoint.read_array("w") == value).all()
-    return value
 
 
 class Job:

@@ -129,6 +129,8 @@ def test_a_cancelled_save_is_a_cancelled_future(writer: Writer, tmp_path: Path) 
         handle.exception()
     with pytest.raises(CancelledError, match="was cancelled"):
         saver.close()
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(tmp_path / "c")
 
 
 @both

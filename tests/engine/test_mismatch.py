@@ -22,18 +22,12 @@ from remesh.core.sharded import Part, ShardedObject, ShardedTensor
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
+from tests.engine.filled import saved
 from tests.engine.raised import raised
 from tests.support import run_ranks, run_ranks_outcomes
 
 StateOf = Callable[[int], Any]
 """Rank → its state."""
-
-
-def saved(state: Any) -> MemoryStorage:
-    """A checkpoint of one rank's state."""
-    storage = MemoryStorage()
-    remesh.save(state, storage)
-    return storage
 
 
 def mismatch(state: Any, storage: MemoryStorage, **options: Any) -> remesh.MismatchError:

@@ -17,16 +17,10 @@ from hypothesis import strategies as st
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.storage import MemoryStorage
+from tests.engine.filled import saved
 from tests.support import run_ranks
 
 INF = float("inf")
-
-
-def saved(state: Any) -> MemoryStorage:
-    storage = MemoryStorage()
-    remesh.save(state, storage)
-    return storage
 
 
 def resumed(stored: Any, fresh: Any, **options: Any) -> tuple[Any, remesh.checkpoint.RestoreReport]:

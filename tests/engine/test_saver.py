@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +26,12 @@ from remesh.background import status_files
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, RankFailedError, StorageError
-from remesh.events import Event
+from remesh.events import Event, Timeline
 from remesh.exchange import Alone, Exchange
 from remesh.exchange.protocol import Buffers
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage, Storage
+from tests.engine.filled import part_of, stored_value
 from tests.flipped_reads import first_readings, flip_reads
 from tests.support import (
     Died,
@@ -41,26 +43,10 @@ from tests.support import (
     run_ranks,
     run_ranks_outcomes,
 )
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 WORLD_SIZE = 3
-
-
-def state_of(rank: int, value: float, rows: int = 2) -> dict[str, Any]:
-    """A third of a tensor, of which every element is `value`, and a plain value."""
-    part = np.full((rows, 5), value, dtype=np.float32)
-    shape, offset = (rows * WORLD_SIZE, 5), (rows * rank, 0)
-    return {"w": remesh.ShardedTensor.at_offset("w", part, shape, offset), "step": value}
-
-
-def stored_value(place: Storage | Path) -> float:
-    """The one value of a checkpoint; fails if it is a mixture or damaged."""
-    checkpoint = remesh.Checkpoint(place)
-    assert checkpoint.verify().ok
-    value = checkpoint.values["step"]
-    assert isinstance(value, float)
-    assert (checkpoint.read_array("w") == value).all()
-    return value
+state_of = partial(part_of, WORLD_SIZE)
 
 
 class Spy(Exchange):
@@ -98,14 +84,19 @@ class Spy(Exchange):
 
 
 @pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE, 3 * CHUNK_SIZE])
-def test_what_is_stored_is_the_state_at_the_call(arena_bytes: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_what_is_stored_is_the_state_at_the_call(
+    writer: Literal["thread", "process"], arena_bytes: int | None, tmp_path: Path
+) -> None:
     weights = np.random.default_rng(0).random(5 * CHUNK_SIZE // 8 + 17)
-    with remesh.Saver(arena_bytes=arena_bytes) as saver:
+    timeline = Timeline()
+    with remesh.Saver(writer=writer, arena_bytes=arena_bytes, on_event=timeline) as saver:
+        process_id = saver.writer_process_id
         for number in range(3):
             expected = weights.copy()
             handle = saver.save_async({"w": weights, "n": number}, tmp_path / str(number))
             weights += 1.0
-            handle.result()
+            handle.result(timeout=240)
             assert handle.done()
             assert handle.exception() is None
             checkpoint = remesh.Checkpoint(tmp_path / str(number))
@@ -114,8 +105,15 @@ def test_what_is_stored_is_the_state_at_the_call(arena_bytes: int | None, tmp_pa
             progress = handle.progress()
             assert progress.phase == "done"
             assert progress.num_bytes == progress.staged_bytes == progress.written_bytes
+        assert saver.writer_process_id == process_id
+        assert (process_id is None) == (writer == "thread")
+        if process_id is not None:
+            assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
         if arena_bytes is not None:
             assert saver.num_arena_bytes <= arena_bytes
+    assert process_id is None or not is_alive(process_id)
+    points = [moment.event.point for moment in timeline.moments]
+    assert points.count("save.done") == points.count("save.committed") == 3
 
 
 def test_a_warmed_arena_is_not_allocated_again(tmp_path: Path) -> None:

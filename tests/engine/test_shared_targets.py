@@ -17,17 +17,11 @@ from torch import nn
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.storage import MemoryStorage
+from tests.engine.filled import saved
 from tests.engine.raised import raised
 from tests.support import run_ranks, run_ranks_outcomes
 
 Views = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-
-
-def saved(state: Any) -> MemoryStorage:
-    storage = MemoryStorage()
-    remesh.save(state, storage)
-    return storage
 
 
 def filled_like(views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

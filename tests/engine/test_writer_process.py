@@ -7,22 +7,20 @@ import resource
 import signal
 import subprocess
 import sys
-from concurrent.futures import CancelledError
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import remesh
-from remesh.errors import ExchangeError, NoSpaceError, RankFailedError, StorageError
-from remesh.events import Event, Timeline
+from remesh.errors import ExchangeError, NoSpaceError, StorageError
+from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
+from tests.engine.filled import part_of, stored_value
 from tests.support import (
-    FaultInjector,
-    InjectedError,
     run_processes_outcomes,
     run_ranks,
 )
@@ -30,69 +28,7 @@ from tests.support.outcomes import Died, Returned
 from tests.waiting import is_alive, wait_until
 
 WORLD_SIZE = 2
-
-
-def state_of(rank: int, value: float, rows: int = 2) -> dict[str, Any]:
-    """A half of a tensor, of which every element is `value`, and a plain value."""
-    part = np.full((rows, 5), value, dtype=np.float32)
-    shape, offset = (rows * WORLD_SIZE, 5), (rows * rank, 0)
-    return {"w": remesh.ShardedTensor.at_offset("w", part, shape, offset), "step": value}
-
-
-def stored_value(place: Path) -> float:
-    """The one value of a checkpoint; fails if it is a mixture or damaged."""
-    checkpoint = remesh.Checkpoint(place)
-    assert checkpoint.verify().ok
-    value = checkpoint.values["step"]
-    assert isinstance(value, float)
-    assert (checkpoint.read_array("w") == value).all()
-    return value
-
-
-@pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE])
-def test_what_is_stored_is_the_state_at_the_call(arena_bytes: int | None, tmp_path: Path) -> None:
-    weights = np.random.default_rng(0).random(5 * CHUNK_SIZE // 8 + 17)
-    timeline = Timeline()
-    with remesh.Saver(writer="process", arena_bytes=arena_bytes, on_event=timeline) as saver:
-        process_id = saver.writer_process_id
-        assert process_id is not None
-        for number in range(3):
-            expected = weights.copy()
-            handle = saver.save_async({"w": weights, "n": number}, tmp_path / str(number))
-            weights += 1.0
-            handle.result(timeout=240)
-            checkpoint = remesh.Checkpoint(tmp_path / str(number))
-            np.testing.assert_array_equal(checkpoint.read_array("w"), expected)
-            assert checkpoint.values["n"] == number
-            assert checkpoint.verify().ok
-            progress = handle.progress()
-            assert progress.phase == "done"
-            assert progress.num_bytes == progress.staged_bytes == progress.written_bytes
-        assert saver.writer_process_id == process_id
-        assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
-        if arena_bytes is not None:
-            assert saver.num_arena_bytes <= arena_bytes
-    assert not is_alive(process_id)
-    points = [moment.event.point for moment in timeline.moments]
-    assert points.count("save.done") == points.count("save.committed") == 3
-
-
-def save_twice(exchange: Exchange, path: Path) -> list[str]:
-    ends = []
-    with remesh.Saver(group=exchange, writer="process") as saver:
-        for value in (1.0, 2.0):
-            saver.save_async(state_of(exchange.rank, value), path, overwrite=True)
-            saver.wait()
-            exchange.all_gather(b"")
-            ends.append(str(stored_value(path)))
-            exchange.all_gather(b"")
-        assert saver.num_plans_reused == 1
-    return ends
-
-
-def test_each_rank_has_its_writer(tmp_path: Path) -> None:
-    assert run_ranks(WORLD_SIZE, save_twice, tmp_path / "c") == [["1.0", "2.0"]] * WORLD_SIZE
-    assert len(list((tmp_path / "c").iterdir())) == 2
+state_of = partial(part_of, WORLD_SIZE)
 
 
 def stage_and_wait_for_death(exchange: Exchange, path: Path, ids: Path) -> None:
@@ -178,23 +114,6 @@ def test_errors_are_those_of_a_thread(tmp_path: Path) -> None:
     assert remesh.Checkpoint(tmp_path / "c").verify().ok
 
 
-def test_a_failure_while_staging_reaches_all(tmp_path: Path) -> None:
-    faults = FaultInjector().fail_at(1, "save.chunk_staged")
-
-    def train(exchange: Exchange) -> BaseException | None:
-        with remesh.Saver(group=exchange, writer="process", on_event=faults) as saver:
-            handle = saver.save_async(state_of(exchange.rank, 1.0), tmp_path / "c")
-            error = handle.exception(timeout=240)
-            with pytest.raises((InjectedError, RankFailedError)):
-                saver.wait()
-        return error
-
-    errors = run_ranks(WORLD_SIZE, train)
-    assert isinstance(errors[1], InjectedError)
-    assert isinstance(errors[0], RankFailedError)
-    assert errors[0].rank == 1
-
-
 def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Path) -> None:
     def train(exchange: Exchange) -> str:
         saver = remesh.Saver(group=exchange, writer="process", deadline=240)
@@ -218,22 +137,6 @@ def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Pat
         assert "rank 1" in message
         assert "was killed by signal 9" in message
     assert stored_value(tmp_path / "c") == 2.0
-
-
-def test_cancel(tmp_path: Path) -> None:
-    saver = remesh.Saver(writer="process")
-    assert saver.writer_process_id is not None
-    os.kill(saver.writer_process_id, signal.SIGSTOP)
-    handle = saver.save_async({"w": np.ones(10)}, tmp_path / "c")
-    assert handle.cancel()
-    os.kill(saver.writer_process_id, signal.SIGCONT)
-    with pytest.raises(CancelledError):
-        handle.result(timeout=240)
-    assert handle.cancelled()
-    with pytest.raises(CancelledError):
-        saver.close()
-    with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(tmp_path / "c")
 
 
 SCRIPT = """
