@@ -34,16 +34,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import remesh
 from remesh.demo.training import ModelConfig, Transformer
 from remesh.exchange import Exchange
-from remesh.storage import LocalStorage
 from tests.engine.bits import bits_of
 from tests.support import (
-    Fail,
-    FaultInjector,
-    FaultyStorage,
-    InjectedError,
-    Raised,
     run_processes,
-    run_processes_outcomes,
 )
 
 # Extents that four ranks do not share evenly: 31 rows of the embedding, 50 of the inner MLP.
@@ -318,77 +311,6 @@ def test_packed_shards_which_torch_cannot_save(tmp_path: Path) -> None:
     target = {"w": torch.zeros(12, 2)}
     remesh.load(target, tmp_path / "remesh")
     assert torch.equal(target["w"], PACKED)
-
-
-# ---------------------------------------------------------------------------------------------
-# Errors
-# ---------------------------------------------------------------------------------------------
-
-
-def failing(point: str) -> FaultInjector:
-    return FaultInjector().fail_at(1, point)
-
-
-def fail_in_many_ways(exchange: Exchange, path: Path) -> list[tuple[str, int | None, str]]:
-    """Saves and loads that fail on rank 1, one after the other: type, origin and message."""
-    mine = exchange.rank == 1
-    state: dict[str, Any] = {"w": torch.ones(2)}
-    disk = FaultyStorage(LocalStorage(path / "b"), [Fail("sync")] if mine else [])
-    remesh.save(state, path / "good")
-    third = remesh.ShardedTensor.at_offset("s", torch.ones(1), (3,), (exchange.rank,))
-    attempts: list[Callable[[], object]] = [
-        lambda: remesh.save({**state, "f": print} if mine else state, path / "a"),
-        lambda: remesh.save(state, path / "a", on_event=failing("save.described")),
-        lambda: remesh.save({"s": third}, disk),
-        lambda: remesh.load({"w": torch.zeros(3 if mine else 2)}, path / "good"),
-        lambda: remesh.load(state, path / "good", on_event=failing("load.run_read")),
-    ]
-    answers = []
-    for attempt in attempts:
-        with pytest.raises((remesh.RemeshError, InjectedError)) as caught:
-            attempt()
-        error = caught.value
-        answers.append((type(error).__name__, getattr(error, "rank", None), str(error)))
-    # The group is as good as before.
-    remesh.load(state, path / "good")
-    return answers
-
-
-def test_an_exception_on_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
-    answers = run_processes(3, fail_in_many_ways, tmp_path)
-    own = [
-        "UnsupportedValueError",
-        "InjectedError",
-        "StorageError",
-        "MismatchError",
-        "InjectedError",
-    ]
-    assert [kind for kind, _, _ in answers[1]] == own
-    for rank in (0, 2):
-        for (kind, origin, message), (own_kind, _, own_message) in zip(
-            answers[rank], answers[1], strict=True
-        ):
-            assert kind == ("RankFailedError" if own_kind == "InjectedError" else own_kind)
-            assert origin == 1
-            assert own_message in message
-            assert "[raised on rank 1]" in message
-    assert not (tmp_path / "a").exists()
-    assert list((tmp_path / "b").rglob("*.safetensors")) == []
-
-
-def save_until_killed(_exchange: Exchange, path: Path, faults: FaultInjector) -> None:
-    remesh.save({"w": torch.ones(2)}, path, on_event=faults)
-
-
-def test_a_rank_that_dies_fails_the_others(tmp_path: Path) -> None:
-    faults = FaultInjector().kill_at(1, "save.described")
-    outcomes = run_processes_outcomes(3, save_until_killed, tmp_path, faults)
-    for rank in (0, 2):
-        outcome = outcomes[rank]
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.errors.ExchangeError)
-    with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -300,17 +300,6 @@ def with_record(info: CheckpointInfo, record: native.CommitRecord) -> Checkpoint
     )
 
 
-def step_of(name: str, record: native.CommitRecord, path: str) -> int | None:
-    """The step that a manager noted, or else the number in the name; None if that has none."""
-    number, note = number_in(name), note_of(record, path)
-    return number if number is None or note is None else note.step
-
-
-def known_problem(storage: Storage, name: str) -> str:
-    """Why a checkpoint could not be loaded the last time; empty if it could be loaded."""
-    return _failures(storage, name).reason
-
-
 def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
     """The note of a checkpoint's manager; None if it was saved without one."""
     found = record.metadata.get(NOTE_KEY)
@@ -646,7 +635,7 @@ def _entry_at(root: Storage, name: str) -> Entry | None:
                 return Entry(name, path, "unfinished", _NO_RECORD, num_bytes)
             return _foreign_entry(name, path, here) if is_local(root) else None
         record, findings = read_record_and_sizes(root, name)
-        problem = known_problem(root, name)
+        problem = _failures(root, name).reason  # why it could not be loaded the last time
     except CorruptCheckpointError:
         return Entry(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
     except RemeshError as error:
@@ -658,7 +647,8 @@ def _committed(name: str, path: str, record: native.CommitRecord, problem: str) 
     """An entry whose record could be read."""
     step = None
     try:
-        step = step_of(name, record, path)
+        number, note = number_in(name), note_of(record, path)
+        step = number if number is None or note is None else note.step
     except CorruptCheckpointError as error:
         problem = problem or str(error)
     return Entry(

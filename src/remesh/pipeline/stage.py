@@ -194,7 +194,8 @@ def has_digests(
         return False
 
     def look(filled: Filled) -> None:
-        if not _is_same(filled.data, filled.number * CHUNK_SIZE, digests):
+        first, found = filled.number * CHUNK_SIZE // BLOCK_SIZE, block_digests(filled.data)
+        if (found != digests[first : first + len(found)]).any():
             raise _DifferentError
 
     try:
@@ -223,12 +224,6 @@ def _fill_and_use(
         Stager(layout, arena, copies, num_threads=NUM_WRITERS).stage(use_and_give, on_chunk)
     finally:
         arena.close()
-
-
-def _is_same(data: Buffer, position: int, digests: Digests) -> bool:
-    """True if the blocks from a byte of a stream or file on have its digests."""
-    first, found = position // BLOCK_SIZE, block_digests(data)
-    return bool((found == digests[first : first + len(found)]).all())
 
 
 class StagedWriter:
