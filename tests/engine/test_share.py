@@ -45,7 +45,7 @@ SHAPE = (3000, 4000)
 """96 MB of float64: a dozen windows."""
 
 
-FAR = ReadLimits(num_reads=16)
+FAR = ReadLimits(2 << 20, num_reads=16)
 
 
 def truth() -> np.ndarray[Any, Any]:
@@ -232,7 +232,7 @@ def test_more_sharers_make_smaller_turns() -> None:
 
 def test_fewer_reads_make_smaller_turns() -> None:
     for num_reads, most in ((32, 8), (8, 4), (1, 1)):
-        limits = ReadLimits(num_reads=num_reads)
+        limits = ReadLimits(2 << 20, num_reads=num_reads)
         shares = assign_readers([touched_by(list(range(160)))] * 2, limits)
         assert np.bincount(shares[0].turn[shares[0].reader == 0]).max() == most
 

@@ -131,7 +131,7 @@ class Lists:
     @property
     def starts(self) -> IntArray:
         """First row in `values` of each tensor's list."""
-        starts: IntArray = (self.ends - np.diff(self.ends, prepend=0))[self.number]
+        starts: IntArray = self.ends[self.number - 1] * (self.number > 0)
         return starts
 
     @property
@@ -214,7 +214,7 @@ class PieceRows:
         return PieceRows(self.pieces, self.tensor.take(rows), self.within.take(rows))
 
     def _column(self, lists: Lists) -> IntArray:
-        rows = lists.starts.take(self.tensor)
+        rows = lists.among(self.tensor).starts  # of all lists, they would be made for each read
         rows += self.within
         return lists.values.take(rows, axis=0)
 

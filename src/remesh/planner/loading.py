@@ -154,14 +154,14 @@ MIN_ALIKE = 2
 class ReadLimits:
     """How a load cuts and merges reads."""
 
-    window_bytes: int = 2 << 20
+    window_bytes: int = 4 << 20
     """Files are read in windows that begin at multiples of this, which is a multiple of every
     digest block. No read crosses a window's end, so it bounds the buffer of each reading thread,
     and no block is read twice."""
     gap_bytes: int = 256 << 10
     """Bytes between two ranges that are read rather than skipped: on disks and object stores a
     request costs as much as reading this much."""
-    num_reads: int = 8  # reads of a rank under way at a time
+    num_reads: int = 4  # reads of a rank under way at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
