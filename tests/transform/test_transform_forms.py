@@ -357,6 +357,8 @@ def test_split_into_the_sizes_of_targets() -> None:
     assert result["c"].tolist() == [[6, 7]]
     with pytest.raises(TransformError, match="goes to no target that would tell its size"):
         apply("a -> b, c, axis=0, sizes=targets", a=numbered(4, 2))
+    with pytest.raises(TransformError, match="'b' goes to no target that would tell its size"):
+        run("a -> b, c, axis=1, sizes=targets", {"a": numbered(4, 2)}, {"b": (4,), "c": (4, 1)})
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])

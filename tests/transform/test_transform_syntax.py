@@ -60,7 +60,6 @@ def test_texts_and_lists_of_texts_are_numbered_alike() -> None:
         "a -> b, permute=[2, 0, 1]",
         "a -> b, permute=[]",
         "a -> b, reshape=[2, -0, 3]".replace("-0", "4"),
-        "a -> b, reshape=targets",
         "a -> b, dtype=bfloat16",
         "a -> b, src_dtype=float16, dst_dtype=float32",
         "_ -> a",

@@ -35,8 +35,8 @@ _INTEGER_LIST = re.compile(r"\s*[\[(]\s*((?:-?[0-9]{1,18}\s*,\s*)*(?:-?[0-9]{1,1
 # ---------------------------------------------------------------------------------------------
 
 AttributeValue = int | str | tuple[int, ...] | bool
-Extents = tuple[int, ...] | Literal["targets"]
-"""Whole numbers, or the word that stands for those of the targets that results go to."""
+Sizes = tuple[int, ...] | Literal["targets"]
+"""Extents of parts, or the word that stands for those of the targets that they go to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,17 @@ def integers(given: Attribute) -> tuple[int, ...]:
     return tuple(int(item) for item in match.group(1).split(",") if item.strip())
 
 
-def extents(given: Attribute) -> Extents:
-    """A list of extents of axes, or the word `targets`."""
-    if given.value == "targets":
-        return "targets"
+def extents(given: Attribute) -> tuple[int, ...]:
+    """A list of extents of axes."""
     found = integers(given)
     if min(found, default=0) < 0:
         raise Problem(f"{given.name} must be a list whose extents are not negative", given.span)
     return found
+
+
+def part_sizes(given: Attribute) -> Sizes:
+    """A list of extents, or the word `targets`."""
+    return "targets" if given.value == "targets" else extents(given)
 
 
 def cast_dtype(given: Attribute) -> str:
@@ -265,7 +268,7 @@ class Split(Operator):
     title: ClassVar[str] = "a split"
     makes_many: ClassVar[bool] = True
     axis: int = attribute(integer)  # the axis that is cut
-    sizes: Extents | None = attribute(extents, None)  # None for equal parts
+    sizes: Sizes | None = attribute(part_sizes, None)  # None for equal parts
     parts: int | None = attribute(positive, None)  # how many parts a `*` on the right stands for
 
     def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
@@ -281,7 +284,7 @@ class Split(Operator):
         _check_num_parts(step, self.parts)
         if self.sizes == "targets":
             pairs = zip(step.right, ends.targets, strict=True)
-            sizes: Sequence[int] = [_target_shape(*pair)[axis] for pair in pairs]
+            sizes: Sequence[int] = [_target_extent(*pair, axis) for pair in pairs]
         elif self.sizes is not None:
             sizes = self.sizes
         elif extent % num_parts:
@@ -318,14 +321,14 @@ def _check_num_parts(step: Operands, num_parts: int | None) -> None:
         raise Problem(f"parts={num_parts}, but there are {len(step.right)} names")
 
 
-def _target_shape(operand: Operand, target: TensorInfo | None) -> Shape:
-    if target is None:
+def _target_extent(operand: Operand, target: TensorInfo | None, axis: int) -> int:
+    if target is None or axis >= len(target.shape):
         raise Problem(
             f"{operand.name!r} goes to no target that would tell its size",
             operand.origin.span,
             ["write the numbers instead of targets, or give the targets"],
         )
-    return target.shape
+    return target.shape[axis]
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,16 +411,13 @@ class Reshape(Operator):
     """`a -> b, reshape=[8, 128, 4096]`, or back to two axes if `a` has that shape."""
 
     leads: ClassVar[tuple[str, ...]] = ("reshape",)
-    reshape: Extents = attribute(extents)
+    reshape: Shape = attribute(extents)
 
-    def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
+    def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
         [node] = nodes
-        if self.reshape == "targets":
-            shape = _target_shape(step.right[0], ends.targets[0])
-        elif node.shape == self.reshape and len(node.shape) >= 3:
-            shape = (node.shape[0] * node.shape[1], math.prod(node.shape[2:]))
-        else:
-            shape = self.reshape
+        shape = self.reshape
+        if node.shape == shape and len(shape) >= 3:
+            shape = (shape[0] * shape[1], math.prod(shape[2:]))
         if math.prod(shape) != math.prod(node.shape):
             raise Problem(
                 f"{step.left[0].name!r} has shape {node.shape}, which has not as many elements as "
@@ -427,13 +427,9 @@ class Reshape(Operator):
 
     def opposite(self) -> Reshape:
         # With three axes or more, it means both directions.
-        if self.reshape == "targets" or len(self.reshape) < 3:
+        if len(self.reshape) < 3:
             raise Problem("a reshape to fewer than three axes does not say what to go back to")
         return self
-
-    @property
-    def needs_ends(self) -> bool:
-        return self.reshape == "targets"
 
 
 @dataclass(frozen=True, slots=True)
