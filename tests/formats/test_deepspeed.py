@@ -144,6 +144,24 @@ def copied(name: str, target: Path) -> Path:
     return target
 
 
+def test_an_elastic_checkpoint_has_its_step_beside_the_states(tmp_path: Path) -> None:
+    before = remesh.Checkpoint(folder("zero2"))
+    for path in copied("zero2", tmp_path).glob("*_optim_states.pt"):
+        stored = remesh.Checkpoint(path).state()["optimizer_state_dict"]
+        kept = {key: stored[key] for key in ("single_partition_of_fp32_groups", "partition_count")}
+        states = [dict(one) for one in stored["base_optimizer_state"]["state"].values()]
+        for state in states:
+            del state["step"]
+        kept |= {"base_optimizer_state": states, "base_optimizer_state_step": 9}
+        torch.save({"optimizer_state_dict": kept}, path)
+    found = remesh.Checkpoint(tmp_path)
+    names = [name for name in before if name.startswith("optimizer.state.")]
+    assert any(name.endswith(".exp_avg") for name in names)
+    for name in names:
+        expected = torch.tensor(9.0) if name.endswith(".step") else before[name]
+        assert torch.equal(found[name], expected), name
+
+
 def test_tensor_parallel_parts_have_names_of_their_own(tmp_path: Path) -> None:
     for path in copied("zero1", tmp_path).iterdir():
         shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))

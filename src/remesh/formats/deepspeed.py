@@ -510,7 +510,10 @@ class Shard:
         if isinstance(base, list | tuple):  # elastic checkpoints: the state of each group alone
             if len(base) != len(weights):
                 raise damaged(where, f"has the state of {len(base)} of {len(weights)} groups")
-            state = [mapping(one, where, "the state of a group") for one in base]
+            # The step of a fused optimizer, which counts in its groups, stands beside it.
+            step = content.get("base_optimizer_state_step")
+            common = {} if step is None else {"step": step}
+            state = [{**common, **mapping(one, where, "the state of a group")} for one in base]
             return cls(file, weights, state, [], paddings, cuts_parameters, counts)
         base = mapping(base, where, "the state of the optimizer")
         stored = mapping(base.get("state"), where, "the state of the optimizer")
