@@ -513,7 +513,9 @@ class Shard:
             # The step of a fused optimizer, which counts in its groups, stands beside it.
             step = content.get("base_optimizer_state_step")
             common = {} if step is None else {"step": step}
-            state = [{**common, **mapping(one, where, "the state of a group")} for one in base]
+            state: list[Mapping[Any, Any]] = [
+                {**common, **mapping(one, where, "the state of a group")} for one in base
+            ]
             return cls(file, weights, state, [], paddings, cuts_parameters, counts)
         base = mapping(base, where, "the state of the optimizer")
         stored = mapping(base.get("state"), where, "the state of the optimizer")
