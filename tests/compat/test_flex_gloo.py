@@ -58,16 +58,6 @@ def _emptied(wanted: Weights) -> Weights:
     return {key: emptied(weight) for key, weight in wanted.items()}
 
 
-def _documented(rank: int) -> None:
-    """Four row shards of (1024, 512) become two; the other ranks want nothing."""
-    full = numbers((1024, 512))
-    source = {"linear.weight": cut("linear.weight", full, 0, rank, 4)}
-    wanted = {"linear.weight": cut("linear.weight", full, 0, rank, 2)} if rank < 2 else {}
-    target = _emptied(wanted)
-    reshard_sharded_state_dict(source, target, dist.group.WORLD, coordinator_rank=3, offload=True)
-    _check(target, wanted)
-
-
 def _between_groups(rank: int, path: Path) -> None:
     """Saved by a group of two, with numbers by itself, and loaded by that group alone."""
     group = dist.new_group([1, 3])
@@ -124,7 +114,6 @@ def _job(exchange: Exchange, path: Path) -> None:
     for weight in wanted.values():
         weight.local_tensor.add_(1000)
     _check(target, wanted)
-    _documented(rank)
     _between_groups(rank, path / "two")
     _documented_files(rank)
 

@@ -24,7 +24,7 @@ from remesh.recipes import (
     megatron_to_huggingface,
 )
 from remesh.transform import TensorInfo
-from tests.compat.megatron.interop_jobs import megatron_on_cpu
+from tests.compat.megatron.layouts import megatron_on_cpu
 from tests.recipes.models import KINDS, logits_of, make, shard
 from tests.recipes.test_transformers import tensors_in
 from tests.support import run_processes

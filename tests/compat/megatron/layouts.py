@@ -1,8 +1,11 @@
-"""State dicts that several tests save and load, for one process or for many."""
+"""State dicts that several tests save and load, and what ranks need to run Megatron."""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -47,3 +50,16 @@ def flat_shards(
                 flattened_range=part,
             )
     return shards
+
+
+def may_have_children() -> None:
+    """The ranks of `run_processes` are daemons, which may have no children; a trainer is none."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def megatron_on_cpu() -> ModuleType:
+    """Megatron's package, with the two calls of CUDA that a save on the CPU trips over."""
+    may_have_children()  # each save starts a manager process
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    return importlib.import_module("megatron.core.dist_checkpointing")

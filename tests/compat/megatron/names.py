@@ -2,7 +2,7 @@
 
 `python -m tests.compat.megatron.names FOLDER...` lists for each folder (that of a release, which
 has `megatron` in it, or that of NeMo or Megatron Bridge) what the drop-in lacks, and which of that
-the package itself has, so that the drop-in lends it.
+the installed Megatron lends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from remesh.compat import megatron
 
 PACKAGE = "megatron.core.dist_checkpointing"
 HOME = "remesh.compat.megatron"
@@ -64,47 +66,17 @@ def imported(path: Path, root: Path) -> set[str]:
     return {name.removeprefix(PACKAGE).removeprefix(".") for name in found} - {""}
 
 
-def exists(name: str) -> bool:
-    """Whether the drop-in itself has a name, or the object that it is an attribute of."""
+def exists(name: str, home: str = HOME) -> bool:
+    """Whether a package has a name, or the object that it is an attribute of."""
     parts = name.split(".")
-    module, rest = importlib.import_module(HOME), parts
+    module, rest = importlib.import_module(home), parts
     while rest:
         try:
             module = importlib.import_module(f"{module.__name__}.{rest[0]}")
         except ModuleNotFoundError:
-            return rest[0] in vars(module)
+            return hasattr(module, rest[0])
         rest = rest[1:]
     return True
-
-
-def is_in_release(name: str, root: Path) -> bool:
-    """Whether the package of a release has a name: a module, or what one of its files binds."""
-    folder, parts = root / PACKAGE.replace(".", "/"), name.split(".")
-    while parts and (folder / parts[0]).is_dir():
-        folder, parts = folder / parts[0], parts[1:]
-    if not parts:
-        return True
-    path = folder / f"{parts[0]}.py"
-    if not path.exists():
-        return False
-    tree = ast.parse(path.read_text())
-    bound = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    bound |= {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    defined = {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    return len(parts) == 1 or parts[1] in bound | defined
 
 
 def missing(root: Path) -> dict[str, list[str]]:
@@ -120,7 +92,8 @@ def missing(root: Path) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
+    megatron.install()
     for argument in sys.argv[1:]:
         lacking = missing(Path(argument))
-        lent = {name for name in lacking if is_in_release(name, Path(argument))}
+        lent = {name for name in lacking if exists(name, PACKAGE)}
         print(argument, {name: lacking[name] for name in lacking.keys() - lent}, sorted(lent))

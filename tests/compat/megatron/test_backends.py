@@ -59,28 +59,6 @@ def test_128_elements_saved_in_n_shards_load_in_m(
     assert torch.equal(joined, torch.arange(128.0))
 
 
-def test_the_tables_of_flattened_shards() -> None:
-    whole = torch.arange(12).reshape(2, 6)
-    by_rank = flat_shards(whole, 2, 3, values=True)
-    assert {rank: shard.data.tolist() for rank, shard in by_rank.items()} == {
-        "0": [0, 1],
-        "2": [2, 6],
-        "4": [7, 8],
-        "1": [3, 4],
-        "3": [5, 9],
-        "5": [10, 11],
-    }
-    by_rank = flat_shards(whole, 6, 1, values=True)
-    assert [by_rank[str(rank)].data.tolist() for rank in range(6)] == [
-        [0, 6],
-        [1, 7],
-        [2, 8],
-        [3, 9],
-        [4, 10],
-        [5, 11],
-    ]
-
-
 @backends
 @pytest.mark.parametrize("saved", [(2, 3), (6, 1), (1, 4)])
 @pytest.mark.parametrize("loaded", [(6, 1), (2, 3), (3, 2), (1, 5)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -37,6 +36,7 @@ from remesh.compat.megatron.strategies.torch import (
     TorchDistLoadShardedStrategy,
 )
 from remesh.exchange import Exchange
+from tests.compat.megatron.layouts import may_have_children
 from tests.compat.megatron.names import imported, missing
 from tests.compat.megatron.own_tests import cuda_on_cpu
 from tests.support import run_processes
@@ -73,8 +73,7 @@ def _from_release(name: str) -> Any:
     core = ModuleType("megatron.core")
     core.__path__ = [f"{folder}/core" for folder in spec.submodule_search_locations]
     sys.modules["megatron.core"] = core
-    # The ranks of `run_processes` are daemons, and Megatron's writer starts processes.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    may_have_children()  # as Megatron's writer does
     cuda_on_cpu.install()
     install()
     # As Megatron Core does; the two import each other.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from remesh.compat.megatron.strategies.native import (
 )
 from remesh.compat.megatron.validation import determine_global_metadata
 from remesh.exchange import Exchange
+from tests.compat.megatron.layouts import may_have_children
 from tests.support import Raised, Returned, run_processes, run_processes_outcomes
 
 
@@ -204,11 +204,6 @@ def test_common_state_that_differs_is_pointed_out(tmp_path: Path) -> None:
     assert "put what belongs to a rank into a ShardedObject" in remedy
     assert "('t', 'loss')" in message
     assert "same" not in message
-
-
-def may_have_children() -> None:
-    """The ranks of `run_processes` are daemons, which may have no children; a trainer is none."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def slow_write(folder: str, _staged: object, text: str) -> None:

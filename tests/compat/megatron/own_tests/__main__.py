@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("-k", default="", dest="only", help="which tests, as pytest's -k")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for each file")
     parser.add_argument("--verbose", action="store_true", help="print why each test failed")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     chosen = arguments.files or [""]
     files = [
         name for name in files_of_tests(arguments.sources) if any(part in name for part in chosen)
