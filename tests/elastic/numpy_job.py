@@ -27,8 +27,8 @@ Array = npt.NDArray[np.float64]
 
 def batch_of(step: int) -> tuple[Array, Array]:
     """The inputs and targets of a step, which no model can predict: the loss stays far from 0."""
-    dice = np.random.default_rng(step)
-    return dice.normal(size=(BATCH, NUM_COLUMNS)), dice.normal(size=(BATCH, NUM_ROWS))
+    rng = np.random.default_rng(step)
+    return rng.normal(size=(BATCH, NUM_COLUMNS)), rng.normal(size=(BATCH, NUM_ROWS))
 
 
 def first_weight() -> Array:

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -33,76 +34,51 @@ def held_port() -> socket.socket:
     return held
 
 
-class Wire:
+class Wire(ThreadingHTTPServer):
     """Answers requests on real sockets.
 
     Args:
         answers: Given the name of a request, the reply.
-        listener: What holds the port at which to listen; any by default.
         status: HTTP status of the answers.
         location: Where they redirect to.
     """
 
     def __init__(
-        self,
-        answers: Callable[[str], object],
-        *,
-        listener: socket.socket | None = None,
-        status: int = 200,
-        location: str = "",
+        self, answers: Callable[[str], object], *, status: int = 200, location: str = ""
     ) -> None:
-        self._answers = answers
-        self._status = status
-        self._location = f"Location: {location}\r\n".encode() if location else b""
-        self._listener = listener or held_port()
-        self._listener.listen()
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.answers, self.status, self.location = answers, status, location
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.names: list[str] = []
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
-                self._open.append(connection)
-                self._threads.append(threading.Thread(target=self._talk, args=(connection,)))
-                self._threads[-1].start()
 
-    def _talk(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
-            while head := lines.readline():
-                name = head.split()[1].decode().rpartition("/")[2]
-                length = 0
-                while (line := lines.readline()).strip():
-                    if line.lower().startswith(b"content-length:"):
-                        length = int(line.partition(b":")[2])
-                lines.read(length)
-                self.names.append(name)
-                body = msgspec.json.encode(self._answers(name))
-                head = b"HTTP/1.1 %d So\r\n%sContent-Length: %d\r\n\r\n"
-                connection.sendall(head % (self._status, self._location, len(body)))
-                connection.sendall(body)
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        wire = self.server
+        assert isinstance(wire, Wire)
+        wire.names.append(self.path.rpartition("/")[2])
+        body = msgspec.json.encode(wire.answers(wire.names[-1]))
+        self.send_response(wire.status)
+        if wire.location:
+            self.send_header("Location", wire.location)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-    def close(self) -> None:
-        # accept() returns only if the socket is shut down, not if it is closed.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in self._open:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @contextlib.contextmanager
 def wire(answers: Callable[[str], object], **options: Any) -> Iterator[Wire]:
-    wire = Wire(answers, **options)
-    try:
-        yield wire
-    finally:
-        wire.close()
+    with Wire(answers, **options) as wire:
+        serving = threading.Thread(target=wire.serve_forever)
+        serving.start()
+        try:
+            yield wire
+        finally:
+            wire.shutdown()
+            serving.join()
 
 
 def always_well(_name: str) -> object:

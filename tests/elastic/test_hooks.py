@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic import hooks
+from remesh.elastic import master
 from tests.elastic.agents import Served, serving
 from tests.waiting import is_alive, wait_until
 
@@ -26,7 +26,7 @@ def exclude_a_node(served: Served) -> None:
 
 
 def output_at_the_end(
-    command: str, tmp_path: Path, finish_seconds: float = hooks.FINISH_SECONDS
+    command: str, tmp_path: Path, finish_seconds: float = master.FINISH_SECONDS
 ) -> str:
     """What a command for an excluded node has written to `$OUT` when the master has ended.
 
@@ -34,7 +34,7 @@ def output_at_the_end(
     """
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "FINISH_SECONDS", finish_seconds)
+        patch.setattr(master, "FINISH_SECONDS", finish_seconds)
         patch.setenv("OUT", str(out))
         with start(command) as served:
             exclude_a_node(served)

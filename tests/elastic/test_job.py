@@ -43,7 +43,14 @@ from remesh.elastic.protocol import (
     TestResult,
     Waiting,
 )
-from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
+from remesh.elastic.rendezvous import (
+    Change,
+    Node,
+    Outcome,
+    Settings,
+    restart_reason,
+    tick,
+)
 from remesh.elastic.status import Status, status_of
 
 SETTINGS = Settings(min_nodes=2, max_nodes=5, node_unit=2, last_call=5.0, join_timeout=1e12)
@@ -101,6 +108,9 @@ class Jobs(RuleBasedStateMachine):
         """Apply an event; nodes that have not sent it are shown what follows if it concerns all."""
         before, others = self.state, self.all_but(getattr(event, "node_id", None))
         self.state = apply(before, event, self.now)
+        old, new = before.rendezvous, self.state.rendezvous
+        assert new.round in (old.round, old.round + 1)
+        assert new.round != old.round or new.world == old.world
         if concerns_all(before, self.state):
             return
         assert others == self.all_but(getattr(event, "node_id", None)), event
@@ -298,6 +308,30 @@ class Jobs(RuleBasedStateMachine):
             assert agent.node.incarnation not in self.state.rendezvous.replaced
 
     @invariant()
+    def worlds_are_as_the_settings_say(self) -> None:
+        nodes = self.state.rendezvous
+        ids = [member.id for member in nodes.world]
+        assert ids == sorted(set(ids))
+        assert len(ids) == SETTINGS.fitting(len(ids))
+        assert nodes.active.keys() <= set(ids) - nodes.ready.keys()
+
+    @invariant()
+    def a_world_forms_when_the_nodes_are_there(self) -> None:
+        nodes = self.state.rendezvous
+        if not nodes.active and SETTINGS.fitting(len(nodes.ready)):
+            later = tick(nodes, self.now + 1000)
+            assert later.round == nodes.round + 1
+            assert later.active
+
+    @invariant()
+    def members_are_told_that_the_world_is_broken(self) -> None:
+        nodes = self.state.rendezvous
+        for number in nodes.active if len(nodes.active) < len(nodes.world) else ():
+            told = restart_reason(nodes, number, nodes.round)
+            assert told is not None
+            assert told[0] is not Change.GROW
+
+    @invariant()
     def each_failure_that_was_reported_is_charged_once_at_most(self) -> None:
         for number, charges in self.state.charges.items():
             assert charges.count <= sum(node_id == number for node_id, _ in self.failures)
@@ -318,7 +352,7 @@ class Jobs(RuleBasedStateMachine):
 
 
 TestJobs = Jobs.TestCase
-TestJobs.settings = hypothesis_settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestJobs.settings = hypothesis_settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 def node(number: int) -> Node:

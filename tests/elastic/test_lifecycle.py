@@ -113,10 +113,10 @@ def test_what_hangs_is_killed_and_what_can_leave_is_ordered_to() -> None:
     both = frozenset({0, 1})
     assert leaves(Change.LOST, {}) == [lifecycle.End(both, signal.SIGTERM)]
     assert leaves(Change.HANG, {}) == [lifecycle.End(both, signal.SIGKILL)]
-    assert leaves(Change.HANG, ABLE) == [lifecycle.CallOut(5, both)]
+    assert leaves(Change.HANG, ABLE) == [lifecycle.OrderToLeave(5, both)]
     mixed = leaves(Change.LOST, {1: ABLE[1]})
     assert mixed == [
-        lifecycle.CallOut(5, frozenset({1})),
+        lifecycle.OrderToLeave(5, frozenset({1})),
         lifecycle.End(frozenset({0}), signal.SIGKILL),
     ]
 
@@ -250,7 +250,7 @@ def do(job: Job, number: int, action: Action) -> Job:  # noqa: C901 - one case a
     """What the shell, the processes and the master make of an action."""
     node = job.nodes[number]
     match action:
-        case lifecycle.CallOut(order, ranks):
+        case lifecycle.OrderToLeave(order, ranks):
             for rank in ranks:
                 process = job.nodes[number].processes[rank]
                 job = job.with_process(number, rank, process._replace(order=(False, order, 0)))

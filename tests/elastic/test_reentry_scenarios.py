@@ -212,13 +212,13 @@ def test_models_whose_state_is_more_than_parameters(tmp_path: Path, variant: str
 def test_kills_at_random_moments_lose_no_step(
     tmp_path: Path, num_kills: int, covered: Callable[[str], None]
 ) -> None:
-    dice = dice_of("processes that go on", num_kills)
+    rng = dice_of("processes that go on", num_kills)
     with Cluster(tmp_path, "3:3", job="ddp", agent=("--max-restarts", "1000", *PATIENT)) as cluster:
         cluster.start(0, 1, 2)
         before = cluster.until_trained(0, 1, 2)
         for _ in range(num_kills):
-            cluster.until_step(cluster.step + dice.randrange(1, 4))
-            for rank in dice.sample(range(1, 3), dice.choice([1, 1, 2])):
+            cluster.until_step(cluster.step + rng.randrange(1, 4))
+            for rank in rng.sample(range(1, 3), rng.choice([1, 1, 2])):
                 cluster.kill_worker(rank)
             before = cluster.until_trained(0, 1, 2, round_after=before)
         cluster.stop(0, 1, 2)

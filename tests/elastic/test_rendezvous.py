@@ -7,9 +7,6 @@ from functools import partial
 
 import msgspec
 import pytest
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from remesh.elastic import rendezvous
 from remesh.elastic.rendezvous import (
@@ -210,98 +207,6 @@ def test_a_state_survives_its_encoding() -> None:
     state = running(Settings(min_nodes=1, max_nodes=4), [0, 3])
     state = step(step(state, joined(5), 30), excluded(3), 31)
     assert msgspec.json.decode(msgspec.json.encode(state), type=Rendezvous) == state
-
-
-class Agents(RuleBasedStateMachine):
-    """Agents that behave, over a network that loses, repeats and reorders, and a clock that jumps.
-
-    Each agent remembers only what it was told: the last round it was in, and whether it runs.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Settings(
-            min_nodes=2, max_nodes=5, node_unit=2, last_call=5.0, join_timeout=1e9
-        )
-        self.state = start(self.settings, 0.0)
-        self.now = 0.0
-        self.rounds: dict[str, int] = {}
-        self.incarnations: dict[int, int] = {}
-        self.sent: list[tuple[int, Event]] = []
-
-    def send(self, number: int, event: Event, delivered: bool = True) -> None:
-        self.sent.append((number, event))
-        if delivered:
-            self.deliver(number, event)
-
-    def deliver(self, number: int | None, event: Event) -> None:
-        """Apply an event of a node, or of none."""
-        before = self.state
-        self.state = step(before, event, self.now)
-        assert self.state.round in (before.round, before.round + 1)
-        if self.state.round == before.round:
-            assert self.state.world == before.world
-        else:
-            assert not before.active or set(before.active) == {number}
-            for member in self.state.world:
-                self.rounds[member.incarnation] = self.state.round
-
-    def me(self, number: int) -> Node:
-        return node(number, str(self.incarnations.setdefault(number, 0)))
-
-    @rule(number=st.integers(0, 6), delivered=st.booleans())
-    def join(self, number: int, delivered: bool) -> None:
-        me = self.me(number)
-        after = self.rounds.get(me.incarnation, 0)
-        self.send(number, partial(rendezvous.join, node=me, after_round=after), delivered)
-        if delivered and me.incarnation not in self.state.replaced:
-            assert number in self.state.ready or number in self.state.active
-
-    @rule(number=st.integers(0, 6))
-    def new_agent(self, number: int) -> None:
-        self.incarnations[number] = self.incarnations.get(number, 0) + 1
-
-    @rule(number=st.integers(0, 6))
-    def node_dies(self, number: int) -> None:
-        incarnation = self.me(number).incarnation
-        self.deliver(number, partial(rendezvous.remove, node_id=number, incarnation=incarnation))
-
-    @precondition(lambda self: self.sent)
-    @rule(data=st.data())
-    def an_old_message_arrives(self, data: st.DataObject) -> None:
-        self.deliver(*data.draw(st.sampled_from(self.sent)))
-
-    @rule(seconds=st.floats(0, 100))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.deliver(None, tick)
-
-    @invariant()
-    def worlds_are_as_the_settings_say(self) -> None:
-        if self.state.round:
-            ids = world_of(self.state)
-            assert ids == sorted(set(ids))
-            assert len(ids) == self.settings.fitting(len(ids))
-            assert self.state.active.keys() <= set(ids)
-        assert not self.state.active.keys() & set(self.state.ready)
-
-    @invariant()
-    def a_world_forms_when_the_nodes_are_there(self) -> None:
-        later = step(self.state, tick, self.now + 1000)
-        if not self.state.active and self.settings.fitting(len(self.state.ready)):
-            assert later.round == self.state.round + 1
-            assert later.active
-
-    @invariant()
-    def members_are_told_that_the_world_is_broken(self) -> None:
-        gone = {member.id for member in self.state.world} - self.state.active.keys()
-        for number in self.state.active:
-            told = restart_reason(self.state, number, self.state.round)
-            assert (told is not None and told[0] is not Change.GROW) == bool(gone)
-
-
-TestAgents = Agents.TestCase
-TestAgents.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_many_numbers_are_listed_as_ranges() -> None:

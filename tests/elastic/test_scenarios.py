@@ -252,16 +252,16 @@ def test_the_other_nodes_train_without_one_that_fails_the_check(tmp_path: Path) 
 def test_many_failures_in_a_row(
     tmp_path: Path, num_failures: int, covered: Callable[[str], None]
 ) -> None:
-    dice = dice_of("failures in a row", num_failures)
+    rng = dice_of("failures in a row", num_failures)
     # A living node that is taken for dead is one accident more.
     with Cluster(tmp_path, "1:3", silence=3, agent=("--max-restarts", "100")) as cluster:
         cluster.start(0, 1, 2)
         cluster.until_world(0, 1, 2)
         for _ in range(num_failures):
-            cluster.until_step(cluster.step + dice.randint(1, 8))
+            cluster.until_step(cluster.step + rng.randint(1, 8))
             before = cluster.status().round
-            number = dice.randrange(3)
-            if dice.random() < 0.6:
+            number = rng.randrange(3)
+            if rng.random() < 0.6:
                 cluster.kill_worker(number)
             else:
                 cluster.kill_agent(number)

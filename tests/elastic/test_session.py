@@ -142,7 +142,7 @@ def test_any_bytes_after_the_upgrade_harm_nothing() -> None:
 
 
 def test_one_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remesh.elastic.agent_socket.MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("remesh.elastic.server.MAX_MESSAGE_BYTES", 1000)
     with serving() as served:
         assert talk(served.url, [bytes(2000)]) == []
 
@@ -485,7 +485,7 @@ class TestBeats:
 
 
 def test_agents_that_send_too_much_are_read_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remesh.elastic.agent_socket.TOO_MANY_PAUSE", 3600.0)
+    monkeypatch.setattr("remesh.elastic.server.TOO_MANY_PAUSE", 3600.0)
     # A bucket for one message, which is full again after five seconds.
     with serving(options=ServerOptions(max_requests_per_second=0.2)) as served:
         flooding, other = served.agent(0), served.agent(1)

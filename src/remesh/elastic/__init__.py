@@ -11,7 +11,7 @@ event and the time, without sockets and clocks:
 - `job`: all of it together, as one state that events change
 
 `protocol` defines the messages of an agent's session with the master, whose two ends are `session`
-and `agent_socket`. The shells around them are the master (`master`, with its `journal` and page)
+and `server`. The shells around them are the master (`master`, with its `journal` and page)
 and, on the nodes, the handler for torchrun, the agent and the node check. Only these last three
 import torch.
 

@@ -164,7 +164,7 @@ class Agent:
                 log.info("the processes prepare before this node joins")
                 self._sockets.begin(self._ranks, Instruction(LeaveWorld(order)))
                 self._processes.start(self._ranks, dict.fromkeys(self._ranks, NOWHERE))
-            case lifecycle.CallOut(order, ranks):
+            case lifecycle.OrderToLeave(order, ranks):
                 self._sockets.order(ranks, LeaveWorld(order))
             case lifecycle.End(ranks, number, why):
                 if why:

@@ -255,7 +255,7 @@ class _ReentrantRunner:
             raise AgentLostError("the agent (remesh run) that started this process has ended")
 
     def _listen(self) -> None:
-        called_at: float | None = None
+        ordered_at: float | None = None
         pause = LOOK_SECONDS
         while not self._is_closing.is_set():
             self._agent.look(pause)
@@ -263,18 +263,18 @@ class _ReentrantRunner:
                 return
             must_leave = self._must_leave()
             if not (self._is_inside and must_leave):
-                called_at = None
+                ordered_at = None
                 # The function may be about to be entered.
                 pause = WAIT_SECONDS if must_leave else LOOK_SECONDS
                 continue
-            called_at = time.monotonic() if called_at is None else called_at
+            ordered_at = time.monotonic() if ordered_at is None else ordered_at
             try:
-                pause = self._call_out(time.monotonic() - called_at)
+                pause = self._make_leave(time.monotonic() - ordered_at)
             except OSError as error:  # the system may have no descriptor to give at the moment
                 log.warning("the training function is not left yet: %s", error)
                 pause = RETRY_SECONDS
 
-    def _call_out(self, seconds: float) -> float:
+    def _make_leave(self, seconds: float) -> float:
         """Try to get the main thread out; in how many seconds to try again."""
         self.job.must_leave = True
         if self.job.is_changing and seconds < CHANGE_SECONDS:

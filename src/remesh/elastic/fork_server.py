@@ -104,7 +104,7 @@ def _become(
         else:
             print(error, file=sys.stderr)  # noqa: T201 - the process's own words
         os._exit(1)
-    _script.run(asked["words"])
+    _script.run(asked["argv"])
     raise AssertionError("it ends the process")
 
 
@@ -168,7 +168,7 @@ def _load(name: str) -> ModuleType:
 
 def main(arguments: list[str]) -> None:
     """Preload, say so, and serve."""
-    number, agent, modules, *words = arguments
+    number, agent, modules, *argv = arguments
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
     _child.end_with(int(agent))
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
     began = time.monotonic()
     if not sys.flags.safe_path:
         # As it will be for the script; now it is the directory of this file.
-        sys.path[0] = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+        sys.path[0] = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
     try:
         found = preload(modules.split(",") if modules else [])
     except RuntimeError as error:

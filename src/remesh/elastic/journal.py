@@ -72,8 +72,6 @@ class Journal:
             )
 
     def _parsed(self, data: bytes) -> _Content:
-        if data.startswith(b"SQLite format 3"):  # as up to version 4
-            data = b'{"version": 4}'
         try:
             found = msgspec.json.decode(data, type=_Content)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

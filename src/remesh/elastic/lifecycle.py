@@ -99,7 +99,7 @@ class Prepare(msgspec.Struct, frozen=True):
     order: int
 
 
-class CallOut(msgspec.Struct, frozen=True):
+class OrderToLeave(msgspec.Struct, frozen=True):
     """Order processes to leave their world."""
 
     order: int
@@ -161,7 +161,7 @@ class Exit(msgspec.Struct, frozen=True):
 
 Action: TypeAlias = (
     Prepare
-    | CallOut
+    | OrderToLeave
     | End
     | Join
     | Enter
@@ -227,7 +227,7 @@ def _leave(state: State, seen: Seen, now: float, number: signal.Signals = signal
     plain = seen.living - able
     actions: list[Action] = []
     if able:
-        actions.append(CallOut(order, able))
+        actions.append(OrderToLeave(order, able))
         number = signal.SIGKILL  # nothing is lost that the others do not have
     if plain:
         actions.append(End(plain, number))

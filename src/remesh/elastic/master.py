@@ -16,8 +16,12 @@ needed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +29,6 @@ from dataclasses import dataclass
 import msgspec
 
 from remesh.elastic.failures import FailureAction, FailureDecision
-from remesh.elastic.hooks import report_exclusions
 from remesh.elastic.job import (
     Event,
     HistoryLine,
@@ -74,6 +77,10 @@ WRITE_PAUSES = 4.0
 the job is, a fifth of a core writes it."""
 RETRY_SECONDS = 1.0
 """Seconds between two attempts to write a journal that could not be written."""
+POLL_SECONDS = 0.5
+"""Time between two looks whether a node is excluded."""
+FINISH_SECONDS = 5.0
+"""How long a command that runs when the master ends has to finish, before it is killed."""
 
 
 class RefusedError(Exception):
@@ -369,3 +376,57 @@ def _new_lines(before: JobState, after: JobState) -> list[HistoryLine]:
             break
         lines.append(line)
     return lines[::-1]
+
+
+async def report_exclusions(
+    current: Callable[[], JobState], command: str | None, ending: asyncio.Event
+) -> None:
+    """Run a command of the user's, if there is one, for each node that a job excludes.
+
+    A scheduler does not hear of an exclusion: the command tells it. It runs once for each, one
+    after the other, and again after a restart of the master, which cannot know how far the command
+    came. What runs when `ending` is set has `FINISH_SECONDS` to finish.
+    """
+    told: set[tuple[int, str]] = set()
+    while command is not None and not ending.is_set():
+        job = current()
+        for node_id, (incarnation, reason) in job.rendezvous.excluded.items():
+            if ending.is_set() or (node_id, incarnation) in told:
+                continue
+            told.add((node_id, incarnation))
+            name = next((name for name, number in job.names.items() if number == node_id), "")
+            what = {
+                "REMESH_NODE": name,
+                "REMESH_NODE_ID": str(node_id),
+                "REMESH_REASON": reason,
+            }
+            await _run(command, what, name, ending)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_SECONDS):
+                await ending.wait()
+
+
+async def _run(command: str, what: dict[str, str], name: str, ending: asyncio.Event) -> None:
+    try:
+        process = await asyncio.create_subprocess_shell(
+            command,
+            env=os.environ | what,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr,  # what it prints must not be taken for the URL, which is on stdout
+            start_new_session=True,  # so that all processes that it starts can be killed with it
+        )
+    except OSError as error:
+        log.error("the command for the excluded node %s cannot be started: %s", name, error)
+        return
+    finished, is_ending = map(asyncio.ensure_future, (process.wait(), ending.wait()))
+    await asyncio.wait({finished, is_ending}, return_when=asyncio.FIRST_COMPLETED)
+    is_ending.cancel()
+    await asyncio.wait({finished}, timeout=FINISH_SECONDS)
+    if not finished.done():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    code = await finished
+    if code:
+        log.error("the command for the excluded node %s ended with code %d", name, code)
+    else:
+        log.info("the command for the excluded node %s has run", name)

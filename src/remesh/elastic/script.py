@@ -135,17 +135,17 @@ def _flush(status: int) -> int:
     return status
 
 
-def run(words: Sequence[str]) -> NoReturn:
+def run(argv: Sequence[str]) -> NoReturn:
     """Run a script to its end and leave.
 
     Args:
-        words: `-m` and a module, or the path of a script; then its arguments.
+        argv: `-m` and a module, or the path of a script; then its arguments.
     """
     try:
-        if words[0] == "-m":
-            _run_module(words[1], words[2:])
+        if argv[0] == "-m":
+            _run_module(argv[1], argv[2:])
         else:
-            _run_script(words[0], words[1:])
+            _run_script(argv[0], argv[1:])
         status = 0
     except KeyboardInterrupt as error:
         _wind_up(_report(error))

@@ -16,27 +16,34 @@ import errno
 import functools
 import hmac
 import logging
+import math
 import resource
 import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
+from itertools import count
 from typing import Any, Self
 from weakref import WeakSet
 
 import msgspec
-from aiohttp import web
+from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Handler, Middleware
 
-from remesh.elastic import agent_socket
-from remesh.elastic.agent_socket import AgentSocket, RateLimit
-from remesh.elastic.master import Master
+from remesh.elastic.master import Connection, Master, RefusedError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
-from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, RequestCheck
+from remesh.elastic.protocol import (
+    PROTOCOL_VERSION,
+    Instruction,
+    Message,
+    Problem,
+    RequestCheck,
+)
 from remesh.elastic.status import Query, Status, status_of
 
 log = logging.getLogger(__name__)
@@ -54,6 +61,12 @@ MAX_ACCEPTED = 16
 KEPT_FILES = 64
 """Open files that are not for connections."""
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+MAX_MESSAGE_BYTES = 8 << 20
+"""Larger messages are refused."""
+BURST_SECONDS = 5.0
+"""A sender that was silent may send the requests of so many seconds at once."""
+TOO_MANY_PAUSE = 0.5
+"""Seconds for which an agent that has sent too much is not read."""
 MAX_WRONG_TOKENS = 2.0
 """Wrong tokens a second from one address that are answered as such."""
 QUIET_SECONDS = 60.0
@@ -117,6 +130,8 @@ class RepeatFilter(logging.Filter):
 
 
 _encode = msgspec.json.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Message).decode
+_numbers = count()
 
 
 def _reply(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -132,6 +147,109 @@ def is_trusted(given: str, token: str) -> bool:
     # Bytes that are no text are kept in this way.
     sent = given.encode(errors="surrogateescape")
     return hmac.compare_digest(sent, f"Bearer {token}".encode())
+
+
+class RateLimit:
+    """So many requests a second of each sender, counted over `BURST_SECONDS`.
+
+    Nodes meet all at once, and then beat steadily.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = per_second * BURST_SECONDS
+        self._clock = clock
+        self._counts: Counter[str] = Counter()
+        self._since = -math.inf
+
+    def allows(self, sender: str) -> bool:
+        """True if a request that a sender makes now is answered."""
+        now = self._clock()
+        if now - self._since >= BURST_SECONDS:
+            self._since, self._counts = now, Counter()
+        self._counts[sender] += 1
+        return self._counts[sender] <= self._most
+
+
+class AgentSocket:
+    """The session of one agent: a WebSocket.
+
+    Each message is passed to the master at once. The master does not wait for an agent that does
+    not read: the newest instruction replaces one that has not been sent. When the agent closes the
+    session, the master closes it too, as soon as the journal has what the agent has said. An agent
+    that sends too much is read more slowly. Data that is no message ends the session.
+    """
+
+    def __init__(self, master: Master, limit: RateLimit) -> None:
+        self._master = master
+        self._limit = limit
+        self._socket = web.WebSocketResponse(
+            autoclose=False, compress=False, max_msg_size=MAX_MESSAGE_BYTES
+        )
+        self._connection = Connection(next(_numbers), self._give, self.end)
+        self._unsent = b""
+        self._is_ended = False
+        self._changed = asyncio.Event()
+
+    def _give(self, what: Instruction | Problem) -> None:
+        self._unsent = msgspec.msgpack.encode(what)
+        self._changed.set()
+
+    def end(self) -> None:
+        """End the session, after what is not sent yet."""
+        self._is_ended = True
+        self._changed.set()
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        """Let the agent speak until one side ends the session."""
+        await self._socket.prepare(request)
+        sending = asyncio.create_task(self._send())
+        try:
+            async for message in self._socket:
+                if self._is_ended:
+                    break
+                if message.type is not WSMsgType.BINARY:
+                    raise msgspec.DecodeError("it is no binary message")
+                await self._on_message(message.data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            log.warning("a session with %s is ended, it sent no message: %s", request.remote, error)
+            self._refuse(Problem(str(error)))
+        except RefusedError as error:
+            self._refuse(Problem(str(error), error.again))
+        finally:
+            self._master.end_session(self._connection, by_peer=not self._is_ended)
+            if not self._is_ended:
+                await self._master.written()
+            self.end()
+            await sending
+        return self._socket
+
+    async def _on_message(self, data: bytes) -> None:
+        message = _decode(data)
+        self._master.num_messages += 1
+        if not self._limit.allows(message.incarnation):
+            await asyncio.sleep(TOO_MANY_PAUSE)
+        self._master.on_message(self._connection, message)
+
+    def _refuse(self, problem: Problem) -> None:
+        self._give(problem)
+        self.end()
+
+    async def _send(self) -> None:
+        """Send the newest instruction whenever there is another one."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            unsent, self._unsent = self._unsent, b""
+            try:
+                if unsent:
+                    await self._socket.send_bytes(unsent)
+                elif self._is_ended:
+                    await self._socket.close()
+                    return
+            except ConnectionError:  # the other end has gone, as the reader learns
+                return
+            if self._is_ended:
+                self._changed.set()
 
 
 class Server:
@@ -150,9 +268,7 @@ class Server:
 
     def make_app(self) -> web.Application:
         """The web application."""
-        app = web.Application(
-            middlewares=[self._make_guard()], client_max_size=agent_socket.MAX_MESSAGE_BYTES
-        )
+        app = web.Application(middlewares=[self._make_guard()], client_max_size=MAX_MESSAGE_BYTES)
         prefix = f"/v{PROTOCOL_VERSION}"
         app.router.add_get(f"{prefix}/session", self._session, name="session")
         app.router.add_get(f"{prefix}/status", self._status)
@@ -309,7 +425,7 @@ async def serve(
 async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[int]:
     """Listen as long as the context lasts; gives the port."""
     requests_log, once = logging.getLogger("remesh.elastic.requests"), RepeatFilter()
-    quiet = (requests_log, log, agent_socket.log, logging.getLogger("asyncio"))
+    quiet = (requests_log, log, logging.getLogger("asyncio"))
     for logger in quiet:
         logger.addFilter(once)
     server = Server(master, options)

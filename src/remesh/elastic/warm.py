@@ -112,7 +112,7 @@ class Warm:
     def __init__(self, modules: Sequence[str], directory: str, command: Sequence[str]) -> None:
         self._modules = modules
         self._directory = directory
-        self._python, self._words = command[0], command[NUM_BEFORE_SCRIPT:]
+        self._python, self._argv = command[0], command[NUM_BEFORE_SCRIPT:]
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._is_ready = False
@@ -137,7 +137,7 @@ class Warm:
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }
             self._server = subprocess.Popen(  # noqa: S603 - our own file
-                [self._python, "-u", fork_server.__file__, *own, *self._words],
+                [self._python, "-u", fork_server.__file__, *own, *self._argv],
                 env=os.environ | marks,
                 pass_fds=[number],
                 start_new_session=True,
@@ -156,7 +156,7 @@ class Warm:
         if channel is None:
             return None
         message = {
-            "words": command[NUM_BEFORE_SCRIPT:],
+            "argv": command[NUM_BEFORE_SCRIPT:],
             "environment": dict(environment),
             "directory": str(Path.cwd()),
             "outputs": outputs,
