@@ -42,6 +42,27 @@ PATIENCE = 120.0
 K = TypeVar("K")
 
 
+def join_of(number: int, **changes: Any) -> Join:
+    """A node of one process joins."""
+    join = Join(
+        name=f"host-{number}",
+        node_id=number,
+        incarnation=f"{number}a",
+        address="127.0.0.1",
+        num_processes=1,
+        settings=SETTINGS,
+    )
+    return msgspec.structs.replace(join, **changes)
+
+
+def failure_of(node_id: int, **changes: Any) -> ProcessFailure:
+    """The process of such a node fails in the first round."""
+    failure = ProcessFailure(
+        node_id=node_id, round=1, rank=node_id, local_rank=0, exit_code=1, time=1.0
+    )
+    return msgspec.structs.replace(failure, **changes)
+
+
 class Clock:
     """Time that passes as the test says."""
 
@@ -66,16 +87,8 @@ class SilentAgent:
         return Sender(node_id=self.number, incarnation=self.incarnation, round=self.round)
 
     def say_join(self, **changes: Any) -> None:
-        join = Join(
-            name=f"host-{self.number}",
-            node_id=self.number,
-            incarnation=self.incarnation,
-            address="127.0.0.1",
-            num_processes=2,
-            after_round=self.round,
-            settings=SETTINGS,
-        )
-        self.session.say(msgspec.structs.replace(join, **changes))
+        own = {"incarnation": self.incarnation, "num_processes": 2, "after_round": self.round}
+        self.session.say(join_of(self.number, **{**own, **changes}))
 
     def next_content(self) -> Content:
         """The content of an instruction that came since this was called last."""
@@ -117,15 +130,8 @@ class SilentAgent:
         return self.session.wait(lambda newest: newest.decision, PATIENCE)
 
     def failure(self, rank: int, exit_code: int = -9, **changes: Any) -> ProcessFailure:
-        failure = ProcessFailure(
-            node_id=self.number,
-            round=self.round,
-            rank=rank,
-            local_rank=rank % 2,
-            exit_code=exit_code,
-            time=1.0,
-        )
-        return msgspec.structs.replace(failure, **changes)
+        own = {"round": self.round, "rank": rank, "local_rank": rank % 2, "exit_code": exit_code}
+        return failure_of(self.number, **{**own, **changes})
 
     def leave(self, outcome: Outcome) -> None:
         self.session.say(Leave(**self.sender(), outcome=outcome))

@@ -14,6 +14,7 @@ from remesh.elastic.failures import (
     restart_pause,
     root_cause,
 )
+from tests.elastic.agents import failure_of
 
 PATTERNS = Patterns()
 
@@ -21,16 +22,8 @@ PATTERNS = Patterns()
 def failure(
     rank: int, message: str = "", *, exit_code: int = 1, time: float = 0.0, log: str = ""
 ) -> ProcessFailure:
-    return ProcessFailure(
-        node_id=rank // 2,
-        round=1,
-        rank=rank,
-        local_rank=rank % 2,
-        exit_code=exit_code,
-        time=time,
-        message=message,
-        log_tail=log,
-    )
+    own = {"rank": rank, "local_rank": rank % 2, "exit_code": exit_code, "time": time}
+    return failure_of(rank // 2, message=message, log_tail=log, **own)
 
 
 @pytest.mark.parametrize(

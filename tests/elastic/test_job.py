@@ -9,7 +9,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import (
     CheckpointSaved,
     Event,
@@ -52,6 +51,7 @@ from remesh.elastic.rendezvous import (
     tick,
 )
 from remesh.elastic.status import Status, status_of
+from tests.elastic.agents import failure_of, join_of
 
 SETTINGS = Settings(min_nodes=2, max_nodes=5, node_unit=2, last_call=5.0, join_timeout=1e12)
 POLICY = Policy(heartbeat_timeout=10.0, save_grace=5.0, check_timeout=20.0)
@@ -60,12 +60,10 @@ COLLATERAL = "RuntimeError: Connection closed by peer"
 
 def joining(node: Node, *, after_round: int = 0, max_restarts: int = 3) -> Join:
     """The event that a node joins."""
-    return Join(
+    return join_of(
+        node.id,
         name=node.name,
-        node_id=node.id,
         incarnation=node.incarnation,
-        address=node.address,
-        num_processes=node.num_processes,
         after_round=after_round,
         settings=SETTINGS,
         max_restarts=max_restarts,
@@ -237,15 +235,8 @@ class Jobs(RuleBasedStateMachine):
         running = [number for number, agent in self.agents.items() if agent.runs]
         number = data.draw(st.sampled_from(running))
         agent = self.agents[number]
-        failure = ProcessFailure(
-            node_id=number,
-            round=agent.round,
-            rank=number,
-            local_rank=0,
-            exit_code=-9 if own else 1,
-            time=self.now,
-            message="" if own else COLLATERAL,
-        )
+        code, message = (-9, "") if own else (1, COLLATERAL)
+        failure = failure_of(number, round=agent.round, exit_code=code, message=message)
         self.failures.add((number, agent.round))
         self.send(
             ReportFailures(
@@ -384,15 +375,7 @@ def fail(
 ) -> JobState:
     """The process of a node fails."""
     current = state.rendezvous.round
-    failure = ProcessFailure(
-        node_id=number,
-        round=current,
-        rank=number,
-        local_rank=0,
-        exit_code=exit_code,
-        time=now,
-        message=message,
-    )
+    failure = failure_of(number, round=current, exit_code=exit_code, time=now, message=message)
     event = ReportFailures(node_id=number, incarnation="a", round=current, failures=(failure,))
     return apply(state, event, now)
 

@@ -18,20 +18,13 @@ from remesh.elastic.job import JobState, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import RETRY_SECONDS, Connection, Master
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import Instruction, Join, Waiting
+from remesh.elastic.protocol import Instruction, Waiting
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.status import status_of
 from remesh.errors import StorageError
+from tests.elastic.agents import Clock, join_of
 
 POLICY = Policy(heartbeat_timeout=600.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def after(number: int) -> JobState:
@@ -43,15 +36,7 @@ async def join(master: Master, number: int) -> None:
     shown: list[Instruction] = []
     master.on_message(
         Connection(number, shown.append, lambda: None),
-        Join(
-            name=f"host-{number}" + "x" * 5000,
-            node_id=number,
-            incarnation=str(number),
-            address="x",
-            num_processes=1,
-            after_round=0,
-            settings=Settings(min_nodes=9, max_nodes=9),
-        ),
+        join_of(number, name="x" * 5000, settings=Settings(min_nodes=9, max_nodes=9)),
     )
     await master.written()
     assert isinstance(shown[-1].content, Waiting)

@@ -26,7 +26,6 @@ from remesh.elastic.protocol import (
     Assignment,
     Beat,
     JobEnded,
-    Join,
     NodeTest,
     Rejected,
     ReportTest,
@@ -36,7 +35,7 @@ from remesh.elastic.protocol import (
 from remesh.elastic.rendezvous import Change, Outcome, Settings
 from remesh.elastic.server import RateLimit, ServerOptions
 from remesh.errors import MasterError, StorageError
-from tests.elastic.agents import SETTINGS, Clock, Served, SilentAgent, ask, serving
+from tests.elastic.agents import SETTINGS, Clock, Served, SilentAgent, ask, join_of, serving
 from tests.waiting import wait_until
 
 LONG = 600.0
@@ -199,16 +198,7 @@ class TestNodesOfAMasterThatStoodStill:
     def master_of_two(self, clock: Clock, journal: Journal) -> Master:
         master = Master(Policy(heartbeat_timeout=10.0), journal, clock)
         for number in (0, 1):
-            request = Join(
-                node_id=number,
-                incarnation=f"{number}a",
-                name="",
-                address="x",
-                num_processes=1,
-                settings=Settings(min_nodes=2, max_nodes=2),
-                max_restarts=0,
-            )
-            master.apply(request)
+            master.apply(join_of(number, settings=Settings(min_nodes=2, max_nodes=2)))
             on_message(master.live, f"{number}a", clock())
         assert active_in(master) == {0, 1}
         return master
@@ -266,9 +256,7 @@ class TestNodesOfAMasterThatStoodStill:
         with closing(Journal(":memory:")) as journal:
             master = self.master_of_two(Clock(), journal)
             other = Settings(min_nodes=3, max_nodes=3)
-            message = Join(
-                name="", node_id=None, incarnation="x", address="x", num_processes=1, settings=other
-            )
+            message = join_of(7, node_id=None, incarnation="x", settings=other)
             with pytest.raises(RefusedError, match="other options"):
                 master.on_message(Connection(0, lambda _: None, lambda: None), message)
             assert "x" not in master.live.agents

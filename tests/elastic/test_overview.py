@@ -6,7 +6,6 @@ import itertools
 
 import msgspec
 
-from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import (
     MAX_CHECKPOINTS,
     CheckpointSaved,
@@ -25,9 +24,10 @@ from remesh.elastic.progress import (
     Trend,
     extend,
 )
-from remesh.elastic.protocol import Join, ReportFailures
+from remesh.elastic.protocol import ReportFailures
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.status import MAX_ROWS, PAGE_ROWS, Query, Status, status_of
+from tests.elastic.agents import failure_of, join_of
 
 MAX_BYTES = 300_000
 
@@ -39,15 +39,8 @@ def job_of(num_nodes: int, num_processes: int = 8) -> JobState:
     )
     job = JobState(policy=Policy())
     for number in range(num_nodes):
-        join = Join(
-            name=f"host-{number}",
-            node_id=number,
-            incarnation=f"{number}a",
-            address=f"10.0.{number // 256}.{number % 256}",
-            num_processes=num_processes,
-            after_round=0,
-            settings=settings,
-        )
+        address = f"10.0.{number // 256}.{number % 256}"
+        join = join_of(number, address=address, num_processes=num_processes, settings=settings)
         job = apply(job, join, 1000.0)
     assert len(job.rendezvous.active) == num_nodes
     return job
@@ -69,13 +62,10 @@ def test_a_job_of_a_thousand_nodes_has_a_small_overview() -> None:
     live.stacks = dict.fromkeys(range(8000), "frame\n" * 10000)
     for node in range(30):
         failures = tuple(
-            ProcessFailure(
-                node_id=node,
-                round=1,
+            failure_of(
+                node,
                 rank=8 * node + local,
                 local_rank=local,
-                exit_code=1,
-                time=1500.0,
                 message="RuntimeError: " + "x" * 5000,
                 log_tail="y" * 5000,
             )

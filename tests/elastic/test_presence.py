@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import JobState, NodeLost, Policy, apply
 from remesh.elastic.liveness import (
     BEAT_SECONDS,
@@ -23,8 +22,9 @@ from remesh.elastic.liveness import (
     on_failures,
     on_message,
 )
-from remesh.elastic.protocol import Beat, Join, ReportFailures
+from remesh.elastic.protocol import Beat, ReportFailures
 from remesh.elastic.rendezvous import Settings
+from tests.elastic.agents import failure_of, join_of
 from tests.elastic.cluster import Cluster
 
 LATE = BEAT_SECONDS + CONFIRM_SECONDS
@@ -66,16 +66,7 @@ def _world_of_two() -> tuple[JobState, Liveness]:
     job = JobState(policy=Policy(heartbeat_timeout=100.0))
     settings = Settings(min_nodes=1, max_nodes=2)
     for node in (0, 1):
-        name = str(node)
-        join = Join(
-            name=name,
-            node_id=node,
-            incarnation=name,
-            address=name,
-            num_processes=1,
-            settings=settings,
-        )
-        job = apply(job, join, 0.0)
+        job = apply(job, join_of(node, incarnation=str(node), settings=settings), 0.0)
     live = Liveness.after_start(job, 0.0)
     for node in (0, 1):
         on_message(live, str(node), 0.0, session=node)
@@ -83,16 +74,7 @@ def _world_of_two() -> tuple[JobState, Liveness]:
 
 
 def _fails(text: str, round_of_node: int, exit_code: int = 1) -> ReportFailures:
-    failure = ProcessFailure(
-        node_id=0,
-        round=round_of_node,
-        rank=0,
-        local_rank=0,
-        exit_code=exit_code,
-        time=1.0,
-        message=text,
-        log_tail="",
-    )
+    failure = failure_of(0, round=round_of_node, exit_code=exit_code, message=text)
     return ReportFailures(node_id=0, incarnation="0", round=round_of_node, failures=(failure,))
 
 

@@ -11,15 +11,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from remesh.elastic import launch
 from remesh.elastic.client import Client
-from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Join, Message
-from remesh.elastic.rendezvous import Settings
+from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Message
 from remesh.errors import MasterError
-from tests.elastic.agents import serving
+from tests.elastic.agents import join_of, serving
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command
 from tests.waiting import wait_until
@@ -124,17 +122,9 @@ def test_the_master_of_a_job_of_one_machine_is_for_its_user_alone(tmp_path: Path
 
 @pytest.mark.parametrize("number", [-1, -(1 << 40)])
 def test_node_ids_begin_at_0(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    join = Join(
-        name="n",
-        node_id=0,
-        incarnation="i",
-        address="127.0.0.1",
-        num_processes=1,
-        settings=Settings(min_nodes=1, max_nodes=1),
-    )
     refused: tuple[Message, ...] = (
-        msgspec.structs.replace(join, node_id=number),
-        msgspec.structs.replace(join, num_processes=number),
+        join_of(0, node_id=number),
+        join_of(0, num_processes=number),
         Beat(node_id=number, incarnation="i", round=1),
     )
     with serving() as served:

@@ -27,7 +27,6 @@ from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Beat,
     Instruction,
-    Join,
     Leave,
     Message,
     Problem,
@@ -38,20 +37,13 @@ from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.session import Session
 from remesh.errors import MasterError, StorageError
-from tests.elastic.agents import serving
+from tests.elastic.agents import join_of, serving
 from tests.elastic.test_client import always_well, wire
 from tests.elastic.test_secure import OPENSSL, SUBJECT
 from tests.waiting import wait_until
 
 SETTINGS = Settings(min_nodes=2, max_nodes=2)
-JOIN = Join(
-    name="n",
-    node_id=0,
-    incarnation="a",
-    address="127.0.0.1",
-    num_processes=8,
-    settings=SETTINGS,
-)
+JOIN = join_of(0, name="n", incarnation="a", num_processes=8, settings=SETTINGS)
 BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankProgress(step=1, time=-0.1)})
 LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
 ENCODED = [msgspec.msgpack.encode(message) for message in (JOIN, BEAT)]
@@ -406,14 +398,7 @@ def test_an_agent_that_does_not_read_is_not_waited_for() -> None:
 
 def waiting_node(url: str) -> NodeClient:
     """A node that has an id and sends heartbeats, as often as its master wants."""
-    first = Join(
-        name="a",
-        node_id=None,
-        incarnation="a",
-        address="x",
-        num_processes=1,
-        settings=Settings(min_nodes=1, max_nodes=2),
-    )
+    first = join_of(0, node_id=None, settings=Settings(min_nodes=1, max_nodes=2))
     result = TestResult(passed=True, broken=False, seconds=0.0)
     # Longer than a node may be silent.
     node = NodeClient(Client(url), first, lambda _test: result, beat_seconds=3600.0)
