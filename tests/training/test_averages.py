@@ -1,7 +1,4 @@
-"""Averaged weights as libraries keep and swap them: memory is taken only if it is the boundary's.
-
-torch_ema and diffusers are no part of the development environment: without them tests are skipped.
-"""
+"""Averages as libraries keep and swap them: memory is taken only if it is the boundary's."""
 
 from __future__ import annotations
 
@@ -72,36 +69,6 @@ class Torch(Averages):
             parameter.data = kept
 
 
-class TorchEma(Averages):
-    def __init__(self, model: Model) -> None:
-        torch_ema = pytest.importorskip("torch_ema")
-        self.part = torch_ema.ExponentialMovingAverage(model.parameters(), decay=0.9)
-
-    def update(self) -> None:
-        self.part.update()
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        with self.part.average_parameters():
-            yield
-
-
-class Diffusers(Averages):
-    def __init__(self, model: Model) -> None:
-        utils = pytest.importorskip("diffusers.training_utils")
-        self.model, self.part = model, utils.EMAModel(model.parameters(), decay=0.9)
-
-    def update(self) -> None:
-        self.part.step(self.model.parameters())
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        self.part.store(self.model.parameters())
-        self.part.copy_to(self.model.parameters())
-        yield
-        self.part.restore(self.model.parameters())
-
-
 class Lightning(Averages):
     def __init__(self, model: Model) -> None:
         self.model, self.trainer = model, pl.Trainer(accelerator="cpu", logger=False)
@@ -120,7 +87,7 @@ class Lightning(Averages):
         self.callback.on_validation_epoch_end(self.trainer, self.model)
 
 
-LIBRARIES = (Torch, TorchEma, Diffusers, Lightning)
+LIBRARIES = (Torch, Lightning)
 
 
 class Training:
@@ -203,11 +170,10 @@ def test_an_evaluation_with_averages_is_not_taken_for_the_trained_weights(
     torch.testing.assert_close(entered.values(), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Torch, Lightning])
+@pytest.mark.parametrize("kind", LIBRARIES)
 def test_averages_that_move_after_the_boundary_are_not_taken(
     tmp_path: Path, kind: Callable[[Model], Averages], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of modules; others lie in objects with a state dict, which are copied."""
     job = TrainingJob(is_reentrant=True)
     training = Training(kind, job, tmp_path)
     training.compute()

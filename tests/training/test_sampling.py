@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -101,14 +100,6 @@ def test_an_order_is_continued_anywhere() -> None:
         whole = list(order.samples(2, 0))
         assert list(order.samples(2, 39_000)) == whole[39_000:]
         assert sorted(whole) == list(range(40_000))
-
-
-def test_the_order_of_torch_is_that_of_its_distributed_sampler() -> None:
-    theirs: DistributedSampler[int] = DistributedSampler(
-        Numbers(50), num_replicas=1, rank=0, seed=11
-    )
-    theirs.set_epoch(4)
-    assert list(SampleOrder("torch_randperm", 50, seed=11).samples(4, 0)) == list(theirs)
 
 
 def test_orders_have_limits() -> None:
@@ -374,10 +365,3 @@ def test_skipping_in_a_loader() -> None:
     assert [batch.tolist() for batch in loader] == [[9, 11, 13, 15], [17, 19]]
     with pytest.raises(ValueError, match="skip_batches at least 0, got 4 and -1"):
         SkipBatchSampler(range(3), 4, -1)
-
-
-def test_torch_keeps_its_order() -> None:
-    """`torch_randperm` is stored by name; this is what the name stands for."""
-    generator = torch.Generator().manual_seed(9)
-    expected = torch.randperm(12, generator=generator).tolist()
-    assert list(SampleOrder("torch_randperm", 12, seed=4).samples(5, 0)) == expected

@@ -120,6 +120,18 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def assert_resumed(
+    found: list[tuple[Resumed | None, World, dict[str, Any]]], **facts: object
+) -> list[Resumed]:
+    """All ranks have the values of the boundary again; `facts` are of what they resumed from."""
+    resumed = [one for one, _, _ in found if one is not None]
+    assert len(resumed) == len(found)
+    for one, (_, world, expected) in zip(resumed, found, strict=True):
+        assert {name: getattr(one, name) for name in facts} == facts
+        assert_same(world.values(), expected)
+    return resumed
+
+
 def change(
     tmp_path: Path,
     *,
@@ -173,11 +185,9 @@ def in_forward(world: World, _rank: int) -> None:
     "after", [[0, 1], [1, 2], [None, 2, None], [0, 1, 2, None]], ids=["2", "1", "fresh", "more"]
 )
 def test_ranks_that_go_on_lose_no_step(tmp_path: Path, after: list[int | None]) -> None:
-    for resumed, world, expected in change(tmp_path, before=3, after=after, leave=in_forward):
-        assert resumed is not None
-        assert (resumed.step, resumed.live, resumed.from_memory) == (3, True, False)
-        assert_same(world.values(), expected)
-        assert world.manager.run == resumed.info.run
+    found = change(tmp_path, before=3, after=after, leave=in_forward)
+    resumed = assert_resumed(found, step=3, live=True, from_memory=False)
+    assert [world.manager.run for _, world, _ in found] == [one.info.run for one in resumed]
     assert not list(tmp_path.iterdir())
 
 
@@ -189,10 +199,8 @@ def test_a_rank_that_was_changing_its_tensors_takes_those_of_another(tmp_path: P
             world.forward().backward()  # type: ignore[no-untyped-call] # of torch
             world.optimizer.step()
 
-    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
-        assert resumed is not None
-        assert resumed.live
-        assert_same(world.values(), expected)
+    found = change(tmp_path, before=2, after=[0, 1], leave=leave)
+    assert_resumed(found, live=True)
 
 
 def test_a_rank_that_is_a_step_ahead_gives_its_step_to_all(tmp_path: Path) -> None:
@@ -221,10 +229,8 @@ def test_nothing_is_taken_when_all_were_changing_their_tensors(tmp_path: Path) -
         world.forward().backward()  # type: ignore[no-untyped-call] # of torch
         world.optimizer.step()
 
-    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
-        assert resumed is not None
-        assert not resumed.live
-        assert_same(world.values(), expected)
+    found = change(tmp_path, before=2, after=[0, 1], leave=leave)
+    assert_resumed(found, live=False)
 
 
 def swap_in_averages(world: World) -> None:
@@ -232,68 +238,47 @@ def swap_in_averages(world: World) -> None:
         own.data.copy_(average.data + 1)
 
 
-def write_by_numpy(world: World) -> None:
-    world.teacher.weight.numpy()[:] += 1
-
-
-def put_a_new_tensor_into_data(world: World) -> None:
-    world.teacher.weight.data = world.teacher.weight.data * 0.5
-
-
-def move_the_teacher(world: World) -> None:
-    world.teacher.weight.data.mul_(0.5).add_(torch.ones(300, 1000), alpha=0.5)
-
-
-def move_the_teacher_by_foreach(world: World) -> None:
-    torch._foreach_lerp_([world.teacher.weight], [torch.ones(300, 1000)], 0.5)
-
-
-def write_the_book(world: World) -> None:
-    world.book.data.add_(1)
-
-
-def write_moments(world: World) -> None:
+def set_moments(world: World, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for moments in world.optimizer.state.values():
-        moments["exp_avg"].data.mul_(2)
+        changed = change(moments["exp_avg"])
+        if changed.data_ptr() != moments["exp_avg"].data_ptr():
+            moments["exp_avg"] = changed
 
 
-def replace_moments(world: World) -> None:
-    for moments in world.optimizer.state.values():
-        moments["exp_avg"] = moments["exp_avg"] * 2
-
-
-def replace_a_parameter(world: World) -> None:
-    world.teacher.weight = torch.nn.Parameter(torch.ones(300, 1000), requires_grad=False)
-
-
-def replace_a_module(world: World) -> None:
-    world.model[0] = torch.nn.Linear(4, 4)
-
-
-def change_the_shape_of_a_buffer(world: World) -> None:
-    world.model[1].running_mean.data = torch.zeros(5)
-
-
-def write_a_parameter(world: World) -> None:
-    with torch.no_grad():
-        next(world.model.parameters()).add_(1)
+def of_teacher() -> torch.Tensor:
+    return torch.ones(300, 1000)
 
 
 @pytest.mark.parametrize(
     ("write", "name"),
     [
-        (swap_in_averages, "state.model.0.weight"),
-        (write_by_numpy, "state.teacher.weight"),
-        (put_a_new_tensor_into_data, "state.teacher.weight"),
-        (move_the_teacher, "state.teacher.weight"),
-        (move_the_teacher_by_foreach, "state.teacher.weight"),
-        (write_the_book, "state.teacher.book"),
-        (write_moments, "state.optimizer.state.0.exp_avg"),
-        (replace_moments, "state.optimizer.state.0.exp_avg"),
-        (replace_a_parameter, "state.teacher.weight"),
-        (replace_a_module, "state.model.0.weight"),
-        (change_the_shape_of_a_buffer, "a tensor of shape (4,)"),
-        (write_a_parameter, "state.model.0.weight"),
+        (swap_in_averages, "model.0.weight"),
+        (lambda world: world.teacher.weight.numpy().fill(1), "teacher.weight"),
+        (lambda world: setattr(world.teacher.weight, "data", of_teacher()), "teacher.weight"),
+        (lambda world: world.teacher.weight.data.mul_(0.5).add_(of_teacher()), "teacher.weight"),
+        (
+            lambda world: torch._foreach_lerp_([world.teacher.weight], [of_teacher()], 0.5),
+            "teacher.weight",
+        ),
+        (lambda world: world.book.data.add_(1), "teacher.book"),
+        (
+            lambda world: set_moments(world, lambda moment: moment.data.mul_(2)),
+            "optimizer.state.0.exp_avg",
+        ),
+        (
+            lambda world: set_moments(world, lambda moment: moment * 2),
+            "optimizer.state.0.exp_avg",
+        ),
+        (
+            lambda world: setattr(world.teacher, "weight", torch.nn.Parameter(of_teacher())),
+            "teacher.weight",
+        ),
+        (lambda world: world.model.__setitem__(0, torch.nn.Linear(4, 4)), "model.0.weight"),
+        (
+            lambda world: setattr(world.model[1].running_mean, "data", torch.zeros(5)),
+            "a tensor of shape (4,)",
+        ),
+        (lambda world: world.model[0].weight.detach().add_(1), "model.0.weight"),
     ],
 )
 def test_tensors_that_were_written_past_the_optimizer_are_not_taken(
@@ -304,7 +289,8 @@ def test_tensors_that_were_written_past_the_optimizer_are_not_taken(
 ) -> None:
     found = change(tmp_path, before=2, after=[0, 1], leave=lambda world, _rank: write(world))
     assert [resumed for resumed, _, _ in found] == [None, None]
-    assert f"step 3 is not taken from memory: {name}" in caplog.text
+    what = name if name.startswith("a tensor") else f"state.{name}"
+    assert f"step 3 is not taken from memory: {what}" in caplog.text
 
 
 def test_a_step_that_memory_does_not_give_comes_from_storage(tmp_path: Path) -> None:
@@ -312,10 +298,7 @@ def test_a_step_that_memory_does_not_give_comes_from_storage(tmp_path: Path) -> 
         world.manager.save(3, world.state)
         swap_in_averages(world)
 
-    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
-        assert resumed is not None
-        assert (resumed.step, resumed.live) == (3, False)
-        assert_same(world.values(), expected)
+    assert_resumed(change(tmp_path, before=2, after=[0, 1], leave=leave), step=3, live=False)
 
 
 def test_averages_that_were_swapped_out_again_have_changed_nothing(tmp_path: Path) -> None:
@@ -325,10 +308,8 @@ def test_averages_that_were_swapped_out_again_have_changed_nothing(tmp_path: Pat
         for parameter, kept in zip(world.model.parameters(), own, strict=True):
             parameter.data.copy_(kept)
 
-    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
-        assert resumed is not None
-        assert resumed.live
-        assert_same(world.values(), expected)
+    found = change(tmp_path, before=2, after=[0, 1], leave=leave)
+    assert_resumed(found, live=True)
 
 
 def test_copies_that_differ_where_no_sample_is_are_not_taken(tmp_path: Path) -> None:
@@ -380,11 +361,8 @@ def test_managers_come_and_go_while_optimizers_of_other_threads_step(tmp_path: P
 
 def test_what_is_cut_is_taken_if_copies_of_all_parts_go_on(tmp_path: Path) -> None:
     found = change(tmp_path, before=4, after=[1, 2], leave=in_forward, num_copies=2)
-    for resumed, world, expected in found:
-        assert resumed is not None
-        assert resumed.live
-        assert_same(world.values(), expected)
-        assert_same(world.rows, torch.full((12, 2), 3.0))
+    assert_resumed(found, live=True)
+    assert_same([world.rows for _, world, _ in found], [torch.full((12, 2), 3.0)] * 2)
 
 
 def test_a_part_that_is_gone_is_looked_for_in_storage(tmp_path: Path) -> None:
@@ -392,13 +370,9 @@ def test_a_part_that_is_gone_is_looked_for_in_storage(tmp_path: Path) -> None:
         world.manager.save(3, world.state)
         in_forward(world, rank)
 
-    for resumed, world, expected in change(
-        tmp_path, before=4, after=[0, 1], leave=leave, num_copies=2
-    ):
-        assert resumed is not None
-        assert not resumed.live
+    found = change(tmp_path, before=4, after=[0, 1], leave=leave, num_copies=2)
+    for resumed in assert_resumed(found, live=False):
         assert "does not give step 3" in resumed.passed_over[0][1]
-        assert_same(world.values(), expected)
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
@@ -412,10 +386,8 @@ def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
             world.manager.save(3, world.state)
         in_forward(world, rank)
 
-    for resumed, world, expected in change(tmp_path, before=2, after=[None, 1], leave=leave):
-        assert resumed is not None
-        assert (resumed.live, resumed.same_random) == (True, is_saved)
-        assert_same(world.values(), expected)
+    found = change(tmp_path, before=2, after=[None, 1], leave=leave)
+    assert_resumed(found, live=True, same_random=is_saved)
     seeded = "seeded anew on all ranks: numpy, python, torch (not stored)" in caplog.text
     assert seeded == (not is_saved)
 
@@ -429,10 +401,8 @@ def test_random_numbers_that_no_source_gives_are_seeded_anew(
             file.unlink(missing_ok=True)
         in_forward(world, rank)
 
-    for resumed, world, expected in change(tmp_path, before=2, after=[None, 1], leave=leave):
-        assert resumed is not None
-        assert (resumed.live, resumed.same_random) == (True, False)
-        assert_same(world.values(), expected)
+    found = change(tmp_path, before=2, after=[None, 1], leave=leave)
+    assert_resumed(found, live=True, same_random=False)
     assert "random numbers: " in caplog.text
 
 
@@ -481,9 +451,8 @@ def test_random_numbers_of_a_role_come_from_any_rank_that_has_it(
     """Also if the lowest of these ranks is gone."""
     one_role = Randomness(role={"dp": (0, 1)})
     monkeypatch.setattr(remesh, "Manager", partial(remesh.Manager, randomness=one_role))
-    for resumed, _, _ in change(tmp_path, before=3, after=[1, 2, None], leave=in_forward):
-        assert resumed is not None
-        assert (resumed.live, resumed.same_random) == (True, True)
+    found = change(tmp_path, before=3, after=[1, 2, None], leave=in_forward)
+    assert_resumed(found, live=True, same_random=True)
 
 
 def test_what_cannot_be_watched_is_not_relied_on(
