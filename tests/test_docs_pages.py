@@ -19,6 +19,7 @@ PAGES = [
     "how-to/from-lightning-accelerate.md",
     "how-to/from-torch-save.md",
     "how-to/load-a-part.md",
+    "how-to/lora.md",
     "how-to/recipes.md",
     "manager.md",
     "tutorial.md",
@@ -38,6 +39,7 @@ def programs_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 def test_the_programs_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -319,49 +319,6 @@ def test_states_without_weights_are_refused(tmp_path: Path) -> None:
         export_weights(small_model(), tmp_path, format="onnx")  # type: ignore[arg-type]
 
 
-class Adapted(nn.Module):
-    """A linear layer with an adapter, under the names of peft."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(4, 4)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
-
-
-def test_models_with_adapters_are_refused(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"q_proj": Adapted()})
-    told = r"^q_proj\.base_layer\.weight: a weight of a peft model.*\nExport model.merge_and_unload"
-    with pytest.raises(StateError, match=told):
-        export_weights(model, tmp_path)
-    assert not list(tmp_path.iterdir())
-    remesh.save({"model": model}, tmp_path / "c")
-    with pytest.raises(StateError, match=told):
-        export_weights(tmp_path / "c", tmp_path / "weights", format="pth")
-    # With names of the caller's choice it is known what they are for.
-    export_weights(model, tmp_path, names=lambda name: name)
-    assert "q_proj.lora_A.default.weight" in load_file(tmp_path / "model.safetensors")
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_model_of_peft_is_refused_until_it_is_merged(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM(small_llama(is_tied=False))
-    adapter = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, adapter)
-    tokens = torch.arange(10)[None]
-    with torch.no_grad():
-        expected = adapted(tokens).logits
-    with pytest.raises(StateError, match="a weight of a peft model"):
-        export_weights(adapted, tmp_path)
-    export_weights(adapted.merge_and_unload(), tmp_path, dtype=None, config=model.config)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    with torch.no_grad():
-        assert torch.allclose(loaded(tokens).logits, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", [dtype.name for dtype in DTYPES if dtype.is_opaque])
 @pytest.mark.parametrize("kind", ["safetensors", "pth"])
 def test_types_that_are_names_for_bytes_are_not_called_integers(

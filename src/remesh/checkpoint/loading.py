@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
+from remesh.adapters.peft import adapter_target
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order, check_target
 from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
@@ -97,7 +98,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         state: The target, built like the state that was saved. Only its names are read. A tuple or
             a plain value stands in a dict or list, where it can be replaced.
         path: Directory of a committed checkpoint, of remesh or of another system that it reads;
-            or a `remesh.formats.Source`.
+            or a `remesh.formats.Source`. Of a model of peft, files of peft fill the adapters.
         missing: What to do about names that the state has and the checkpoint lacks.
         unexpected: What to do about names that the checkpoint has and no rank's state.
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
@@ -158,7 +159,10 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     def load_once() -> RestoreReport:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
             stored = open_shared(exchange, place)
-            stored = with_parameter_names(exchange, state, stored, is_transformed=rules is not None)
+            target = adapter_target(state, stored)
+            stored = with_parameter_names(
+                exchange, target, stored, is_transformed=rules is not None
+            )
             emit("load.opened")
 
             def read(reads: RankReads, on_read: OnRead) -> bool:
@@ -169,7 +173,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
                         exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
                     )
 
-            plan, _ = plan_into(state, stored, exchange, options, read=read)
+            plan, _ = plan_into(target, stored, exchange, options, read=read)
             return fill_planned(plan, exchange, read, emit)
 
     report = begin_anew(load_once)

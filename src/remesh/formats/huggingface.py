@@ -5,7 +5,8 @@
     model.safetensors                   weights: one file,
     model.safetensors.index.json        or several, and which of them holds which name
     pytorch_model.bin[.index.json]      the same by torch.save
-    adapter_model.safetensors           an adapter of PEFT
+    adapter_model.safetensors           an adapter of PEFT, and others
+    NAME/adapter_model.safetensors      of one model, whose names begin with the name of the folder
     model_index.json                    diffusers: each folder below is a part of the pipeline,
     unet/diffusion_pytorch_model...     whose names begin with the name of the folder
     optimizer.pt, scheduler.pt          the Trainer and Accelerate (`.bin`): a whole training state
@@ -59,6 +60,7 @@ from remesh.storage import Storage
 
 NAME = "huggingface"
 PARTS_NAME = "model_index.json"
+CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
 MARKER = "model.safetensors, pytorch_model.bin or adapter_model.* (Hugging Face)"
 
 _WEIGHTS = re.compile(
@@ -74,6 +76,10 @@ _STEMS = (
     "diffusion_pytorch_model",
     "adapter_model",
 )
+_ADAPTER = _STEMS.index("adapter_model")
+_TRAINER_STEP = re.compile(r"checkpoint-[0-9]+")
+_OF_PEFT = {"base_model", "base_layer", "modules_to_save"}
+_OF_TORCH = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _SHARDED = re.compile(r"((?:pytorch_model_fsdp|optimizer)_[0-9]{1,9}/)\.metadata")
 _STATE = re.compile(r"(?P<key>(?:optimizer|scheduler|scaler)(?:_[0-9]{1,9})?)\.(?:pt|bin)")
 
@@ -129,7 +135,14 @@ def _parts_in(paths: Iterable[str]) -> dict[str, list[str]]:
         folder, _, name = path.rpartition("/")
         folders.setdefault(folder, []).append(name)
     if PARTS_NAME not in folders.get("", ()):
-        folders = {"": folders.get("", [])}
+        top = folders.get("", [])
+        is_adapter = all(one.stem == _ADAPTER for one in _weights_in(top))
+        # The Trainer keeps its steps below a folder of the same kind.
+        folders = {
+            folder: names
+            for folder, names in folders.items()
+            if is_adapter and ADAPTER_CONFIG_NAME in names and not _TRAINER_STEP.fullmatch(folder)
+        } | {"": top}
     return {
         folder: names
         for folder, names in sorted(folders.items())
@@ -204,7 +217,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 _STEM, SUFFIX = "model", ".safetensors"
 FILE_NAME = f"{_STEM}{SUFFIX}"
 INDEX_NAME = f"{FILE_NAME}.index.json"
-CONFIG_NAME = "config.json"
 
 
 def index_name(stem: str) -> str:
@@ -246,6 +258,28 @@ def check_is_weights(document: ValuesDocument) -> None:
         )
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names that wrappers have made: `from_pretrained` ignores them, and tells nobody."""
+    for name in names:
+        keys = name.split(".")
+        if any(key in _OF_PEFT or key.startswith("lora_") for key in keys):
+            raise StateError(
+                f"{name}: a weight of a peft model, whose names from_pretrained ignores\n"
+                "Export the live model, its adapters alone or, by merge=True, all weights merged: "
+                "remesh.training.export_weights(model, path, merge=True). If these names are "
+                "wanted, say so there: names=lambda name: name"
+            )
+        wrapped = next((f"{key}." for key in keys if key in _OF_TORCH), "")
+        if not wrapped and all(other.startswith("module.") for other in names):
+            wrapped = "module."
+        if wrapped:
+            raise StateError(
+                f"{name}: {wrapped} is of a wrapper, and from_pretrained ignores such names\n"
+                "Take it off: remesh.training.export_weights(..., "
+                f'names=lambda name: name.replace("{wrapped}", ""))'
+            )
+
+
 def limit_of(options: Mapping[str, object]) -> int:
     """Bytes of tensors that a file has at most."""
     limit = options.get("max_shard_bytes", MAX_SHARD_BYTES)
@@ -255,11 +289,12 @@ def limit_of(options: Mapping[str, object]) -> int:
 
 
 def config_file(saved: Saved) -> list[SmallFile]:
-    """The configuration, if there is one."""
+    """The configuration, if there is one; of an adapter under the name that peft gives it."""
     if not saved.metadata:
         return []
     text = json.dumps(dict(saved.metadata), indent=2, sort_keys=True) + "\n"
-    return [(CONFIG_NAME, text.encode())]
+    is_adapter = saved.options.get("name") == _STEMS[_ADAPTER]
+    return [(ADAPTER_CONFIG_NAME if is_adapter else CONFIG_NAME, text.encode())]
 
 
 def _index_file(saved: Saved, name: str, places: Mapping[str, str]) -> SmallFile:
@@ -293,6 +328,7 @@ class HuggingFaceWriter(WholeWriter):
     object_names = "by_save"
 
     def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+        check_names(cuts.tensors.names)
         return plan_files(cuts.tensors, document, limit_of(options))
 
     def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +25,16 @@ from torch import nn
 
 from remesh._repr import short_repr
 from remesh.adapters.memory import torch_dtype
+from remesh.adapters.peft import (
+    adapter_config,
+    adapter_tensors,
+    check_not_flat,
+    merged_copy,
+    peft_model,
+)
 from remesh.checkpoint.agree import PlanCache, SaveOptions
 from remesh.checkpoint.arguments import is_place
+from remesh.checkpoint.converting import describe_stored
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import describe_local, exchange_of, memory_of, with_all_names
 from remesh.checkpoint.saving import save_agreed
@@ -41,12 +51,13 @@ from remesh.formats.decoding import decoded
 from remesh.formats.huggingface import (
     PthExport,
     SafetensorsExport,
+    check_names,
     index_name,
     indexed_files,
 )
-from remesh.formats.table import place_of
+from remesh.formats.table import Contents, place_of
 from remesh.formats.whole_tensors import FileTensor, file_names, split_into_files
-from remesh.pipeline.source import StoredMemory, TensorSource, converted
+from remesh.pipeline.source import TensorSource, converted
 from remesh.storage import Storage, open_storage
 
 WeightFormat = Literal["safetensors", "pth"]
@@ -74,7 +85,7 @@ class ExportReport:
     __repr__ = short_repr
 
 
-def export_weights(
+def export_weights(  # noqa: PLR0913 - the options of an export, each of which stands for itself
     source: Any,
     path: Any,
     *,
@@ -83,13 +94,16 @@ def export_weights(
     name: str = "model",
     entry: str | None = "model",
     names: Callable[[str], str | None] | None = None,
+    merge: bool = False,
     max_file_bytes: int = 5_000_000_000,
     config: Any = None,
     group: Any = None,
 ) -> ExportReport:
     """Write the weights of a live state or of a checkpoint for inference. Collective.
 
-    Files of an earlier export of the same name are replaced.
+    Files of an earlier export of the same name are replaced. Of a model of peft, the adapters are
+    written as peft's `save_pretrained` writes them: `adapter_model.safetensors` with
+    `adapter_config.json`, in a folder of its name if an adapter is not called `default`.
 
     Example:
         >>> import tempfile
@@ -113,6 +127,8 @@ def export_weights(
             if the whole state, or the state that was saved, is weights. A module has no entries.
         names: What a weight is called in the files, given its name in the state; None leaves it
             out. By default it keeps its name.
+        merge: Write all weights of a model of peft with its active adapters merged, under the names
+            of the base model. The model is not changed; merged weights take memory of their own.
         max_file_bytes: Bytes of tensors that a safetensors file has at most; a larger tensor has a
             file of its own.
         config: The model's configuration, to be written as `config.json`: a mapping, or an object
@@ -121,9 +137,9 @@ def export_weights(
 
     Raises:
         ValueError: If there is no such format.
-        StateError: If there are no such weights, two get one name, peft has wrapped layers of the
-            model (and `names` is None), or a value is too large for the dtype. In a file system,
-            earlier files are still there then.
+        StateError: If there are no such weights, two get one name, a name is that of a wrapper
+            which no other program knows (and `names` is None), adapters cannot be merged, or a
+            value is too large for the dtype. In a file system, earlier files are still there then.
         UnsupportedValueError: If the format has no name for an element type.
         StorageError: If the storage fails.
         ExchangeError: If a rank died.
@@ -133,11 +149,27 @@ def export_weights(
         raise ValueError(f"format must be 'safetensors' or 'pth', got {format!r}")
     exchange = exchange_of(group)
     state, place = _live_or_stored(source, entry)
+    live = state if entry is None or place is not None else state.get(entry)
+    model = peft_model(live)
+    if model is not None:
+        check_not_flat(live)
+    if merge:
+        if model is None:
+            raise StateError(
+                "merge=True needs a live model of peft, which knows how its adapters are merged\n"
+                "Load the checkpoint into the model, and export that"
+            )
+        merged = merged_copy(model)
+        if config is not None and config is getattr(model, "config", None):
+            config = merged.config
+        state = merged if entry is None else {entry: merged}
+    elif model is not None and names is None:
+        return _export_adapters(model, path, dtype, format, group)
     if place is None:
         local = describe_local(state)
         weights = _merge(run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local))))
     else:
-        local = _describe_stored(exchange, place, entry)
+        local = _describe_stored(exchange, place)
         weights = _describe(local)
     entries = source if isinstance(source, Mapping) else {weight.path[0] for weight in weights}
     tensors = _choose(weights, entry, names, dtype, sorted(map(str, entries)))
@@ -175,6 +207,39 @@ def export_weights(
         size = report.num_bytes / 1e6
         _log.info("exported %.1f MB in %.2f s: %s", size, report.seconds, storage.url)
     return report
+
+
+def _export_adapters(
+    model: Any, path: Any, dtype: str | None, kind: WeightFormat, group: Any
+) -> ExportReport:
+    """Write each adapter of a model of peft where peft does: in one file, beside what it is."""
+    if kind != "safetensors":
+        raise StateError("peft reads adapters from safetensors files\nLeave out format='pth'")
+    reports = {}
+    for adapter in model.peft_config:
+        folder = "" if adapter == "default" else f"{adapter}/"
+        if folder and not isinstance(path, str | os.PathLike):
+            raise StateError(
+                f"adapter {adapter} lies in a folder of its own; give the place as a path or a URL"
+            )
+        reports[folder] = export_weights(
+            adapter_tensors(model, adapter),
+            f"{os.fspath(path)}/{folder}" if folder else path,
+            dtype=dtype,
+            name="adapter_model",
+            entry=None,
+            names=str,
+            max_file_bytes=sys.maxsize,
+            config=adapter_config(model, adapter),
+            group=group,
+        )
+    return ExportReport(
+        tuple(folder + file for folder, one in reports.items() for file in one.files),
+        sum(one.num_tensors for one in reports.values()),
+        sum(one.num_bytes for one in reports.values()),
+        {},
+        sum(one.seconds for one in reports.values()),
+    )
 
 
 def _indexed_files(exchange: Exchange, storage: Storage, name: str) -> list[str]:
@@ -234,7 +299,7 @@ def _describe(description: Description) -> list[_Weight]:
             entry.dtype,
             entry.global_shape,
             [paths.get(alias, (alias,)) for alias in names[1:]],
-            _record_of(entry.name) in description.fixed,
+            _record_of(entry.name) in description.fixed | description.values.keys(),
         )
         for entry, names in with_all_names(description.tensors)
     ]
@@ -254,35 +319,18 @@ def _merge(replies: Sequence[bytes]) -> list[_Weight]:
     return list(found.values())
 
 
-def _describe_stored(exchange: Exchange, source: Any, entry: str | None) -> Description:
-    """A checkpoint as a state; each rank holds whole tensors, of as many bytes as others."""
+def _describe_stored(exchange: Exchange, source: Any) -> Description:
+    """The tensors of a checkpoint as a state that all ranks have; they share what they read."""
     place = place_of(source)
     stored = open_shared(exchange, place)
-    index, path_of = stored.index, stored.document.path_of
-    reader = TensorSource(decoded(place.storage, index), index, stored.identity)
-    names_of = {name: [name] for name in index.tensors.names}
-    for alias, name in index.aliases.items():
-        names_of[name].append(alias)
-    found = Description()
-    loads = [0] * exchange.world_size
-    for name, names in names_of.items():
-        tensor, record = index[name], _record_of(name)
-        found.paths.update({one: path_of(one) for one in names})
-        found.fixed.update({record} if stored.has_value(record) else ())
-        parts: tuple[Part, ...] = ()
-        if entry is None or any(found.paths[one][0] == entry for one in names):
-            rank = loads.index(min(loads))
-            loads[rank] += tensor.num_bytes
-            if rank == exchange.rank:
-                whole = Box.whole(tensor.shape)
-                memory = StoredMemory(reader, name, tensor.dtype, whole)
-                parts = (Part(whole, cast("ArrayLike", memory)),)
-        role = Role.MAIN if parts else Role.REPLICA
-        found.tensors += [
-            TensorEntry(one, tensor.dtype, tensor.shape, parts, role, alias_key=name)
-            for one in names
-        ]
-    return found
+    records = {
+        name: value
+        for name, value in stored.document.values.items()
+        if name.endswith(f".{TENSOR_RECORD}")
+    }
+    document = msgspec.structs.replace(stored.document, values=records, lists={}, objects={})
+    reader = TensorSource(decoded(place.storage, stored.index), stored.index, stored.identity)
+    return describe_stored(Contents("", stored.index, document), reader)
 
 
 def _choose(
@@ -303,8 +351,6 @@ def _choose(
             if entry is not None and (path[0] != entry or len(path) == 1):
                 continue
             own = ".".join(map(str, path[0 if entry is None else 1 :]))
-            if names is None:
-                _refuse_adapter(own)
             new = own if names is None else names(own)
             if new is not None:
                 called.append(new)
@@ -327,23 +373,14 @@ def _choose(
             is_float = torch_dtype(weight.dtype).is_floating_point
             kind = dtype if dtype is not None and is_float else weight.dtype
             tensors.append(_Tensor(tuple(called), weight.name, weight.dtype, kind, weight.shape))
+    if names is None:
+        check_names([name for tensor in tensors for name in tensor.names])
     if not tensors:
         raise StateError(
             f"there are no weights in entry {entry!r}; the state has "
             f"{', '.join(entries[:10]) or 'no entries'}\nName the one that holds them: entry=..."
         )
     return tensors
-
-
-def _refuse_adapter(name: str) -> None:
-    """Refuse a weight whose layer peft has wrapped: `from_pretrained` ignores such names."""
-    if any(key == "base_layer" or key.startswith("lora_") for key in name.split(".")):
-        raise StateError(
-            f"{name}: a weight of a peft model, whose names from_pretrained ignores\n"
-            "Export model.merge_and_unload(), or save the adapter alone by peft's "
-            "model.save_pretrained(directory). If these names are wanted, say so: "
-            "names=lambda name: name"
-        )
 
 
 # ---------------------------------------------------------------------------------------------

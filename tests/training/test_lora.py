@@ -1,0 +1,275 @@
+"""Models of peft: exported for peft and transformers, filled from peft's folders, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import remesh
+from remesh.errors import MismatchError, StateError
+from remesh.exchange import Exchange
+from remesh.storage import MemoryStorage
+from remesh.training.export import export_weights
+from tests.support import run_processes
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # about embeddings, which are meant
+]
+
+TOKENS = torch.arange(10)[None]
+
+
+def base_model(*, is_tied: bool = False) -> Any:
+    """The same one at each call."""
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=30,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=51,
+        tie_word_embeddings=is_tied,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def adapted(adapters: tuple[str, ...] = ("default",), *, seed: int = 1, **options: Any) -> Any:
+    """A model with random adapters."""
+    base = base_model(is_tied="embed_tokens" in options.get("target_modules", ()))
+    torch.manual_seed(seed)
+    options = {"r": 3, "target_modules": ["q_proj", "v_proj"], **options}
+    model = peft.get_peft_model(base, peft.LoraConfig(**options), adapter_name=adapters[0])
+    for name in adapters[1:]:
+        model.add_adapter(name, peft.LoraConfig(**options))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits  # type: ignore[no-any-return]
+
+
+def opened(path: Path | str) -> Any:
+    """What transformers loads; every weight of the model is in the files, and nothing else."""
+    model, info = transformers.LlamaForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model
+
+
+def with_adapter(path: Path | str, model: Any, name: str = "default") -> Any:
+    """What peft loads of a folder, on the base of a model."""
+    base = base_model(is_tied=model.get_base_model().config.tie_word_embeddings)
+    return peft.PeftModel.from_pretrained(base, str(path), adapter_name=name)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"use_dora": True},
+    "a whole module": {"modules_to_save": ["lm_head"]},
+    "tied embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "a task": {"task_type": "CAUSAL_LM"},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_adapters_are_written_as_peft_writes_them(kind: str, tmp_path: Path) -> None:
+    model = adapted(**OPTIONS[kind])
+    report = export_weights({"model": model, "step": 3}, tmp_path / "ours", dtype=None)
+    assert report.files == ("adapter_model.safetensors",)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        load_file(tmp_path / one / "adapter_model.safetensors") for one in ("ours", "theirs")
+    )
+    assert report.num_tensors == len(ours)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [
+        json.loads((tmp_path / one / "adapter_config.json").read_text())
+        for one in ("ours", "theirs")
+    ]
+    for config in configs:
+        config["target_modules"].sort()  # a set
+    assert configs[0] == configs[1]
+    assert torch.equal(logits(with_adapter(tmp_path / "ours", model)), logits(model))
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_merged_weights_are_those_of_the_base_model(kind: str, tmp_path: Path) -> None:
+    model = adapted(**OPTIONS[kind])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = logits(model)
+    export_weights(model, tmp_path, dtype=None, merge=True, config=model.config)
+    assert torch.allclose(logits(opened(tmp_path)), expected, atol=1e-5)
+    # Training goes on with what it had.
+    assert torch.equal(logits(model), expected)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.config.tie_word_embeddings == (kind == "tied embeddings")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_folders_of_peft_fill_the_adapters(kind: str, safe: bool, tmp_path: Path) -> None:
+    model = adapted(**OPTIONS[kind])
+    model.save_pretrained(tmp_path, safe_serialization=safe)
+    other = adapted(seed=2, **OPTIONS[kind])
+    assert not torch.equal(logits(other), logits(model))
+    remesh.load(other, tmp_path, unexpected="error")
+    assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("writer", ["ours", "theirs"])
+def test_several_adapters(writer: str, tmp_path: Path) -> None:
+    model = adapted(("default", "b"))
+    if writer == "ours":
+        files = export_weights(model, tmp_path, dtype=None).files
+        assert files == ("adapter_model.safetensors", "b/adapter_model.safetensors")
+    else:
+        model.save_pretrained(tmp_path)
+    step = tmp_path / "checkpoint-10"  # of the Trainer, in the same folder
+    adapted().save_pretrained(step)
+    both = adapted(("default", "b"), seed=2)
+    remesh.load(both, tmp_path, unexpected="error")
+    alone, own_name = adapted(("b",), seed=3), adapted(("sft",), seed=3)
+    remesh.load(alone, tmp_path)
+    remesh.load(own_name, tmp_path)
+    for name, single in (("default", own_name), ("b", alone)):
+        model.set_adapter(name)
+        both.set_adapter(name)
+        folder = tmp_path if name == "default" else tmp_path / name
+        for found in (both, single, with_adapter(folder, model, name)):
+            assert torch.equal(logits(found), logits(model))
+    remesh.load(own_name, step)
+    assert torch.equal(logits(own_name), logits(adapted()))
+    with pytest.raises(MismatchError, match=r"c\.base_model"):
+        remesh.load(adapted(("default", "c")), tmp_path)
+    with pytest.raises(StateError, match="adapter b lies in a folder of its own; give the place"):
+        export_weights(model, MemoryStorage())
+
+
+def test_training_is_resumed(tmp_path: Path) -> None:
+    def training(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        model = adapted(seed=seed)
+        trainable = [one for one in model.parameters() if one.requires_grad]
+        return model, torch.optim.AdamW(trainable, lr=1e-2)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    def whole(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": model, "optimizer": optimizer}
+
+    def small(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        trainable = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        names = remesh.sharding.LocalNonpersistentObject(model)
+        return {"adapter": trainable, "model": names, "optimizer": optimizer}
+
+    first = training(1)
+    step(*first)
+    kinds = {"whole": whole, "small": small}
+    for kind, state in kinds.items():
+        remesh.save(state(*first), tmp_path / kind)
+    assert not any("base_layer" in name for name in remesh.Checkpoint(tmp_path / "small"))
+    expected = [step(*first) for _ in range(3)]
+    for kind, state in kinds.items():
+        again = training(2)
+        remesh.load(state(*again), tmp_path / kind)
+        assert [step(*again) for _ in range(3)] == expected
+
+
+def _sharded(seed: int, options: dict[str, Any]) -> Any:
+    model = adapted(seed=seed, **options)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _export_and_load(exchange: Exchange, directory: str) -> None:
+    for kind, options in OPTIONS.items():
+        place = f"{directory}/{kind}"
+        model = _sharded(1, options)
+        expected = logits(model)
+        export_weights(model, f"{place}/adapter", dtype=None)
+        export_weights(model, f"{place}/merged", dtype=None, merge=True, config=model.config)
+        assert torch.equal(logits(model), expected)
+        other = _sharded(2, options)
+        remesh.load(other, f"{place}/adapter", unexpected="error")
+        assert torch.equal(logits(other), expected)
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(adapted(), device_id=cpu, use_orig_params=True)
+    with pytest.raises(StateError, match="flat parameters"):
+        export_weights(wrapped, directory, merge=True)
+    with pytest.raises(StateError, match="flat parameters"):
+        export_weights(wrapped, directory)
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP:FutureWarning")
+def test_shards_of_fsdp(tmp_path: Path) -> None:
+    run_processes(2, _export_and_load, str(tmp_path))
+    for kind, options in OPTIONS.items():
+        expected = logits(model := adapted(**options))
+        assert torch.equal(logits(with_adapter(tmp_path / kind / "adapter", model)), expected)
+        merged = logits(opened(tmp_path / kind / "merged"))
+        assert torch.allclose(merged, expected, atol=1e-5)
+
+
+def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
+    model = adapted()
+    remesh.save({"model": model}, tmp_path / "c")
+    with pytest.raises(StateError, match=r"(?s): a weight of a peft model.*merge=True"):
+        export_weights(tmp_path / "c", tmp_path / "weights")
+    with pytest.raises(StateError, match=r"(?s)needs a live model of peft.*Load the checkpoint"):
+        export_weights(tmp_path / "c", tmp_path / "weights", merge=True)
+    with pytest.raises(StateError, match="a weight of a peft model"):
+        remesh.save(model, tmp_path / "weights", format="huggingface")
+    with pytest.raises(StateError, match="Leave out format='pth'"):
+        export_weights(model, tmp_path / "weights", format="pth")
+    prompts = peft.get_peft_model(
+        base_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    with pytest.raises(StateError, match=r"(?s)cannot merge.*\nExport the adapters alone"):
+        export_weights(prompts, tmp_path / "weights", merge=True)
+    assert not (tmp_path / "weights").exists()
+    export_weights(prompts, tmp_path / "prompts", dtype=None)
+    assert torch.equal(logits(with_adapter(tmp_path / "prompts", prompts)), logits(prompts))
+    with pytest.raises(StateError, match=r"(?s)is computed by peft.*model\.load_adapter"):
+        remesh.load(prompts, tmp_path / "prompts")
+    # With names of the caller's choice it is known what they are for.
+    export_weights(model, tmp_path / "named", names=lambda name: name)
+    assert any("lora_A.default" in name for name in load_file(tmp_path / "named/model.safetensors"))
+
+
+def test_wrappers_are_taken_off(tmp_path: Path) -> None:
+    model = adapted()
+    export_weights(torch.compile(model), tmp_path / "adapter", dtype=None)
+    assert torch.equal(logits(with_adapter(tmp_path / "adapter", model)), logits(model))
+    remesh.load(torch.compile(adapted(seed=2)), tmp_path / "adapter")
+    compiled = torch.compile(base_model())
+    export_weights(compiled, tmp_path / "base", dtype=None, config=base_model().config)
+    assert torch.equal(logits(opened(tmp_path / "base")), logits(base_model()))
+    # Their names in files of others are refused.
+    for prefix in ("_orig_mod.", "module."):
+        names = {f"{prefix}{name}": value for name, value in base_model().state_dict().items()}
+        torch.save(names, tmp_path / "theirs.pt")
+        with pytest.raises(StateError, match=rf"(?s){prefix} is of a wrapper.*Take it off.*names="):
+            export_weights(tmp_path / "theirs.pt", tmp_path / "weights", entry=None)
