@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -25,7 +24,6 @@ from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MismatchError,
-    PickleRefusedError,
 )
 from remesh.exchange import Exchange
 from remesh.formats import paddle
@@ -163,25 +161,6 @@ def _string(text: str) -> bytes:
 def _without_frame(data: bytes) -> bytes:
     """A small pickle without its one frame, whose length no longer holds."""
     return data[:2] + data[11:]
-
-
-class _Touch:
-    """Pickles into a program that makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (f"touch {self.path}",)
-
-
-@pytest.mark.parametrize("file", ["0.metadata", "0_0.distcp"])
-def test_a_pickle_that_runs_something_is_refused(copied: Path, tmp_path: Path, file: str) -> None:
-    evil = {"col.weight": _Touch(tmp_path / "ran")}
-    (copied / file).write_bytes(pickle.dumps(evil, protocol=4))
-    with pytest.raises(PickleRefusedError, match="system"):
-        loaded(copied, whole(expected("two_rank")))
-    assert not (tmp_path / "ran").exists()
 
 
 def test_damage(copied: Path) -> None:

@@ -97,20 +97,6 @@ def test_build_sharded_state_dict() -> None:
     ]
 
 
-def _documented_rows(exchange: Exchange) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    weight = flex.shard_weight("linear.weight", torch.empty(256, 512), 0, exchange)
-    return weight.global_shape, weight.global_offset
-
-
-def test_documented_four_rank_layout() -> None:
-    assert run_ranks(4, _documented_rows) == [
-        ((1024, 512), (0, 0)),
-        ((1024, 512), (256, 0)),
-        ((1024, 512), (512, 0)),
-        ((1024, 512), (768, 0)),
-    ]
-
-
 def _documented_layers(exchange: Exchange) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Global shape and offset of what a rank of each parallel layer holds; shapes only."""
     hidden, rows = 1024, 250_000
@@ -120,6 +106,7 @@ def _documented_layers(exchange: Exchange) -> dict[str, tuple[tuple[int, ...], t
         "row": ({"weight": (64, hidden), "bias": (hidden,)}, {"weight": 0}),
         "head": ({"weight": (hidden, rows)}, {"weight": 1}),
         "tied_head": ({"weight": (rows, hidden)}, {"weight": 0}),
+        "linear": ({"weight": (256, 512)}, {"weight": 0}),
     }
     found = {}
     for name, (shapes, rules) in layers.items():
@@ -143,6 +130,7 @@ def test_documented_layers() -> None:
             "row.bias": ((1024,), (0,)),
             "head.weight": ((1024, 1_000_000), (0, first)),
             "tied_head.weight": ((1_000_000, 1024), (first, 0)),
+            "linear.weight": ((1024, 512), (256 * rank, 0)),
         }
 
 

@@ -14,8 +14,8 @@ _REASONS = {
         "looks into the load planner of torch.distributed.checkpoint; loads of the drop-in do not "
         "go through it"
     ),
-    r"::test_only_necessary_exchanges": (
-        "counts calls of torch.distributed.broadcast; the drop-in sends a rank what it needs alone"
+    r"::test_(no_)?global_metadata_reuse": (
+        "asks whether Megatron's own planner used a plan again; the drop-in keeps its plans unasked"
     ),
     r"test_flattened_resharding.*::test_load_tensor_metadata": (
         "wants flattened tensors listed in one dim; the drop-in gives them their true shape"
