@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +28,6 @@ from remesh.elastic.process_socket import (
 )
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.script import connect
-from tests.waiting import wait_until
 
 OWN = os.getpid()
 
@@ -198,18 +199,34 @@ def test_a_process_that_lost_a_peer_confirms_the_order_it_waited_for() -> None:
     assert next_act(Report(is_out=True, error="connection closed"), LeaveWorld(1)) is Act.CONFIRM
 
 
-def test_a_fork_that_keeps_the_connection_does_not_hide_its_end(sockets: ProcessSockets) -> None:
+@pytest.mark.parametrize("ends_in_fork", [False, True])
+def test_a_fork_that_has_the_connection_neither_hides_its_end_nor_makes_it(
+    sockets: ProcessSockets, monkeypatch: pytest.MonkeyPatch, ends_in_fork: bool
+) -> None:
     with connected(sockets) as process:
         process.say(Observation(report=Report()))
         sockets.take()
         copy = os.dup(process._socket.fileno())  # type: ignore[union-attr] # as a fork has it
         try:
-            process.close()
-            wait_until(lambda: _is_gone(sockets), "the end of the connection")
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", lambda: OWN + ends_in_fork)
+                process.close()
+            sockets.take()
+            assert (sockets.report(0, OWN) is not None) == ends_in_fork
         finally:
             os.close(copy)
 
 
-def _is_gone(sockets: ProcessSockets) -> bool:
-    sockets.take()
-    return sockets.report(0, OWN) is None
+def test_an_agent_without_descriptors_accepts_later(
+    sockets: ProcessSockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_listener: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with contextlib.closing(AgentConnection(sockets.path_of(0))) as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", fail)
+            sockets.take()
+        assert process.look() is None
+        sockets.take()
+        assert process.look() == Instruction()

@@ -119,7 +119,7 @@ class AgentConnection:
     """
 
     def __init__(self, path: str) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._socket: socket.socket | None = None
         self._newest: Instruction | None = None
         self.is_lost = False  # whether the agent has ended, or has given this process up
@@ -173,8 +173,9 @@ class AgentConnection:
 
     def end(self) -> None:
         """End the connection: a thread that waits in `look` returns, and the agent knows of it."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # also the copies of processes that were forked
+        # Copies that forked processes have would keep it open, and must not end it.
+        if self._socket is not None and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -235,22 +236,23 @@ class ProcessSockets:
         self._register(listener, lambda: self._accept(listener, rank))
         return listener
 
-    def _register(self, one: socket.socket, take: Callable[[], None]) -> None:
+    def _register(self, one: socket.socket, take: Callable[[], bool]) -> None:
         self._selector.register(one, selectors.EVENT_READ, take)
 
-    def _accept(self, listener: socket.socket, rank: int) -> None:
+    def _accept(self, listener: socket.socket, rank: int) -> bool:
         try:
             one, _ = listener.accept()
-        except OSError:  # it has gone meanwhile, or there is no descriptor for it
-            return
+        except OSError:  # there is no descriptor for it now
+            return False
         one.setblocking(False)
         credentials = one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid = struct.unpack("3i", credentials)[0]
         self._processes[rank].connections[one] = _Connection(pid)
         self._register(one, lambda: self._receive(one, rank))
         self._send(one, rank)
+        return True
 
-    def _receive(self, one: socket.socket, rank: int) -> None:
+    def _receive(self, one: socket.socket, rank: int) -> bool:
         process = self._processes[rank]
         connection = process.connections[one]
         try:
@@ -261,13 +263,14 @@ class ProcessSockets:
             said = msgspec.json.decode(data, type=Observation)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # mostly, nothing: it has ended
             self._drop(one, rank)
-            return
+            return True
         if said.progress is not None:
             process.progress = said.progress
         if said.report is not None:
             connection.report = said.report
         if said.is_done:
             process.done.add(connection.pid)
+        return True
 
     def _drop(self, one: socket.socket, rank: int) -> None:
         del self._processes[rank].connections[one]
@@ -286,10 +289,8 @@ class ProcessSockets:
 
     def take(self, seconds: float = 0.0) -> None:
         """Take what processes have said, after waiting for it for some seconds at most."""
-        while ready := self._selector.select(seconds):
+        while any(key.data() for key, _ in self._selector.select(seconds)):
             seconds = 0.0
-            for key, _ in ready:
-                key.data()
         for rank, process in self._processes.items():
             for one in self._unsent & process.connections.keys():
                 self._send(one, rank)
