@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.report import median, print_table, write_json
 from remesh.kubernetes.api import ConflictError
-from remesh.kubernetes.observed import Master, Pod, Role, parse_pod
+from remesh.kubernetes.observed import MasterAnswer, Pod, Role, parse_pod
 from remesh.kubernetes.operator import Metrics, Operator
 from remesh.kubernetes.pods import make_pod, pod_name
 from remesh.kubernetes.reconcile import Action, CreatePod, DeletePod
@@ -109,9 +109,9 @@ async def measure(num_jobs: int, num_workers: int) -> dict[str, float]:
     """Measure one size."""
     server = ApiServer(num_jobs, num_workers)
 
-    async def ask(job: ElasticJob, _pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(job: ElasticJob, _pods: tuple[Pod, ...]) -> MasterAnswer | None:
         training = Training(time=datetime.now(UTC), phase="running", round=1, step=1)
-        return Master(epoch=job.status.epoch, training=training)
+        return MasterAnswer(epoch=job.status.epoch, training=training)
 
     operator = Operator(server, ask, Metrics())
     server.on_change = operator.wake

@@ -132,7 +132,7 @@ def test_pauses_grow_until_a_start_makes_a_step() -> None:
         ended = replace(failed, living=frozenset())
         assert step(state, ended, 0.0) == (state, [lifecycle.AskDecision()])
         state, (join,) = step(state, replace(ended, decision=restart), 0.0)
-        assert isinstance(join, lifecycle.Join)
+        assert isinstance(join, lifecycle.JoinRound)
         pauses.append(join.pause)
         state, _ = step(state, Seen(), 0.0)
     assert pauses == [0.0, 1.0, 2.0, 4.0, 0.0, 0.0]
@@ -147,7 +147,7 @@ def test_a_process_that_prepares_is_out_before_its_node_joins() -> None:
     # One has ended meanwhile, the other is out.
     seen = Seen(living=frozenset({1}), reports={1: inside[1]})
     state, actions = step(state, seen, 0.0)
-    assert actions == [lifecycle.Join()]
+    assert actions == [lifecycle.JoinRound()]
     _, actions = step(state, seen, 0.0)
     assert actions == [lifecycle.Enter(2, frozenset({1}))]
 
@@ -261,7 +261,7 @@ def do(job: Job, number: int, action: Action) -> Job:  # noqa: C901 - one case a
                 if signal_number is signal.SIGKILL:
                     now = process.ended("ended")
                 job = job.with_process(number, rank, now)
-        case lifecycle.Join():
+        case lifecycle.JoinRound():
             job = job.with_node(number, node._replace(waits=True))
         case lifecycle.Enter(order, out):
             for rank, process in enumerate(node.processes):
@@ -396,7 +396,7 @@ def test_under_every_order_of_events_a_job_ends_as_it_should(first: str, second:
     nodes = []
     for kinds_of_node in (first, second):
         state, actions = begin(limits(len(kinds_of_node)))
-        assert actions == [lifecycle.Join()]
+        assert actions == [lifecycle.JoinRound()]
         processes = tuple(Process(one == "r", "ended", 0) for one in kinds_of_node)
         nodes.append(Machine(state, processes, waits=True))
     start = Job(tuple(nodes))

@@ -167,13 +167,14 @@ def test_the_end_of_an_agent_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFi
         sockets = ProcessSockets(directory, 1)
         path = sockets.path_of(0)
         with connected(sockets) as process:
-            seen = []
-            process.look()
-            seen.append((process.is_open, process.is_lost))
+
+            def seen() -> tuple[bool, bool]:
+                process.look()
+                return process.is_open, process.is_lost
+
+            assert seen() == (True, False)
             sockets.close()
-            process.look()
-            seen.append((process.is_open, process.is_lost))
-            assert seen == [(True, False), (True, True)]
+            assert seen() == (True, True)
         assert AgentConnection(path).is_lost  # it has died, and its directory is there
     assert AgentConnection(path).is_lost
     assert not AgentConnection(unseen).is_lost

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from remesh.kubernetes.api import ApiCluster, ConflictError
-from remesh.kubernetes.observed import Master, Pod, Role, parse_pod
+from remesh.kubernetes.observed import MasterAnswer, Pod, Role, parse_pod
 from remesh.kubernetes.pods import make_pod
 from remesh.kubernetes.reconcile import (
     Action,
@@ -57,8 +57,8 @@ def make_job(**changes: Any) -> ElasticJob:
     )
 
 
-def make_master(epoch: int = 0, time: datetime = START, **said: Any) -> Master:
-    return Master(epoch=epoch, training=Training(time=time, **said))
+def make_master(epoch: int = 0, time: datetime = START, **said: Any) -> MasterAnswer:
+    return MasterAnswer(epoch=epoch, training=Training(time=time, **said))
 
 
 @types.coroutine

@@ -20,7 +20,7 @@ from remesh.elastic.status import RoundFailures, status_of
 from remesh.errors import ClusterError
 from remesh.kubernetes import operator
 from remesh.kubernetes.api import EVENTS, JOBS, ApiCluster
-from remesh.kubernetes.observed import Master, Pod, Role, seen_of_master
+from remesh.kubernetes.observed import MasterAnswer, Pod, Role, seen_of_master
 from remesh.kubernetes.operator import Masters, Metrics, Operator
 from remesh.kubernetes.reconcile import STALLED, Action
 from remesh.kubernetes.resource import ElasticJob, JobStatus, Key, Phase, Tls
@@ -95,7 +95,7 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
     bad, good = clusters.of["bad"], clusters.of["good"]
     is_broken = True
 
-    async def ask(asked: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(asked: ElasticJob, pods: tuple[Pod, ...]) -> MasterAnswer | None:
         if asked.name == "bad" and is_broken:
             raise error
         return None
@@ -145,7 +145,7 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reas
         async with aiohttp.ClientSession() as session:
             masters = Masters(session, b"k", "127.0.0.1")
 
-            async def ask(asked: ElasticJob, _pods: tuple[Pod, ...]) -> Master | None:
+            async def ask(asked: ElasticJob, _pods: tuple[Pod, ...]) -> MasterAnswer | None:
                 return await masters.ask(asked, (running[asked.name],))
 
             looking = Operator(clusters, ask, Metrics())

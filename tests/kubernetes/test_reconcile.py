@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from remesh.kubernetes.api import ConflictError
-from remesh.kubernetes.observed import Master, Pod, Role
+from remesh.kubernetes.observed import MasterAnswer, Pod, Role
 from remesh.kubernetes.operator import Pass, reconcile_once
 from remesh.kubernetes.pods import pod_name
 from remesh.kubernetes.resource import FINISHED, ElasticJob, JobStatus, Phase
@@ -27,9 +27,9 @@ class Bench:
 
     def __init__(self, *, hosts: int = 4, **spec: Any) -> None:
         self.cluster = Cluster(make_job(**spec), hosts=hosts)
-        self.master: Master | None = None
+        self.master: MasterAnswer | None = None
 
-    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> MasterAnswer | None:
         return self.master
 
     def look(self) -> Pass | None:
@@ -306,10 +306,10 @@ class Everything(RuleBasedStateMachine):
         super().__init__()
         self.cluster = Cluster(make_job(max_memory="4Gi", max_replacements=50))
         self.operators: dict[int, Coroutine[None, None, Pass | None]] = {}
-        self.master: Master | None = None
+        self.master: MasterAnswer | None = None
         self.dropped: set[int] = set()
 
-    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> MasterAnswer | None:
         return self.master
 
     def step(self, number: int) -> bool:

@@ -170,7 +170,7 @@ class Agent:
                 if why:
                     log.warning("local ranks %s: %s", sorted(ranks), why)
                 self._processes.end(ranks, number)
-            case lifecycle.Join(pause):
+            case lifecycle.JoinRound(pause):
                 self._join(pause)
             case lifecycle.Enter(order, out):
                 self._enter(order, out)

@@ -114,7 +114,7 @@ class End(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class Join(msgspec.Struct, frozen=True):
+class JoinRound(msgspec.Struct, frozen=True):
     """Join the next round, and wait until it begins for this node."""
 
     pause: float = 0.0  # seconds before that
@@ -163,7 +163,7 @@ Action: TypeAlias = (
     Prepare
     | OrderToLeave
     | End
-    | Join
+    | JoinRound
     | Enter
     | Hold
     | BeatNow
@@ -183,7 +183,7 @@ def begin(limits: Limits) -> Next:
     if limits.prepares:
         state = State(limits=limits, phase=Phase.PREPARE, order=1)
         return state, [Prepare(1)]
-    return State(limits=limits, phase=Phase.CHANGE, joins=True), [Join()]
+    return State(limits=limits, phase=Phase.CHANGE, joins=True), [JoinRound()]
 
 
 def step(state: State, seen: Seen, now: float) -> Next:
@@ -218,7 +218,7 @@ def _prepare(state: State, seen: Seen) -> Next:
         return state, [_stopped_already()]
     if _inside(state, seen):
         return state, []
-    return replace(state, phase=Phase.CHANGE, joins=True), [Join()]
+    return replace(state, phase=Phase.CHANGE, joins=True), [JoinRound()]
 
 
 def _leave(state: State, seen: Seen, now: float, number: signal.Signals = signal.SIGTERM) -> Next:
@@ -275,7 +275,7 @@ def _join(state: State, seen: Seen) -> Next:
         pause = restart_pause(state.num_in_vain)
     if seen.drains:
         return state, [_stopped_already()]
-    return replace(state, asks=False, joins=True), [Join(pause)]
+    return replace(state, asks=False, joins=True), [JoinRound(pause)]
 
 
 def _stopped_already() -> Exit:

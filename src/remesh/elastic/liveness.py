@@ -63,8 +63,8 @@ BEAT_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Agent:
-    """An agent, as its messages and the ends of its sessions show it."""
+class AgentSigns:
+    """The signs of life of an agent: its messages, and the ends of its sessions."""
 
     heard: float  # when it said something last
     session: int | None = None  # the number of its newest one; None once that has ended
@@ -85,7 +85,9 @@ class Agent:
 class Liveness:
     """The nodes as they are known now."""
 
-    agents: dict[str, Agent]  # those that the job knows or that have sent something, by incarnation
+    agents: dict[
+        str, AgentSigns
+    ]  # those that the job knows or that have sent something, by incarnation
     progress: TrainingProgress  # how far the training is
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     """How far each rank is that has reported in `round`."""
@@ -108,7 +110,7 @@ class Liveness:
         known = {node.id: node for node in nodes.world} | nodes.ready
         progress = begin(now if job.began is None else job.began)
         return cls(
-            agents={node.incarnation: Agent(now) for node in known.values()},
+            agents={node.incarnation: AgentSigns(now) for node in known.values()},
             progress=begin_round(job.progress or progress, now),
             round=nodes.round,
             num_ranks=nodes.num_ranks,
@@ -122,7 +124,7 @@ def on_message(
     """An agent has said something."""
     agent = live.agents.get(incarnation)
     if agent is None:
-        agent = live.agents[incarnation] = Agent(now)
+        agent = live.agents[incarnation] = AgentSigns(now)
     agent.heard, agent.session, agent.suspected = now, session, math.inf
     agent.pause = agent.pause if pause is None else pause
 
@@ -165,7 +167,7 @@ def has_living_agent(
     if holder is None or incarnation == holder.incarnation or incarnation in nodes.replaced:
         return False
     since = live.claims.setdefault((node_id, incarnation), now)
-    other = live.agents.get(holder.incarnation, Agent(since))
+    other = live.agents.get(holder.incarnation, AgentSigns(since))
     silence = now - other.heard
     if other.is_dead(now) or silence > min(job.policy.heartbeat_timeout / 2, ALIVE_SECONDS):
         return False
@@ -253,7 +255,7 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
     for node_id in (*nodes.active, *nodes.ready):
         known = nodes.known(node_id)
         assert known is not None
-        agent = live.agents.setdefault(known.incarnation, Agent(now))
+        agent = live.agents.setdefault(known.incarnation, AgentSigns(now))
         is_dead = agent.is_dead(now, lost_peer=lost_peer)
         if is_dead or now - agent.heard > limit:
             lost = NodeLost(node_id=node_id, incarnation=known.incarnation, is_closed=is_dead)

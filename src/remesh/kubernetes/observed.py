@@ -128,7 +128,7 @@ def _cause(code: int | None, reason: str, phase: str) -> Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Master:
+class MasterAnswer:
     """The answer of a job's master."""
 
     epoch: int  # `JobStatus.epoch` of the job when it was asked
@@ -182,7 +182,7 @@ def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
         return None  # the API server refuses such a pod
 
 
-def seen_of_master(status: Status, epoch: int, now: datetime) -> Master:
+def seen_of_master(status: Status, epoch: int, now: datetime) -> MasterAnswer:
     """The part of a master's status that the operator uses."""
     times = [record.time for record in status.failures[:5]]
     counts = [status.round, status.step or 0, status.saved_step or 0, status.goodput or 0.0]
@@ -216,4 +216,4 @@ def seen_of_master(status: Status, epoch: int, now: datetime) -> Master:
         saved_step=status.saved_step,
         goodput=status.goodput,
     )
-    return Master(epoch=epoch, training=training, errors=tuple(errors))
+    return MasterAnswer(epoch=epoch, training=training, errors=tuple(errors))

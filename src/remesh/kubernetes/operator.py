@@ -55,7 +55,7 @@ from remesh.kubernetes.api import (
     read,
 )
 from remesh.kubernetes.manifests import KEY_SECRET
-from remesh.kubernetes.observed import MAX_MESSAGE, Master, Pod, Role, seen_of_master
+from remesh.kubernetes.observed import MAX_MESSAGE, MasterAnswer, Pod, Role, seen_of_master
 from remesh.kubernetes.pods import master_url, token_of
 from remesh.kubernetes.reconcile import Decision, reconcile
 from remesh.kubernetes.resource import (
@@ -82,7 +82,7 @@ ASK_SECONDS = 5.0
 RETRY_SECONDS = (0.5, 30.0)
 """First and longest pause after a request that failed."""
 
-Ask = Callable[[ElasticJob, tuple[Pod, ...]], Awaitable[Master | None]]
+Ask = Callable[[ElasticJob, tuple[Pod, ...]], Awaitable[MasterAnswer | None]]
 """Asks the master of a job; None if it is not reached."""
 
 _decode = msgspec.json.Decoder(Status).decode
@@ -120,7 +120,7 @@ class Masters:
         self._key = key
         self._host = host
 
-    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> Master | None:
+    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> MasterAnswer | None:
         """The answer of a job's master; None if it does not run or is not reached."""
         running = any(
             pod.is_running and pod.role is Role.MASTER and pod.index == job.status.master
@@ -152,7 +152,7 @@ class Pass:
 
     job: ElasticJob  # the job after it
     pods: tuple[Pod, ...]  # the pods before it
-    master: Master | None  # the answer of the master
+    master: MasterAnswer | None  # the answer of the master
     decision: Decision  # what was done
 
 
@@ -258,7 +258,7 @@ class Operator:
                     return
 
 
-def _news(master: Master | None) -> object:
+def _news(master: MasterAnswer | None) -> object:
     """The part of a master's answer that is a reason for a pass over its job."""
     return None if master is None else (master.training.phase, master.training.round)
 

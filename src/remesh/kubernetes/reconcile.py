@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from remesh.kubernetes.observed import Cause, Ending, Master, Pod, Role, classify, memory_of
+from remesh.kubernetes.observed import Cause, Ending, MasterAnswer, Pod, Role, classify, memory_of
 from remesh.kubernetes.resource import (
     FINALIZER,
     FINISHED,
@@ -120,7 +120,7 @@ class _Draft:
 
     job: ElasticJob
     pods: tuple[Pod, ...]
-    master: Master | None
+    master: MasterAnswer | None
     now: datetime
     status: JobStatus
     actions: list[Action] = field(default_factory=list)
@@ -177,7 +177,7 @@ class _Draft:
 
 
 def reconcile(
-    job: ElasticJob, pods: tuple[Pod, ...], master: Master | None, now: datetime
+    job: ElasticJob, pods: tuple[Pod, ...], master: MasterAnswer | None, now: datetime
 ) -> Decision:
     """Decide what happens next to a job that was read before its pods."""
     this = _Draft(job, pods, master, now, job.status)
@@ -541,7 +541,7 @@ def _describe(this: _Draft) -> None:
 
 
 def _phase(
-    job: ElasticJob, running: int, workers: Sequence[Pod], master: Master | None
+    job: ElasticJob, running: int, workers: Sequence[Pod], master: MasterAnswer | None
 ) -> tuple[Phase, str]:
     """The phase of a job that has not finished, and the reason."""
     training = None if master is None else master.training
