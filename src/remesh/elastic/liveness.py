@@ -85,9 +85,8 @@ class AgentSigns:
 class Liveness:
     """The nodes as they are known now."""
 
-    agents: dict[
-        str, AgentSigns
-    ]  # those that the job knows or that have sent something, by incarnation
+    agents: dict[str, AgentSigns]
+    """Those that the job knows or that have sent something, by incarnation."""
     progress: TrainingProgress  # how far the training is
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     """How far each rank is that has reported in `round`."""
