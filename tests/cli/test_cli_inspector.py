@@ -139,7 +139,8 @@ def test_a_plan_without_processes(run: Run, run_json: Any, ours: Path, theirs: P
     assert sizes == [136] * 8  # each holds a quarter of the matrices, and half of the vector
     uncut = run_json("plan", theirs, "--layout", "tp=2", "--shard", "*o_proj*=-")
     assert [rank["state_bytes"] for rank in uncut["ranks"]] == [128 + 256 + 16] * 2
-    assert run("plan", ours, "--layout", "xp=2").exit_code == 2
+    for layout in ("xp=2", "fsdp=0", f"fsdp={'9' * 5000}"):
+        assert run("plan", ours, "--layout", layout).exit_code == 2
     assert "whole blocks of digests" in run("plan", ours, "--layout", "tp=2,fsdp=2").stdout
 
     other = run_json("plan", theirs, "--like", ours, exit_code=1)
@@ -190,6 +191,11 @@ def test_pages_are_whole_and_need_nothing_else(
 ) -> None:
     path: Path = request.getfixturevalue(place)
     mesh = ("--layout", "dp=64,tp=2,fsdp=4")
+    nowhere = run("plan", path, "--draw", tmp_path / "none" / "page.html")
+    assert nowhere.exit_code == 2
+    assert nowhere.stderr.startswith(
+        f"error: cannot write {tmp_path / 'none' / 'page.html'}: No such"
+    )
     result = run("plan", path, *mesh, "--draw", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "page.html").read_text()
@@ -286,6 +292,8 @@ def test_advice_takes_the_size_of_a_checkpoint(checkpoint: Path, run: Run) -> No
         (["--state-size", "1GB", "--copies", 5], "there are only 2 nodes"),
         (["--state-size", "a lot"], "is no number of bytes; write 80GB"),
         (["--state-size", "0"], "more than nothing"),
+        (["--state-size", "1e400TB"], "more than nothing, and finite"),
+        (["--state-size", "1TB", "--days", "nan"], "all numbers must be finite"),
     ],
 )
 def test_advice_refuses_what_makes_no_sense(more: list[object], says: str, run: Run) -> None:

@@ -297,6 +297,17 @@ def test_options_of_a_wrong_type_are_errors_at_once(
         Manager(tmp_path, group=Alone(), **options)
 
 
+def test_after_an_option_was_refused_the_root_has_a_manager_as_before(tmp_path: Path) -> None:
+    """Also while the exception is kept, as a notebook does."""
+    with Manager(tmp_path, every=1, group=Alone()) as manager:
+        with pytest.raises(OptionError) as kept:
+            Manager(tmp_path, compress=True, group=Alone())  # type: ignore[arg-type]
+        manager.step(1, state_of(1))
+    train(tmp_path, 2)
+    assert names(tmp_path) == ["0001", "0002"]
+    assert kept.value is not None
+
+
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     train(tmp_path, 2, keep=np.int64(1))
     assert names(tmp_path) == ["0002"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -35,8 +36,8 @@ def _num_bytes(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     if found is None:
         raise click.BadParameter(f"{text!r} is no number of bytes; write 80GB or 1.5TiB, say")
     size: float = float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].lower()]
-    if size <= 0:
-        raise click.BadParameter(f"{text!r} must be more than nothing")
+    if not 0 < size < math.inf:
+        raise click.BadParameter(f"{text!r} must be more than nothing, and finite")
     return size
 
 
@@ -121,6 +122,8 @@ def advise(
     in storage, snapshots in the nodes' memory, and processes that go on with the state that they
     hold. Sizes are bytes, such as 80GB or 1.5TiB.
     """
+    if not all(math.isfinite(number) for number in (days, *given.values()) if number is not None):
+        raise click.UsageError("all numbers must be finite")
     if (state_size is None) == (checkpoint is None):
         raise click.UsageError("give --state-size or --checkpoint, and not both")
     if checkpoint is not None:

@@ -159,7 +159,7 @@ def _print_report(
         return
     counts = f"{output.plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)}"
     others = f", {output.plural(report.num_values, 'value')}" if report.num_values else ""
-    rate = report.num_bytes / 1e9 / seconds
+    rate = report.num_bytes / 1e9 / max(seconds, 1e-9)
     checked = "compared with its digests" if report.verified.has_digests else "no digests"
     output.line(
         f"{shown_url(target)}: {report.source_format} to {report.format}, "

@@ -51,11 +51,11 @@ def manifests(
         click.echo(made.to_yaml(chosen), nl=False)
         return
     directory = Path(kustomize)
-    directory.mkdir(parents=True, exist_ok=True)
-    for part, some in parts.items():
-        (directory / f"{part}.yaml").write_text(made.to_yaml(some), encoding="utf-8")
     base = made.kustomization([f"{part}.yaml" for part in parts], namespace)
-    (directory / "kustomization.yaml").write_text(made.to_yaml([base]), encoding="utf-8")
+    with output.writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for part, some in {**parts, "kustomization": [base]}.items():
+            (directory / f"{part}.yaml").write_text(made.to_yaml(some), encoding="utf-8")
     click.echo(f"written to {directory}; kubectl apply --kustomize {directory}", err=True)
 
 

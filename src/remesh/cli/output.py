@@ -26,7 +26,13 @@ from rich.console import Console
 from remesh._repr import format_bytes
 from remesh.core.index import Piece
 from remesh.core.values import UnresolvedValue
-from remesh.errors import CorruptCheckpointError, CoverageError, MismatchError, RemeshError
+from remesh.errors import (
+    CorruptCheckpointError,
+    CoverageError,
+    MismatchError,
+    RemeshError,
+    StorageError,
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 """The option that all commands have."""
@@ -81,6 +87,15 @@ def needs(command: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         text = f"{command} needs {error.name}: pip install 'remesh[{extra}]'"
         raise click.ClickException(text) from error
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Name a file of the user's that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 # ---------------------------------------------------------------------------------------------

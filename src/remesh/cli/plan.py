@@ -165,7 +165,9 @@ def plan(
         drawn = _drawn(path, stored, patterns)
         columns = columns_of(stored, drawn, mesh if layout_text else None)
         title = f"Layout of {shown_url(path)}"
-        Path(draw).write_text(picture.page(title, [("", [picture.layout(columns)])]))
+        page = picture.page(title, [("", [picture.layout(columns)])])
+        with output.writing(draw):
+            Path(draw).write_text(page, encoding="utf-8")
         click.echo(f"written to {output.printable(draw)}", err=True)
     if problems:
         ctx.exit(output.EXIT_DIFFERENT)
@@ -310,7 +312,7 @@ def parse_mesh(text: str, rules: Sequence[str] = ()) -> Mesh:
     axes = []
     for part in text.split(","):
         kind, _, size = part.strip().partition("=")
-        if kind not in KINDS or not size.isdecimal() or int(size) < 1:
+        if kind not in KINDS or not re.fullmatch("[1-9][0-9]{0,8}", size):
             raise StateError(
                 f"{text!r} is not a layout: write axes like fsdp=4 or dp=2,tp=2; known are "
                 f"{', '.join(KINDS)}"
@@ -323,7 +325,7 @@ def parse_mesh(text: str, rules: Sequence[str] = ()) -> Mesh:
 
 def _rule(text: str) -> tuple[str, int | None]:
     pattern, found, dim = text.rpartition("=")
-    if not found or not pattern or not (dim == "-" or dim.isdecimal()):
+    if not found or not pattern or not re.fullmatch("-|[0-9]{1,3}", dim):
         raise StateError(f"{text!r} is not a rule: write PATTERN=DIM, or PATTERN=- for no dim")
     return pattern, None if dim == "-" else int(dim)
 

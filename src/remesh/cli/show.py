@@ -19,7 +19,7 @@ from remesh.errors import StateError
 from remesh.formats import native
 from remesh.storage import shown_url
 
-_BOUND = r"\s*(?:[0-9]+|[0-9]*\s*:\s*[0-9]*)\s*"
+_BOUND = r"\s*(?:[0-9]{1,18}|[0-9]{0,18}\s*:\s*[0-9]{0,18})\s*"
 _BOX = re.compile(f"{_BOUND}(?:,{_BOUND})*")
 
 

@@ -54,7 +54,7 @@ from remesh.core.state import Joined
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
-from remesh.exchange import Exchange, run_on_all
+from remesh.exchange import run_on_all
 from remesh.pipeline import Compress
 from remesh.run_info import run_info
 from remesh.storage import is_local, open_storage
@@ -189,7 +189,6 @@ class Manager:
         self._every, self._keep = policies.save_policies(every), policies.keep_policies(keep)
         self._background, self._on_event = background, on_event
         self._exchange = exchange_of(group)
-        _take_charge(self, self._storage.url, self._exchange)
         self._saver = Saver(
             group=self._exchange,
             arena_bytes=arena_bytes,
@@ -201,6 +200,8 @@ class Manager:
             on_event=self._on_save_event,
         )
         self._recorder = Recorder(self._exchange, randomness or Randomness(), config)
+        place = self._storage.url, self._exchange.rank, self._exchange.world_size
+        _close_earlier(place)
         self._saves_at_end = save_at_end
         # Until the first save, time counts from here, or from the last save of the resumed state.
         self._began = time.monotonic()
@@ -213,6 +214,7 @@ class Manager:
             self._survivor = SurvivorState(job, self._exchange, self._recorder, buffers)
         if memory_every is not None:
             self._memory = self._open_memory(memory_every, memory_replicas, buffers)
+        _OPEN[place] = self  # not before: a later manager closes what is here
 
     def _open_memory(self, every: int, num_replicas: int, buffers: Buffers | None) -> Memory | None:
         """The snapshots in memory; None if the agents have no directories for them. Collective."""
@@ -713,14 +715,12 @@ _OPEN: weakref.WeakValueDictionary[_Place, Manager] = weakref.WeakValueDictionar
 """The managers of this process that are not closed, by root, rank and number of ranks."""
 
 
-def _take_charge(manager: Manager, url: str, exchange: Exchange) -> None:
+def _close_earlier(place: _Place) -> None:
     """Close an older manager of this root that was abandoned. Not collective."""
-    place = url, exchange.rank, exchange.world_size
     older = _OPEN.get(place)
     if older is not None:
-        _LOGGER.warning("an earlier Manager of %s was not closed; it is closed now", url)
+        _LOGGER.warning("an earlier Manager of %s was not closed; it is closed now", place[0])
         older.abandon("was replaced by a later Manager of the same root")
-    _OPEN[place] = manager
 
 
 def _check_step(call: str, step: object, state: object) -> None:

@@ -59,6 +59,8 @@ _LOGGER = logging.getLogger("remesh")
 
 MAX_FAILURES = 3
 """How often a checkpoint may fail to load before it is not tried any more."""
+MAX_SHOWN = 8
+"""Ranks that a message names."""
 
 
 # Recording ----------------------------------------------------------------------------------------
@@ -525,9 +527,14 @@ def _by_ranks(replies: Sequence[bytes]) -> tuple[str, ...]:
         if reply:
             ranks.setdefault(reply.decode(), []).append(rank)
     return tuple(
-        f"on {'all ranks' if len(own) == len(replies) else f'ranks {str(own)[1:-1]}'}: {text}"
+        f"on {'all ranks' if len(own) == len(replies) else f'ranks {_few(own)}'}: {text}"
         for text, own in ranks.items()
     )
+
+
+def _few(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
+    return ", ".join(map(str, ranks[:MAX_SHOWN])) + more
 
 
 def _load_rows(
