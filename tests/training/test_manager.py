@@ -53,7 +53,7 @@ from remesh.training.policies import (
     OnSignals,
     SavePolicy,
 )
-from remesh.training.resuming import MAX_FAILURES
+from remesh.training.resuming import MAX_FAILURES, Resumed
 from remesh.training.rng import Randomness
 from tests.support import run_ranks
 from tests.waiting import wait_until
@@ -87,6 +87,14 @@ def flip(path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+
+
+def resume(root: Path, state: Any = None, **options: Any) -> tuple[Resumed, Manager]:
+    """Resume alone, and end; what was resumed, and the manager that is closed."""
+    with Manager(root, group=Alone(), **options) as manager:
+        resumed = manager.resume(state_of(0) if state is None else state)
+    assert resumed is not None
+    return resumed, manager
 
 
 def train(root: Path, last: int, **options: Any) -> None:
@@ -181,30 +189,22 @@ def test_on_demand_policies_save_nothing_at_the_end(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("how", ["a step", "past the version"])
 def test_a_state_that_changed_after_its_step_is_not_saved_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     with Manager(tmp_path, every=4, group=Alone()) as manager:
-        for step in range(1, 4):
+        manager.step(2, {"model": model, "optimizer": optimizer})
+        if how == "a step":
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-            if step < 3:
-                manager.step(step, {"model": model, "optimizer": optimizer})
+        else:  # as averages are swapped in
+            model.bias.data.copy_(torch.ones(2))
     assert names(tmp_path) == []
     assert "step 2 is not saved at the end: the state has changed since" in caplog.text
-
-
-def test_averages_that_are_swapped_in_at_the_end_are_not_saved_as_the_last_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = torch.nn.Linear(2, 2)
-    with Manager(tmp_path, every=4, group=Alone()) as manager:
-        manager.step(2, {"model": model})
-        model.bias.data.copy_(torch.ones(2))
-    assert names(tmp_path) == []
-    assert "Rank 0 changed state.model.bias" in caplog.text
+    assert how == "a step" or "Rank 0 changed state.model.bias" in caplog.text
 
 
 def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> None:
@@ -321,10 +321,7 @@ def test_the_name_of_the_manager_is_refused(tmp_path: Path) -> None:
 
 def test_plain_checkpoints_can_be_resumed_from(tmp_path: Path) -> None:
     remesh.save(state_of(7), tmp_path / "epoch-7")
-    with Manager(tmp_path, group=Alone()) as manager:
-        state = state_of(0)
-        resumed = manager.resume(state)
-    assert resumed is not None
+    resumed, _ = resume(tmp_path, state := state_of(0))
     assert (resumed.step, resumed.same_random, resumed.info.run) == (7, False, "")
     assert content(state) == expected(7)
 
@@ -333,9 +330,7 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
     train(tmp_path, 1)
     with Manager(tmp_path, group=Alone()) as manager, pytest.raises(CheckpointExistsError):
         manager.save(1, state_of(5))
-    with Manager(tmp_path, group=Alone()) as manager:
-        state = state_of(0)
-        manager.resume(state)
+    resume(tmp_path, state := state_of(0))
     assert content(state) == expected(1)
 
 
@@ -392,9 +387,7 @@ def test_what_fails_again_and_again_is_not_tried_any_more(tmp_path: Path) -> Non
 
     for number in range(MAX_FAILURES + 2):
         loads.clear()
-        with Manager(tmp_path, group=Alone(), on_event=hear) as manager:
-            resumed = manager.resume(state_of(0))
-        assert resumed is not None
+        resumed, manager = resume(tmp_path, on_event=hear)
         assert resumed.step == 1
         assert ("not tried" in resumed.passed_over[0][1]) == (number >= MAX_FAILURES)
         assert len(loads) == (2 if number < MAX_FAILURES else 1)
@@ -405,9 +398,7 @@ def test_a_checkpoint_that_loads_after_all_is_forgiven(tmp_path: Path) -> None:
     train(tmp_path, 2)
     for _ in range(2):
         flip(tmp_path / "step_00000002")
-        with Manager(tmp_path, group=Alone()) as manager:
-            resumed = manager.resume(state_of(0))
-    assert resumed is not None
+        resumed, manager = resume(tmp_path)
     assert (resumed.step, resumed.info.num_failures) == (2, 1)
     assert [info.num_failures for info in manager.checkpoints] == [0, 0, 0]
 
@@ -435,8 +426,13 @@ def test_a_mismatch_is_raised_and_hides_nothing(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_a_failure_in_the_background_is_raised_once_on_every_rank(tmp_path: Path) -> None:
-    def play(exchange: ThreadExchange) -> str:
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_failure_in_the_background_is_raised_once_on_every_rank(
+    tmp_path: Path, every: int
+) -> None:
+    """Also if no further save is due."""
+
+    def play(exchange: ThreadExchange) -> tuple[int, str]:
         broken = threading.Event()
 
         def hear(event: Event) -> None:
@@ -444,36 +440,21 @@ def test_a_failure_in_the_background_is_raised_once_on_every_rank(tmp_path: Path
                 broken.set()
                 raise StorageError("the disk is on fire")
 
-        with Manager(tmp_path, every=1, group=exchange, on_event=hear) as manager:
-            manager.step(1, state_of(1, exchange))
-            with pytest.raises(StorageError) as caught:
-                manager.step(2, state_of(2, exchange))
-            manager.step(3, state_of(3, exchange))
-        return str(caught.value)
-
-    first, second = run_ranks(2, play)
-    assert "the disk is on fire" in first
-    assert "the disk is on fire" in second
-    assert names(tmp_path) == ["0003"]
-
-
-def test_a_failure_surfaces_without_a_further_save(tmp_path: Path) -> None:
-    def play(exchange: ThreadExchange) -> int:
-        def hear(event: Event) -> None:
-            if event.rank == 1 and event.point == "save.file_finished":
-                raise StorageError("the disk is on fire")
-
-        with Manager(tmp_path, group=exchange, on_event=hear) as manager:
+        with Manager(tmp_path, every=every, group=exchange, on_event=hear) as manager:
             manager.save(1, state_of(1, exchange))
             for step in itertools.count(2):
                 try:
                     manager.step(step, state_of(step, exchange))
-                except StorageError:
-                    return step
+                except StorageError as error:
+                    manager.step(step + 1, state_of(step + 1, exchange))
+                    return step, str(error)
         raise AssertionError
 
-    first, second = run_ranks(2, play)
-    assert first == second > 1
+    (step, text), second = run_ranks(2, play)
+    assert second == (step, "the disk is on fire")
+    assert text.startswith("the disk is on fire")
+    assert every > 1 or step == 2
+    assert names(tmp_path) == [f"{step + 1:04}"]
 
 
 def test_a_failure_to_remove_is_raised_and_the_checkpoint_stays(
@@ -829,8 +810,7 @@ def test_what_was_half_removed_is_finished(tmp_path: Path) -> None:
         storage.put(f"step_0000000{step}/removing.json", b"{}", overwrite=True)
     storage.delete("step_00000000/remesh.json")
     (tmp_path / "step_00000000" / "notes.txt").write_text("mine")
-    with Manager(tmp_path, group=Alone()) as manager:
-        manager.resume(state_of(0))
+    resume(tmp_path)
     assert names(tmp_path) == ["0001", "0002"]
     assert [path.name for path in (tmp_path / "step_00000000").iterdir()] == ["notes.txt"]
     assert not (tmp_path / "step_00000001" / "removing.json").exists()
@@ -844,8 +824,7 @@ def test_what_dead_saves_left_long_ago_goes_when_the_run_resumes(tmp_path: Path)
         (folder / "00000.safetensors").write_bytes(bytes(100))
     for path in (old / "00000.safetensors", old):
         os.utime(path, (1e9, 1e9))
-    with Manager(tmp_path, group=Alone()) as manager:
-        manager.resume(state_of(0))
+    resume(tmp_path)
     assert not old.exists()
     assert young.exists()
 
@@ -994,9 +973,7 @@ def test_a_module_alone_is_saved_and_resumed(tmp_path: Path) -> None:
         assert manager.step(2, model)
     drawn = torch.rand(2)
     other = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    with Manager(tmp_path) as manager:
-        resumed = manager.resume(other)
-    assert resumed is not None
+    resumed, _ = resume(tmp_path, other)
     assert (resumed.step, resumed.same_random) == (2, True)
     assert torch.equal(torch.rand(2), drawn)
     for name, tensor in other.state_dict().items():
