@@ -83,10 +83,23 @@ def parse_best(
     return found
 
 
-def prune_checkpoints(
-    root: str, policies: Sequence[KeepPolicy], run: str | None, *, removes: bool, as_json: bool
-) -> None:
-    """Show what policies keep of a directory's checkpoints; remove the rest if asked to."""
+@dataclass(frozen=True, slots=True)
+class _Item:
+    path: str
+    when: str
+    num_bytes: int
+    kept: str  # why; empty if it is not
+    is_removed: bool
+
+
+_Found = tuple[dict[str, object], list[_Item]]
+"""What was found, for programs and for people."""
+
+
+def _prune_checkpoints(
+    root: str, policies: Sequence[KeepPolicy], run: str | None, removes: bool
+) -> _Found:
+    """What policies keep of a directory's checkpoints; the rest is removed if that is asked for."""
     storage = open_storage(root)
     infos = [_checked(info) for info in catalog.list_checkpoints(storage)]
     if not infos:
@@ -96,29 +109,29 @@ def prune_checkpoints(
     decisions = decide_retention(infos, policies, run=whose, now=time.time())
     removed: set[str] = set()
     if removes:
-        gone = remove_unkept(storage, decisions, now=time.time())
-        removed = {info.name for info in gone}
+        removed = {info.name for info in remove_unkept(storage, decisions, now=time.time())}
         catalog.finish_removals(storage)
-    if as_json:
-        items = [
-            {
-                **_facts(decision.info),
-                "kept": list(decision.reasons),
-                "removed": decision.info.name in removed,
-            }
-            for decision in decisions
-        ]
-        output.print_json({"root": root, "run": whose, "checkpoints": items})
-        return
-    infos = [decision.info for decision in decisions]
-    shown = [
-        _Item(
-            info.path, str(info.step), info.num_bytes, "; ".join(one.reasons), info.name in removed
+    documents, items = [], []
+    for info, reasons in ((one.info, one.reasons) for one in decisions):
+        gone = info.name in removed
+        documents.append({**_facts(info), "kept": list(reasons), "removed": gone})
+        items.append(_Item(info.path, str(info.step), info.num_bytes, "; ".join(reasons), gone))
+    return {"run": whose, "checkpoints": documents}, items
+
+
+def _prune_leftovers(root: str, older_than: float, removes: bool) -> _Found:
+    """What dead saves left; it is removed if that is asked for."""
+    documents, items = [], []
+    for one in orphans.find_orphans(root, now=time.time(), older_than=older_than):
+        gone = (
+            removes
+            and not one.kept
+            and orphans.remove_orphan(one, root, now=time.time(), older_than=older_than)
         )
-        for info, one in zip(infos, decisions, strict=True)
-    ]
-    rest = "in use" if removes else "superfluous"
-    _print_removals("checkpoint", "step", shown, rest, removes=removes)
+        facts = {key: value for key, value in asdict(one).items() if key != "files"}
+        documents.append({**facts, "removed": gone})
+        items.append(_Item(one.path, _age(one.age), one.num_bytes, one.kept, gone))
+    return {"leftovers": documents}, items
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
@@ -164,15 +177,6 @@ def _print_removals(
         output.line(f"removed {what}")
     else:
         output.line(f"{what}; --yes removes them" if chosen else "nothing to remove")
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    path: str
-    when: str
-    num_bytes: int
-    kept: str  # why; empty if it is not
-    is_removed: bool
 
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
@@ -254,35 +258,20 @@ def prune(
     policies += keep_best
     if incomplete == bool(policies):
         raise click.UsageError("say what to prune: --incomplete, or --keep-last and the like")
-    if policies:
-        prune_checkpoints(root, policies, run, removes=removes, as_json=as_json)
-        return
-    now = time.time()
-    leftovers = orphans.find_orphans(root, now=now, older_than=older_than)
-    removed = {
-        leftover.path
-        for leftover in leftovers
-        if removes
-        and not leftover.kept
-        and orphans.remove_orphan(leftover, root, now=time.time(), older_than=older_than)
-    }
+    if incomplete:
+        document, items = _prune_leftovers(root, older_than, removes)
+    else:
+        document, items = _prune_checkpoints(root, policies, run, removes)
     if as_json:
-        items = [
-            {key: value for key, value in asdict(one).items() if key != "files"}
-            | {"removed": one.path in removed}
-            for one in leftovers
-        ]
-        output.print_json({"root": root, "leftovers": items})
-        return
-    if not leftovers:
+        output.print_json({"root": root, **document})
+    elif not items:
         output.line("nothing is left of dead saves")
-        return
-    shown = [
-        _Item(one.path, _age(one.age), one.num_bytes, one.kept, one.path in removed)
-        for one in leftovers
-    ]
-    rest = "kept" if removes else "garbage"
-    _print_removals("leftover", "age", shown, rest, removes=removes)
+    elif incomplete:
+        rest = "kept" if removes else "garbage"
+        _print_removals("leftover", "age", items, rest, removes=removes)
+    else:
+        rest = "in use" if removes else "superfluous"
+        _print_removals("checkpoint", "step", items, rest, removes=removes)
 
 
 def _age(seconds: float) -> str:

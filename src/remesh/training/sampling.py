@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -338,14 +338,6 @@ class ResumableBatchSampler(Sampler[list[int]]):
         self.sampler.load_state_dict(state_dict)
 
 
-class Indices(Protocol):
-    """Numbers of samples, as many as it says: a sampler, a range, a list."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[int]: ...
-
-
 class SkipBatchSampler(Sampler[list[int]]):
     """The batches of a sampler without the first ones.
 
@@ -354,7 +346,7 @@ class SkipBatchSampler(Sampler[list[int]]):
     (`remesh.training.convert_step`).
 
     Args:
-        sampler: Gives the samples.
+        sampler: Gives numbers of samples and has a length: a sampler, a range, a list.
         batch_size: Samples of a batch; the last one may have fewer.
         skip_batches: How many batches to leave out.
 
@@ -362,7 +354,7 @@ class SkipBatchSampler(Sampler[list[int]]):
         ValueError: If the batch size is not positive or the number of batches is negative.
     """
 
-    def __init__(self, sampler: Indices, batch_size: int, skip_batches: int = 0) -> None:
+    def __init__(self, sampler: Any, batch_size: int, skip_batches: int = 0) -> None:
         super().__init__()
         if batch_size < 1 or skip_batches < 0:
             raise ValueError(
