@@ -14,6 +14,7 @@ from remesh.elastic.job import (
     Event,
     HangDetected,
     JobState,
+    NodeHeld,
     NodeLost,
     Policy,
     RanksWait,
@@ -266,6 +267,10 @@ class Jobs(RuleBasedStateMachine):
     def somebody_wants_a_check(self) -> None:
         self.send(RequestCheck(reason="a test"))
 
+    @rule(number=st.integers(0, 6), is_used=st.booleans())
+    def an_operator_excludes_or_readmits(self, number: int, is_used: bool) -> None:
+        self.deliver(NodeHeld(number, None if is_used else "its fan"))
+
     @rule(step=st.integers(0, 100))
     def a_checkpoint_is_made(self, step: int) -> None:
         self.send(CheckpointSaved(step))
@@ -329,6 +334,8 @@ class Jobs(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever has happened, agents that go on behaving meet in one world."""
+        for number in [*self.state.rendezvous.held]:
+            self.deliver(NodeHeld(number, None))
         for _ in range(60):
             self.pass_time(1.0)
             self.all_agents_speak()
@@ -573,3 +580,45 @@ def test_a_job_survives_its_encoding() -> None:
     state = fail(run(), 0, 120.0)
     state = apply(state, NodeLost(node_id=1, incarnation="a"), 121.0)
     assert msgspec.json.decode(msgspec.json.encode(state), type=JobState) == state
+
+
+def test_a_node_that_is_excluded_by_hand_leaves_when_the_ranks_have_saved() -> None:
+    state = apply(run(num_nodes=4), NodeHeld(3, "its fan"), 200.0)
+    asked = shown_to(state, 0, 201.0)
+    assert isinstance(asked, Assignment)
+    assert (asked.save, asked.grow) == (True, False)
+    [row] = [row for row in seen(state, 201.0).nodes if row.id == 3]
+    assert (row.state, row.reason) == ("draining", "its fan")
+    late = shown_to(state, 0, 206.0)  # without a save, after the time for it
+    state = apply(state, CheckpointSaved(7), 202.0)
+    for stop in (late, shown_to(apply(state, Tick(), 202.0), 0, 203.0)):
+        assert isinstance(stop, Stop)
+        assert (stop.change, stop.reason) == (Change.RESTARTED, "node 3 excluded by hand")
+    state = apply(join(apply(state, Tick(), 203.0), 0, 1, 2, 3, now=204.0), Tick(), 204.0)
+    # The world has a multiple of two nodes.
+    assert [member.id for member in state.rendezvous.world] == [0, 1]
+    assert state.charges == {}
+    # Its agent waits, and knows why; so does one that starts anew.
+    again = apply(state, joining(msgspec.structs.replace(node(3), incarnation="b")), 205.0)
+    waits = shown_to(state, 3, 205.0)
+    assert isinstance(waits, Waiting)
+    assert content_of(again, Sender(node_id=3, incarnation="b", round=0)) == waits
+    assert waits.reason == (
+        "an operator has excluded it: its fan; it is used again after `remesh node readmit 3`"
+    )
+    assert seen(state, 206.0).nodes_by_state == {"active": 2, "excluded": 1, "ready": 1}
+    state = apply(state, NodeHeld(3, None), 207.0)
+    growing = shown_to(apply(state, CheckpointSaved(8), 208.0), 0, 209.0)
+    assert isinstance(growing, Stop)
+
+
+def test_a_node_that_the_job_needs_stays_until_another_has_come() -> None:
+    state = apply(run(num_nodes=2), NodeHeld(1, "its fan"), 200.0)
+    assert isinstance(shown_to(state, 1, 300.0), Assignment)
+    state = apply(state, joining(node(2)), 301.0)
+    assert isinstance(shown_to(state, 1, 302.0), Stop)
+    # It may also be taken back before.
+    state = apply(apply(run(num_nodes=4), NodeHeld(3, "its fan"), 200.0), NodeHeld(3, None), 201.0)
+    kept = shown_to(state, 3, 300.0)
+    assert isinstance(kept, Assignment)
+    assert not kept.save

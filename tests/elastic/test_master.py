@@ -288,6 +288,31 @@ def test_growing_waits_for_a_checkpoint() -> None:
         assert late.placed().num_nodes == 3
 
 
+def test_an_operator_takes_a_node_out_and_back(tmp_path: Path) -> None:
+    def order(served: Served, *words: str) -> str:
+        done = CliRunner().invoke(cli, ["node", *words, "--master", served.url])
+        return done.output
+
+    journal = tmp_path / "journal"
+    with serving(journal, heartbeat_timeout=LONG, save_grace=0.0) as served:
+        served.join_all([0, 1, 2])
+        assert "the job has no node host-9; it has host-0, host-1" in order(
+            served, "exclude", "host-9"
+        )
+        assert "not excluded by hand" in order(served, "readmit", "host-1")
+        assert "is excluded" in order(served, "exclude", "host-1", "--reason", "its fan")
+        assert served.agent(0).shown(Stop).reason == "node 1 excluded by hand"
+        served.agent(1).say_join()
+        assert served.join_all([0, 2])[2].num_nodes == 2
+        assert "its fan" in served.agent(1).waiting().reason
+        status = served.master.job.rendezvous
+    with serving(journal, heartbeat_timeout=LONG, save_grace=0.0) as served:
+        assert served.master.job.rendezvous.held == status.held == {1: "its fan"}
+        assert ask(served.url, "node", {"node": 1})[0] == 400
+        assert "may be used again" in order(served, "readmit", "1")
+        served.join_all([0, 1, 2], after_round=2)
+
+
 def test_a_job_whose_nodes_succeed_is_over() -> None:
     with serving(heartbeat_timeout=LONG) as served:
         served.join_all([0, 1])

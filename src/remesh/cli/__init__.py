@@ -49,6 +49,7 @@ _HOMES = {
     "check": "remesh.cli.run",
     "master": "remesh.cli.master",
     "status": "remesh.cli.master",
+    "node": "remesh.cli.master",
     "manifests": "remesh.cli.kubernetes",
     "operator": "remesh.cli.kubernetes",
 }

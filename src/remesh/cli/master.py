@@ -10,6 +10,7 @@ import resource
 import signal
 import ssl
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -192,6 +193,55 @@ def status(*, url: str, token_file: str | None, tls_ca: str | None, as_json: boo
         output.print_json(msgspec.to_builtins(now))
     else:
         _print_status(now)
+
+
+@click.group(
+    epilog=output.example(
+        "remesh node exclude host-7 --master http://127.0.0.1:29400 --reason 'fan is broken'",
+        "remesh node readmit host-7 --master http://127.0.0.1:29400",
+    )
+)
+def node() -> None:
+    """Take a node out of a running job, and take it back."""
+
+
+_node_options = (
+    click.argument("node", metavar="NODE"),
+    click.option("--master", required=True, metavar="URL", help="The job's master."),
+    click.option("--token-file", metavar="FILE", help="The master's token."),
+    click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one."),
+)
+
+
+def _of_node(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_node_options):
+        command = option(command)
+    return command
+
+
+@node.command(name="exclude")
+@_of_node
+@click.option("--reason", default=None, metavar="TEXT", help="Why; shown where the node is.")
+def exclude(
+    *, node: str, master: str, token_file: str | None, tls_ca: str | None, reason: str | None
+) -> None:
+    """Exclude a node, given by its name or id, from the next world on.
+
+    The ranks are asked to save first, within the master's `--save-grace`. Then the others form a
+    world without it. If they are too few for one, the node stays until another has come. Its agent
+    waits until the node is readmitted; the master remembers that over a restart.
+    """
+    client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
+    client.set_node(node, is_used=False, reason=reason or "")
+    output.line(f"node {node} is excluded; see remesh status {master}")
+
+
+@node.command(name="readmit")
+@_of_node
+def readmit(*, node: str, master: str, token_file: str | None, tls_ca: str | None) -> None:
+    """Use a node again that was excluded by hand."""
+    Client(master, token=read_token(token_file), tls_ca=tls_ca).set_node(node, is_used=True)
+    output.line(f"node {node} may be used again; see remesh status {master}")
 
 
 def _last_step(now: Status) -> str:

@@ -70,6 +70,13 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
+class NodeHeld(msgspec.Struct, frozen=True):
+    """An operator excludes a node for a reason; without one, it may be used again."""
+
+    node_id: int
+    reason: str | None
+
+
 class CheckpointSaved(msgspec.Struct, frozen=True):
     """A checkpoint of this step is committed."""
 
@@ -111,6 +118,7 @@ Event: TypeAlias = (
     NodeEvent
     | RequestCheck
     | NodeLost
+    | NodeHeld
     | CheckpointSaved
     | RanksWait
     | HangDetected
@@ -315,6 +323,8 @@ def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobSta
             text = f"node {node_id} is lost: {why}"
             job = _note(_depart(job, node_id, incarnation, text, now, lost=True), now, text)
             return _advance(job, rendezvous.remove(nodes, node_id, incarnation, now), now)
+        case NodeHeld(node_id=node_id, reason=reason):
+            job = _hold(job, node_id, reason, now)
         case ReportFailures():
             return _fail(job, event, nodes, now)
         case Drain():
@@ -503,14 +513,34 @@ def _drain(job: JobState, event: Drain, nodes: Rendezvous, now: float) -> JobSta
     node = nodes.known(event.node_id)
     if node is None or node.incarnation != event.incarnation or node.id not in nodes.active:
         return job
-    old = job.save_request or SaveRequest(deadline=now, saved_before=job.saved_step)
-    if node.id in old.draining:
+    if job.save_request is not None and node.id in job.save_request.draining:
         return job
-    request = msgspec.structs.replace(
-        old, deadline=now + event.seconds, draining=old.draining | {node.id}, is_over=False
-    )
     text = f"node {node.id} has to leave within {event.seconds:g} s: {event.reason}"
-    return _note(_replace(job, save_request=request), now, text)
+    return _note(_ask_to_save(job, node.id, now, event.seconds), now, text)
+
+
+def _ask_to_save(job: JobState, node_id: int, now: float, seconds: float) -> JobState:
+    """Request a checkpoint before a node leaves."""
+    old = job.save_request or SaveRequest(deadline=now, saved_before=job.saved_step)
+    request = msgspec.structs.replace(
+        old, deadline=now + seconds, draining=old.draining | {node_id}, is_over=False
+    )
+    return _replace(job, save_request=request)
+
+
+def _hold(job: JobState, node_id: int, reason: str | None, now: float) -> JobState:
+    """Exclude a node; if it is in the world, that ends when the ranks have saved."""
+    job = _replace(job, rendezvous=rendezvous.hold(job.rendezvous, node_id, reason, now))
+    if reason is not None:
+        job = _note(job, now, f"node {node_id} is excluded by hand: {reason}")
+        is_member = node_id in job.rendezvous.active
+        return _ask_to_save(job, node_id, now, job.policy.save_grace) if is_member else job
+    request = job.save_request
+    if request is not None and node_id in request.draining:
+        draining = request.draining - {node_id}
+        request = msgspec.structs.replace(request, draining=draining) if draining else None
+        job = _replace(job, save_request=request)
+    return _note(job, now, f"node {node_id} may be used again")
 
 
 def _end_hang(job: JobState, number: int, nodes: Rendezvous, now: float) -> JobState:
@@ -534,18 +564,20 @@ def _end_hang(job: JobState, number: int, nodes: Rendezvous, now: float) -> JobS
 def _settle(job: JobState, now: float) -> JobState:
     """The job after all that follows from it and the time alone."""
     job = _advance_check(job, now)
-    job = _advance(job, rendezvous.tick(job.rendezvous, now), now)
+    job = _end_request_in_time(_advance(job, rendezvous.tick(job.rendezvous, now), now), now)
     nodes = job.rendezvous
+    if nodes.held and job.check is None and not awaits_checkpoint(job):
+        held = rendezvous.leaving(nodes)
+        if held:
+            text = f"{rendezvous.listed_nodes(held)} excluded by hand"
+            return _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, text), now)
     if job.check is None and job.save_request is None and nodes.active:
         size = rendezvous.larger_size(nodes)
         if size is not None:
             deadline = now + job.policy.save_grace
             request = SaveRequest(deadline=deadline, saved_before=job.saved_step)
-            text = f"the world can grow to {size} nodes: {len(nodes.ready)} more are ready"
-            job = _note(_replace(job, save_request=request), now, text)
-    asked = job.save_request
-    if asked is not None and (now >= asked.deadline or _is_saved(asked, job.saved_step)):
-        return _end_request(job)
+            text = f"the world can grow to {size} nodes: {len(nodes.usable)} more are ready"
+            return _end_request_in_time(_note(_replace(job, save_request=request), now, text), now)
     return job
 
 
@@ -569,6 +601,14 @@ def awaits_checkpoint(job: JobState) -> bool:
 def _is_saved(request: SaveRequest, saved: int | None) -> bool:
     before = request.saved_before
     return saved is not None and (before is None or saved > before)
+
+
+def _end_request_in_time(job: JobState, now: float) -> JobState:
+    """Wait for the requested checkpoint no longer if it is saved, or overdue."""
+    asked = job.save_request
+    if asked is not None and (now >= asked.deadline or _is_saved(asked, job.saved_step)):
+        return _end_request(job)
+    return job
 
 
 def _end_request(job: JobState) -> JobState:
@@ -620,7 +660,7 @@ def _end_check(job: JobState, result: CheckResult, nodes: Rendezvous, now: float
         for node_id, factor in result.stragglers.items()
     }
     if job.policy.exclude_stragglers:
-        rest = len(nodes.world) + len(nodes.ready) - len(out) - len(slow)
+        rest = len(nodes.world) + len(nodes.usable) - len(out) - len(slow)
         if nodes.settings.fitting(rest):
             out |= slow
     findings = dict.fromkeys(result.healthy, "healthy") | {**result.suspects, **slow, **out}
@@ -704,21 +744,26 @@ def _test_of(job: JobState, check: RunningCheck, nodes: Rendezvous, node_id: int
 
 
 def _waiting(job: JobState, node_id: int) -> Waiting:
-    return Waiting(node_id, _wait_reason(job), job.policy.heartbeat_timeout)
+    return Waiting(node_id, _wait_reason(job, node_id), job.policy.heartbeat_timeout)
 
 
-def _wait_reason(job: JobState) -> str:
+def _wait_reason(job: JobState, node_id: int) -> str:
     nodes = job.rendezvous
+    if node_id in nodes.held and (node := nodes.ready.get(node_id)) is not None:
+        return (
+            f"an operator has excluded it: {nodes.held[node_id]}; it is used again after "
+            f"`remesh node readmit {node.name}`"
+        )
     if job.check is not None:
         return f"check {job.check.number} is running"
     if nodes.active:
         return (
-            f"round {nodes.round} runs on {len(nodes.active)} nodes; {len(nodes.ready)} are ready "
+            f"round {nodes.round} runs on {len(nodes.active)} nodes; {len(nodes.usable)} are ready "
             "for a larger world"
         )
     settings = nodes.settings
     return (
-        f"{len(nodes.ready)} nodes are ready, the world has {settings.min_nodes} to "
+        f"{len(nodes.usable)} nodes are ready, the world has {settings.min_nodes} to "
         f"{settings.max_nodes} in multiples of {settings.node_unit}"
     )
 
@@ -730,6 +775,7 @@ def concerns_all(before: JobState, after: JobState) -> bool:
         (old.round, old.outcome, old.broken) != (new.round, new.outcome, new.broken)
         or old.excluded is not new.excluded
         or old.replaced is not new.replaced
+        or old.held is not new.held
         or rendezvous.larger_size(old) != rendezvous.larger_size(new)
         or _stage(before.check) != _stage(after.check)
         or before.save_request != after.save_request

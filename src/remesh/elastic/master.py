@@ -33,6 +33,7 @@ from remesh.elastic.job import (
     Event,
     HistoryLine,
     JobState,
+    NodeHeld,
     NodeLost,
     Policy,
     Tick,
@@ -64,7 +65,9 @@ from remesh.elastic.protocol import (
     ReportFailures,
     ReportStacks,
     Sender,
+    SetNode,
 )
+from remesh.elastic.rendezvous import MAX_LISTED
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -263,6 +266,29 @@ class Master:
         before, self._durable = self._durable, job
         for connection in list(self._connections.values()) if concerns_all(before, job) else due:
             self._show(connection)
+
+    def set_node(self, given: SetNode) -> None:
+        """Exclude a node by hand, or use it again.
+
+        Raises:
+            RefusedError: If there is no such node, or it is not excluded by hand.
+        """
+        names, held = self.job.names, self.job.rendezvous.held
+        node_id = names.get(given.node)
+        if node_id is None and given.node.isdecimal() and int(given.node) in names.values():
+            node_id = int(given.node)
+        if node_id is None:
+            known = ", ".join(sorted(names)[:MAX_LISTED]) or "none yet"
+            raise RefusedError(f"the job has no node {given.node}; it has {known}")
+        if not given.is_used:
+            self.apply(NodeHeld(node_id, given.reason or "no reason given"))
+        elif node_id in held:
+            self.apply(NodeHeld(node_id, None))
+        else:
+            raise RefusedError(
+                f"node {given.node} is not excluded by hand\n"
+                "One that the master has excluded is used again when its agent is started again"
+            )
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """Take a message of an agent; one that is heard a second time has no further effect.

@@ -213,6 +213,14 @@ Message: TypeAlias = Join | Beat | ReportFailures | Leave | Drain | ReportTest |
 """What agents send."""
 
 
+class SetNode(msgspec.Struct, frozen=True, kw_only=True):
+    """Exclude a node from the next world on, or use it again (sent by `remesh node`)."""
+
+    node: str  # its name or id
+    is_used: bool
+    reason: str = ""
+
+
 class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Test all nodes before the next round (sent by `remesh check`)."""
 

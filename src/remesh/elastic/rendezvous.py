@@ -18,9 +18,9 @@ copy of it changes nothing; and it carries the agent's incarnation, so messages 
 replaced do not count for its successor.
 
 There is a function for each event: `join`, `leave`, `remove` (a lost node), `break_world`,
-`exclude`, `end` and `tick`. Each takes the rendezvous and, where it matters, the time, and returns
-the next one. What follows, such as a new world, follows at the next `tick`. The times are of a
-clock that never jumps (`master.SteadyClock`).
+`exclude`, `hold`, `end` and `tick`. Each takes the rendezvous and, where it matters, the time, and
+returns the next one. What follows, such as a new world, follows at the next `tick`. The times are
+of a clock that never jumps (`master.SteadyClock`).
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     ready: dict[int, Node] = {}  # nodes that have joined for the next round, by id
     excluded: dict[int, tuple[str, str]] = {}
     """Incarnation and reason of nodes that are not to be used, by id."""
+    held: dict[int, str] = {}
+    """Why an operator has excluded nodes, by id: they wait, also if their agents start anew."""
     newest: dict[int, str] = {}  # the incarnation that joined last, by id
     replaced: frozenset[str] = frozenset()
     """Incarnations whose node id another agent has taken over."""
@@ -123,6 +125,13 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         """Ranks of the last world."""
         return self.first_ranks[-1] + self.world[-1].num_processes if self.world else 0
+
+    @property
+    def usable(self) -> dict[int, Node]:
+        """The nodes that are ready and not held."""
+        if not self.held:
+            return self.ready
+        return {number: node for number, node in self.ready.items() if number not in self.held}
 
     def place(self, node_id: int) -> int | None:
         """The place of a node in the last world; None if it was not in it."""
@@ -213,6 +222,21 @@ def exclude(state: Rendezvous, node: Node, reason: str, now: float) -> Rendezvou
     return remove(new, node.id, node.incarnation, now)
 
 
+def hold(state: Rendezvous, node_id: int, reason: str | None, now: float) -> Rendezvous:
+    """A node is held from the next world on, for a reason; without one, it may be used again."""
+    held = _without(state.held, node_id)
+    if reason is not None:
+        held = {**held, node_id: reason}
+    return msgspec.structs.replace(state, held=held, changed_at=now)
+
+
+def leaving(state: Rendezvous) -> list[int]:
+    """The members that are held, if the others can form a world; nothing if it is broken."""
+    found = [node_id for node_id in state.held if node_id in state.active]
+    others = len(state.active) + len(state.usable) - len(found)
+    return found if state.broken is None and state.settings.fitting(others) else []
+
+
 def break_world(state: Rendezvous, change: Change, reason: str) -> Rendezvous:
     """The members of the world should stop and join again."""
     return msgspec.structs.replace(state, broken=(change, reason))
@@ -255,12 +279,13 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
     if state.active:
         return state
     settings = state.settings
-    size = settings.fitting(len(state.ready))
+    usable = state.usable
+    size = settings.fitting(len(usable))
     since = state.without_world_since
     if not size:
         if since is not None and now - since >= settings.join_timeout:
             reason = (
-                f"{len(state.ready)} nodes have joined within {settings.join_timeout:g} s, "
+                f"{len(usable)} nodes have joined within {settings.join_timeout:g} s, "
                 f"at least {settings.min_nodes} in multiples of {settings.node_unit} are needed"
             )
             return end(state, Outcome.FAILED, reason)
@@ -271,8 +296,8 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
     all_back = bool(state.world) and state.finished <= state.ready.keys()
     if not (cannot_grow or all_back or now - state.changed_at >= settings.last_call):
         return state
-    ordered = sorted(state.ready)
-    chosen, rest = ordered[:size], ordered[size:]
+    chosen = sorted(usable)[:size]
+    rest = sorted(state.ready.keys() - set(chosen))
     world = tuple(state.ready[node_id] for node_id in chosen)
     counts = (node.num_processes for node in world[:-1])
     return msgspec.structs.replace(
@@ -310,15 +335,15 @@ def restart_reason(
         return state.broken
     size = larger_size(state)
     if size is not None:
-        return Change.GROW, f"{_count(len(state.ready))} wait, the world can grow to {size}"
+        return Change.GROW, f"{_count(len(state.usable))} wait, the world can grow to {size}"
     return None
 
 
 def larger_size(state: Rendezvous) -> int | None:
     """How large the world could be with the nodes that are ready; None if that is no larger."""
-    if state.finished or state.broken is not None or not state.ready:
+    if state.finished or state.broken is not None or not state.usable:
         return None
-    size = state.settings.fitting(len(state.active) + len(state.ready))
+    size = state.settings.fitting(len(state.active) + len(state.usable))
     return size if size > len(state.world) else None
 
 

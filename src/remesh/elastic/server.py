@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
 from itertools import count
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -43,8 +43,11 @@ from remesh.elastic.protocol import (
     Message,
     Problem,
     RequestCheck,
+    SetNode,
 )
 from remesh.elastic.status import Query, Status, status_of
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +276,7 @@ class Server:
         app.router.add_get(f"{prefix}/session", self._session, name="session")
         app.router.add_get(f"{prefix}/status", self._status)
         app.router.add_post(f"{prefix}/check", self._check)
+        app.router.add_post(f"{prefix}/node", self._set_node)
         app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_other)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/", _page, name="page")
@@ -331,14 +335,26 @@ class Server:
         return _reply(self._seen(query if request.query else None))
 
     async def _check(self, request: web.Request) -> web.StreamResponse:
+        return await self._order(request, RequestCheck, self._master.apply)
+
+    async def _set_node(self, request: web.Request) -> web.StreamResponse:
+        return await self._order(request, SetNode, self._master.set_node)
+
+    async def _order(
+        self, request: web.Request, kind: type[T], follow: Callable[[T], None]
+    ) -> web.StreamResponse:
+        """Follow an order of an operator, and answer when the journal has it."""
         # Browsers send this type across sites only if they are allowed to, which they are not.
         if request.content_type != "application/json":
             return _reply(Problem("send application/json"), 415)
         try:
-            asked = msgspec.json.decode(await request.read(), type=RequestCheck)
+            asked = msgspec.json.decode(await request.read(), type=kind)
+            follow(asked)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return _reply(Problem(f"check: {error}"), 400)
-        self._master.apply(asked)
+            name = request.path.rpartition("/")[2]
+            return _reply(Problem(f"{name}: {error}"), 400)
+        except RefusedError as error:
+            return _reply(Problem(str(error)), 409)
         await self._master.written()
         return _reply({})
 

@@ -80,7 +80,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     check: str
     """The result of the last check."""
     reason: str
-    """Why it is excluded."""
+    """Why it is excluded, or is to be."""
 
     __repr__ = short_repr
 
@@ -309,7 +309,7 @@ def phase_of(job: JobState) -> tuple[str, str]:
         return "hanging", job.hanging[1]
     if nodes.active:
         return "running", f"round {nodes.round} on {len(nodes.active)} of {len(nodes.world)} nodes"
-    return "waiting", f"{len(nodes.ready)} nodes are ready, {nodes.settings.min_nodes} are needed"
+    return "waiting", f"{len(nodes.usable)} nodes are ready, {nodes.settings.min_nodes} are needed"
 
 
 def _states(job: JobState) -> dict[int, str]:
@@ -323,6 +323,8 @@ def _states(job: JobState) -> dict[int, str]:
         node = nodes.ready.get(node_id) or nodes.member(node_id)
         if node is None or exclusion_of(nodes, node) is not None:
             states[node_id] = "excluded"
+    for node_id in nodes.held:
+        states[node_id] = "draining" if node_id in nodes.active else "excluded"
     return dict(sorted(states.items()))
 
 
@@ -344,7 +346,9 @@ def _node_rows(
             names = {number: name for name, number in job.names.items()}
         agent = None if known is None else live.agents.get(known.incarnation)
         place = nodes.place(node_id) if node_id in nodes.active else None
-        reason = nodes.excluded[node_id][1] if states[node_id] == "excluded" else ""
+        reason = nodes.held.get(node_id, "")
+        if not reason and states[node_id] == "excluded":
+            reason = nodes.excluded[node_id][1]
         yield NodeStatus(
             id=node_id,
             name=names.get(node_id, "") if known is None else known.name,

@@ -259,7 +259,7 @@ def check_is_weights(document: ValuesDocument) -> None:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names that wrappers have made: `from_pretrained` ignores them, and tells nobody."""
+    """Refuse names that wrappers have made: `from_pretrained` ignores them without an error."""
     for name in names:
         keys = name.split(".")
         if any(key in _OF_PEFT or key.startswith("lora_") for key in keys):
