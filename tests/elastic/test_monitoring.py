@@ -1,0 +1,104 @@
+"""Alert rules, the dashboard and the page for those on call: what they name is there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shlex
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+import pytest
+
+from remesh.cli import cli
+from remesh.elastic.protocol import RankReport
+from tests.elastic.agents import serving
+
+yaml = pytest.importorskip("yaml")
+DOCS = Path(__file__).parents[2] / "docs"
+RULES = yaml.safe_load((DOCS / "monitoring/alerts.yml").read_text())["groups"]
+DASHBOARD = json.loads((DOCS / "monitoring/dashboard.json").read_text())
+PAGE = (DOCS / "how-to/on-call.md").read_text()
+
+NAME = re.compile(r"\bremesh_\w+")
+
+
+@pytest.fixture(scope="module")
+def exposed() -> set[str]:
+    """The names of all metrics of a master whose job trains, and of the operator."""
+    with serving(heartbeat_timeout=600.0) as served:
+        served.join_all([0, 1])
+        for step in (4, 5):
+            progress = RankReport(step=step, age=0.0, step_seconds=0.1, saved_step=4)
+            served.beat(0, {0: progress, 1: progress})
+        at = urlsplit(served.url)
+        assert at.hostname is not None
+        wire = http.client.HTTPConnection(at.hostname, at.port)
+        wire.request("GET", "/metrics")
+        text = wire.getresponse().read().decode()
+        wire.close()
+    from remesh.kubernetes.operator import Metrics
+
+    metrics = Metrics()
+    metrics.actions.labels("Delete")
+    text += metrics.render().decode()
+    return set(re.findall(r"^(remesh_\w+)", text, re.MULTILINE))
+
+
+def expressions() -> dict[str, str]:
+    """Each expression of the rules and the dashboard, by what it is for."""
+    rules = {rule["alert"]: rule["expr"] for group in RULES for rule in group["rules"]}
+    panels = {
+        f"{panel['title']} {target['refId']}": target["expr"]
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    }
+    return rules | panels
+
+
+@pytest.mark.parametrize("what", expressions())
+def test_expressions_ask_for_metrics_that_there_are(what: str, exposed: set[str]) -> None:
+    expression = expressions()[what]
+    names = set(NAME.findall(expression))
+    assert names <= exposed
+    assert names or "up{job=" in expression
+    assert expression.count("(") == expression.count(")")
+
+
+def test_rules_are_whole() -> None:
+    for rule in (rule for group in RULES for rule in group["rules"]):
+        assert rule["labels"]["severity"] in {"info", "warning", "critical"}
+        assert rule["annotations"]["summary"]
+    jobs = {job for what in expressions().values() for job in re.findall(r'job="([^"]+)"', what)}
+    assert jobs == set(re.findall(r"job_name: (\S+)", PAGE))
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_commands_of_the_page_are_commands() -> None:
+    found = re.findall(r"`remesh ([^`]+)`", PAGE)
+    assert len(found) > 15
+    for words in map(shlex.split, found):
+        command: click.Command = cli
+        arguments = list(words)
+        while isinstance(command, click.Group):
+            name = arguments.pop(0)
+            inner = command.get_command(click.Context(command), name)
+            assert inner is not None, words
+            command = inner
+        if name != "run" and arguments:
+            command.make_context(name, arguments)  # raises if an option is wrong
