@@ -17,7 +17,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # that it imports, and each worker all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-slow test-nightly test-all test-newest stress check docs dist format bench bench-short clean
+.PHONY: help demo test test-slow test-nightly test-all test-newest test-torch stress check docs dist format bench bench-short clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,12 +31,16 @@ $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # constraints.txt names everything that the dev extra needs, pip included, but what torch needs of an
 # accelerator: so there is next to nothing to resolve, which takes longer than the installation.
+# TORCH takes the place of the torch that it names.
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --constraint constraints.txt --upgrade pip
-	$(INSTALL) --no-deps --requirement constraints.txt
+	sed -E '$(if $(TORCH),s/^torch==.*/torch==$(TORCH).*/)' constraints.txt >$(VENV)/constraints.txt
+	$(INSTALL) --constraint $(VENV)/constraints.txt --upgrade pip
+	$(INSTALL) --no-deps --requirement $(VENV)/constraints.txt
 	$(INSTALL) --no-deps --editable .
-	$(INSTALL) --requirement constraints.txt
+	$(INSTALL) --requirement $(VENV)/constraints.txt
 	$(BIN)/pip check
+	@# A torchao that this torch is too old for would fail wherever transformers imports it.
+	@$(BIN)/python -c 'import torchao.optim' 2>/dev/null || $(BIN)/pip uninstall --quiet --yes torchao
 	@# Compiled here once, and not by every worker of the tests at the same time.
 	@$(BIN)/python -c 'import torch._dynamo, torch.distributed.run'
 	@touch $@ $(VENV)/.ready-demo
@@ -56,11 +60,19 @@ test-nightly: test  ## Run the long forms of tests, and print what they covered
 test-all: MARKS = not nightly
 test-all: test  ## Run the tests with those marked slow
 
-# The newest Python that is claimed; the oldest torch that is claimed is that of constraints.txt.
-NEWEST ?= python3.13
+# The newest Python that is claimed.
+NEWEST ?= python3.14
 
 test-newest:  ## Run the tests on the newest Python, in an environment of its own
 	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest
+
+# Which torch `make test-torch` installs.
+VERSION ?= 2.8
+
+# PyPI's wheels of torch are builds for CUDA, some 6 GB an environment. The much smaller ones for the
+# CPU are taken with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+test-torch:  ## Run the tests with another torch, such as VERSION=2.8, in an environment of its own
+	$(MAKE) test VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 
 # How often TESTS run.
 ROUNDS ?= 10
@@ -106,5 +118,5 @@ bench-short: $(VENV)/.ready-dev  ## The same in three minutes, small: one table 
 	$(BIN)/python -m benchmarks.short
 
 clean:  ## Remove what the commands above made
-	rm -rf $(VENV) .venv-newest demo-output bench-output build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest .venv-torch-* demo-output bench-output build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks docs examples src tests -name __pycache__ -prune -exec rm -rf {} +

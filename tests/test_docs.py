@@ -102,19 +102,6 @@ def test_every_exception_and_warning_is_explained() -> None:
             assert not long or any(part in page for part in long), f"{file.name}: {text!r}"
 
 
-def test_readme_answers_and_package_claim_the_same_versions() -> None:
-    """Pythons of the classifiers, and the torch of the constraints."""
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    classifiers = " ".join(package["project"]["classifiers"])
-    pythons = set(re.findall(r"Python :: (3\.\d+)", classifiers))
-    torch = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    for page in ("README.md", "docs/explanation/faq.md"):
-        text = " ".join((ROOT / page).read_text().split())
-        (claim,) = re.findall(r"All tests have run on .*?GPU yet", text)
-        assert set(re.findall(r"3\.\d+", claim)) == pythons, page
-        assert re.findall(r"torch (\d+\.\d+)", claim) == torch, page
-
-
 def test_the_environment_of_the_demo_has_what_its_last_run_needs() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())
     rule = re.search(r"ready-demo:.*\n\t.*'\.\[(.*)\]'", (ROOT / "Makefile").read_text())

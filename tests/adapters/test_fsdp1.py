@@ -38,6 +38,7 @@ from remesh.core.state import describe
 from remesh.errors import UnsupportedValueError
 from remesh.exchange import Exchange
 from tests.support import run_processes
+from tests.support.torch_versions import needs
 
 State = dict[str, Any]
 CPU = torch.device("cpu")
@@ -228,6 +229,7 @@ def check_same(path: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(checkpoint.read(name), tensor), f"{path}: {name}"
 
 
+@needs("gloo averages")
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [

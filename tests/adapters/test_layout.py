@@ -20,6 +20,7 @@ from remesh.adapters.dtensor import (
     boxes_of_segments,
     local_segments,
 )
+from tests.support.torch_versions import needs
 
 Coordinate = tuple[int, ...]
 
@@ -154,6 +155,7 @@ def test_axes_may_cut_in_any_order(order: list[int], extent: int, data: st.DataO
         assert gathered((extent,), mesh, coordinate, placements).tolist() == expected.tolist()
 
 
+@needs("strided shards")
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))
 def test_blocks_of_a_packed_dim_are_cut_each(extent: int, num_ranks: int, num_blocks: int) -> None:
     placement = Sharded(0, num_blocks)
@@ -171,6 +173,7 @@ def test_blocks_of_a_packed_dim_are_cut_each(extent: int, num_ranks: int, num_bl
         assert size == len(expected)
 
 
+@needs("strided shards")
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_even_strided_shards_agree_with_torch(
     rows: int, data: int, tensor: int, blocks: int, packed: bool

@@ -19,6 +19,9 @@ from remesh.cli import cli
 from remesh.errors import MismatchError, StateError, TransformError, UnsupportedValueError
 from remesh.training import export_weights
 from tests.adapters import torchao_jobs as jobs
+from tests.support.torch_versions import needs
+
+pytestmark = needs("torchao")
 
 
 @pytest.fixture(autouse=True)

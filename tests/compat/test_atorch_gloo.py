@@ -25,6 +25,7 @@ from remesh.compat.atorch import (
 from remesh.errors import StateError
 from remesh.exchange import Exchange
 from tests.support import run_processes
+from tests.support.torch_versions import needs
 
 
 class Scale(nn.Module):
@@ -175,12 +176,14 @@ FILES = [
 ]
 
 
+@needs("gloo averages")
 def test_two_ranks_to_three(tmp_path: Path) -> None:
     run_processes(3, _job, tmp_path, [("fsdp1", "fsdp2"), ("fsdp2", "fsdp1"), ("flat", "fsdp2")])
     for name in SAVED:
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == FILES
 
 
+@needs("gloo averages")
 @pytest.mark.slow
 def test_two_ranks_to_four(tmp_path: Path) -> None:
     run_processes(4, _job, tmp_path, list(itertools.product(SAVED, WRAPS)))

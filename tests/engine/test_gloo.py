@@ -38,6 +38,7 @@ from tests.engine.bits import bits_of
 from tests.support import (
     run_processes,
 )
+from tests.support.torch_versions import needs
 
 # Extents that four ranks do not share evenly: 31 rows of the embedding, 50 of the inner MLP.
 CONFIG = ModelConfig(
@@ -219,6 +220,7 @@ def load_plain(path: Path, config: ModelConfig = CONFIG) -> Job:
     return job
 
 
+@needs("strided shards")
 def test_a_job_that_moves_through_layouts_keeps_every_bit(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(4)]
     first = run_processes(4, travel, [Leg("fsdp", None, paths[0], seed=0)])
@@ -304,6 +306,7 @@ def save_packed(exchange: Exchange, path: Path) -> str:
     return answer
 
 
+@needs("strided shards")
 def test_packed_shards_which_torch_cannot_save(tmp_path: Path) -> None:
     answers = run_processes(2, save_packed, tmp_path)
     assert all("CheckpointException" in answer for answer in answers), answers

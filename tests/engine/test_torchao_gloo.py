@@ -23,6 +23,9 @@ from remesh.exchange import Exchange
 from tests.adapters import torchao_jobs as jobs
 from tests.adapters.test_wrapper_subclasses import Scaled
 from tests.support import run_processes
+from tests.support.torch_versions import needs
+
+pytestmark = needs("torchao")
 
 Facts = dict[str, Any]
 
