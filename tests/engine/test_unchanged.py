@@ -266,29 +266,6 @@ def test_a_link_whose_answer_got_lost_is_there(
     assert not (tmp_path / "third").exists()
 
 
-class SlowCopies(LocalStorage):
-    """A storage whose copies take time, as those of object stores do; not all of them succeed."""
-
-    copying = "slow"
-    refuses = False
-
-    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
-        return not self.refuses and super().copy_from(source, path, new, num_bytes)
-
-
-def test_copies_that_take_time_are_left_to_saves_that_are_waited_for(tmp_path: Path) -> None:
-    _, state, _ = training()
-    seen = Bytes()
-    with remesh.Saver(on_event=seen) as saver:
-        for number in range(5):
-            place = SlowCopies(tmp_path / str(number))
-            place.refuses = number == 3
-            report = save_with(saver, "thread" if number == 1 else "save", state, place)
-            assert report.bytes_kept == seen.kept[-1]
-            assert remesh.Checkpoint(place).verify().ok
-    assert [kept > 0 for kept in seen.kept] == [False, False, True, False, True]
-
-
 def fail_on_rank_1(exchange: Exchange, root: Path, way: Way) -> None:
     """Two saves go well; in the third, rank 1 cannot begin, but rank 0 has links already."""
     state = frozen_part(exchange, np.zeros((1024, 1024), np.float32), 0)

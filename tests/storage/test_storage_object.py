@@ -20,14 +20,12 @@ from click.testing import CliRunner
 from obstore.store import MemoryStore, S3Store
 
 import remesh
-from remesh.checkpoint import unchanged
 from remesh.cli import cli
 from remesh.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
 )
-from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.storage import (
     Buffer,
@@ -373,40 +371,6 @@ class TestCheckpoints:
         run_ranks(2, load)
         part = remesh.Checkpoint(root).get_slice("table")[2, 5:9]
         assert part.tolist() == noise[1, 5:9].tolist()
-
-    @pytest.mark.parametrize("way", ["save", "thread", "process"])
-    def test_the_server_copies_what_did_not_change(
-        self, way: str, root: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(unchanged, "MIN_BYTES", 1)
-        frozen = torch.nn.Linear(300, 400).requires_grad_(requires_grad=False)
-        state: dict[str, Any] = {"base": frozen, "adapter": np.zeros(100)}
-        kept: list[int] = []
-
-        def hear(event: Event) -> None:
-            if event.point == "save.kept":
-                kept.append(event.num_bytes)
-
-        writer: Any = "process" if way == "process" else "thread"
-        with remesh.Saver(writer=writer, on_event=hear, compress="zstd") as saver:
-            for number in range(3):
-                state["adapter"] += 1
-                if way == "save":
-                    saver.save(state, f"{root}/{number}")
-                else:
-                    saver.save_async(state, f"{root}/{number}").result(timeout=240)
-                if number:
-                    before = open_storage(f"{root}/{number - 1}")
-                    for path in before.list():
-                        before.delete(path)
-        assert kept[0] == 0
-        # A background save writes it again: a copy would not be faster.
-        assert kept[1] == kept[2]
-        assert (kept[2] > 400 * 300 * 4) == (way == "save")
-        checkpoint = remesh.Checkpoint(f"{root}/2")
-        assert checkpoint.verify().ok
-        assert checkpoint.index.is_compressed
-        assert (checkpoint.read_array("adapter") == 3).all()
 
     def test_saver(self, root: str) -> None:
         state = {"weights": pattern(100_000), "step": 5}

@@ -46,7 +46,7 @@ from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.checkpoint.unchanged import (
     History,
     OwnFile,
-    keep_files,
+    keep_frozen,
     own_files,
     remove_paths,
 )
@@ -514,7 +514,7 @@ def _plan_rank(
 
     if options.keeps and writer.has_record:
         files = own_files(writer, tensors, rows, (rank, save_id, grid))
-        kept = keep_files(storage, cache.history, files, tensors, at_once=options.in_background)
+        kept = keep_frozen(storage, cache.history, files, tensors)
         there = {part.path for part in kept}
         left = [file for file in files if file.frame.path not in there]
         frames, numbers = [file.frame for file in left], [file.numbers for file in left]
