@@ -791,7 +791,7 @@ def test_a_run_resumes_from_a_disk_that_takes_no_marks(
     data_file.write_bytes(data_file.read_bytes()[:-1])
 
     monkeypatch.setattr(manager_module, "open_storage", ReadOnly)
-    monkeypatch.setattr("remesh.catalog.checkpoints.open_storage", ReadOnly)
+    monkeypatch.setattr("remesh.catalog.open_storage", ReadOnly)
     state = state_of(0)
     manager = Manager(tmp_path, group=Alone())
     with caplog.at_level(logging.WARNING, logger="remesh"):

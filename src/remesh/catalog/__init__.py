@@ -3,44 +3,776 @@
 The manager, the command line, the rescue of snapshots, and the interfaces of other systems ask this
 package. `list_checkpoints` reads the commit records of a directory and the small files beside them;
 `scan` also compares the sizes of files, and finds unfinished saves.
+
+A checkpoint lies in a directory whose name ends with its step (`step_00001000`), local or in a
+bucket. What a manager knows when it saves is in the commit record, as metadata under `manager`
+(`ManagerNote`). What is learned later stands in small files beside the record:
+
+* `pinned.json`: keep this one. `pin` and `unpin`.
+* `in-use-<token>.json`: a process reads this one, until a time at the latest. `lease`.
+* `failures.json`: how often it could not be loaded, and why. `note_failure`.
+* `removing.json`: it is being removed. `remove`.
+
+A save that replaces a checkpoint removes its pin and its failures.
+
+Those with content have a digest of it, and are read again if it does not fit. A reader's mark that
+stays wrong counts for ever.
+
+Removing takes the commit record away first and the files afterwards, so that there is never half a
+checkpoint. If the process dies in between, `removing.json` tells the next one to finish the work.
+A reader puts its mark before it reads the record; a remover looks for marks once more when
+the record is gone, and puts the record back if there is one. So of the two, one always notices the
+other.
+
+A scan says what lies in a directory: whole checkpoints, unfinished saves, damaged ones. It lists
+directories, one level deep, reads commit records, and compares the sizes of files. It never reads
+tensors. Checkpoints of other systems are recognised in local directories.
 """
 
-from remesh.catalog.checkpoints import NOTE_KEY as NOTE_KEY
-from remesh.catalog.checkpoints import (
-    CheckpointInfo,
-    ManagerNote,
-    Provenance,
-    lease,
-    pin,
-    unpin,
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+import msgspec
+
+from remesh._repr import short_repr
+from remesh.core.integrity import NUM_READINGS, Finding, compare_sizes, hex_digest, repair_advice
+from remesh.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    RemeshError,
+    StorageError,
 )
-from remesh.catalog.checkpoints import Entry as Entry
-from remesh.catalog.checkpoints import TrackerRun as TrackerRun
-from remesh.catalog.checkpoints import age_key as age_key
-from remesh.catalog.checkpoints import best_effort as best_effort
-from remesh.catalog.checkpoints import committed_names as committed_names
-from remesh.catalog.checkpoints import describe_findings as describe_findings
-from remesh.catalog.checkpoints import explained_absence as explained_absence
-from remesh.catalog.checkpoints import files_of as files_of
-from remesh.catalog.checkpoints import finish_removals as finish_removals
-from remesh.catalog.checkpoints import finite as finite
-from remesh.catalog.checkpoints import forget_failures as forget_failures
-from remesh.catalog.checkpoints import forget_replaced as forget_replaced
-from remesh.catalog.checkpoints import is_checkpoint as is_checkpoint
-from remesh.catalog.checkpoints import is_pinned as is_pinned
-from remesh.catalog.checkpoints import list_checkpoints as list_checkpoints
-from remesh.catalog.checkpoints import natural_key as natural_key
-from remesh.catalog.checkpoints import newest_entry as newest_entry
-from remesh.catalog.checkpoints import newest_of as newest_of
-from remesh.catalog.checkpoints import note_failure as note_failure
-from remesh.catalog.checkpoints import note_of as note_of
-from remesh.catalog.checkpoints import nothing_at as nothing_at
-from remesh.catalog.checkpoints import place_of as place_of
-from remesh.catalog.checkpoints import read_record_and_sizes as read_record_and_sizes
-from remesh.catalog.checkpoints import release as release
-from remesh.catalog.checkpoints import remove as remove
-from remesh.catalog.checkpoints import scan as scan
-from remesh.catalog.checkpoints import step_name as step_name
-from remesh.catalog.checkpoints import with_record as with_record
+from remesh.formats import native
+from remesh.formats.checks import MALFORMED
+from remesh.formats.place import Place
+from remesh.formats.table import FORMATS, format_at
+from remesh.storage import (
+    Directory,
+    Storage,
+    is_local,
+    open_storage,
+)
 
 __all__ = ["CheckpointInfo", "ManagerNote", "Provenance", "lease", "pin", "unpin"]
+
+_LOGGER = logging.getLogger("remesh")
+
+NOTE_KEY = "manager"
+"""Where the metadata of a commit record holds the `ManagerNote`."""
+
+LEASE_SECONDS = 6 * 3600.0
+"""How long a lease counts if its reader dies without ending it."""
+
+_PINNED = "pinned.json"
+_FAILURES = "failures.json"
+_REMOVING = "removing.json"
+_NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
+_IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
+_OURS = re.compile(r"data-[0-9a-f]{12}/.+|in-use-[0-9a-f]+\.json", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerRun:
+    """A run of an experiment tracker."""
+
+    tracker: str
+    """`tensorboard`, `wandb`, `swanlab` or `mlflow`."""
+    run_id: str
+    """Its id there; for TensorBoard the directory of its event files."""
+    project: str = ""
+    """The project of the run, if the id alone does not find it: the project of Weights & Biases or
+    SwanLab. Empty elsewhere."""
+    owner: str = ""
+    """The owner of that project; empty if unknown."""
+
+    def to_value(self) -> dict[str, str]:
+        """As a plain value, to be kept in a state."""
+        return asdict(self)
+
+    @classmethod
+    def from_value(cls, value: Mapping[str, str]) -> Self:
+        """The run that `to_value` gave."""
+        return cls(**value)
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """The origin of a checkpoint: code, configuration, host; of rank 0 where ranks differ."""
+
+    revision: str = ""
+    """The commit of the git repository that the training script lies in; empty if it lies in none.
+    """
+    config_digest: str = ""
+    """Digest of the configuration (`digest_of`); empty if none was given."""
+    parent: str = ""
+    """The checkpoint from which the process had resumed, as `path#save id`; empty if it had not."""
+    host: str = ""
+    """Name of the machine."""
+    platform: str = ""
+    """Its operating system and processor."""
+    versions: dict[str, str] = {}
+    """Versions of Python, numpy and, if it is used, torch."""
+
+    __repr__ = short_repr
+
+
+class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
+    """A manager's record of a checkpoint."""
+
+    step: int
+    """Steps done."""
+    run: str
+    """Names the run to which the checkpoint belongs; kept when the run is resumed."""
+    metrics: dict[str, float | None] = {}
+    """Name → value; None for one that is not finite."""
+    role_grid: tuple[tuple[str, int], ...] = ()
+    """Axes of the grid of roles, and their sizes (`remesh.training.rng`)."""
+    streams: tuple[str, ...] = ()
+    """Names of the random number generators that are stored."""
+    trackers: dict[str, TrackerRun] = {}
+    """Name → run of an experiment tracker."""
+    provenance: Provenance = Provenance()
+    """Where it comes from."""
+
+    __repr__ = short_repr
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as JSON has them: None for what is not a finite number."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of a checkpoint that are known without opening it."""
+
+    name: str
+    """Name of its directory."""
+    path: str
+    """Where it is."""
+    step: int
+    """Steps done: as its manager noted, or else what its name ends with."""
+    run: str = ""
+    """The run that it belongs to; empty if it was not saved by a manager."""
+    created: str = ""
+    """When it was committed, ISO 8601 in UTC; empty if that cannot be read."""
+    num_bytes: int = 0
+    """Size of its files."""
+    world_size: int = 0
+    """Number of ranks that saved it; 0 if that cannot be read."""
+    save_id: str = ""
+    """Names the save."""
+    metrics: dict[str, float | None] = {}
+    """Name → value."""
+    is_pinned: bool = False
+    """Whether it must not be removed."""
+    in_use_until: float = 0.0
+    """Until when it must not be removed, in seconds since the epoch; 0 if no process reads it."""
+    num_failures: int = 0
+    """How often it could not be loaded."""
+    problem: str = ""
+    """Why it is taken for damaged; empty if it is not."""
+    note: ManagerNote | None = None
+    """What its manager recorded; None if it was saved without one."""
+
+    __repr__ = short_repr
+
+
+class _Mark(msgspec.Struct, frozen=True, kw_only=True):
+    digest: str = ""  # of all else; older marks have none
+
+
+class _Failures(_Mark, frozen=True):
+    count: int
+    reason: str
+
+
+class _InUse(_Mark, frozen=True):
+    until: float
+    run: str = ""
+
+
+_AnyMark = TypeVar("_AnyMark", bound=_Mark)
+
+
+def step_name(step: int) -> str:
+    """The name of the directory of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def place_of(root: str | os.PathLike[str], name: str) -> str:
+    """The path or URL of something directly below a root."""
+    return str(Path(root) / name) if isinstance(root, os.PathLike) else f"{root.rstrip('/')}/{name}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Looking
+# ---------------------------------------------------------------------------------------------
+
+
+def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
+    """The committed checkpoints directly below a root, by step. Nothing is read but small files."""
+    infos = []
+    for name, files in _directories(storage).items():
+        number = number_in(name)
+        if number is None or native.RECORD_NAME not in files:
+            continue
+        try:
+            infos.append(_info(storage, name, number, files))
+        except CheckpointNotFoundError:
+            continue  # it is being removed just now
+    return sorted(infos, key=age_key)
+
+
+def committed_names(storage: Storage) -> list[str]:
+    """Names of the directories directly below a root that have a commit record. None is read."""
+    found = _directories(storage)
+    return sorted(name for name, files in found.items() if native.RECORD_NAME in files)
+
+
+_Dated = TypeVar("_Dated", CheckpointInfo, "Entry")
+
+
+def age_key(checkpoint: CheckpointInfo | Entry) -> tuple[int, str, str]:
+    """A key that sorts checkpoints by age: by step, and those of one step by time of commit."""
+    return checkpoint.step or 0, checkpoint.created or "", checkpoint.name
+
+
+def newest_of(checkpoints: Iterable[_Dated]) -> _Dated | None:
+    """The one with the highest step; of equal steps the one that was committed later."""
+    return max(checkpoints, key=age_key, default=None)
+
+
+def number_in(name: str) -> int | None:
+    """The number with which a name ends; None if it does not end with one."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def _directories(storage: Storage) -> dict[str, set[str]]:
+    """The directories directly below the root, with what lies in and below each of them."""
+    found: dict[str, set[str]] = {}
+    for path in storage.list():
+        name, slash, rest = path.partition("/")
+        if slash and not name.startswith("."):
+            found.setdefault(name, set()).add(rest)
+    return found
+
+
+def _info(storage: Storage, name: str, number: int, files: set[str]) -> CheckpointInfo:
+    path = f"{storage.url}/{name}"
+    failures = _failures(storage, name) if _FAILURES in files else _Failures(count=0, reason="")
+    facts = CheckpointInfo(
+        name=name,
+        path=path,
+        step=number,
+        is_pinned=_PINNED in files,
+        in_use_until=_in_use_until(storage, name, files),
+        num_failures=failures.count,
+        problem=failures.reason,
+    )
+    try:
+        return with_record(facts, native.read_record_at(storage, f"{name}/{native.RECORD_NAME}"))
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        return msgspec.structs.replace(facts, problem=facts.problem or str(error))
+
+
+def with_record(info: CheckpointInfo, record: native.CommitRecord) -> CheckpointInfo:
+    """The properties of a checkpoint with what its commit record says."""
+    note = note_of(record, info.path)
+    return msgspec.structs.replace(
+        info,
+        step=info.step if note is None else note.step,
+        run="" if note is None else note.run,
+        created=record.created,
+        num_bytes=sum(file.num_bytes for file in files_of(record)),
+        world_size=record.world_size,
+        save_id=record.save_id,
+        metrics={} if note is None else note.metrics,
+        note=note,
+    )
+
+
+def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
+    """The note of a checkpoint's manager; None if it was saved without one."""
+    found = record.metadata.get(NOTE_KEY)
+    if found is None:
+        return None
+    try:
+        return msgspec.convert(found, ManagerNote)
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpointError(
+            f"{path}: its metadata under {NOTE_KEY!r} is not a manager's ({error})\nLoad it with "
+            "remesh.load"
+        ) from error
+
+
+def _failures(storage: Storage, name: str) -> _Failures:
+    try:
+        found = _read_mark(storage, f"{name}/{_FAILURES}", _Failures)
+    except CheckpointNotFoundError:
+        return _Failures(count=0, reason="")
+    return found or _Failures(count=1, reason=f"{_FAILURES} cannot be read")
+
+
+def _in_use_until(storage: Storage, name: str, files: set[str]) -> float:
+    """The latest time until which a reader has marked a checkpoint."""
+    latest = 0.0
+    for file in files:
+        if _IN_USE.fullmatch(file):
+            with suppress(CheckpointNotFoundError):  # the reader has just finished
+                mark = _read_mark(storage, f"{name}/{file}", _InUse)
+                latest = max(latest, math.inf if mark is None else mark.until)
+    return latest
+
+
+def _read_mark(storage: Storage, path: str, kind: type[_AnyMark]) -> _AnyMark | None:
+    """A mark, read again if it is not what was written; None if it stays wrong."""
+    for _ in range(NUM_READINGS):
+        with suppress(*MALFORMED):
+            mark = msgspec.json.decode(storage.read(path), type=kind)
+            if mark.digest in {"", _with_digest(mark).digest}:
+                return mark
+    return None
+
+
+def _with_digest(mark: _AnyMark) -> _AnyMark:
+    text = msgspec.json.encode(msgspec.structs.replace(mark, digest=""))
+    return msgspec.structs.replace(mark, digest=hex_digest(text))
+
+
+# ---------------------------------------------------------------------------------------------
+# Marks
+# ---------------------------------------------------------------------------------------------
+
+
+def pin(path: str | os.PathLike[str]) -> None:
+    """Keep a checkpoint even if policies would remove it.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        StorageError: If the storage fails.
+    """
+    storage = open_storage(path)
+    storage.size(native.RECORD_NAME)
+    storage.put(_PINNED, b"{}\n", overwrite=True)
+
+
+def unpin(path: str | os.PathLike[str]) -> None:
+    """Remove the pin of a checkpoint, if it has one: policies apply again.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        StorageError: If the storage fails.
+    """
+    storage = open_storage(path)
+    storage.size(native.RECORD_NAME)
+    storage.delete(_PINNED)
+
+
+@contextmanager
+def lease(
+    path: str | os.PathLike[str],
+    *,
+    seconds: float = LEASE_SECONDS,
+    run: str = "",
+    now: float | None = None,
+) -> Iterator[None]:
+    """Keep a checkpoint from being removed while it is read.
+
+    Args:
+        path: The checkpoint.
+        seconds: After which the mark does not count any more, if this process dies.
+        run: The run that resumes from it; empty for other readers.
+        now: The time, in seconds since the epoch; by default that of this machine's clock.
+
+    Raises:
+        CheckpointNotFoundError: If there is none, or it has been removed meanwhile.
+        StorageError: If the storage cannot be read. One that takes no mark is warned of: the
+            checkpoint is readable, but other jobs do not see that it is read.
+    """
+    storage = open_storage(path)
+    storage.size(native.RECORD_NAME)
+    mark = f"in-use-{secrets.token_hex(6)}.json"
+    with best_effort(f"marking {storage.url} as in use"):
+        until = (time.time() if now is None else now) + seconds
+        data = msgspec.json.encode(_with_digest(_InUse(until=until, run=run)))
+        storage.put(mark, data, overwrite=True)
+    try:
+        # Checked after the mark is there; `remove` checks in the opposite order.
+        storage.size(native.RECORD_NAME)
+        yield
+    finally:
+        with best_effort(f"removing the mark {storage.url}/{mark}"):
+            storage.delete(mark)
+
+
+@contextmanager
+def best_effort(action: str) -> Iterator[None]:
+    """Log a warning where the storage refuses the action in the block, and go on.
+
+    For marks and removals. A checkpoint is readable without them, also on a full or read-only disk.
+    """
+    try:
+        yield
+    except StorageError as error:
+        _LOGGER.warning("%s failed and is left out: %s", action, error)
+
+
+def release(storage: Storage, info: CheckpointInfo) -> None:
+    """Remove the marks of a run that died while it resumed, when it begins to resume again."""
+    for path in storage.list(f"{info.name}/in-use-"):
+        with suppress(CheckpointNotFoundError):
+            mark = _read_mark(storage, path, _InUse)
+            if mark is not None and mark.run and mark.run == info.run:
+                storage.delete(path)
+
+
+def note_failure(storage: Storage, name: str, reason: str) -> int:
+    """Record that a checkpoint could not be loaded; returns how often that has been so."""
+    count = _failures(storage, name).count + 1
+    data = msgspec.json.encode(_with_digest(_Failures(count=count, reason=reason)))
+    storage.put(f"{name}/{_FAILURES}", data, overwrite=True)
+    return count
+
+
+def forget_failures(storage: Storage, name: str) -> None:
+    """Forget them, since it was loaded."""
+    storage.delete(f"{name}/{_FAILURES}")
+
+
+def forget_replaced(storage: Storage) -> None:
+    """Remove the pin and the failures of a checkpoint that another one has replaced."""
+    storage.delete_many([_PINNED, _FAILURES])
+
+
+def is_pinned(storage: Storage, name: str) -> bool:
+    """True if a checkpoint has a pin."""
+    return storage.exists(f"{name}/{_PINNED}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Removing
+# ---------------------------------------------------------------------------------------------
+
+
+def remove(storage: Storage, name: str, *, now: float) -> bool:
+    """Remove a checkpoint, unless a process has begun to read it; true if it was removed."""
+    record_path = f"{name}/{native.RECORD_NAME}"
+    try:
+        record = _record_text(storage, record_path)
+    except CheckpointNotFoundError:
+        return False
+    storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
+    storage.delete(record_path)
+    # A put makes its directory durable, and with it that the record is gone.
+    storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
+    files = {path.removeprefix(f"{name}/") for path in storage.list(f"{name}/")}
+    if _in_use_until(storage, name, files) > now:
+        storage.put(record_path, record, overwrite=False)
+        storage.delete(f"{name}/{_REMOVING}")
+        return False
+    _remove_files(storage, name, sorted(files))
+    return True
+
+
+def _record_text(storage: Storage, path: str) -> bytes:
+    """The text of a commit record, to be put again; as it is if it is damaged where it lies."""
+    for _ in range(NUM_READINGS):
+        text = storage.read(path)
+        with suppress(CheckpointError):
+            native.decode_record(text, path)
+            break
+    return text
+
+
+def finish_removals(storage: Storage) -> list[str]:
+    """Finish what died while it removed checkpoints; returns the names of what is gone."""
+    finished = []
+    for name, files in _directories(storage).items():
+        if _REMOVING not in files:
+            continue
+        if native.RECORD_NAME in files:
+            storage.delete(f"{name}/{_REMOVING}")
+        else:
+            _remove_files(storage, name, sorted(files))
+            finished.append(name)
+    return finished
+
+
+def _remove_files(storage: Storage, name: str, files: Sequence[str]) -> None:
+    """Remove what is ours of a checkpoint without a record, the mark of that last."""
+    marks = {_PINNED, _FAILURES}
+    own = [file for file in files if file in marks or _OURS.fullmatch(file)]
+    storage.delete_many([f"{name}/{file}" for file in own])
+    storage.delete(f"{name}/{_REMOVING}")
+
+
+def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
+    """Every file that a record names."""
+    return (record.index, record.values, *record.files)
+
+
+def read_record_and_sizes(
+    root: Storage, name: str = ""
+) -> tuple[native.CommitRecord, list[Finding]]:
+    """The commit record of a directory, and the files whose sizes differ; the files are listed."""
+    before = f"{name}/" if name else ""
+
+    def read_record() -> native.CommitRecord:
+        return native.read_record_at(root, before + native.RECORD_NAME)
+
+    def read() -> tuple[native.CommitRecord, list[Finding]]:
+        record = read_record()
+        sizes: dict[str, int] = {}
+        for folder in sorted({file.path.rpartition("/")[0] for file in files_of(record)}):
+            prefix = f"{folder}/" if folder else ""
+            files = root.list_directory(f"{before}{prefix}".rstrip("/")).files
+            sizes.update({f"{prefix}{file}": facts.num_bytes for file, facts in files.items()})
+        written = [(file.path, file.num_bytes) for file in files_of(record)]
+        findings = compare_sizes(written, sizes.get)
+        if findings and read_record() != record:
+            raise CheckpointReplacedError(
+                f"{root.url}/{name}: replaced by another save while it was looked at"
+            )
+        return record, findings
+
+    return native.begin_anew(read)
+
+
+def describe_findings(findings: Sequence[Finding]) -> str:
+    """The first finding in words, and how many more there are."""
+    if not findings:
+        return ""
+    first, num_files = findings[0], len({finding.file for finding in findings})
+    words = {
+        "missing": "is missing",
+        "size": f"has {first.num_bytes} bytes, {first.num_written} were written",
+        "content": "is not what was written",
+    }
+    rest = f", and {num_files - 1} more" if num_files > 1 else ""
+    return f"{first.file} {words[first.problem]}{rest}"
+
+
+Status = Literal["committed", "unfinished", "damaged", "unreadable"]
+
+_NO_RECORD = "no commit record: a save is running, was interrupted, or the record was lost"
+_MAX_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint, or what a save left behind, in a directory of them."""
+
+    name: str  # the name of its directory
+    path: str  # where it is
+    status: Status
+    """`committed`; `unfinished`, without a commit record; `damaged`; or `unreadable`, because the
+    storage refused or a newer remesh wrote it."""
+    reason: str = ""  # why it is not simply committed; empty if it is
+    num_bytes: int = 0  # size of its files, by the commit record where there is one
+    created: str | None = None  # when it was committed, ISO 8601 in UTC; None if that is not known
+    world_size: int | None = None  # number of ranks that saved it; None if that is not known
+    step: int | None = None  # steps done when it was saved; None if that is not known
+    format: str = native.FORMAT_NAME  # `remesh`, or the name of another system's format
+    repaired_from: str = ""  # the damaged checkpoint from which `repair` made it; empty for others
+    num_lost: int = 0  # names of tensors and values that the repair knew of and could not save
+
+
+def natural_key(name: str) -> tuple[str | int, ...]:
+    """A key that sorts the digits in names as numbers: `step_9` before `step_10`."""
+    parts = re.split(r"([0-9]+)", name)
+    # Text and numbers alternate, so that only like is compared with like.
+    return tuple(int(part) if number % 2 else part for number, part in enumerate(parts))
+
+
+def scan(storage: Storage) -> list[Entry]:
+    """The checkpoints and unfinished saves in a directory, by number; no second links to them."""
+    names = [name for name in storage.list_directory().directories if not name.startswith(".")]
+    if is_local(storage):
+        names = _without_second_links(Path(storage.url), names)
+    found = (_entry_at(storage, name) for name in names)
+    return sorted(
+        (entry for entry in found if entry is not None), key=lambda entry: natural_key(entry.name)
+    )
+
+
+def newest_entry(entries: Sequence[Entry], *, native_only: bool = True) -> Entry | None:
+    """The newest whole checkpoint of a directory: that from which a job resumes.
+
+    Those of other systems count only where no other is, and with `native_only` not at all. None if
+    there is no whole checkpoint whose step is known.
+    """
+    whole = [one for one in entries if one.status == "committed" and one.step is not None]
+    ours = newest_of([one for one in whole if one.format == native.FORMAT_NAME])
+    return ours if native_only or ours is not None else newest_of(whole)
+
+
+def _without_second_links(root: Path, names: Sequence[str]) -> list[str]:
+    """Names of directories; of several names for one place that which is not a link."""
+    # Links come first, so that the directory's own name replaces them.
+    ordered = sorted(names, key=lambda name: not (root / name).is_symlink())
+    return list({os.path.realpath(root / name): name for name in ordered}.values())
+
+
+def _entry_at(root: Storage, name: str) -> Entry | None:
+    """The entry that a directory is, or None if it is something else."""
+    path = f"{root.url}/{name}"
+    try:
+        here = root.list_directory(name)
+        folders = [folder for folder in here.directories if folder.startswith("data-")]
+        if native.RECORD_NAME not in here.files:
+            if folders:
+                sizes = (root.list_sizes(f"{name}/{folder}/") for folder in folders)
+                num_bytes = sum(sum(found.values()) for found in sizes)
+                return Entry(name, path, "unfinished", _NO_RECORD, num_bytes)
+            return _foreign_entry(name, path, here) if is_local(root) else None
+        record, findings = read_record_and_sizes(root, name)
+        problem = _failures(root, name).reason  # why it could not be loaded the last time
+    except CorruptCheckpointError:
+        return Entry(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
+    except RemeshError as error:
+        return Entry(name, path, "unreadable", str(error))
+    return _committed(name, path, record, describe_findings(findings) or problem)
+
+
+def _committed(name: str, path: str, record: native.CommitRecord, problem: str) -> Entry:
+    """An entry whose record could be read."""
+    step = None
+    try:
+        number, note = number_in(name), note_of(record, path)
+        step = number if number is None or note is None else note.step
+    except CorruptCheckpointError as error:
+        problem = problem or str(error)
+    return Entry(
+        name,
+        path,
+        "damaged" if problem else "committed",
+        problem,
+        sum(file.num_bytes for file in files_of(record)),
+        record.created,
+        record.world_size,
+        step,
+        repaired_from=str(record.metadata.get("repaired_from", "")),
+        num_lost=lost if isinstance(lost := record.metadata.get("num_lost", 0), int) else 0,
+    )
+
+
+def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
+    """A checkpoint of another system."""
+    if name.startswith("data-") or not (here.files or here.directories):
+        return None
+    place = Place(open_storage(path))
+    for row in FORMATS:
+        # Of directories with directories no listing is made, so that no tree is walked.
+        if not (row.needs_listing and here.directories) and row.is_at(place):
+            num_bytes = sum(place.storage.list_sizes().values())
+            return Entry(
+                name,
+                path,
+                "committed",
+                num_bytes=num_bytes,
+                step=number_in(name),
+                format=row.name,
+            )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Where there is no checkpoint
+# ---------------------------------------------------------------------------------------------
+
+
+def is_checkpoint(place: Place) -> bool:
+    """True if a place holds one checkpoint, of remesh or of another system that it reads."""
+    try:
+        format_at(place)
+    except CheckpointNotFoundError:
+        return False
+    except StorageError:
+        # Other systems' files are looked for further down, and a directory there may be closed to
+        # us. If it is this one, asking for the record says so.
+        return place.storage.exists(native.RECORD_NAME)
+    return True
+
+
+@contextmanager
+def explained_absence(place: Place) -> Iterator[None]:
+    """Open what is at a place; if there is no checkpoint, the error says what is there instead."""
+    try:
+        yield
+    except (CheckpointNotFoundError, StorageError) as error:
+        if place.file or place.format is not None:
+            raise
+        try:
+            absence = None if is_checkpoint(place) else nothing_at(place.storage)
+        except StorageError:
+            raise error from None  # the first says as much
+        if absence is None:
+            raise
+        raise absence from error
+
+
+def nothing_at(storage: Storage) -> CheckpointNotFoundError:
+    """The error where there is no checkpoint; looks at one directory and those directly in it."""
+    root = storage.url
+    if is_local(storage) and not os.path.isdir(root):
+        if not os.path.lexists(root):
+            return CheckpointNotFoundError(f"{root}: no such directory")
+        return CheckpointNotFoundError(
+            f"{root}: a file that is no checkpoint by itself; give the directory of one, or a file "
+            "*.safetensors, *.pt, *.pth, *.bin or *.ckpt"
+        )
+    here = storage.list_directory()
+    found = [name for name in (*here.directories, *here.files) if not name.startswith(".")]
+    if not found:
+        empty = (
+            "the directory is empty" if is_local(storage) else "no file has a name that begins so"
+        )
+        return CheckpointNotFoundError(f"{root}: no checkpoint there, {empty}")
+    if any(name.startswith("data-") for name in here.directories):
+        return CheckpointNotFoundError(
+            f"{root}: no commit record ({native.RECORD_NAME}), but files of a save that was "
+            "interrupted, is still running, or has lost its record. "
+            f"{repair_advice(root)}"
+        )
+    entries = scan(storage)
+    if entries:
+        return CheckpointNotFoundError(f"{root}: not a checkpoint itself; {_suggestion(entries)}")
+    names = sorted(found, key=natural_key)
+    shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+    looked = "; ".join(row.marker for row in FORMATS)
+    return CheckpointNotFoundError(
+        f"{root}: not a checkpoint (no {native.RECORD_NAME}); it holds {shown}. "
+        f"Looked for: {looked}."
+    )
+
+
+def _suggestion(entries: Sequence[Entry]) -> str:
+    """Which of the checkpoints in a directory to name instead of the directory."""
+    whole = [entry for entry in entries if entry.status == "committed"]
+    count = f"1 checkpoint, {whole[0].path}" if len(whole) == 1 else f"{len(whole)} checkpoints"
+    newest = newest_entry(entries, native_only=False)
+    if newest is None and whole:
+        newest = whole[-1]
+    if newest is None:
+        return (
+            f"it holds {len(entries)} damaged or unfinished, none that is whole. "
+            f"{repair_advice(entries[-1].path)}"
+        )
+    if len(whole) == 1:
+        return f"it holds {count}; name that"
+    return f"it holds {count}; name one of them, the newest is {newest.path}"
