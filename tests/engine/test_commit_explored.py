@@ -415,19 +415,19 @@ def ranks_of_save(
         arena = Arena(layout.num_chunks * CHUNK_SIZE, CHUNK_SIZE)
         Stager(layout, arena).stage(filled.append, lambda _size: None)
         task = WriteTask(
-            "",
-            mine.save_id,
-            exchange.rank,
-            num_ranks,
-            DEADLINE,
-            1e12,
-            native.FORMAT_NAME,
-            mine.stream.files,
-            layout.num_bytes,
-            mine.stream.parts,
-            (),
-            True,
-            mine.global_plan,
+            format=native.FORMAT_NAME,
+            save_id=mine.save_id,
+            rank=exchange.rank,
+            num_ranks=num_ranks,
+            deadline=DEADLINE,
+            report_seconds=1e12,
+            place="",
+            files=mine.stream.files,
+            num_bytes=layout.num_bytes,
+            parts=mine.stream.parts,
+            kept=(),
+            at_once=True,
+            global_plan=mine.global_plan,
         )
         return task, filled
 

@@ -23,7 +23,7 @@ import torch
 import remesh
 from remesh.background import saver as background
 from remesh.background import status_files
-from remesh.background.status_files import StatusFiles
+from remesh.background.status_files import Participant, StatusFiles
 from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, RankFailedError, StorageError
 from remesh.events import Event, Timeline
@@ -108,7 +108,7 @@ def test_what_is_stored_is_the_state_at_the_call(
         assert saver.writer_process_id == process_id
         assert (process_id is None) == (writer == "thread")
         if process_id is not None:
-            assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
+            assert "libtorch" not in Path(f"/proc/{process_id}/maps").read_text()
         if arena_bytes is not None:
             assert saver.num_arena_bytes <= arena_bytes
     assert process_id is None or not is_alive(process_id)
@@ -339,6 +339,19 @@ def test_a_bit_that_flips_while_ranks_read_of_each_other(
         remesh.Checkpoint(storage)
 
 
+def status_of(storage: Storage, rank: int, file_format: str = "remesh") -> StatusFiles:
+    """The status files of a save of two ranks."""
+    me = Participant(
+        format=file_format,
+        save_id="0" * 12,
+        rank=rank,
+        num_ranks=2,
+        deadline=240.0,
+        report_seconds=60.0,
+    )
+    return StatusFiles(storage, me)
+
+
 def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -352,7 +365,7 @@ def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
     monkeypatch.setattr(status_files, "HIDDEN_SECONDS", 0.1)
     monkeypatch.setattr(status_files, "LOOKS_PER_PART", 2)
     remesh.save({"w": np.ones(3)}, storage := Forgetful())
-    status = StatusFiles(storage, "remesh", "0" * 12, 1, 2, deadline=240)
+    status = status_of(storage, 1)
     with pytest.raises(ExchangeError, match="another save has replaced this one before rank 1"):
         status.run_joined(lambda: b"", lambda _: None, lambda: None)
 
@@ -370,7 +383,7 @@ def test_a_record_that_another_node_sees_late_is_no_failure(
     monkeypatch.setattr(status_files, "LOOKS_PER_PART", 1)
     monkeypatch.setattr(status_files, "LONGEST_SECONDS", 0.01)
     storage = MemoryStorage()
-    status = StatusFiles(storage, "remesh", "0" * 12, 1, 2, deadline=240)
+    status = status_of(storage, 1)
     monkeypatch.setattr(status, "is_committed", shows)
     status.run_joined(lambda: b"", lambda _: None, lambda: None)
     assert len(looks) == 6
@@ -405,8 +418,8 @@ def test_ranks_are_told_that_the_commit_of_another_system_is_not_said() -> None:
             super().put(path, data, overwrite=overwrite)
 
     full = Full()
-    status = StatusFiles(full, "huggingface", "0" * 12, 0, 2, deadline=240)
-    StatusFiles(full, "huggingface", "0" * 12, 1, 2)._put("part", b"")
+    status = status_of(full, 0, "huggingface")
+    status_of(full, 1, "huggingface")._put("part", b"")
     with pytest.raises(StorageError, match="the disk is full"):
         status.run_joined(lambda: b"", lambda _: None, lambda: None)
 

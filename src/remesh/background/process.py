@@ -41,6 +41,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from remesh.background.status_files import StatusFiles
 from remesh.background.writer import SaveWriter, Trainer, WriteTask
 from remesh.errors import ExchangeError
 from remesh.exchange import decode_failure, encode_failure
@@ -261,7 +262,7 @@ class RemoteWriter:
         for slot in lent:
             self._trainer.free(slot)
         self.stop_staging()
-        status = self.task.status(self._storage)
+        status = StatusFiles(self._storage, self.task)
         if status.is_committed():
             self.end(None, ())
         else:  # files stay where they are, as after any death

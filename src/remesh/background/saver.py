@@ -339,21 +339,20 @@ class Saver:
     ) -> BackgroundSave:
         """Take all that a save needs from here on and that may be refused."""
         stream = mine.stream
-        num_chunk_bytes = stream.layout.num_chunks * CHUNK_SIZE
         task = WriteTask(
-            _place_for_process(path, storage) if self._has_process else storage.url,
-            mine.save_id,
-            exchange.rank,
-            exchange.world_size,
-            self._deadline,
-            self._report_seconds,
-            mine.options.format,
-            stream.files,
-            stream.layout.num_bytes if stream.files.paths else 0,
-            stream.parts,
-            mine.kept,
-            self._arena.num_ready_bytes < num_chunk_bytes,
-            mine.global_plan,
+            format=mine.options.format,
+            save_id=mine.save_id,
+            rank=exchange.rank,
+            num_ranks=exchange.world_size,
+            deadline=self._deadline,
+            report_seconds=self._report_seconds,
+            place=_place_for_process(path, storage) if self._has_process else storage.url,
+            files=stream.files,
+            num_bytes=stream.layout.num_bytes if stream.files.paths else 0,
+            parts=stream.parts,
+            kept=mine.kept,
+            at_once=self._arena.num_ready_bytes < stream.layout.num_chunks * CHUNK_SIZE,
+            global_plan=mine.global_plan,
         )
         devices = device_staging(piece.memory for piece in stream.layout.pieces)
         copies = None

@@ -99,32 +99,27 @@ def schedule_of(rank: int, num_ranks: int) -> Schedule:
     return Schedule(least * rank / num_ranks if least > SHORTEST_SECONDS else 0.0, least)
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Participant:
+    """One rank of a background save."""
+
+    format: str  # name of the format
+    save_id: str  # names the save
+    rank: int
+    num_ranks: int  # number of ranks
+    deadline: float  # seconds that it waits for other ranks before it fails
+    report_seconds: float  # seconds between two reports of a save that takes long
+
+
 class StatusFiles:
-    """The status files of one save, as one rank uses them.
+    """The status files of one save, as one rank uses them."""
 
-    `deadline` is the time that the rank waits for others before it fails, `report_seconds` that
-    between two reports of a save that takes long.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        file_format: str,
-        save_id: str,
-        rank: int,
-        num_ranks: int = 1,
-        *,
-        deadline: float = 0.0,
-        report_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, storage: Storage, me: Participant) -> None:
         self._storage = storage
-        self._has_record = writer_of(file_format).has_record
-        self._save_id = save_id
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._deadline = deadline
-        self._report_seconds = report_seconds
-        self._folder = data_folder(save_id)
+        self._me = me
+        self._rank, self._num_ranks = me.rank, me.num_ranks
+        self._has_record = writer_of(me.format).has_record
+        self._folder = data_folder(me.save_id)
         self._found: set[str] = set()  # on rank 0, what was there when it last looked
         self._replies: dict[int, bytes] = {}  # on rank 0, those that it has read
         self._given_up: BaseException | None = None
@@ -177,7 +172,7 @@ class StatusFiles:
         """True if the save is seen to be committed."""
         try:
             if self._has_record:
-                return read_record(self._storage).save_id == self._save_id
+                return read_record(self._storage).save_id == self._me.save_id
             return self._storage.exists(self._path("committed", 0))
         except CheckpointError:
             return False
@@ -215,16 +210,16 @@ class StatusFiles:
             raise
 
     def _wait_for_replies(self) -> None:
-        next_report = self._report_seconds
+        next_report = self._me.report_seconds
         for waited in self._looks():
             self.check()
             missing = self._missing()
             if not missing:
                 return
-            if waited > self._deadline:
+            if waited > self._me.deadline:
                 raise self._too_late(waited, f"ranks {missing} to finish their files")
             if waited >= next_report:
-                next_report = waited + self._report_seconds
+                next_report = waited + self._me.report_seconds
                 text = "the save to %s waits since %.0f s for %d of %d ranks: %s"
                 counts = len(missing), self._num_ranks
                 _LOGGER.warning(text, self._storage.url, waited, *counts, missing)
@@ -287,7 +282,7 @@ class StatusFiles:
                 failure = self._replaced()
             if failure is not None:
                 raise failure
-            if waited > self._deadline + GRACE_SECONDS:
+            if waited > self._me.deadline + GRACE_SECONDS:
                 raise self._too_late(waited, "rank 0 to commit")
             if self._given_up is not None and not is_reported:
                 is_reported = True
@@ -315,7 +310,7 @@ class StatusFiles:
     def _failure_of_save(self) -> RemeshError | None:
         """Why rank 0 gave the save up, if it did."""
         try:
-            return decode_failure(read_sealed(self._storage, failure_path(self._save_id)))
+            return decode_failure(read_sealed(self._storage, failure_path(self._me.save_id)))
         except CheckpointNotFoundError:
             return None
 
@@ -369,7 +364,7 @@ class StatusFiles:
 
     def _path(self, kind: str, rank: int) -> str:
         if kind == "failed" and rank == 0:
-            return failure_path(self._save_id)
+            return failure_path(self._me.save_id)
         return f"{self._folder}/{kind if kind == 'committed' else f'{kind}-{rank:05d}'}.msgpack"
 
 

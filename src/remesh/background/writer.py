@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 
-from remesh.background.status_files import StatusFiles
+from remesh.background.status_files import Participant, StatusFiles
 from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.commit import write_and_commit
 from remesh.checkpoint.unchanged import remove_paths
@@ -27,35 +27,17 @@ from remesh.pipeline.write import ChunkWriter
 from remesh.storage import Storage
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteTask:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WriteTask(Participant):
     """The task of one rank, with all that ends the save."""
 
     place: str  # where the save goes, as another process opens it
-    save_id: str  # names the save
-    rank: int
-    num_ranks: int  # number of ranks
-    deadline: float  # seconds that the save waits for other ranks before it fails
-    report_seconds: float  # seconds between two reports of a save that takes long
-    format: str  # name of the format
     files: StreamFiles  # the data files that this rank writes
     num_bytes: int  # size of the stream that they are cut from
     parts: Sequence[Part]  # what this rank will say of them, without digests
     kept: Sequence[Part]  # what it says of files that did not change, which are there already
     at_once: bool  # whether writing begins with the first chunk, and not when all are staged
     global_plan: GlobalSavePlan | None  # on rank 0, what it knows of the save
-
-    def status(self, storage: Storage) -> StatusFiles:
-        """The status files of the save, as this rank uses them."""
-        return StatusFiles(
-            storage,
-            self.format,
-            self.save_id,
-            self.rank,
-            self.num_ranks,
-            deadline=self.deadline,
-            report_seconds=self.report_seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +69,7 @@ class SaveWriter:
         self._storage = storage
         self._chunk = chunk
         self._trainer = trainer
-        self._status = task.status(storage)
+        self._status = StatusFiles(storage, task)
         self._writer = StagedWriter(lambda chunk: trainer.free(chunk.slot), at_once=task.at_once)
         self.staged = threading.Event()  # the trainer stages no more, well or not
         self._staging_error: BaseException | None = None
