@@ -26,6 +26,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import IO, Any, Literal
 
 import numpy as np
@@ -424,18 +425,20 @@ _MAX_REFERENCES = 8
 _MAX_CACHED = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class RowForm:
     """Which objects follow each other in a run: one of a class, or a key and a value by turns."""
 
     objects: tuple[tuple[str, tuple[tuple[str, FieldKind], ...]], ...]
     """The classes, each with its fields."""
 
+    @cached_property
     def columns(self) -> list[FieldKind]:
         """The kinds of the fields that are kept."""
         kinds = [kind for _, fields in self.objects for _, kind in fields]
         return [kind for kind in kinds if kind != "ignored"]
 
+    @cached_property
     def texts(self) -> list[tuple[int, int]]:
         """The columns of texts, each with how many values a row has put away before."""
         found, num_before, column = [], 0, 0
@@ -448,6 +451,7 @@ class RowForm:
                 column += kind != "ignored"
         return found
 
+    @cached_property
     def num_put_away(self) -> int:
         """How many values a row puts away, besides texts."""
         fields = [item for _, fields in self.objects for item in fields]
@@ -509,8 +513,8 @@ class RowReader:
             self._pattern = self._compiled()
         if self._pattern is None:
             return at, count, None
-        match, data, num_put_away = self._pattern.match, self.data, self.form.num_put_away()
-        texts = self.form.texts()
+        match, data, num_put_away = self._pattern.match, self.data, self.form.num_put_away
+        texts = self.form.texts
         rows: list[list[Any]] = []
         is_followed = True
         while is_followed and (found := match(data, at)) is not None:
@@ -564,7 +568,7 @@ class RowReader:
     def _columns(self, rows: list[list[Any]], is_followed: bool) -> Rows:
         """The values of the opcodes of some rows."""
         columns: list[list[Any]] = []
-        for kind, column in zip(self.form.columns(), zip(*rows, strict=True), strict=True):
+        for kind, column in zip(self.form.columns, zip(*rows, strict=True), strict=True):
             if kind == "size":
                 columns.append(list(map(self._sizes.__getitem__, column)))
             elif kind == "number":

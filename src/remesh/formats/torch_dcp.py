@@ -54,7 +54,6 @@ from remesh.formats.archive import (
     ArchiveLayout,
     archive_of,
     check_extent,
-    is_row_major,
     read_archive,
     scan_head,
     tensor_record,
@@ -166,43 +165,6 @@ _Archived = tuple[str, int, int]
 """Where the archive of a chunk or a value lies: file, first byte and length."""
 
 
-class Head(NamedTuple):
-    """The description of the tensor in an archive, which lies row by row, from its head."""
-
-    shape: Numbers  # the tensor's shape
-    dtype: str  # the name of its element type
-    start: int  # the byte of the archive at which it begins
-    stop: int  # one past its last byte
-
-
-@dataclass(slots=True)
-class Heads:
-    """The heads that were met. Archives of like tensors have one and the same."""
-
-    known: dict[bytes, Head] = field(default_factory=dict)
-    lengths: dict[int, None] = field(default_factory=dict)
-
-    def find(self, data: bytes, at: int) -> Head | None:
-        """The head that lies at a byte, if it is known."""
-        for length in self.lengths:
-            found = self.known.get(data[at : at + length])
-            if found is not None:
-                return found
-        return None
-
-    def add(self, head: bytes, tensor: ArchivedTensor, start: int) -> None:
-        """Add a head, up to the first byte of the storage, and where the tensor begins."""
-        if is_row_major(tensor.shape, tensor.strides):
-            if len(self.known) > _MAX_HEADS:
-                self.known.clear()
-            self.lengths[len(head)] = None
-            num_bytes = math.prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
-            self.known[head] = Head(tensor.shape, tensor.dtype, start, start + num_bytes)
-
-
-_MAX_HEADS = 1 << 12
-
-
 def boxes_of(value: object, num_dims: int, where: str) -> Iterator[tuple[Numbers, Numbers]]:
     """Offsets and shapes of the chunks of a tensor."""
     if not isinstance(value, list | tuple):
@@ -272,7 +234,6 @@ class _Reader:
     flat: dict[str, tuple[Numbers, Numbers]] = field(default_factory=dict)
     """The stored size and the true shape of each tensor that is stored flattened."""
     tensors: dict[bytes, object] = field(default_factory=dict)
-    heads: Heads = field(default_factory=Heads)
     embedded: dict[tuple[str, int], safetensors_file.Header] = field(default_factory=dict)
     """The headers of safetensors files inside of files."""
     num_bytes_read: int = 0
@@ -345,31 +306,13 @@ class _Reader:
     def _add_chunks(self, chunks: Sequence[_Chunk], names: Mapping[int, tuple[str, str]]) -> None:
         """Add the pieces of chunks, given the names and dtypes of tensors by their rows."""
         ranges = [(path, start, start + HEAD_BYTES) for *_, (path, start, _) in chunks]
-        positions = [-1] * len(ranges)
         for group, first, data in read_groups(self.builder.storage, ranges):
             for number in group:
                 chunk, begin = chunks[number], ranges[number][1] - first
-                name, dtype = names[chunk.row]
-                head = self.heads.find(data, begin)
-                if (
-                    head is not None
-                    and (head.shape, head.dtype) == (chunk.shape, dtype)
-                    and head.stop <= chunk.place[2]
-                    and name not in self.flat
-                ):
-                    positions[number] = ranges[number][1] + head.start
-                elif data.startswith(b"PK", begin):
-                    self._add_chunk(chunk, name, dtype, data[begin : begin + HEAD_BYTES])
+                if data.startswith(b"PK", begin):
+                    self._add_chunk(chunk, *names[chunk.row], data[begin : begin + HEAD_BYTES])
                 else:
-                    self._add_embedded(chunk, name, dtype)
-        plain = [number for number, position in enumerate(positions) if position >= 0]
-        self.builder.add_boxes(
-            [chunks[number].row for number in plain],
-            [chunks[number].offset for number in plain],
-            [chunks[number].shape for number in plain],
-            [ranges[number][0] for number in plain],
-            [positions[number] for number in plain],
-        )
+                    self._add_embedded(chunk, *names[chunk.row])
 
     def _set_lists(self, path: Path) -> None:
         """Containers whose keys are numbers were lists."""
@@ -407,7 +350,6 @@ class _Reader:
             position = start + found[1]
             if isinstance(tensor, ArchivedTensor):
                 position += check_extent(tensor, num_bytes - found[1], where)
-                self.heads.add(head[: found[1]], tensor, position - start)
         if not isinstance(tensor, ArchivedTensor):
             raise damaged(where, "no plain tensor is stored there")
         if (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
