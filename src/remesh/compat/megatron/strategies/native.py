@@ -26,6 +26,7 @@ from remesh.checkpoint.opened import Checkpoint
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import (
     as_checkpointing_exception,
+    maybe_load_config,
     on_all_ranks,
     require_known,
     source_of,
@@ -255,13 +256,16 @@ def load_common(checkpoint_dir: Any) -> Any:
     `common.pt` is a file of `torch.save`, because Megatron reads no other. What it may not ask for
     is an error that names it, and `remesh.formats.Source(path, allow=...)` allows it.
     """
-    place = place_of(checkpoint_dir)
+    place, config = place_of(checkpoint_dir), maybe_load_config(checkpoint_dir)
+    # A file of another checkpoint that was here before does not count.
+    is_native = config is not None and config.common_backend == "remesh"
     with as_checkpointing_exception():
-        if place.storage.exists(COMMON_NAME):
+        if not is_native and place.storage.exists(COMMON_NAME):
             data, where = place.storage.read(COMMON_NAME), f"{place.storage.url}/{COMMON_NAME}"
             archive = read_archive(io.BytesIO(data), where, allow=place.allow)
             return require_known(opaque(archive, data, 0), where)
-        stored, where = open_shared(Alone(), place), f"{place.storage.url}: common state"
+        source = source_of(checkpoint_dir, "remesh" if is_native else "torch_dcp")
+        stored, where = open_shared(Alone(), source), f"{place.storage.url}: common state"
         document, unique_key = stored.document, common_object({}, 0).unique_key
         if unique_key in document.objects:
             return require_known(stored.object(unique_key), where)
@@ -273,7 +277,7 @@ def load_common(checkpoint_dir: Any) -> Any:
         }
         nested = [name for name in stored.index if document.path_of(name) != (name,)]
         if nested:
-            checkpoint = Checkpoint(checkpoint_dir)
+            checkpoint = Checkpoint(source)
             leaves |= {document.path_of(name): checkpoint.read(name) for name in nested}
         return assemble(leaves, stored.sequences)
 
