@@ -12,7 +12,7 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.summary import Statistics, Usage, elements_by_part, statistics_of, usages_of
+from remesh.cli.summary import Statistics, Usage, statistics_of, usages_of
 from remesh.core.integrity import Finding, repair_advice
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
@@ -180,7 +180,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, int]:
         "num_tensors": len(index.tensors),
         "num_ties": len(index.aliases),
         "num_pieces": index.num_pieces,
-        "num_elements": sum(elements_by_part(index).values()),
+        "num_elements": int(index.tensors.shapes.prod(axis=1).sum()),
         "num_tensor_bytes": index.num_bytes,
         "num_values": len(checkpoint.values) + len(checkpoint.lists),
         "num_objects": len(checkpoint.objects),

@@ -57,17 +57,6 @@ class Statistics:
     """Their standard deviation: the root of the mean squared distance from the mean."""
 
 
-def elements_by_part(index: Index) -> dict[str, int]:
-    """Elements of tensors by the first part of their names (`model`, `optimizer`), ties once."""
-    tensors = index.tensors
-    sizes = tensors.shapes.prod(axis=1).tolist()
-    found: dict[str, int] = {}
-    for name, size in zip(tensors.names, sizes, strict=True):
-        part = name.partition(".")[0]
-        found[part] = found.get(part, 0) + size
-    return found
-
-
 def is_summarised(dtype: str) -> bool:
     """True if statistics of an element type are given."""
     return dtype not in _NOT_SUMMARISED and not BY_NAME[dtype].is_opaque
@@ -359,12 +348,14 @@ def facts_of(checkpoint: Checkpoint, hint: str = "") -> list[tuple[str, str]]:
 
 def _elements(index: Index) -> str:
     """The number of elements, and the parts of the state that have them."""
-    parts = elements_by_part(index)
-    text = output.format_count(sum(parts.values()))
+    parts = sorted(usages_of(index, 1), key=lambda usage: -usage.num_elements)
+    text = output.format_count(sum(usage.num_elements for usage in parts))
     if len(parts) < 2:
         return text
-    largest = sorted(parts.items(), key=lambda part: -part[1])
-    shown = [f"{name} {output.format_count(n)}" for name, n in largest[:4]]
-    if others := sum(count for _, count in largest[4:]):
+    shown = [
+        f"{usage.prefix.removesuffix('.*')} {output.format_count(usage.num_elements)}"
+        for usage in parts[:4]
+    ]
+    if others := sum(usage.num_elements for usage in parts[4:]):
         shown.append(f"others {output.format_count(others)}")
     return f"{text}: {', '.join(shown)}"
