@@ -292,14 +292,14 @@ def _print_comparison(found: Comparison, *, show_all: bool) -> None:
 def prefixes_of(first: Sequence[str], second: Sequence[str]) -> tuple[str, str] | None:
     """The prefixes in which all names of one side differ from names of the other, if they do."""
     fewer, more = sorted((first, second), key=len)
+    names = set(more)
     for other in more if fewer else ():
         ends = zip(reversed(fewer[0].split(".")), reversed(other.split(".")), strict=False)
         common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], ends)))
         if common:
             rest = ".".join(fewer[0].split(".")[-common:])
             old, new = fewer[0].removesuffix(rest), other.removesuffix(rest)
-            renamed = {new + name.removeprefix(old) for name in fewer if name.startswith(old)}
-            if len(renamed) == len(fewer) and renamed <= {*more}:
+            if all(one.startswith(old) and new + one.removeprefix(old) in names for one in fewer):
                 return (old, new) if fewer is first else (new, old)
     return None
 
