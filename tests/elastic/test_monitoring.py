@@ -13,7 +13,7 @@ import click
 import pytest
 
 from remesh.cli import cli
-from remesh.elastic.protocol import RankReport
+from remesh.elastic.progress import RankProgress
 from tests.elastic.agents import serving
 
 yaml = pytest.importorskip("yaml")
@@ -31,7 +31,7 @@ def exposed() -> set[str]:
     with serving(heartbeat_timeout=600.0) as served:
         served.join_all([0, 1])
         for step in (4, 5):
-            progress = RankReport(step=step, age=0.0, step_seconds=0.1, saved_step=4)
+            progress = RankProgress(step=step, time=0.0, step_seconds=0.1, saved_step=4)
             served.beat(0, {0: progress, 1: progress})
         at = urlsplit(served.url)
         assert at.hostname is not None
