@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from remesh.compat import megatron
 from remesh.compat.megatron import CheckpointingException
 from remesh.compat.megatron.__main__ import main
+from remesh.compat.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from remesh.compat.megatron.strategies.native import RemeshLoadShardedStrategy
 from remesh.errors import StateError
 from remesh.formats import Source
 
@@ -116,6 +119,29 @@ def test_digests_of_files_without_megatron(tmp_path: Path, *, is_imported: bool)
     (tmp_path / "megatron/core/__init__.py").write_text("raise ImportError")
     with pytest.raises(CheckpointingException, match=r"0\.19"):
         megatron.load({}, tmp_path, verify_integrity=True)
+
+
+class _Derived(RemeshLoadShardedStrategy):
+    """A strategy of the engine with a load of its own."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
+@pytest.mark.usefixtures("own_megatron")
+def test_strategies_with_a_load_of_their_own_get_the_wrapper_of_megatron(tmp_path: Path) -> None:
+    folder = tmp_path / "megatron/core/dist_checkpointing/strategies"
+    folder.mkdir()
+    (folder / "fully_parallel.py").write_text(
+        "class FullyParallelLoadStrategyWrapper:\n"
+        "    def __init__(self, strategy, group): self.wrapped = strategy, group\n"
+    )
+    wrap: Any = FullyParallelLoadStrategyWrapper
+    assert isinstance(wrap(_Derived(), "group"), wrap)
+    megatron.install()
+    derived = _Derived()
+    assert wrap(derived, "group").wrapped == (derived, "group")
+    assert isinstance(wrap(RemeshLoadShardedStrategy(), None), wrap)
 
 
 JOB = """

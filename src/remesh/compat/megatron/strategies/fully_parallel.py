@@ -24,13 +24,21 @@ from remesh.compat.megatron.strategies.native import (
 )
 
 
+def _is_engines(strategy: object) -> bool:
+    """True if the engine does the work of a strategy, and not methods that a derived class has."""
+    methods = [getattr(type(strategy), name, None) for name in ("save", "async_save", "load")]
+    return isinstance(strategy, EngineSaveShardedStrategy | EngineLoadShardedStrategy) and all(
+        method is None or method.__module__.startswith(f"{__package__}.") for method in methods
+    )
+
+
 class _Wrapper:
     """A strategy, and the group that shares its work."""
 
     def __new__(cls, strategy: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Megatron's wrapper of this name for a strategy that is not the engine's."""
         own = None
-        if not isinstance(strategy, EngineSaveShardedStrategy | EngineLoadShardedStrategy | None):
+        if strategy is not None and not _is_engines(strategy):
             own = of_release("strategies.fully_parallel", cls.__name__)
         return super().__new__(cls) if own is None else own(strategy, *args, **kwargs)
 
