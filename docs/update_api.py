@@ -42,6 +42,9 @@ MODULES = {
 }
 """The public modules, and the pages that explain them."""
 
+FIRST = {"save": 0, "load": 1}
+"""The names that come first in their modules."""
+
 HEAD = """# Public names
 
 Import each name from the module under which it is listed. The top level has the names that training
@@ -66,7 +69,8 @@ def names_of(module: str) -> list[str]:
     """The public names of a module, apart from its version."""
     for node in _parsed(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [name for name in ast.literal_eval(node.value) if name != "__version__"]
+            names = [name for name in ast.literal_eval(node.value) if name != "__version__"]
+            return sorted(names, key=lambda name: FIRST.get(name, len(FIRST)))
     raise ValueError(f"{module} has no __all__")
 
 
