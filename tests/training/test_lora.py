@@ -267,6 +267,9 @@ def test_wrappers_are_taken_off(tmp_path: Path) -> None:
     compiled = torch.compile(base_model())
     export_weights(compiled, tmp_path / "base", dtype=None, config=base_model().config)
     assert torch.equal(logits(opened(tmp_path / "base")), logits(base_model()))
+    # A model that calls a part of it so is none of peft's.
+    wrapping = torch.nn.ModuleDict({"base_model": base_model(), "head": torch.nn.Linear(2, 2)})
+    export_weights(wrapping, tmp_path / "own")
     # Their names in files of others are refused.
     for prefix in ("_orig_mod.", "module."):
         names = {f"{prefix}{name}": value for name, value in base_model().state_dict().items()}

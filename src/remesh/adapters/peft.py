@@ -55,6 +55,8 @@ def adapter_target(state: Any, stored: Iterable[str]) -> Any:
     if model is None or has_fsdp1(state):
         return state
     names, own = set(stored), model.state_dict()
+    if own.keys() <= names:
+        return state  # all of the model is stored
     target: dict[str, Any] = {}
     for adapter in model.peft_config:
         found = _tensors(model, adapter, own, has_embeddings=False)

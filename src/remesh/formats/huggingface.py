@@ -78,7 +78,7 @@ _STEMS = (
 )
 _ADAPTER = _STEMS.index("adapter_model")
 _TRAINER_STEP = re.compile(r"checkpoint-[0-9]+")
-_OF_PEFT = {"base_model", "base_layer", "modules_to_save"}
+_OF_PEFT = {"base_layer", "modules_to_save"}
 _OF_TORCH = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _SHARDED = re.compile(r"((?:pytorch_model_fsdp|optimizer)_[0-9]{1,9}/)\.metadata")
 _STATE = re.compile(r"(?P<key>(?:optimizer|scheduler|scaler)(?:_[0-9]{1,9})?)\.(?:pt|bin)")
@@ -260,9 +260,10 @@ def check_is_weights(document: ValuesDocument) -> None:
 
 def check_names(names: Sequence[str]) -> None:
     """Refuse names that wrappers have made: `from_pretrained` ignores them without an error."""
+    is_wrapped = all(name.startswith("base_model.model.") for name in names)
     for name in names:
         keys = name.split(".")
-        if any(key in _OF_PEFT or key.startswith("lora_") for key in keys):
+        if is_wrapped or any(key in _OF_PEFT or key.startswith("lora_") for key in keys):
             raise StateError(
                 f"{name}: a weight of a peft model, whose names from_pretrained ignores\n"
                 "Export the live model, its adapters alone or, by merge=True, all weights merged: "
