@@ -314,10 +314,11 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def a_world_forms_when_the_nodes_are_there(self) -> None:
         nodes = self.state.rendezvous
-        if not nodes.active and SETTINGS.fitting(len(nodes.ready)):
+        if not nodes.active and SETTINGS.fitting(len(nodes.usable)):
             later = tick(nodes, self.now + 1000)
             assert later.round == nodes.round + 1
             assert later.active
+            assert not later.active.keys() & nodes.held.keys()
 
     @invariant()
     def members_are_told_that_the_world_is_broken(self) -> None:
@@ -446,7 +447,7 @@ class TestRestartBudget:
     def test_it_is_described_in_the_same_words_everywhere(self) -> None:
         policy = msgspec.structs.replace(POLICY, restart_refill=100.0)
         state = fail(run(policy, num_nodes=2, max_restarts=2), 0, 200.0)
-        words = "2 restarts a node, one is given back every 100 s"
+        words = "2 restarts per node, one is given back every 100 s"
         status = seen(state, 201.0)
         assert (status.restart_budget, status.max_restarts) == (words, 2)
         text = [line.text for line in state.history]

@@ -50,7 +50,7 @@ def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> Non
         "Checkpoints step reported after steps 40",
         "3 active",
         "1 report, 0 slow, 0 behind",
-        "restart budget: 3 restarts a node, none is given back",
+        "restart budget: 3 restarts per node, no refill",
         "charged restarts",
         "1 of 3",
         "host-1",

@@ -442,8 +442,8 @@ def failure_record(job: JobState, node_id: int, round_of_node: int) -> FailureRe
 def restart_budget(job: JobState) -> str:
     """The restart budget of the nodes, in the words of the log, the page and `remesh status`."""
     refill = job.policy.restart_refill
-    given_back = "none is given back" if refill is None else f"one is given back every {refill:g} s"
-    return f"{job.max_restarts} restarts a node, {given_back}"
+    given_back = "no refill" if refill is None else f"one is given back every {refill:g} s"
+    return f"{job.max_restarts} restarts per node, {given_back}"
 
 
 def charges_of(job: JobState, node_id: int, now: float) -> Charges:
