@@ -205,7 +205,7 @@ class Checkpoint:
         return self._stored.index
 
     def read_limits(self, num_ranks: int) -> ReadLimits:
-        """How each of so many ranks that load it reads.
+        """Read limits of each rank for a load on `num_ranks` ranks.
 
         That follows from its size, and from how far away its storage has turned out to be.
         """

@@ -98,7 +98,7 @@ class Pickled:
 
 
 class MalformedError(ValueError):
-    """The pickle is none."""
+    """It is not a valid pickle."""
 
 
 def describe(error: Exception) -> str:
