@@ -88,8 +88,8 @@ def _become(
         if os.read(may_go, len(GO)) != GO:
             os._exit(1)  # the agent has given it up; the log files may be those of another by now
         os.close(may_go)
-        words = asked["words"]
-        _child.show_name(words[1] if words[0] == "-m" else words[0])
+        argv = asked["argv"]
+        _child.show_name(argv[1] if argv[0] == "-m" else argv[0])
         _child.redirect(asked["outputs"])
         _child.end_with(agent)
         os.chdir(asked["directory"])
@@ -104,7 +104,7 @@ def _become(
         else:
             print(error, file=sys.stderr)  # noqa: T201 - the process's own words
         os._exit(1)
-    _script.run(asked["argv"])
+    _script.run(argv)
     raise AssertionError("it ends the process")
 
 
