@@ -17,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from remesh.elastic.process_socket import ProcessSockets
 from remesh.elastic.processes import Process, Processes, tail_of
 from remesh.elastic.warm import Warm
+from tests.support.torch_versions import needs
 from tests.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,7 +31,9 @@ def started(tmp_path: Path) -> Iterator[Any]:
 
     def start(script: str, **options: Any) -> Processes:
         logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL, tee=Std.ALL)
-        config = LaunchConfig(1, 1, 2, logs_specs=logs, shutdown_timeout=60, **options)
+        config = LaunchConfig(1, 1, 2, logs_specs=logs)
+        for name, value in {"shutdown_timeout": 60, **options}.items():
+            setattr(config, name, value)  # older versions of torch have no such options
         command = ["sh", "-c", script]
         warm = Warm((), str(tmp_path), command)
         made.append(Processes(config, command, sockets=sockets, warm=warm))
@@ -91,6 +94,7 @@ def test_what_is_left_of_a_process_is_killed_without_its_variables(started: Any)
     wait_until(lambda: not any(is_alive(pid) for pid in helpers), "their end")
 
 
+@needs("filtered output")
 def test_what_processes_write_is_shown_and_parts_of_it_are_copied(
     started: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,7 +120,8 @@ class Agent:
         """Start a process of the next local rank."""
         rank = len(self.started)
         logs = DefaultLogsSpecs(str(self.directory / "logs"), redirects=Std.ALL)
-        config = LaunchConfig(1, 1, rank + 1, logs_specs=logs, shutdown_timeout=60)
+        config = LaunchConfig(1, 1, rank + 1, logs_specs=logs)
+        config.shutdown_timeout = 60  # no option before torch 2.13
         processes = Processes(
             config,
             self._command(*words),

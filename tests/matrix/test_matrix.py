@@ -27,6 +27,7 @@ from remesh.exchange import Exchange
 from tests.matrix.model import Model, optimizer_of, steps
 from tests.matrix.writers import DEEPSPEED, RECORDED, WRITERS
 from tests.support import run_processes
+from tests.support.torch_versions import needs
 
 # Lightning says so where Slurm is installed.
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
@@ -111,8 +112,8 @@ def load_all(_exchange: Exchange, root: Path, layout: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
-        ("fsdp", 2),
-        pytest.param("fsdp", 4, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=needs("gloo averages")),
+        pytest.param("fsdp", 4, marks=[pytest.mark.slow, needs("gloo averages")]),
         pytest.param("tp", 2, marks=pytest.mark.slow),
     ],
 )

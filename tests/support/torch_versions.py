@@ -23,6 +23,10 @@ LACKS: dict[str, tuple[str, str]] = {
         "2.10",
         "torch's writer of Hugging Face folders writes no shards of ranks side by side",
     ),
+    "filtered output": (
+        "2.10",
+        "`remesh run` lacks `--duplicate-stdout-filters`, `--virtual-local-rank`, `--numa-binding`",
+    ),
     "torchao": ("2.10", "torchao 0.18 cannot be imported"),
 }
 """What is needed → the oldest torch on which it works, and what happens on older ones."""

@@ -42,7 +42,7 @@ from remesh.elastic.lifecycle import EXIT_JOB_FAILED, Limits
 from remesh.elastic.master import Master
 from remesh.elastic.node_check import run_test
 from remesh.elastic.process_socket import ProcessSockets
-from remesh.elastic.processes import Processes
+from remesh.elastic.processes import Processes, completed
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
@@ -206,6 +206,7 @@ def _run(options: argparse.Namespace) -> None:
     if not options.no_python:
         _use_runner(options)
     config, command, command_arguments = config_from_args(options)
+    config = completed(config)
     if not isinstance(command, str):
         raise SystemExit("remesh run starts commands: leave out --run-path")
     with contextlib.ExitStack() as stack:
@@ -224,7 +225,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _preload_of(options: argparse.Namespace) -> tuple[str, ...]:
     """The modules that processes find imported."""
-    if options.no_python or options.numa_binding is not None:
+    if options.no_python or getattr(options, "numa_binding", None) is not None:
         return ()  # another command starts them
     if options.preload is not None:
         return tuple(name.strip() for name in options.preload.split(",") if name.strip())

@@ -110,6 +110,24 @@ class Process:
         self._code = -signal.SIGKILL
 
 
+_OPTIONS = {
+    "shutdown_timeout": 30,
+    "virtual_local_rank": False,
+    "numa_options": None,
+    "duplicate_stdout_filters": None,
+    "duplicate_stderr_filters": None,
+}
+"""Options that torchrun of torch 2.13 has and older ones lack, as it has them by default."""
+
+
+def completed(config: LaunchConfig) -> LaunchConfig:
+    """The config, with the options that that of an older torch lacks."""
+    for name, default in _OPTIONS.items():
+        if not hasattr(config, name):
+            setattr(config, name, default)
+    return config
+
+
 class Processes:
     """The processes of a node, by local rank."""
 
@@ -122,7 +140,7 @@ class Processes:
         snapshots: str = "",
         warm: Warm,
     ) -> None:
-        self._config = config
+        self._config = completed(config)
         self._command = list(command)
         self.name = command[0]
         self._sockets = sockets
@@ -183,13 +201,17 @@ class Processes:
         outputs = logs.stdouts[rank], logs.stderrs[rank]
         command = macros.substitute(self._command, str(rank))
         numa = self._config.numa_options
-        started: subprocess.Popen[bytes] | Forked | None = None
-        if numa is None:  # a process that is bound to memory is started by another command
-            started = self._warm.fork(command, {**os.environ, **environment}, outputs)
-        if started is None:
+        words = ("-I", "-S", child.__file__, str(os.getpid()), *outputs, *command)
+        started: subprocess.Popen[bytes] | Forked
+        if numa is None:
+            variables = {**os.environ, **environment}
+            started = self._warm.fork(command, variables, outputs) or subprocess.Popen(  # noqa: S603
+                [sys.executable, *words], env=variables, start_new_session=True
+            )
+        else:  # a process that is bound to memory is started by another command
             started = SubprocessHandler(
                 entrypoint=sys.executable,
-                args=("-I", "-S", child.__file__, str(os.getpid()), *outputs, *command),
+                args=words,
                 env=environment,
                 stdout=None,
                 stderr=None,
@@ -214,20 +236,21 @@ class Processes:
             )
             prefixes = {rank: prefix}
 
-        def show(files: Mapping[int, str], stream: TextIO, wanted: Callable[[str], bool]) -> None:
+        def show(files: Mapping[int, str], stream: TextIO, **wanted: Callable[[str], bool]) -> None:
             paths = {rank: files[rank]} if rank in files else {}
-            tail = TailLog(config.role, paths, stream, prefixes, log_line_filter=wanted)
+            tail = TailLog(config.role, paths, stream, prefixes, **wanted)  # type: ignore[arg-type]
             process.shown.callback(tail.start().stop)
 
         for files, stream, needles, copy in (
-            (logs.tee_stdouts, sys.stdout, config.duplicate_stdout_filters, logs.filtered_stdout),
-            (logs.tee_stderrs, sys.stderr, config.duplicate_stderr_filters, logs.filtered_stderr),
+            (logs.tee_stdouts, sys.stdout, config.duplicate_stdout_filters, "filtered_stdout"),
+            (logs.tee_stderrs, sys.stderr, config.duplicate_stderr_filters, "filtered_stderr"),
         ):
-            show(files, stream, lambda _line: True)
+            show(files, stream)
             if needles:
-                file = open(copy, "a", errors="replace", buffering=1)  # noqa: SIM115
+                path = getattr(logs, copy)
+                file = open(path, "a", errors="replace", buffering=1)  # noqa: SIM115
                 process.shown.enter_context(file)
-                show(files, file, functools.partial(_has_any, needles))
+                show(files, file, log_line_filter=functools.partial(_has_any, needles))
 
     def end(self, ranks: Collection[int], number: signal.Signals) -> None:
         """Send processes a signal; after SIGKILL, wait until they have ended."""

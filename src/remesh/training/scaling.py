@@ -212,6 +212,9 @@ def apply_scaling(
     factor = decision.lr_factor
     if factor == 1.0:
         return
+    # First the schedulers, which get new values: in older torch they hold tensors of the groups.
+    for scheduler in schedulers:
+        _scale_scheduler(scheduler, factor)
     for group in optimizer.param_groups:
         for name in _GROUP_RATES:
             rate = group.get(name)
@@ -221,8 +224,6 @@ def apply_scaling(
                 rate.mul_(factor)  # a compiled or capturable step holds on to this tensor
             else:
                 group[name] = rate * factor
-    for scheduler in schedulers:
-        _scale_scheduler(scheduler, factor)
 
 
 def _scale_scheduler(scheduler: object, factor: float) -> None:
