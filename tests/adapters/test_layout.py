@@ -155,7 +155,7 @@ def test_axes_may_cut_in_any_order(order: list[int], extent: int, data: st.DataO
         assert gathered((extent,), mesh, coordinate, placements).tolist() == expected.tolist()
 
 
-@needs("strided shards")
+@needs("sizes of strided shards")
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))
 def test_blocks_of_a_packed_dim_are_cut_each(extent: int, num_ranks: int, num_blocks: int) -> None:
     placement = Sharded(0, num_blocks)

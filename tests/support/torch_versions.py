@@ -19,6 +19,7 @@ LACKS: dict[str, tuple[str, str]] = {
         "2.10",
         "uneven and packed `_StridedShard`s: `full_tensor` and torch's own checkpoints mix up rows",
     ),
+    "sizes of strided shards": ("2.13", "`_StridedShard` does not say the sizes of packed shards"),
     "hugging face shards": (
         "2.10",
         "torch's writer of Hugging Face folders writes no shards of ranks side by side",
