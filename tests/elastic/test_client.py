@@ -207,9 +207,14 @@ class TestOneLine:
 
     @pytest.fixture(autouse=True)
     def _leave_the_process_as_it_is(self) -> Iterator[None]:
-        before, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
+        from remesh.elastic.launch import SIGNALS
+
+        taken = {signal.SIGTERM, *(signal.Signals[name] for name in SIGNALS)}
+        before = {number: signal.getsignal(number) for number in taken}
+        environment = dict(os.environ)
         yield
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(environment)
 
