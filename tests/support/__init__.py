@@ -3,14 +3,14 @@
 * `run_ranks` plays the ranks of a job as threads, `run_processes` as processes with a real gloo
   process group; the `_outcomes` forms report on each rank instead of raising.
 * `FaultInjector` makes a chosen rank fail, die or stall at a named point; `FaultyStorage` makes
-  a storage fail, corrupt or drag.
+  a storage fail or corrupt.
 * `tests.support.conformance` holds the suites that every storage and every exchange must pass,
   and `tests.support.state_conformance` those for formats and adapters; they need pytest, so they
   are not imported here.
 """
 
 from tests.support.faults import FaultInjector, InjectedError
-from tests.support.faulty_storage import Fail, FaultyStorage, FlipBit, Slow, Truncate
+from tests.support.faulty_storage import Fail, FaultyStorage, FlipBit, Truncate
 from tests.support.outcomes import (
     Died,
     Outcome,
@@ -34,7 +34,6 @@ __all__ = [
     "Raised",
     "RankDiedError",
     "Returned",
-    "Slow",
     "TimedOut",
     "Truncate",
     "returned_values",

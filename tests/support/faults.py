@@ -57,10 +57,9 @@ class FaultInjector:
         self._faults: dict[tuple[int, str], _Fault] = {}
         self._sleep = sleep
 
-    def fail_at(self, rank: int, point: str, error: Exception | None = None) -> FaultInjector:
-        """Raise an exception there; by default an `InjectedError`."""
-        if error is None:
-            error = InjectedError(f"injected at {point} on rank {rank}")
+    def fail_at(self, rank: int, point: str) -> FaultInjector:
+        """Raise an `InjectedError` there."""
+        error = InjectedError(f"injected at {point} on rank {rank}")
         return self._plan(rank, point, _Fail(error))
 
     def kill_at(self, rank: int, point: str) -> FaultInjector:
@@ -70,11 +69,6 @@ class FaultInjector:
     def stall_at(self, rank: int, point: str, seconds: float) -> FaultInjector:
         """Sleep there."""
         return self._plan(rank, point, _Stall(seconds))
-
-    @property
-    def pending(self) -> list[tuple[int, str]]:
-        """Rank and point of each planned fault that has not happened."""
-        return sorted(self._faults)
 
     def __call__(self, event: Event) -> None:
         """Note an event and let the fault that is planned for it happen."""

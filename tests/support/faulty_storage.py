@@ -1,4 +1,4 @@
-"""A storage that fails, corrupts, truncates or drags on order.
+"""A storage that fails, corrupts or truncates on order.
 
 `FaultyStorage` passes every call on to another storage, after looking at its faults. A fault
 names the operations and, by a pattern, the paths that it is about. Operations are named like the
@@ -14,8 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
@@ -70,19 +69,7 @@ class Truncate:
     """Where it ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slow:
-    """Matching calls are delayed."""
-
-    operation: str
-    """Name of the operation."""
-    seconds: float
-    """How long they wait first."""
-    path: str = "*"
-    """Pattern of paths."""
-
-
-StorageFault: TypeAlias = Fail | FlipBit | Truncate | Slow
+StorageFault: TypeAlias = Fail | FlipBit | Truncate
 
 
 class FaultyStorage(Storage):
@@ -91,23 +78,15 @@ class FaultyStorage(Storage):
     Args:
         inner: The storage that does the work.
         faults: The faults.
-        sleep: Waits, for `Slow`.
 
     Attributes:
         calls: Operation and path ("" where there is none) of each call, in order.
     """
 
-    def __init__(
-        self,
-        inner: Storage,
-        faults: Sequence[StorageFault],
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, inner: Storage, faults: Sequence[StorageFault]) -> None:
         self.calls: list[tuple[str, str]] = []
         self._inner = inner
         self._faults = tuple(faults)
-        self._sleep = sleep
         self._lock = threading.Lock()
         self._num_matches = dict.fromkeys((f for f in faults if isinstance(f, Fail)), 0)
 
@@ -166,13 +145,11 @@ class FaultyStorage(Storage):
         """
         self.calls.append((operation, path))
         for fault in self._faults:
-            if not isinstance(fault, Fail | Slow) or fault.operation != operation:
+            if not isinstance(fault, Fail) or fault.operation != operation:
                 continue
             if path and not fnmatchcase(path, fault.path):
                 continue
-            if isinstance(fault, Slow):
-                self._sleep(fault.seconds)
-            elif self._is_due(fault):
+            if self._is_due(fault):
                 kind = NoSpaceError if fault.number in _NO_ROOM else StorageError
                 raise kind(f"injected: cannot {operation} {path}: {os.strerror(fault.number)}")
 

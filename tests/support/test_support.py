@@ -1,0 +1,230 @@
+"""What other tests rely on: ranks that fail, die or hang are told as what they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from remesh.errors import ExchangeError, MismatchError, StateError, StorageError
+from remesh.exchange import Exchange
+from remesh.storage import MemoryStorage, Storage
+from tests.support import (
+    Died,
+    Fail,
+    FaultyStorage,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    processes,
+    returned_values,
+    run_processes,
+    run_processes_outcomes,
+    run_ranks,
+    run_ranks_outcomes,
+)
+
+
+def _addresses() -> set[str]:
+    """Local addresses of this process's TCP sockets, in the kernel's notation."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{name}").strip("socket:[]"))
+        except FileNotFoundError:
+            continue
+    lines = [
+        line.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        if os.path.exists(table)
+        for line in Path(table).read_text().splitlines()[1:]
+    ]
+    return {fields[1].partition(":")[0] for fields in lines if fields[9] in inodes}
+
+
+def _describe(exchange: Exchange, tensor: torch.Tensor) -> tuple[int, set[str], torch.Tensor]:
+    total = tensor * (exchange.rank + 1)
+    dist.all_reduce(total)
+    found = os.getpid(), _addresses(), total
+    exchange.all_gather(b"looked")
+    return found
+
+
+def test_processes_have_a_gloo_group_on_the_loopback_interface() -> None:
+    results = run_processes(3, _describe, torch.ones(2))
+    assert len({pid for pid, *_ in results} | {os.getpid()}) == 4
+    for _, addresses, total in results:
+        assert addresses == {"0100007F"}
+        assert total.tolist() == [6.0, 6.0]
+
+
+class _AwkwardError(Exception):
+    """Pickles, and then cannot be rebuilt."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def _end(exchange: Exchange, ends: tuple[str, ...], ids: Path) -> str:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (ids / str(exchange.rank)).write_text(str(os.getpid()))
+    exchange.all_gather(b"written")
+    match ends[exchange.rank]:
+        case "raises":
+            raise MismatchError("no fit", ("a",), conflicts=("b: shape",))
+        case "raises what cannot travel":
+            raise _AwkwardError("one", "two")
+        case "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exits":
+            os._exit(7)
+        case "hangs":
+            time.sleep(600)
+    return "fine"
+
+
+def test_each_end_of_a_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = ("returns", "raises", "raises what cannot travel", "is killed", "exits", "hangs")
+    reports: list[Outcome[str]] = []
+    receive = processes._receive
+
+    def note(*args: Any) -> Outcome[str]:
+        reports.append(receive(*args))
+        return reports[-1]
+
+    # No time passes until all but the last have reported; then it is up.
+    clock = SimpleNamespace(monotonic=lambda: 240.0 * (len(reports) >= len(ends) - 1))
+    ids, temporary = tmp_path / "ids", tmp_path / "temporary"
+    ids.mkdir()
+    temporary.mkdir()
+    run_processes(1, _end, ends, ids)  # the fork server, which stays, has a directory as well
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr(processes, "_receive", note)
+    monkeypatch.setattr(processes, "time", clock)
+    fine, fits, awkward, *dead, hung = run_processes_outcomes(len(ends), _end, ends, ids)
+    assert fine == Returned("fine")
+    assert isinstance(fits, Raised)
+    assert isinstance(fits.error, MismatchError)
+    assert (fits.error.missing, fits.error.conflicts) == (("a",), ("b: shape",))
+    assert "in _end" in fits.traceback
+    assert isinstance(awkward, Raised)
+    assert "_AwkwardError: one two" in str(awkward.error)
+    assert dead == [Died(-signal.SIGKILL), Died(7)]
+    assert isinstance(hung, TimedOut)
+    for rank in range(len(ends)):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((ids / str(rank)).read_text()), 0)
+    assert list(temporary.iterdir()) == []
+
+
+def test_each_end_of_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, release = threading.Event(), threading.Event()
+
+    def wait_for_ever() -> None:
+        waits.set()
+        release.wait()
+
+    def work(exchange: Exchange) -> str:
+        exchange.all_gather(b"")
+        if exchange.rank == 1:
+            raise SystemExit(3)
+        if exchange.rank == 2:
+            wait_for_ever()
+        return "fine"
+
+    def clock() -> Iterator[float]:
+        """No time passes until the others have ended and rank 2 waits; then it is up."""
+        yield from (0.0, 0.0, 0.0)
+        assert waits.wait(240)
+        yield 60.5
+
+    fake = SimpleNamespace(monotonic=clock().__next__)
+    monkeypatch.setattr("tests.support.ranks.time", fake)
+    fine, raised, hung = run_ranks_outcomes(3, work, timeout=60.5)
+    release.set()
+    assert fine == Returned("fine")
+    assert isinstance(hung, TimedOut)
+    assert "in wait_for_ever" in hung.traceback
+    assert isinstance(raised, Raised)
+    assert isinstance(raised.error, SystemExit)
+
+
+def test_the_rank_that_began_it_is_blamed() -> None:
+    def work(exchange: Exchange) -> None:
+        exchange.all_gather(b"")
+        if exchange.rank == 2:
+            raise LookupError("lost")
+        exchange.all_gather(b"")
+
+    with pytest.raises(LookupError, match="lost") as caught:
+        run_ranks(3, work)
+    cause, *others = caught.value.__notes__
+    assert cause.startswith("rank 2 raised this:\nTraceback")
+    assert 'raise LookupError("lost")' in cause
+    assert [note.partition(":")[0] for note in others] == [
+        "rank 0 raised ExchangeError",
+        "rank 1 raised ExchangeError",
+    ]
+
+
+def _foreign(rank: int) -> Raised:
+    error = StateError(f"from {rank}")
+    error.rank = rank
+    return Raised(error, "")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([Raised(ExchangeError("gone"), ""), Raised(KeyError("k"), "")], "'k'"),
+        ([Raised(ExchangeError("gone"), ""), Died(-9)], "rank 1 was killed by SIGKILL"),
+        ([Raised(ExchangeError("gone"), ""), Died(3)], "rank 1 exited with status 3"),
+        ([_foreign(1), Raised(ValueError("own"), "")], "own"),
+        ([Raised(ExchangeError("gone"), ""), _foreign(5)], "from 5"),
+        ([TimedOut(5), Raised(ExchangeError("gone"), "")], "gone"),
+        ([Returned(1), TimedOut(5)], "rank 1 still ran after 5 seconds"),
+        ([Raised(KeyError("first"), ""), Raised(KeyError("second"), "")], "first"),
+    ],
+)
+def test_blame(outcomes: list[Outcome[int]], expected: str) -> None:
+    with pytest.raises(Exception, match=expected) as caught:
+        returned_values(outcomes)
+    failed = [rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, Returned)]
+    told = f"{caught.value}\n" + "\n".join(getattr(caught.value, "__notes__", []))
+    assert all(f"rank {rank}" in told for rank in failed)
+
+
+def test_every_operation_of_a_storage_can_fail() -> None:
+    calls: dict[str, Callable[[Storage], object]] = {
+        "list": lambda storage: storage.list(),
+        "size": lambda storage: storage.size("file"),
+        "read": lambda storage: storage.read("file"),
+        "read_into": lambda storage: storage.read_into("file", 0, np.empty(1, np.uint8)),
+        "put": lambda storage: storage.put("file", b"y", overwrite=True),
+        "create": lambda storage: storage.create("new", 1),
+        "write": lambda storage: storage.create("new", 1).write(0, np.empty(1, np.uint8)),
+        "finish": lambda storage: storage.create("new", 1).finish(),
+        "abort": lambda storage: storage.create("new", 1).abort(),
+        "delete": lambda storage: storage.delete("file"),
+        "sync": lambda storage: storage.sync(),
+        "space": lambda storage: storage.space(),
+    }
+    for operation, call in calls.items():
+        inner = MemoryStorage()
+        inner.put("file", b"x", overwrite=False)
+        storage = FaultyStorage(inner, [Fail(operation)])
+        with pytest.raises(StorageError, match=rf"(?s)cannot {operation}.*Input/output error"):
+            call(storage)
+        assert inner.read("file") == b"x"
+        assert inner.list() == ["file"]
