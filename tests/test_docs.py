@@ -67,13 +67,6 @@ def test_the_first_minute_of_the_readme(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(line in readme for line in printed)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/api.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
-        if "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), target
-
-
 def warnings_in(tree: ast.Module) -> Iterator[str]:
     """The texts of calls to `warning`, as far as they are literal."""
     named = {

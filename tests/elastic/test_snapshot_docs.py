@@ -42,17 +42,6 @@ def test_the_page_about_memory_runs_from_top_to_bottom(
     manager.close()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#([^)]*))?\)", page.read_text())
-    assert targets
-    for target, anchor in targets:
-        linked = page.parent / target
-        assert linked.exists(), target
-        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [h.lower().replace(" ", "-") for h in headings]
-
-
 def test_the_example_for_slurm_is_a_script() -> None:
     name = "train.sbatch"
     script = ROOT / "examples/slurm" / name

@@ -48,16 +48,6 @@ def test_every_attribute_is_documented() -> None:
     assert [name for name in ATTRIBUTES if f"{name}=" not in text and f"`{name}`" not in text] == []
 
 
-def test_links_on_the_page_lead_somewhere() -> None:
-    text = PAGE.read_text()
-    headings = {
-        re.sub(r"[^a-z0-9 -]", "", line.lower()).strip().replace(" ", "-")
-        for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(#([^)]+)\)", text):
-        assert target in headings
-
-
 def with_states(weights: dict[str, tuple[int, ...]], **counts: float) -> dict[str, Array]:
     """Weights of these shapes and an optimizer's states of them, all different numbers."""
     state: dict[str, Array] = {}
