@@ -19,7 +19,7 @@ from remesh.core.geometry import Box, pad_dims
 from remesh.core.index import Index, StoredFile
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
-from remesh.errors import CoverageError, StateError
+from remesh.errors import CoverageError
 from remesh.planner import (
     LoadPlan,
     LocalBoxes,
@@ -209,63 +209,11 @@ def test_a_box_that_nobody_holds_is_named(job: list[list[Held]], data: st.DataOb
     assert "more" in str(caught.value) or (missing == expected).all()
 
 
-def test_overlapping_boxes_are_named_with_their_ranks() -> None:
-    job = [
-        [vector("w", 0, 600, MAIN)],
-        [vector("w", 0, 600, REPLICA)],
-        [vector("w", 500, 500, MAIN)],
-    ]
-    with pytest.raises(CoverageError) as caught:
-        plan_of(job)
-    assert str(caught.value) == (
-        "1 of 1 tensors are not covered exactly once by main replicas:\n"
-        "  w (1000,): these overlap: [0:600] (ranks 0, 1) and [500:1000] (rank 2)"
-    )
-
-
 def test_many_holders_are_shown_as_a_few() -> None:
     everywhere = [[vector("w", 0, 600, EQUAL)] for _ in range(6)]
     job = [*everywhere, [vector("w", 500, 500, EQUAL)]]
     with pytest.raises(CoverageError, match=r"\[0:600\] \(ranks 0, 1, 2, 3, \.\.\.\) and"):
         plan_of(job)
-
-
-def test_a_box_with_several_main_replicas_is_refused() -> None:
-    job = [[vector("w", 0, 9, MAIN, whole=9)], [], [vector("w", 0, 9, MAIN, whole=9)]]
-    with pytest.raises(CoverageError, match=r"^w: box \[0:9\] has several main.*ranks \[0, 2\]"):
-        plan_of(job)
-
-
-def test_a_box_without_a_main_replica_is_refused() -> None:
-    job = [
-        [vector("w", 0, 5, MAIN, whole=9)],
-        [vector("w", 5, 4, REPLICA, whole=9)],
-    ]
-    message = r"^w: box \[5:9\] has replicas but no main replica, held by ranks \[1\]"
-    with pytest.raises(CoverageError, match=message):
-        plan_of(job)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "says"),
-    [
-        ("float16", (4, 2), "float16 (4, 2)"),
-        ("uint8", (2, 4), "uint8 (2, 4)"),
-        ("uint8", (8,), "uint8 (8,)"),
-        ("uint8", (4, 2, 1), "uint8 (4, 2, 1)"),
-    ],
-)
-def test_ranks_must_agree_about_a_tensor(dtype: str, shape: Shape, says: str) -> None:
-    other = vector("other", 0, 3, MAIN, whole=3)
-    job = [
-        [other],
-        [Held("w", "uint8", (4, 2), Box.whole((4, 2)), MAIN)],
-        [Held("w", dtype, shape, Box.whole(shape), REPLICA)],
-    ]
-    with pytest.raises(StateError) as caught:
-        plan_of(job)
-    assert not isinstance(caught.value, CoverageError)
-    assert f"\nrank 2 says {says}, rank 1 says uint8 (4, 2)\n" in str(caught.value)
 
 
 def test_tables_are_united_in_order_of_first_appearance() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import types
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,11 +16,9 @@ from hypothesis import strategies as st
 
 from remesh.core.geometry import Box
 from remesh.core.sharded import (
-    LocalNonpersistentObject,
     Part,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 from remesh.core.state import (
     Description,
@@ -127,36 +123,6 @@ def test_empty_arrays_are_not_the_same_memory() -> None:
     assert [e.alias_key for e in describe({"a": empty, "b": empty}).tensors] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("state", "name"),
-    [
-        ({"a": {"b": 1}, "a.b": 2}, "a.b"),
-        ({1: arange(1), "1": arange(1)}, "1"),
-        ({"a": [arange(1)], "a.0": 3}, "a.0"),
-    ],
-)
-def test_two_paths_of_one_name_are_refused(state: object, name: str) -> None:
-    with pytest.raises(NameCollisionError, match=f"'{name}' is the stored name of two entries"):
-        describe(state)
-
-
-@pytest.mark.parametrize(
-    ("state", "where"),
-    [
-        ({"a": {"b": [object(), arange(1)]}}, "a.b.0"),
-        ({"a": {(1, 2): arange(1)}}, "a.(1, 2)"),
-        ({"a": {True: arange(1)}}, "a.True"),
-        ({"a": np.array(["text"])}, "a"),
-        ({"a": np.zeros(2, np.dtype([("x", "f4")]))}, "a"),
-        ({"a": np.zeros(2, np.longdouble)}, "a"),
-    ],
-)
-def test_what_cannot_be_stored_is_named(state: object, where: str) -> None:
-    with pytest.raises(UnsupportedValueError) as caught:
-        describe(state)
-    assert str(caught.value).startswith(f"{where}: ")
-
-
 @pytest.mark.parametrize("state", [3, None, "text", [], object(), arange(2), np.float32(1)])
 def test_a_state_must_have_entries(state: object) -> None:
     with pytest.raises(UnsupportedValueError):
@@ -197,30 +163,6 @@ def test_framework_leaves_come_first() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_values_are_replaced_where_they_were() -> None:
-    array, inner = arange(2), {"lr": 0.1}
-    items: list[object] = [array, 5]
-    state = {
-        "inner": inner,
-        "items": items,
-        "pair": Pair(array, 1),
-        "kept": LocalNonpersistentObject(3),
-    }
-    found = describe(state)
-    assert set(found.values) == {"inner.lr", "items.1", "pair.1"}
-    back = found.rebuild(Read({"inner.lr": 0.2, "items.1": 6, "pair.1": 2}))
-    assert back is state
-    assert state["inner"] is inner
-    assert inner == {"lr": 0.2}
-    assert state["items"] is items
-    assert items[0] is array
-    assert items[1] == 6
-    assert type(state["pair"]) is Pair
-    assert state["pair"].left is array
-    assert state["pair"].right == 2
-    assert isinstance(state["kept"], LocalNonpersistentObject)
-
-
 def test_a_tuple_that_did_not_change_is_not_made_anew() -> None:
     state = {"pair": Pair(arange(1), None), "plain": (arange(1), arange(2))}
     pair, plain = state["pair"], state["plain"]
@@ -228,14 +170,6 @@ def test_a_tuple_that_did_not_change_is_not_made_anew() -> None:
     found.rebuild(the_same(found))
     assert state["pair"] is pair
     assert state["plain"] is plain
-
-
-def test_a_mapping_that_cannot_change_is_made_anew() -> None:
-    state = types.MappingProxyType({"a": 1, "b": arange(1)})
-    back = describe(state).rebuild(Read({"a": 2}))
-    assert type(back) is types.MappingProxyType
-    assert back["a"] == 2
-    assert back["b"] is state["b"]
 
 
 def test_a_missing_value_is_an_error_of_the_caller() -> None:
@@ -534,74 +468,6 @@ def test_a_sharded_object_is_named_by_its_place() -> None:
     assert new.data == {"seed": 4}
     assert (new.name, new.global_shape, new.global_offset) == ("rng", (2, 4), (1, 3))
     assert new.replica_id == (0, 0)
-
-
-def test_a_sharded_object_must_be_plain() -> None:
-    with pytest.raises(UnsupportedValueError, match=r"^a\.0: .*object"):
-        describe({"a": [ShardedObject("rng", object(), (1,), (0,))]})
-
-
-def swapped_halves(name: str, data: Array) -> dict[str, ShardedTensor]:
-    half = len(data) // 2
-    return {
-        "w": ShardedTensor.whole(f"{name}.w", data[half:]),
-        "v": ShardedTensor.whole(f"{name}.v", data[:half]),
-    }
-
-
-def test_a_factory_is_stored_in_another_form() -> None:
-    data = arange(4)
-
-    def merge(filled: dict[str, ShardedTensor]) -> Array:
-        parts = [np.asarray(filled[key].parts[0].data) for key in ("v", "w")]
-        return np.concatenate(parts) * 10
-
-    state = {"fc1": ShardedTensorFactory("mlp.fc1", data, swapped_halves, merge)}
-    found = describe(state)
-    entries = {entry.name: entry for entry in found.tensors}
-    assert set(entries) == {"mlp.fc1.w", "mlp.fc1.v"}
-    assert np.asarray(entries["mlp.fc1.w"].parts[0].data).tolist() == [2, 3]
-    found.rebuild(Read())
-    assert isinstance(state["fc1"], ShardedTensorFactory)
-    assert np.asarray(state["fc1"].data).tolist() == [0, 10, 20, 30]
-
-
-def test_a_factory_fills_a_tensor_in_place() -> None:
-    import torch
-
-    data = torch.arange(4.0)
-
-    def build(name: str, tensor: torch.Tensor) -> dict[str, ShardedTensor]:
-        return {"t": ShardedTensor.whole(name, tensor.clone())}
-
-    def merge(filled: dict[str, Any]) -> Any:
-        return filled["t"].parts[0].data + 1
-
-    state = {"f": ShardedTensorFactory("f", data, build, merge)}
-    found = describe(state)
-    found.rebuild(Read())
-    assert state["f"].data is data
-    assert data.tolist() == [1, 2, 3, 4]
-
-
-def test_a_factory_of_plain_leaves_uses_its_place() -> None:
-    factory = ShardedTensorFactory(
-        "n", 3, lambda name, data: {"name": name, "twice": 2 * data}, lambda d: d["twice"] // 2
-    )
-    state = {"outer": {"f": factory}}
-    found = describe(state)
-    assert found.values == {"outer.f.name": "n", "outer.f.twice": 6}
-    found.rebuild(Read({"outer.f.name": "n", "outer.f.twice": 10}))
-    assert state["outer"]["f"].data == 5
-
-
-def test_what_is_not_persistent_is_left_alone() -> None:
-    local = LocalNonpersistentObject(object())
-    state = OrderedDict(a=local, b=1)
-    found = describe(state)
-    assert list(found.values) == ["b"]
-    assert found.rebuild(Read({"b": 2}))["a"] is local
-    assert state == OrderedDict(a=local, b=2)
 
 
 def test_entries_are_told_apart_by_identity() -> None:

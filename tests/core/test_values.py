@@ -152,44 +152,45 @@ def name_of(value: object) -> str:
     return f"{{{', '.join(sorted(map(repr, value)))}}}" if type(value) is set else repr(value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        2**63 - 1,
-        -(2**63),
-        2**63,
-        2**64,
-        -(2**63) - 1,
-        -(7**400),
-        math.inf,
-        -0.0,
-        5e-324,
-        {1: "int key", None: "none", (1, "a"): "tuple", 2.5: "float", b"b": "bytes"},
-        {"$": "int", "v": "0x1"},
-        {"$": {"$": 1}},
-        {Kind.A: 1, "b": 2},
-        {Color.RED: [Color.GREEN]},
-        {1, 2**70, "a", None, (1, 2)},
-        frozenset({frozenset(), frozenset({1})}),
-        [],
-        (),
-        {},
-        set(),
-        b"\x00\xff",
-        "\u0000 \U0001f600",
-        dt.datetime(2024, 2, 29, 23, 59, 59, 999999),  # noqa: DTZ001
-        dt.datetime(2024, 2, 29, tzinfo=dt.timezone(dt.timedelta(hours=5, minutes=45))),
-        dt.time(1, 2, tzinfo=dt.UTC),
-        dt.timedelta(days=-1, microseconds=1),
-        Outer.Inner.MEMBER,
-        Point(1, [Point(2, None)]),
-        namespace({"self": 1, "lr": 0.1, "nested": argparse.Namespace(a=None)}),
-        types.SimpleNamespace(a=(1, 2), self=None),
-        pathlib.Path("/a/b c/ü"),
-        complex(math.inf, -0.0),
-    ],
-    ids=name_of,
-)
+PLAIN: list[Any] = [
+    2**63 - 1,
+    -(2**63),
+    2**63,
+    2**64,
+    -(2**63) - 1,
+    -(7**400),
+    math.inf,
+    -0.0,
+    5e-324,
+    {1: "int key", None: "none", (1, "a"): "tuple", 2.5: "float", b"b": "bytes"},
+    {"$": "int", "v": "0x1"},
+    {"$": {"$": 1}},
+    {Kind.A: 1, "b": 2},
+    {Color.RED: [Color.GREEN]},
+    {1, 2**70, "a", None, (1, 2)},
+    frozenset({frozenset(), frozenset({1})}),
+    [],
+    (),
+    {},
+    set(),
+    b"\x00\xff",
+    "\u0000 \U0001f600",
+    dt.datetime(2024, 2, 29, 23, 59, 59, 999999),  # noqa: DTZ001
+    dt.datetime(2024, 2, 29, tzinfo=dt.timezone(dt.timedelta(hours=5, minutes=45))),
+    dt.time(1, 2, tzinfo=dt.UTC),
+    dt.timedelta(days=-1, microseconds=1),
+    Outer.Inner.MEMBER,
+    Point(1, [Point(2, None)]),
+    namespace({"self": 1, "lr": 0.1, "nested": argparse.Namespace(a=None)}),
+    types.SimpleNamespace(a=(1, 2), self=None),
+    pathlib.Path("/a/b c/ü"),
+    complex(math.inf, -0.0),
+    math.nan,
+    complex(math.nan, 1),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=name_of)
 def test_what_comes_back_is_what_went_in(value: object) -> None:
     assert same(round_trip(value), value)
 
@@ -199,11 +200,6 @@ def test_an_int_of_any_length() -> None:
     assert round_trip(-(10**5000)) == -(10**5000)
 
 
-def test_nan_survives() -> None:
-    assert math.isnan(round_trip(math.nan))
-    assert math.isnan(round_trip(complex(math.nan, 1)).real)
-
-
 def test_a_time_zone_comes_back_as_its_offset() -> None:
     there = dt.datetime(2024, 7, 1, 12, tzinfo=ZoneInfo("Europe/Berlin"))
     back = round_trip(there)
@@ -211,23 +207,22 @@ def test_a_time_zone_comes_back_as_its_offset() -> None:
     assert back.utcoffset() == dt.timedelta(hours=2)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.float64(0.1),
-        np.float32(-0.0),
-        np.float16(65504),
-        np.int8(-128),
-        np.uint64(2**64 - 1),
-        np.bool_(True),
-        np.complex64(1 - 2j),
-        np.str_("ä b"),
-        np.str_(""),
-        np.bytes_(b"x"),
-        np.bytes_(b""),
-    ],
-    ids=repr,
-)
+NUMPY_SCALARS: list[Any] = [
+    np.float64(0.1),
+    np.float32(-0.0),
+    np.float16(65504),
+    np.int8(-128),
+    np.uint64(2**64 - 1),
+    np.bool_(True),
+    np.complex64(1 - 2j),
+    np.str_("ä b"),
+    np.str_(""),
+    np.bytes_(b"x"),
+    np.bytes_(b""),
+]
+
+
+@pytest.mark.parametrize("value", NUMPY_SCALARS, ids=repr)
 def test_numpy_scalars(value: np.generic) -> None:
     back = round_trip(value)
     assert type(back) is type(value)
@@ -235,24 +230,23 @@ def test_numpy_scalars(value: np.generic) -> None:
     assert back.dtype == value.dtype
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.float32,
-        torch.bfloat16,
-        torch.complex64,
-        torch.float8_e4m3fn,
-        torch.strided,
-        torch.sparse_coo,
-        torch.channels_last,
-        torch.device("cpu"),
-        torch.device("cuda", 3),
-        torch.device("meta"),
-        torch.Size([2, 3]),
-        torch.Size([]),
-    ],
-    ids=repr,
-)
+TORCH_CONSTANTS: list[Any] = [
+    torch.float32,
+    torch.bfloat16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.strided,
+    torch.sparse_coo,
+    torch.channels_last,
+    torch.device("cpu"),
+    torch.device("cuda", 3),
+    torch.device("meta"),
+    torch.Size([2, 3]),
+    torch.Size([]),
+]
+
+
+@pytest.mark.parametrize("value", TORCH_CONSTANTS, ids=repr)
 def test_torch_constants(value: object) -> None:
     back = round_trip({"deep": [value]})["deep"][0]
     assert type(back) is type(value)

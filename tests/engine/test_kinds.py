@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import enum
 import math
 import types
 from collections import Counter, OrderedDict, defaultdict
@@ -18,6 +15,7 @@ import torch
 
 import remesh
 from remesh.core.geometry import Box
+from tests.core.test_values import NUMPY_SCALARS, PLAIN, TORCH_CONSTANTS, same
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
 
 SHAPES = {"matrix": (3, 4), "scalar": (), "empty": (0, 3), "deep": (2, 1, 3, 1, 2)}
@@ -184,6 +182,13 @@ REFUSED_ON_SAVE: dict[str, Callable[[], Any]] = {
     "module class": lambda: torch.nn.Linear,
     "itself": _holds_itself,
     "lambda deep inside": lambda: [{"a": (1, lambda: 0)}],
+    "object beside a tensor": lambda: [object(), torch.ones(1)],
+    "tensor of a tuple": lambda: {(1, 2): torch.ones(1)},
+    "tensor of a truth": lambda: {True: torch.ones(1)},
+    "texts": lambda: np.array(["text"]),
+    "records": lambda: np.zeros(2, np.dtype([("x", "f4")])),
+    "long floats": lambda: np.zeros(2, np.longdouble),
+    "sharded object": lambda: [remesh.sharding.ShardedObject("rng", object(), (1,), (0,))],
 }
 
 
@@ -228,71 +233,24 @@ def test_a_module_on_the_meta_device_is_refused_with_the_remedy(tmp_path: Path) 
 # ---------------------------------------------------------------------------------------------
 
 
-class Phase(enum.Enum):
-    WARMUP = 1
-    MAIN = 2
-
-
 class Moments(NamedTuple):
     mean: Any
     variance: Any
 
 
-PLAIN_VALUES: dict[str, object] = {
-    "none": None,
-    "true": True,
-    "int": -3,
-    "big int": 2**200,
-    "float": 0.1,
-    "infinity": -math.inf,
-    "text": "línea\n☃",
-    "bytes": b"\x00\xff",
-    "complex": 1 - 2j,
-    "empty list": [],
-    "empty dict": {},
-    "empty tuple": (),
-    "list": [1, [2.5, None], "x"],
-    "tuple": (1, ("a", b"b")),
-    "set": {3, 1, 2},
-    "frozenset": frozenset({"a", (1, 2)}),
-    "keys": {(1, 2): "tuple", None: 0, True: 1, 2.5: [3]},
-    "marker": {"$": "int", ("v",): "0x1"},
-    "enum": Phase.MAIN,
-    "namedtuple": Moments(1, (2, 3)),
-    "path": Path("/data/set"),
-    "datetime": dt.datetime(2024, 2, 29, 12, 30, tzinfo=dt.UTC),
-    "date": dt.date(2024, 2, 29),
-    "time": dt.time(1, 2, 3, 4),
-    "timedelta": dt.timedelta(days=-1, microseconds=5),
-    "namespace": argparse.Namespace(lr=0.1, layers=[1, 2]),
-    "simple namespace": types.SimpleNamespace(a=(1,)),
-    "numpy scalar": np.float32(1.5),
-    "numpy int": np.int8(-7),
-    "dtype": torch.bfloat16,
-    "device": torch.device("cuda:1"),
-    "size": torch.Size([2, 3]),
-    "layout": torch.strided,
-    "memory format": torch.channels_last,
-}
-
-
 def test_every_kind_of_plain_value(tmp_path: Path) -> None:
-    remesh.save(PLAIN_VALUES, tmp_path)
-    target: dict[str, object] = dict.fromkeys(PLAIN_VALUES, "not loaded")
+    # A dict with text for keys would be entries of the state.
+    values = {
+        str(number): [value] if isinstance(value, dict) else value
+        for number, value in enumerate([*PLAIN, *NUMPY_SCALARS, *TORCH_CONSTANTS])
+    }
+    remesh.save(values, tmp_path)
+    target: dict[str, object] = dict.fromkeys(values, "not loaded")
     load_exactly(target, tmp_path)
-    assert target == PLAIN_VALUES
-    for name, value in PLAIN_VALUES.items():
-        assert type(target[name]) is type(value), name
-    assert remesh.Checkpoint(tmp_path).values == PLAIN_VALUES
-    assert remesh.Checkpoint(tmp_path).state() == PLAIN_VALUES
-
-
-def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
-    remesh.save({"loss": math.nan, "zero": -0.0}, tmp_path)
-    target = {"loss": 0.0, "zero": 1.0}
-    load_exactly(target, tmp_path)
-    assert math.isnan(target["loss"])
-    assert math.copysign(1, target["zero"]) == -1
+    checkpoint = remesh.Checkpoint(tmp_path)
+    for found in (target, checkpoint.values, checkpoint.state()):
+        assert found.keys() == values.keys()
+        assert all(same(found[name], value) for name, value in values.items())
 
 
 def nested(fill: float) -> dict[str, Any]:

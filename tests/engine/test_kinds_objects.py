@@ -522,6 +522,7 @@ def test_a_factory_of_values_gives_a_new_one(tmp_path: Path) -> None:
         return [built["first"], built["rest"].parts[0].data]
 
     remesh.save({"f": Factory("g", ["x", np.arange(3)], build, merge)}, tmp_path)
+    assert remesh.Checkpoint(tmp_path).values == {"f.first": "x"}
     state = {"f": Factory("g", ["", np.zeros(3, np.int64)], build, merge)}
     load_exactly(state, tmp_path)
     assert state["f"].data[0] == "x"

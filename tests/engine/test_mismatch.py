@@ -18,7 +18,7 @@ from torch import nn
 
 import remesh
 from remesh.core.dtypes import DTYPES
-from remesh.core.sharded import Part, ShardedObject, ShardedTensor
+from remesh.core.sharded import ShardedObject, ShardedTensor
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
@@ -503,8 +503,10 @@ def test_equal_copies_that_are_not_numbers_agree() -> None:
         ([torch.ones(2), torch.ones(3)], ["rank 1 says float32 (3,)", "rank 0 says float32 (2,)"]),
         ([torch.ones(4), torch.ones(2, 2)], ["rank 1 says float32 (2, 2)"]),
         ([torch.ones(2), torch.ones(2).int()], ["rank 1 says int32 (2,)", "rank 0 says float32"]),
+        ([torch.ones(4), torch.ones(4, 1)], ["rank 1 says float32 (4, 1)"]),
+        ([torch.ones(2, 4), torch.ones(4, 2)], ["rank 1 says float32 (4, 2)"]),
     ],
-    ids=["extents", "dims", "dtype"],
+    ids=["extents", "dims", "dtype", "one more", "order"],
 )
 def test_ranks_that_disagree_about_a_tensor(tensors: list[torch.Tensor], words: list[str]) -> None:
     errors = errors_of_save(2, lambda rank: {"v": torch.ones(1), "w": tensors[rank]})
@@ -530,6 +532,7 @@ def test_two_entries_of_one_name() -> None:
 COLLISIONS: dict[str, Any] = {
     "number and text": {"a": {1: torch.ones(1), "1": torch.ones(1)}},
     "list and dict": {"a": [torch.ones(1)], "a.0": 3},
+    "nested and dotted": {"a": {"b": 1}, "a.b": 2},
     "tensor and description": {
         "w": torch.ones(2),
         "x": ShardedTensor.whole("state.w", torch.zeros(2)),
@@ -620,18 +623,3 @@ def test_a_rank_that_raises_in_its_description_is_named() -> None:
     check_all_raise(
         errors, remesh.errors.UnsupportedValueError, 1, "bad: ", "LocalNonpersistentObject"
     )
-
-
-def test_boxes_outside_or_on_top_of_each_other_are_refused_where_they_are_made() -> None:
-    with pytest.raises(
-        remesh.errors.StateError, match=r"w: box \[5:7, 0:2\] does not lie in shape"
-    ):
-        rows(5, 7)
-    boxes = (remesh.sharding.Box((0,), (3,)), remesh.sharding.Box((2,), (2,)))
-    parts = tuple(Part(box, torch.zeros(box.shape)) for box in boxes)
-    with pytest.raises(remesh.errors.StateError, match=r"boxes \[0:3\] and \[2:4\] overlap"):
-        ShardedTensor("w", (4,), parts)
-    with pytest.raises(
-        remesh.errors.StateError, match=r"box \[0:3\] has shape \(3,\), its array \(2,\)"
-    ):
-        ShardedTensor("w", (4,), (Part(boxes[0], torch.zeros(2)),))
