@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+import remesh
 from remesh.core.index import Index
 from remesh.formats.table import FORMATS, place_of, read_contents
 from remesh.storage import Storage
-from tests.support.state_conformance import Arrays, FormatConformance
+from tests.support.format_conformance import Arrays, FormatConformance
 
 ELSEWHERE = {
-    "remesh": "tests/testing/test_state_conformance.py",
     "torch_dcp": "tests/formats/test_torch_dcp.py",
     "zarr": "tests/formats/test_zarr.py",
     "paddle": "recorded files: tests/compat/test_flex_paddle.py",
@@ -37,6 +37,13 @@ class Opening(FormatConformance):
         contents = read_contents(place)
         assert contents.format == self.format
         return place.storage, contents.index
+
+
+class TestNative(Opening):
+    format = "remesh"
+
+    def write(self, arrays: Arrays, folder: Path) -> None:
+        remesh.save(dict(arrays), folder)
 
 
 class TestTorchSave(Opening):

@@ -36,7 +36,7 @@ from remesh.formats.pickle_writer import dumps
 from remesh.sharding import Box, Part
 from remesh.storage import LocalStorage, Storage
 from tests.formats.hostile import call, name, text
-from tests.support.state_conformance import Arrays, FormatConformance
+from tests.support.format_conformance import Arrays, FormatConformance
 
 # torch says so whenever it saves without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -16,7 +16,7 @@ from remesh.core.index import Index
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage, Storage
 from tests.support import run_ranks
-from tests.support.state_conformance import Arrays, FormatConformance
+from tests.support.format_conformance import Arrays, FormatConformance
 
 
 def write_config(folder: Path) -> None:

@@ -5,8 +5,8 @@
 * `FaultInjector` makes a chosen rank fail, die or stall at a named point; `FaultyStorage` makes
   a storage fail or corrupt.
 * `tests.support.conformance` holds the suites that every storage and every exchange must pass,
-  and `tests.support.state_conformance` those for formats and adapters; they need pytest, so they
-  are not imported here.
+  and `tests.support.format_conformance` that for formats; they need pytest, so they are not
+  imported here.
 """
 
 from tests.support.faults import FaultInjector, InjectedError
