@@ -14,7 +14,7 @@ from torch import nn
 
 import remesh
 from remesh.adapters import DescribedOptimizer, FlatSpan, Split, flat_partition
-from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor
+from remesh.core.sharded import LocalNonpersistentObject
 from remesh.errors import DivergedReplicaError, MismatchError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
@@ -74,16 +74,6 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False), nn.LayerNorm(2))
 
 
-def plain(module: nn.Module, rank: int, num_ranks: int) -> Any:
-    """Every rank keeps all."""
-    return torch.optim.AdamW(module.parameters(), lr=0.5)
-
-
-def by_parameter(module: nn.Module, rank: int, num_ranks: int) -> Any:
-    """Parameters are dealt to ranks whole, as in ZeRO-1 by parameter: nothing to declare."""
-    return torch.optim.AdamW(list(module.parameters())[rank::num_ranks], lr=0.5)
-
-
 def flat_slices(module: nn.Module, rank: int, num_ranks: int) -> Any:
     """One buffer, aligned and padded, of which every rank has a slice in fp32."""
     spans, end = [], 0
@@ -94,111 +84,6 @@ def flat_slices(module: nn.Module, rank: int, num_ranks: int) -> Any:
     flat = nn.Parameter(torch.zeros(per_rank))
     described = flat_partition(spans, flat, start=rank * per_rank)
     return DescribedOptimizer(torch.optim.AdamW([flat], lr=0.5), {flat: described})
-
-
-def slices_of_each(module: nn.Module, rank: int, num_ranks: int) -> Any:
-    """Every parameter is cut by itself, as in DeepSpeed's stage 3."""
-    sizes = [-(-p.numel() // num_ranks) for p in module.parameters()]
-    flat = nn.Parameter(torch.zeros(sum(sizes)))
-    described: list[ShardedTensor] = []
-    done = 0
-    for (name, parameter), size in zip(module.named_parameters(), sizes, strict=True):
-        span = FlatSpan(name, tuple(parameter.shape), 0)
-        own = flat.detach()[done : done + size]
-        described += flat_partition([span], own, start=rank * size)
-        done += size
-    return DescribedOptimizer(torch.optim.AdamW([flat], lr=0.5), {flat: described})
-
-
-LAYOUTS = [
-    (plain, 1), (by_parameter, 2), (flat_slices, 2), (flat_slices, 4), (slices_of_each, 3),
-    (plain, 2), (slices_of_each, 2), (flat_slices, 1), (by_parameter, 4), (flat_slices, 3),
-]  # fmt: skip
-
-
-def test_every_layout_to_the_next_and_back_bit_for_bit() -> None:
-    module = model()
-    randomise(module, 1)
-    optimizer = optimizer_with_state(module, 2)
-    optimizer.param_groups[0]["lr"] = 0.125
-    expected = {
-        f"{name}.{key}": value
-        for name, parameter in module.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-    source = MemoryStorage()
-    remesh.save({"model": module, "optimizer": optimizer}, source)
-    stored = set(remesh.Checkpoint(source).index)
-
-    def move(exchange: Exchange, make: Any, source: MemoryStorage, to: MemoryStorage) -> None:
-        module = model()
-        leaf = make(module, exchange.rank, exchange.world_size)
-        state = {"model": module, "optimizer": leaf}
-        remesh.load(state, source, group=exchange, unexpected="error")
-        assert state["optimizer"] is leaf
-        inner = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
-        assert inner.param_groups[0]["lr"] == 0.125
-        assert len(inner.param_groups) == 1
-        for own in inner.state.values():
-            assert own.keys() == {"step", "exp_avg", "exp_avg_sq"}
-            assert own["step"].item() == 2
-        remesh.save(state, to, group=exchange)
-
-    for make, num_ranks in [*LAYOUTS, (plain, 1)]:
-        to = MemoryStorage()
-        run_ranks(num_ranks, move, make, source, to)
-        index = remesh.Checkpoint(to).index
-        assert set(index) == stored, (make, num_ranks)
-        source = to
-    checkpoint = remesh.Checkpoint(source)
-    for name, tensor in expected.items():
-        found = checkpoint.read(f"optimizer.state.{name}")
-        assert torch.equal(found, tensor), name
-    assert checkpoint.values["optimizer.param_groups.0.lr"] == 0.125
-
-
-def test_half_precision_parameters_with_a_flat_master_copy() -> None:
-    def build(rank: int, num_ranks: int) -> tuple[dict[str, Any], torch.Tensor]:
-        module = model().to(torch.bfloat16)
-        leaf = flat_slices(module, rank, num_ranks)
-        leaf = DescribedOptimizer(leaf.optimizer, leaf.stands_for, own_key="master")
-        return {"model": module, "optimizer": leaf}, next(iter(leaf.stands_for))
-
-    state, flat = build(0, 1)
-    randomise(state["model"], 3)
-    with torch.no_grad():
-        flat.copy_(torch.randn(flat.shape))
-    optimizer = state["optimizer"].optimizer
-    flat.grad = torch.randn(flat.shape)
-    optimizer.step()
-    one, two = MemoryStorage(), MemoryStorage()
-    remesh.save(state, one)
-
-    def on_three(exchange: Exchange) -> None:
-        state, flat = build(exchange.rank, 3)
-        remesh.load(state, one, group=exchange, unexpected="error")
-        assert set(state["optimizer"].optimizer.state[flat]) == {"step", "exp_avg", "exp_avg_sq"}
-        remesh.save(state, two, group=exchange)
-
-    run_ranks(3, on_three)
-    first, second = remesh.Checkpoint(one), remesh.Checkpoint(two)
-    assert set(first.index) == set(second.index)
-    assert first.index["optimizer.state.0.weight.master"].shape == (5, 3)
-    assert first.index["model.0.weight"].dtype == "bfloat16"
-    for name in first.index:
-        assert torch.equal(first.read(name), second.read(name)), name
-    again, copy = build(0, 1)
-    remesh.load(again, two)
-    mask = torch.zeros_like(flat, dtype=torch.bool)
-    for shards in flat_partition(
-        [FlatSpan(s.name, s.global_shape, 0) for s in again["optimizer"].stands_for[copy][:1]],
-        mask,
-        start=0,
-    ):
-        for part in shards.parts:
-            part.data[...] = True  # type: ignore[index]
-    assert torch.equal(copy[mask], flat[mask])
-    assert mask.sum() == 15
 
 
 def test_copies_of_parameters_in_an_optimizer_of_their_own() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,7 +35,6 @@ NUM_LAYERS = 3
 ALL = range(NUM_EXPERTS)
 
 State = dict[str, Any]
-MakeState = Callable[[int], State]
 
 
 def with_optimizer(module: nn.Module, names: dict[str, str]) -> State:
@@ -60,39 +58,6 @@ def stage(rank: int) -> State:
     return with_optimizer(model, {"layers.0": "layers.2", "head": "embedding"})
 
 
-def virtual_stages(rank: int) -> State:
-    """Layers 0 and 2 on the first rank, 1 and the extra one on the last."""
-    if rank == 0:
-        chunks = [
-            Transformer(layers=1, head="none"),
-            Transformer(layers=1, embedding=False, head="none"),
-        ]
-        names = {"0": "", "1": "", "1.layers.0": "layers.2"}
-    else:
-        chunks = [
-            Transformer(layers=1, embedding=False, head="none"),
-            Transformer(layers=0, embedding=False, head="tied"),
-        ]
-        chunks[1].mtp = Layer(Tp(), ALL)
-        names = {"0": "", "0.layers.0": "layers.1", "1": "", "1.head": "embedding"}
-    return with_optimizer(nn.ModuleList(chunks), names)
-
-
-def experts_of(rank: int) -> State:
-    """Two of four experts; ranks 0 and 2, and 1 and 3, hold copies of the same."""
-    first = rank % 2 * NUM_EXPERTS // 2
-    return whole(rank, range(first, first + NUM_EXPERTS // 2))
-
-
-LAYOUTS: dict[str, tuple[int, MakeState]] = {
-    "stages": (2, stage),
-    "virtual stages": (2, virtual_stages),
-    "experts": (2, experts_of),
-    "experts and copies": (4, experts_of),
-    "whole": (1, whole),
-}
-
-
 def fill(state: State) -> None:
     randomise(state["model"], 11)
     state["optimizer"] = optimizer_with_state(state["model"], 12)
@@ -100,37 +65,6 @@ def fill(state: State) -> None:
 
 def tensors_by_stored_name(state: State) -> dict[str, torch.Tensor]:
     return {e.name: e.parts[0].data for e in describe(state, describe_leaf).tensors}  # type: ignore[misc]
-
-
-def test_every_layout_to_the_next_and_back_bit_for_bit() -> None:
-    original = whole()
-    fill(original)
-    expected = tensors_by_stored_name(original)
-    first = MemoryStorage()
-    remesh.save(original, first)
-
-    def move(exchange: Exchange, make: MakeState, source: MemoryStorage, to: MemoryStorage) -> int:
-        state = make(exchange.rank)
-        remesh.load(state, source, group=exchange, unexpected="error")
-        found = tensors_by_stored_name(state)
-        for name, tensor in found.items():
-            assert torch.equal(tensor, expected[name]), name
-        assert len(state["optimizer"].state) == sum(
-            len(g["params"]) for g in state["optimizer"].param_groups
-        )
-        remesh.save(state, to, group=exchange)
-        return len(found)
-
-    source = first
-    for name, (num_ranks, make) in LAYOUTS.items():
-        target = MemoryStorage()
-        counts = run_ranks(num_ranks, move, make, source, target)
-        if name != "whole":
-            assert max(counts) < len(expected), name
-        source = target
-    last = remesh.Checkpoint(source)
-    lists = {n: last.index[n] for n in last.index}
-    assert lists.keys() == expected.keys()
 
 
 def test_names_of_stages() -> None:

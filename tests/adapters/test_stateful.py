@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.optim import lr_scheduler
 
 from remesh.adapters import describe_leaf
 from remesh.core.sharded import LocalNonpersistentObject
@@ -35,52 +33,6 @@ class Box:
 
 def transfer(source: Any, target: Any) -> Restored:
     return restore(target, FakeCheckpoint([capture(source)]))
-
-
-@pytest.mark.parametrize(
-    "saved",
-    [
-        {},
-        {"epoch": 3, "name": "train"},
-        {"buffers": [torch.ones(2), torch.zeros(3)], "seen": {"a": 1, "b": torch.tensor(5)}},
-        {"workers": [{"rng": torch.arange(3), "shard": (1, 2)}, {"rng": None, "shard": ()}]},
-        {"deep": {"empty": {}, "list": [], "pair": (torch.ones(1), [torch.ones(2), {}])}},
-        {3: "three", "four": {4: torch.tensor(4.0)}},
-    ],
-)
-@pytest.mark.parametrize(
-    "live",
-    [
-        {},
-        {"epoch": torch.zeros(2), "deep": 0, "workers": None},
-        {"buffers": [torch.zeros(2)] * 5, "seen": {"a": {"x": torch.ones(1)}}},
-        {"workers": [{"rng": torch.zeros(3)}] * 3, "deep": {"pair": torch.ones(1)}},
-    ],
-)
-def test_the_checkpoint_decides_what_there_is(saved: Any, live: Any) -> None:
-    target = Box(live)
-    result = transfer({"loader": Box(saved)}, {"loader": target})
-    assert plain(target.state) == plain(merged(saved, live))
-    assert result.unexpected == set()
-    assert result.state["loader"] is target
-    assert target.loads == 1
-
-
-def merged(saved: Any, live: Any) -> Any:
-    """What was saved, and what is live where nothing was."""
-    if not (isinstance(saved, dict) and isinstance(live, dict) and saved):
-        return saved
-    kept = {key: value for key, value in live.items() if key not in saved}
-    return kept | {key: merged(value, live.get(key)) for key, value in saved.items()}
-
-
-def plain(node: Any) -> Any:
-    """A state with tensors as lists."""
-    if isinstance(node, dict):
-        return {key: plain(child) for key, child in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(map(plain, node))
-    return ["tensor", node.tolist()] if isinstance(node, torch.Tensor) else node
 
 
 def test_live_memory_is_not_touched() -> None:
@@ -138,64 +90,6 @@ def test_a_state_that_is_itself_stateful() -> None:
     target = Box({"a": 0})
     assert transfer(Box({"a": [1, torch.ones(2)]}), target).state is target
     assert str(target.state) == str({"a": [1, torch.ones(2)]})
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: lr_scheduler.StepLR(o, 3),
-        lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 4]),
-        lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
-        lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-        lr_scheduler.ReduceLROnPlateau,
-        lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, cycle_momentum=False),
-        lambda o: lr_scheduler.SequentialLR(
-            o,
-            [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.5)],
-            milestones=[2],
-        ),
-    ],
-)
-def test_schedulers(make: Any) -> None:
-    def job() -> tuple[dict[str, Any], Any]:
-        module = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        optimizer.step()
-        scheduler = make(optimizer)
-        return {"m": module, "o": optimizer, "s": scheduler}, scheduler
-
-    def go(scheduler: Any) -> list[float]:
-        rates = []
-        for step in range(4):
-            scheduler.optimizer.step()
-            plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
-            scheduler.step(*([float(step)] if plateau else []))
-            rates.append(scheduler.optimizer.param_groups[0]["lr"])
-        return rates
-
-    (source, theirs), (target, mine) = job(), job()
-    go(theirs)
-    result = transfer(source, target)
-    assert result.missing == result.unexpected == set()
-    assert mine.state_dict() == theirs.state_dict()
-    assert go(mine) == go(theirs)
-
-
-def test_gradient_scaler() -> None:
-    source, target = (torch.amp.GradScaler("cpu", init_scale=2.0**n) for n in (3, 5))
-    transfer({"scaler": source}, {"scaler": target})
-    assert target.get_scale() == 8.0
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    assert transfer({"scaler": off}, {"scaler": off}).missing == set()
-
-
-def test_generators() -> None:
-    source, target = torch.Generator(), torch.Generator()
-    source.manual_seed(7)
-    torch.rand(5, generator=source)
-    state = {"rng": target}
-    assert transfer({"rng": source}, state).state["rng"] is target
-    assert torch.equal(torch.rand(9, generator=target), torch.rand(9, generator=source))
 
 
 def test_what_has_no_encoding_is_named() -> None:

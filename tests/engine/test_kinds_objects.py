@@ -103,11 +103,31 @@ def recomputing(block: Block) -> nn.Module:
     return checkpoint_wrapper(block)
 
 
-WRAPPERS = [as_it_is, compiled, compiled_in_place, recomputing]
+def compiled_and_recomputing(block: Block) -> nn.Module:
+    inner: Any = compiled(checkpoint_wrapper(block.linear))
+    block.linear = inner
+    whole: nn.Module = compiled(checkpoint_wrapper(block))
+    return whole
 
 
-@pytest.mark.parametrize("wrap_target", WRAPPERS)
-@pytest.mark.parametrize("wrap_source", WRAPPERS)
+def recomputing_what_is_compiled(block: Block) -> nn.Module:
+    return checkpoint_wrapper(compiled(block))
+
+
+WRAPPERS = [
+    compiled,
+    compiled_in_place,
+    recomputing,
+    compiled_and_recomputing,
+    recomputing_what_is_compiled,
+]
+
+
+# What is stored is the same for all, so each is a source and a target once.
+@pytest.mark.parametrize(
+    ("wrap_source", "wrap_target"),
+    [*((wrap, as_it_is) for wrap in WRAPPERS), *((as_it_is, wrap) for wrap in WRAPPERS)],
+)
 def test_wrappers_leave_no_trace_in_names(
     wrap_source: Callable[[Block], nn.Module],
     wrap_target: Callable[[Block], nn.Module],
@@ -123,29 +143,39 @@ def test_wrappers_leave_no_trace_in_names(
     assert list(found.values()) == list(expected.values())
 
 
-class Extra(nn.Module):
-    """Keeps more than tensors."""
+class Remembering(nn.Module):
+    """Keeps more than tensors, in any form."""
 
-    def __init__(self, seen: int) -> None:
+    def __init__(self, memory: object) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.seen = seen
-        self.amax = torch.full((2,), float(seen))
+        self.weight = nn.Parameter(torch.randn(2))
+        self.memory = memory
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"seen": self.seen, "amax": self.amax, "recipe": ("delayed", None)}
+    def get_extra_state(self) -> object:
+        return self.memory
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        assert state["recipe"] == ("delayed", None)
-        self.seen, self.amax = state["seen"], state["amax"]
+    def set_extra_state(self, state: object) -> None:
+        self.memory = state
 
 
-def test_extra_state_of_modules(tmp_path: Path) -> None:
-    remesh.save({"model": nn.Sequential(Extra(3), Extra(4))}, tmp_path)
-    target = nn.Sequential(Extra(0), Extra(0))
-    load_exactly({"model": target}, tmp_path)
-    assert [layer.seen for layer in target] == [3, 4]
-    assert [layer.amax.tolist() for layer in target] == [[3, 3], [4, 4]]  # type: ignore[operator]
+@pytest.mark.parametrize("live", [None, {}, {"seen": [], "amax": torch.zeros(1)}, torch.zeros(9)])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"seen": [1, 2], "amax": torch.arange(3.0), "per_layer": [torch.ones(1), 5]},
+        torch.arange(4, dtype=torch.uint8),
+        "text",
+        {},
+        None,
+    ],
+)
+def test_extra_state_of_modules(memory: Any, live: object, tmp_path: Path) -> None:
+    source, target = Remembering(memory), Remembering(live)
+    remesh.save({"model": nn.Sequential(source)}, tmp_path)
+    load_exactly({"model": nn.Sequential(target)}, tmp_path)
+    assert flat(target.memory) == flat(memory)
+    assert type(target.memory) is type(memory)
+    assert torch.equal(target.weight, source.weight)
 
 
 class Tied(nn.Module):
@@ -221,7 +251,32 @@ def test_a_tied_weight_that_is_stored_under_its_second_name(tmp_path: Path) -> N
 # Optimizers
 # ---------------------------------------------------------------------------------------------
 
+
+class Packing(torch.optim.AdamW):
+    """Its state dict has moments in a dict of their own, as that of bitsandbytes has them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        states = {}
+        for number, entries in packed["state"].items():
+            moments = {key: entries[key] for key in ("exp_avg", "exp_avg_sq")}
+            states[number] = {"step": entries["step"], "moments": moments}
+        return {**packed, "state": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = {}
+        for number, entries in state_dict["state"].items():
+            states[number] = {"step": entries["step"], **entries["moments"]}
+        super().load_state_dict({**state_dict, "state": states})
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "packing": Packing,
+    "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
     "adamw": torch.optim.AdamW,
     "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
@@ -337,6 +392,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=20),
     "cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, cycle_momentum=False),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
     "sequential": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], [3]
@@ -438,6 +494,7 @@ STATES: dict[str, Any] = {
     "mixed": {"buffer": torch.arange(3.0), "array": np.arange(4), "epoch": 2, "seen": ["a", 1]},
     "nested": {"workers": [{"rng": torch.arange(2)}, {"rng": torch.arange(5)}], "at": (1, None)},
     "numbered": {0: torch.ones(1), 5: "x"},
+    "deep": {"deep": {"empty": {}, "list": [], "pair": (torch.ones(1), [torch.ones(2), {}])}},
     "a tensor": torch.arange(4.0),
     "a value": 17,
     "a tuple": (torch.ones(2), {"x": 1}),
@@ -471,7 +528,7 @@ def test_objects_get_the_stored_state_when_theirs_is_another(kind: str, tmp_path
     remesh.save({"data": Stateful(STATES[kind])}, tmp_path)
     live = {"buffer": torch.zeros(7), "epoch": 0}
     target = Stateful(copy.deepcopy(live))
-    missing = {"data.buffer", "data.epoch"} if kind in {"nested", "numbered"} else set()
+    missing = {"data.buffer", "data.epoch"} if kind in {"nested", "numbered", "deep"} else set()
     if missing:
         with pytest.raises(remesh.MismatchError) as caught:
             remesh.load({"data": target}, tmp_path)

@@ -141,8 +141,6 @@ def _claim_size(_columns: dict[str, Any], metadata: dict[str, str]) -> None:
     metadata |= {"remesh.files": json.dumps(files), "remesh.block_size": "0"}
 
 
-_EMPTY = 2  # the row of the empty tensor in the index, whose names are sorted as they were saved
-
 CASES: dict[str, tuple[str, Damage, str]] = {
     "zarr: a description nested without end": (
         "zarr by zarr", instead("a/.zarray", b'{"x":' + DEEP + b"}"), r"a/\.zarray"),
