@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
-import os
 import random
 import re
 import threading
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -225,29 +224,3 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     kept = sorted(path.name for path in tmp_path.iterdir() if (path / "remesh.json").exists())
     assert len(kept) >= 2
     assert kept[-1].endswith("12")
-
-
-def test_calls_that_do_less_than_they_were_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system may write and read less than all at once; what is left follows."""
-    dice = dice_of("short", 0)
-    write, read = os.pwrite, os.preadv
-
-    def some(num_bytes: int) -> int:
-        return min(num_bytes, dice.choice((1, 4096, 8192 + 512, 1 << 20)) if num_bytes > 64 else 9)
-
-    def short_write(descriptor: int, data: Any, position: int) -> int:
-        return write(descriptor, memoryview(data)[: some(len(data))], position)
-
-    def short_read(descriptor: int, buffers: Sequence[Any], position: int) -> int:
-        (buffer,) = buffers
-        return read(descriptor, [memoryview(buffer)[: some(len(buffer))]], position)
-
-    monkeypatch.setattr(os, "pwrite", short_write)
-    monkeypatch.setattr(os, "preadv", short_read)
-    step = 19  # a large one
-    places = [LocalStorage(tmp_path) for _ in range(NUM_RANKS)]
-    for way in ("save", "async"):
-        run_ranks(NUM_RANKS, save, places, step, way)
-        run_ranks(NUM_RANKS, load, places, step)

@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from obstore.store import MemoryStore
 
 import remesh
 from remesh.background.process import WriterProcess
@@ -33,10 +34,12 @@ from remesh.checkpoint import commit
 from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange, ThreadGroup, protocol
-from remesh.storage import MemoryStorage
+from remesh.storage import MemoryStorage, open_storage
+from remesh.storage.object_store import ObjectStorage
 from tests.engine.filled import stored_value
 from tests.support import (
     FaultInjector,
+    InjectedError,
     Outcome,
     returned_values,
     run_ranks,
@@ -57,6 +60,15 @@ def state_of(rank: int, without: int, value: float) -> dict[str, Any]:
         shape, offset = (2 * len(holders), 5), (2 * holders.index(rank), 0)
         state["w"] = remesh.ShardedTensor.at_offset("w", rows, shape, offset)
     return state
+
+
+def files_of(place: Any) -> list[str]:
+    return open_storage(place).list()
+
+
+def in_objects() -> ObjectStorage:
+    """An object store, into which the files of ranks are uploaded in several parts."""
+    return ObjectStorage("memory://x", MemoryStore(), part_bytes=100)
 
 
 class Job:
@@ -156,16 +168,22 @@ class Job:
 
     def fails_everywhere(self, victim: int, what: str, *, may_commit: bool) -> None:
         """Save with a fault, and check what becomes of it; then save without."""
-        before = self.value
+        before, files = self.value, files_of(self.place)
         self._fault = f"{what} on rank {victim}"
         errors = self.save()
         found = stored_value(self.place)
         if found == before:
             assert all(error is not None for error in errors), (what, victim, errors)
+            # In the background ranks are told before the files are removed.
+            assert self.kind != "sync" or files_of(self.place) == files, (what, victim)
         else:
             assert may_commit, (what, victim, errors)
             assert found == self.value
         assert errors[victim] is not None, (what, errors)
+        if not may_commit:
+            for rank, error in enumerate(errors):
+                assert isinstance(error, InjectedError if rank == victim else RankFailedError)
+                assert f"injected at {what} on rank {victim}" in str(error), (victim, error)
         for error in errors:
             assert not isinstance(error, TimeoutError), (what, victim, errors)
             assert "not come" not in str(error), (what, victim, errors)
@@ -182,20 +200,24 @@ def test_a_job_that_fails_leaves_no_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "without"),
+    ("kind", "without", "make"),
     [
-        ("sync", 0),
-        ("sync", 2),
-        ("thread", 0),
-        ("thread", 2),
-        ("process", 2),
-        pytest.param("process", 0, marks=pytest.mark.slow),
+        ("sync", 0, None),
+        ("sync", 2, None),
+        ("sync", 2, in_objects),
+        ("thread", 0, None),
+        ("thread", 2, None),
+        ("process", 2, None),
+        pytest.param("process", 0, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_at_every_point_of_every_rank(
-    kind: Literal["sync", "thread", "process"], without: int, tmp_path: Path
+    kind: Literal["sync", "thread", "process"],
+    without: int,
+    make: Callable[[], Any] | None,
+    tmp_path: Path,
 ) -> None:
-    job = Job(tmp_path / "c", kind, without)
+    job = Job(tmp_path / "c" if make is None else make(), kind, without)
     with job.running():
         assert job.save() == [None] * WORLD_SIZE
         points = sorted(set(job.faults.seen))
@@ -345,7 +367,8 @@ def test_a_writer_process_that_cannot_be_replaced(
             assert job.save() == [None] * WORLD_SIZE
 
 
-def test_a_cancelled_rank_without_a_file_cancels_the_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("canceller", [1, 2], ids=["with a file", "without a file"])
+def test_a_cancelled_rank_cancels_the_save(canceller: int, tmp_path: Path) -> None:
     written = threading.Event()
 
     def hold(event: Event) -> None:
@@ -355,16 +378,17 @@ def test_a_cancelled_rank_without_a_file_cancels_the_save(tmp_path: Path) -> Non
     def train(exchange: Exchange) -> BaseException:
         saver = remesh.Saver(group=exchange, deadline=HOUR, at_exit="abort", on_event=hold)
         handle = saver.save_async(state_of(exchange.rank, 2, 1.0), tmp_path / "c")
-        if exchange.rank == 2:
+        if exchange.rank == canceller:
             assert handle.cancel()
             written.set()
         with pytest.raises((CancelledError, RankFailedError)) as caught:
             handle.result(LIMIT)
+        assert handle.cancel() is handle.cancelled() is (exchange.rank == canceller)
         exchange.all_gather(b"")
         return caught.value
 
-    *others, cancelled = run_ranks(WORLD_SIZE, train)
-    assert isinstance(cancelled, CancelledError)
+    others = run_ranks(WORLD_SIZE, train)
+    assert isinstance(others.pop(canceller), CancelledError)
     for error in others:
         assert "CancelledError" in str(error)
     with pytest.raises(remesh.CheckpointNotFoundError):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -25,7 +22,7 @@ from remesh.background import saver as background
 from remesh.background import status_files
 from remesh.background.status_files import Participant, StatusFiles
 from remesh.checkpoint import unchanged
-from remesh.errors import ExchangeError, RankFailedError, StorageError
+from remesh.errors import ExchangeError, StorageError
 from remesh.events import Event, Timeline
 from remesh.exchange import Alone, Exchange
 from remesh.exchange.protocol import Buffers
@@ -34,12 +31,10 @@ from remesh.storage import MemoryStorage, Storage
 from tests.engine.filled import part_of, stored_value
 from tests.flipped_reads import first_readings, flip_reads
 from tests.support import (
-    Died,
     FaultInjector,
     FaultyStorage,
     InjectedError,
     Raised,
-    run_processes_outcomes,
     run_ranks,
     run_ranks_outcomes,
 )
@@ -258,53 +253,6 @@ def test_a_process_with_another_rank_makes_a_new_plan(
             assert (checkpoint.read_array(f"model.{name}") == value).all(), name
 
 
-def save_twice(
-    exchange: Exchange, place: Storage | Path, faults: FaultInjector, deadline: float = 240.0
-) -> str:
-    """Save 1.0 well, then 2.0 with faults, then 3.0; what the second ended with."""
-    with remesh.Saver(group=exchange, deadline=deadline) as saver:
-        saver.save_async(state_of(exchange.rank, 1.0), place, overwrite=True)
-        saver.wait()
-        failing = remesh.Saver(group=exchange, deadline=deadline, on_event=faults)
-        handle = failing.save_async(state_of(exchange.rank, 2.0), place, overwrite=True)
-        with pytest.raises(Exception) as caught:  # noqa: PT011 - looked at by the caller
-            handle.result(timeout=240)
-        assert handle.exception() is caught.value
-        # The failure is also raised by the next save, once, and then all is well again.
-        with pytest.raises(type(caught.value)):
-            failing.save_async(state_of(exchange.rank, 2.0), place, overwrite=True)
-        exchange.all_gather(b"")
-        value = stored_value(place)
-        exchange.all_gather(b"")
-        failing.save_async(state_of(exchange.rank, 3.0), place, overwrite=True)
-        failing.close()
-        return f"{type(caught.value).__name__} {value}"
-
-
-@pytest.mark.parametrize(
-    ("rank", "point"),
-    [
-        (rank, point)
-        for point in (
-            "save.chunk_staged",
-            "save.staged",
-            "save.chunk_written",
-            "save.file_finished",
-        )
-        for rank in (0, 2)
-    ]
-    + [(0, "save.parts_gathered"), (0, "save.index_written"), (0, "save.before_commit")],
-)
-def test_a_failure_in_the_background_reaches_all_and_keeps_the_old(rank: int, point: str) -> None:
-    storage = MemoryStorage()
-    faults = FaultInjector().fail_at(rank, point)
-    ends = run_ranks(WORLD_SIZE, save_twice, storage, faults)
-    expected = [RankFailedError.__name__] * WORLD_SIZE
-    expected[rank] = InjectedError.__name__
-    assert ends == [f"{name} 1.0" for name in expected]
-    assert stored_value(storage) == 3.0
-
-
 @pytest.mark.parametrize("num_flips", [2, -1])
 @pytest.mark.parametrize("name", ["part-00001", "failed-00001", "failed"])
 def test_a_bit_that_flips_while_ranks_read_of_each_other(
@@ -422,102 +370,6 @@ def test_ranks_are_told_that_the_commit_of_another_system_is_not_said() -> None:
     status_of(full, 1, "huggingface")._put("part", b"")
     with pytest.raises(StorageError, match="the disk is full"):
         status.run_joined(lambda: b"", lambda _: None, lambda: None)
-
-
-def parts_of(storage: Storage) -> set[str]:
-    """The ranks that have said that their file is durable, in five digits."""
-    return {path[-13:-8] for path in storage.list() if "/part-" in path}
-
-
-def test_a_rank_that_never_finishes_ends_in_a_deadline() -> None:
-    storage = MemoryStorage()
-    released = threading.Event()
-
-    def hang(event: Event) -> None:
-        if event.rank == 2 and event.point == "save.chunk_written":
-            released.wait(120)
-        if event.rank == 0 and event.point == "save.file_finished":
-            # Only then does rank 0 look for the others, and begin to count the seconds.
-            wait_until(lambda: parts_of(storage) == {"00001"}, "rank 1 finishes its file")
-
-    def train(exchange: Exchange) -> str:
-        saver = remesh.Saver(group=exchange, deadline=0.5, on_event=hang)
-        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
-        if exchange.rank == 2:
-            exchange.all_gather(b"")
-            released.set()
-            return ""
-        with pytest.raises(ExchangeError) as caught:
-            handle.result(timeout=240)
-        exchange.all_gather(b"")
-        return str(caught.value)
-
-    messages = run_ranks(WORLD_SIZE, train)
-    assert "ranks [2] to finish" in messages[0]
-    with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(storage)
-
-
-def test_cancel() -> None:
-    storage = MemoryStorage()
-
-    def train(exchange: Exchange) -> BaseException | None:
-        started = threading.Event()
-
-        def wait_until_cancelled(event: Event) -> None:
-            if event.point == "save.file_created":
-                started.wait(240)
-
-        saver = remesh.Saver(group=exchange, deadline=240, on_event=wait_until_cancelled)
-        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
-        if exchange.rank == 1:
-            assert handle.cancel()
-        exchange.all_gather(b"")
-        started.set()
-        with pytest.raises((CancelledError, RankFailedError)) as caught:
-            handle.result(timeout=240)
-        assert handle.cancel() is handle.cancelled() is (exchange.rank == 1)
-        return caught.value
-
-    errors = run_ranks(WORLD_SIZE, train)
-    assert isinstance(errors[1], CancelledError)
-    assert "CancelledError" in str(errors[0])
-    with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(storage)
-
-
-def kill_in_the_background(exchange: Exchange, path: Path, victim: int, dying: Path) -> str:
-    """Save; a rank dies after its first chunk, and the others wait no second before that."""
-
-    def on_event(event: Event) -> None:
-        if event.point == "save.chunk_written" and event.rank == victim:
-            dying.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if event.point == "save.file_created" and event.rank != victim:
-            wait_until(dying.exists, f"rank {victim} dies")
-
-    saver = remesh.Saver(group=exchange, deadline=3.0, on_event=on_event)
-    handle = saver.save_async(state_of(exchange.rank, 2.0), path, overwrite=True)
-    handle.result(timeout=240)
-    return "committed"
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_in_the_background_keeps_the_old(victim: int, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    run_ranks(
-        WORLD_SIZE, lambda exchange: remesh.save(state_of(exchange.rank, 1.0), path, group=exchange)
-    )
-    outcomes = run_processes_outcomes(
-        WORLD_SIZE, kill_in_the_background, path, victim, tmp_path / "dying"
-    )
-    for rank, outcome in enumerate(outcomes):
-        if rank == victim:
-            assert outcome == Died(-signal.SIGKILL)
-        else:
-            assert isinstance(outcome, Raised)
-            assert isinstance(outcome.error, ExchangeError | RankFailedError)
-    assert stored_value(path) == 1.0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

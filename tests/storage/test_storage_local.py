@@ -307,32 +307,6 @@ def test_full_file_system_while_writing(tiny: Path, monkeypatch: pytest.MonkeyPa
     assert list(tiny.iterdir()) == []
 
 
-_LIMITED = """
-import resource, sys
-from remesh.errors import NoSpaceError
-from remesh.storage import LocalStorage
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-storage = LocalStorage(sys.argv[1])
-for write in (
-    lambda: storage.create("file", 2 << 20),
-    lambda: storage.put("file", bytes(2 << 20), overwrite=False),
-):
-    try:
-        write()
-    except NoSpaceError as error:
-        assert "ulimit -f" in str(error), error
-    else:
-        sys.exit("no error")
-assert storage.list() == []
-"""
-
-
-def test_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    # In a process of its own, since a hard limit cannot be lifted again.
-    subprocess.run([sys.executable, "-c", _LIMITED, str(tmp_path)], check=True, timeout=240)
-    assert list(tmp_path.iterdir()) == []
-
-
 # ----- errors -----
 
 
