@@ -281,31 +281,6 @@ def test_a_long_name_that_no_rule_of_megatron_fits_takes_no_time() -> None:
     assert attempt(parts, {}, by_command=False) == "read"
 
 
-def test_keys_that_are_no_names(tmp_path: Any) -> None:
-    torch.save({0.5: torch.ones(2), "a": 1}, tmp_path / "model.pt")
-    checkpoint = remesh.Checkpoint(tmp_path / "model.pt")
-
-    assert checkpoint.values == {"a": 1}
-    assert torch.equal(checkpoint.read("0.5"), torch.ones(2))
-    target = {"a": 0}
-    remesh.load(target, tmp_path / "model.pt")
-    assert target == {"a": 1}
-
-
-def test_expanded_tensors(tmp_path: Any) -> None:
-    """A few of them load; so many that they are far more than the file are refused."""
-    torch.save({"row": torch.arange(3.0).expand(1000, 3)}, tmp_path / "small.pt")
-    assert torch.equal(
-        remesh.Checkpoint(tmp_path / "small.pt").read("row"), torch.arange(3.0).expand(1000, 3)
-    )
-    torch.save({"x": torch.ones(1).expand(1 << 20)}, tmp_path / "single.pt")
-    with pytest.raises(remesh.errors.FormatVersionError, match="contiguous"):
-        remesh.Checkpoint(tmp_path / "single.pt")
-    torch.save({"x": torch.ones(1 << 16).expand(1 << 16, 1 << 16)}, tmp_path / "rows.pt")
-    with pytest.raises(CheckpointError, match=r"memory|contiguous"):
-        remesh.Checkpoint(tmp_path / "rows.pt")
-
-
 def test_pieces_that_share_their_bytes_too_often() -> None:
     num_pieces = 5000
     tensors = TensorTable.of([("w", "uint8", (num_pieces, 100))])
