@@ -63,16 +63,6 @@ def test_the_root_cause_comes_before_what_it_caused_even_if_its_clock_is_late() 
 
 
 class TestDecisions:
-    def test_only_the_cause_is_charged(self) -> None:
-        decision = decide(
-            [failure(0, "Connection closed by peer")],
-            num_charged=0,
-            max_restarts=0,
-            num_ranks=2,
-            patterns=PATTERNS,
-        )
-        assert (decision.action, decision.charged) == (FailureAction.RESTART, False)
-
     def test_the_only_process_has_no_peer_that_it_could_lose(self) -> None:
         refused = [failure(0, "ConnectionRefusedError: [Errno 111] Connection refused")]
         for num_ranks, charged in ((1, True), (2, False)):
@@ -80,19 +70,6 @@ class TestDecisions:
                 refused, num_charged=0, max_restarts=1, num_ranks=num_ranks, patterns=PATTERNS
             )
             assert (decision.charged, "others" in decision.reason) == (charged, not charged)
-
-    def test_a_restart_is_charged_while_there_are_some(self) -> None:
-        for num_charged, action in ((0, FailureAction.RESTART), (1, FailureAction.FAIL)):
-            decision = decide(
-                [failure(3, "boom", exit_code=-9)],
-                num_charged=num_charged,
-                max_restarts=1,
-                num_ranks=4,
-                patterns=PATTERNS,
-            )
-            assert decision.action is action
-            assert decision.charged is (action is FailureAction.RESTART)
-            assert "rank 3 (local rank 1) on node 1 failed (SIGKILL" in decision.reason
 
     def test_a_broken_machine_is_replaced(self) -> None:
         decision = decide(

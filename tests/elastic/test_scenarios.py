@@ -18,7 +18,7 @@ import pytest
 from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_REPLACE
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.elastic import fsdp_job, numpy_job
-from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, broken_check, kill
+from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, broken_check
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -141,51 +141,6 @@ def test_a_hanging_rank_is_found_its_stack_shown_and_the_job_restarted(tmp_path:
         assert not (tmp_path / "terminated-1").exists()  # it was killed, not waited for
         cluster.stop(0, 1)
         assert_same_run(cluster)
-
-
-@slow
-def test_two_failures_at_once(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "3:3") as cluster:
-        cluster.start(0, 1, 2)
-        cluster.until_step(8)
-        pids = [cluster.pid_of(0), cluster.pid_of(2)]
-        # Stopped, the second cannot die of what happens to the first.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in pids:
-                kill(pid, number)
-        cluster.until_trained(0, 1, 2, round_after=1)
-        cluster.stop(0, 1, 2)
-        charged = {node.id for node in cluster.status().nodes if node.num_charged}
-        assert {0} <= charged <= {0, 2}
-        assert_same_run(cluster)
-
-
-@slow
-def test_a_flapping_node(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:3", silence=SILENCE_OF_THE_DEAD) as cluster:
-        cluster.start(0, 1, 2)
-        before = cluster.until_trained(0, 1, 2)
-        for _ in range(3):
-            cluster.kill_agent(2)
-            cluster.until_world(0, 1, round_after=before)
-            cluster.start(2)
-            before = cluster.until_trained(0, 1, 2, round_after=before + 1)
-        cluster.stop(0, 1, 2)
-        assert_same_run(cluster)
-
-
-@slow
-def test_a_node_that_keeps_failing_ends_the_job_with_its_error(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:2", agent=("--max-restarts", "1")) as cluster:
-        cluster.start(0, 1)
-        for number in (1, 2):
-            cluster.until_trained(0, 1, round_after=number - 1)
-            cluster.kill_worker(1)
-        assert cluster.exit_code(1) == 1
-        assert cluster.exit_code(0) == 1
-        status = cluster.status()
-        assert status.phase == "failed"
-        assert "no restart left: 1 of 1 restarts charged to its node" in status.reason
 
 
 @slow

@@ -142,25 +142,6 @@ def test_without_replicas_it_goes_back_to_storage_and_says_why(
 
 
 @slow
-def test_a_snapshot_that_was_being_written_is_not_used(tmp_path: Path, memory: Path) -> None:
-    with cluster_of(tmp_path, memory, "2:2", saving=("100000", "1", "0")) as cluster:
-        cluster.start(0, 1)
-        for rank, num_wanted in ((1, 2), (0, 4)):
-            cluster.until_step(cluster.step + 5)
-            (tmp_path / f"torn-{rank}").touch()
-            cluster.until(partial(have_resumed, cluster, num_wanted))
-            before = resumes(cluster)[-1]
-            assert before["memory"]
-            # What is torn next is a snapshot again, not the checkpoint that this one becomes.
-            cluster.until(partial(is_stored, cluster, before["step"]))
-        cluster.stop(0, 1)
-        # A step whose snapshot was torn is made again, and no other.
-        assert num_repeated(cluster) == 2
-        assert_same_run(cluster)
-    assert list(memory.iterdir()) == []
-
-
-@slow
 def test_what_is_in_memory_is_stored_when_the_job_fails(tmp_path: Path, memory: Path) -> None:
     saving, none = ("100000", "1", "0"), ("--max-restarts", "0")
     with cluster_of(tmp_path, memory, "2:2", saving=saving, agent=none) as cluster:

@@ -4,9 +4,8 @@
 `REENTRANT`. The losses are the same for every number of ranks. Each rank appends what it did to a
 file of its own. The training ends after the step in which a rank sees the file `stop`. A file
 `hang-RANK` lets a rank hang once, whom SIGTERM does not end: it leaves `terminated-RANK`.
-`fail-RANK` lets it raise an error. With `torn-RANK` a rank kills itself once while it writes a
-checkpoint or a snapshot, with `die-PHASE-RANK` in a phase of a step, of a save or of its recovery;
-its agent, if that file says `agent`.
+`fail-RANK` lets it raise an error. With `die-PHASE-RANK` it kills itself once in a phase of a step,
+of a save or of its recovery; its agent, if that file says `agent`.
 """
 
 from __future__ import annotations
@@ -85,13 +84,9 @@ def train(entered: TrainingJob) -> None:
 
     job.reach = reach
 
-    def tear(event: Event) -> None:
+    def pass_on(event: Event) -> None:
         if event.point in PHASES:
             reach(PHASES[event.point])
-        torn = directory / f"torn-{job.rank}"
-        if event.point == "save.chunk_written" and torn.exists():
-            torn.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
 
     with Manager(
         directory / "checkpoints",
@@ -101,7 +96,7 @@ def train(entered: TrainingJob) -> None:
         memory_replicas=replicas,
         group=job.group,
         job=entered,
-        on_event=tear,
+        on_event=pass_on,
     ) as manager:
         resumed = manager.resume(job.state)
         if resumed is not None:

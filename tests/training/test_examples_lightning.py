@@ -62,7 +62,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         pytest.param(3, 7, 6, id="middle of an epoch"),
         pytest.param(4, 10, 8, id="end of an epoch", marks=pytest.mark.slow),
-        pytest.param(3, 11, 9, id="second epoch", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_is_the_same_run(
