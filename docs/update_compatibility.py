@@ -65,7 +65,7 @@ def page_of(failed: set[tuple[str, str]]) -> str:
 
 
 def _matrix(failed: set[tuple[str, str]]) -> Iterator[str]:
-    from tests.conversions.layouts import LAYOUTS, TRAINED, TRAINED_IF_SLOW
+    from tests.conversions.layouts import LAYOUTS, TRAINED, TRAINED_IF_SLOW, TRAINED_NIGHTLY
 
     names = [layout.name for layout in LAYOUTS]
     yield f"| | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}\n"
@@ -73,7 +73,7 @@ def _matrix(failed: set[tuple[str, str]]) -> Iterator[str]:
         cells = []
         for target in names:
             pair = (source, target)
-            mark = "T" if pair in [*TRAINED, *TRAINED_IF_SLOW] else "="
+            mark = "T" if pair in [*TRAINED, *TRAINED_IF_SLOW, *TRAINED_NIGHTLY] else "="
             cells.append("x" if pair in failed else mark)
         yield f"| **{source}** | {' | '.join(cells)} |\n"
 

@@ -18,6 +18,7 @@ from tests.conversions.layouts import (
     BY_NAME,
     TRAINED,
     TRAINED_IF_SLOW,
+    TRAINED_NIGHTLY,
     Held,
     Layout,
     put_together,
@@ -117,12 +118,12 @@ def check(first: Layout, second: Layout, shape: Shape, folder: Path) -> None:
     np.testing.assert_allclose(others, losses[NUM_STEPS:], rtol=1e-5, atol=1e-5)
 
 
-def marked(pairs: Sequence[tuple[str, str]]) -> list[Any]:
+def marked(pairs: Sequence[tuple[str, str]], *others: pytest.MarkDecorator) -> list[Any]:
     """Pairs of layouts; those with FSDP2 need gradients that are averaged."""
     averages = needs("gloo averages")
     cut = [any(BY_NAME[name].cuts_parameters for name in pair) for pair in pairs]
     return [
-        pytest.param(*pair, marks=averages if is_cut else ())
+        pytest.param(*pair, marks=(*others, *([averages] if is_cut else ())))
         for pair, is_cut in zip(pairs, cut, strict=True)
     ]
 
@@ -132,7 +133,12 @@ def test_a_job_goes_on_in_another_layout(first: str, second: str, tmp_path: Path
     check(BY_NAME[first], BY_NAME[second], SHAPE, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), marked(TRAINED_IF_SLOW))
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *marked(TRAINED_IF_SLOW, pytest.mark.slow),
+        *marked(TRAINED_NIGHTLY, pytest.mark.nightly),
+    ],
+)
 def test_other_jobs_go_on_in_other_layouts(first: str, second: str, tmp_path: Path) -> None:
     check(BY_NAME[first], BY_NAME[second], SHAPE, tmp_path)
