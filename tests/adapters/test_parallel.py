@@ -96,26 +96,41 @@ def check_against_reference(name: str, width: int, captures: list[Capture]) -> N
     assert merged.lists == expected.lists
 
 
+def every_layout(
+    exchange: Exchange, checkpoints: dict[int, FakeCheckpoint]
+) -> tuple[dict[Case, Capture], dict[Case, Capture]]:
+    return save_every_layout(exchange), load_every_layout(exchange, checkpoints)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_boxes_are_the_slices_of_the_full_tensor(world_size: int) -> None:
-    saved = run_processes(world_size, save_every_layout)
-    for name, width in saved[0]:
-        check_against_reference(name, width, [of_rank[name, width] for of_rank in saved])
+def test_every_layout_stores_and_loads_slices_of_the_full_tensor(world_size: int) -> None:
+    checkpoints = {width: reference(width) for width in WIDTHS[world_size]}
+    for checkpoint in checkpoints.values():
+        for tensor in checkpoint.tensors.values():
+            tensor.role = Role.ASSUMED
+    saved, loaded = zip(*run_processes(world_size, every_layout, checkpoints), strict=True)
+    for of_ranks in (saved, loaded):
+        for name, width in of_ranks[0]:
+            check_against_reference(name, width, [of_rank[name, width] for of_rank in of_ranks])
     if world_size == 4:
         captures = [of_rank["fsdp_over_tensor_parallel", 7] for of_rank in saved]
         held = [int(c.tensors["net.up.weight"].held.any(axis=1).sum()) for c in captures]
         assert held == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_loads_into_every_layout(world_size: int) -> None:
-    checkpoints = {width: reference(width) for width in WIDTHS[world_size]}
-    for checkpoint in checkpoints.values():
-        for tensor in checkpoint.tensors.values():
-            tensor.role = Role.ASSUMED
-    loaded = run_processes(world_size, load_every_layout, checkpoints)
-    for name, width in loaded[0]:
-        check_against_reference(name, width, [of_rank[name, width] for of_rank in loaded])
+def on_two_ranks(exchange: Exchange, expected: FakeCheckpoint) -> dict[str, Any]:
+    """What the tests of two ranks look at, in one job, which saves the time of starting others."""
+    return {
+        "roles": roles(exchange),
+        "single": single_tensors(exchange),
+        "corners": corner_cases(exchange),
+        "shared out": zero_redundancy(exchange, expected),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_processes(2, on_two_ranks, reference(10))
 
 
 def roles(_exchange: Exchange) -> dict[str, dict[str, Role]]:
@@ -136,8 +151,8 @@ def roles(_exchange: Exchange) -> dict[str, dict[str, Role]]:
     return result
 
 
-def test_roles_say_who_keeps_copies_equal() -> None:
-    found = run_processes(2, roles)[0]
+def test_roles_say_who_keeps_copies_equal(two_ranks: list[dict[str, Any]]) -> None:
+    found = two_ranks[0]["roles"]
     equal, assumed = Role.EQUAL, Role.ASSUMED
     parameters = dict.fromkeys(("up.weight", "up.bias", "down.weight", "down.bias"), equal)
     # DDP broadcasts the buffers of its first rank.
@@ -218,8 +233,8 @@ def single_tensors(exchange: Exchange) -> dict[str, Any]:
     return {"captured": capture(tensors), "parts": num_parts, "errors": errors, "same": same}
 
 
-def test_single_dtensors() -> None:
-    first, second = run_processes(2, single_tensors)
+def test_single_dtensors(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = (of_rank["single"] for of_rank in two_ranks)
     assert first["parts"] == {
         "replicated": 1, "packed": 2, "elsewhere": 0, "negative": 1, "gradient": 1,
     }  # fmt: skip
@@ -280,8 +295,8 @@ def corner_cases(exchange: Exchange) -> dict[str, Any]:
     return result
 
 
-def test_corner_cases() -> None:
-    results = run_processes(2, corner_cases)
+def test_corner_cases(two_ranks: list[dict[str, Any]]) -> None:
+    results = [of_rank["corners"] for of_rank in two_ranks]
     for case, width in (("gathered", 4), ("materialised", 3)):
         merged = FakeCheckpoint([of_rank[case] for of_rank in results])
         for name, tensor in capture({"net": known_net(width)}).tensors.items():
@@ -320,10 +335,9 @@ def zero_redundancy(exchange: Exchange, checkpoint: FakeCheckpoint) -> tuple[Cap
     return saved, capture(restored.state)
 
 
-def test_optimizers_that_share_out_the_parameters() -> None:
+def test_optimizers_that_share_out_the_parameters(two_ranks: list[dict[str, Any]]) -> None:
     expected = reference(10)
-    results = run_processes(2, zero_redundancy, expected)
-    for captures in zip(*results, strict=True):
+    for captures in zip(*(of_rank["shared out"] for of_rank in two_ranks), strict=True):
         merged = FakeCheckpoint(captures)
         group = {name: set(names) for name, names in merged.lists.items()}
         assert group == {name: set(names) for name, names in expected.lists.items()}

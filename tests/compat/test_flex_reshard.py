@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -71,58 +68,6 @@ def test_the_documented_reshard() -> None:
 
 def test_layouts_into_each_other() -> None:
     run_ranks(4, _four_layouts)
-
-
-def _aoa_case(exchange: Exchange, case: dict[str, Any]) -> None:
-    """A case of the transformation language: sources cut along axis 0, targets along the last."""
-    rank, world = exchange.rank, exchange.world_size
-
-    def held(key: str, full: torch.Tensor, axis: int) -> ShardedWeight:
-        if full.ndim and full.shape[axis] % world == 0:
-            return cut(key, full, axis, rank, world)
-        return make_replicated_sharded_weight(key, full.clone())
-
-    source = {
-        name: held(name, numbers(tuple(spec["shape"]), spec.get("start", 0)), 0)
-        for name, spec in case["source"].items()
-    }
-    fulls = {
-        name: numbers(tuple(spec["shape"]), spec.get("start", 0)).numpy()
-        for name, spec in case["source"].items()
-    }
-    wanted = {}
-    for name, expression in case["expected"].items():
-        full = torch.from_numpy(eval(expression, {"src": fulls, "np": np}).copy())
-        wanted[name] = held(name, full, -1 % max(full.ndim, 1))
-    reshard(exchange, source, wanted, aoa_config={"aoa_statements": case["statements"]})
-
-
-def _plain_cases() -> list[dict[str, Any]]:
-    """The cases that say nothing of dtypes, layouts or initial values."""
-    path = Path(__file__).parents[1] / "transform" / "aoa_cases.json"
-    cases = json.loads(path.read_text())["cases"]
-    plain = {"shape", "start"}
-    return [
-        case
-        for case in cases
-        if not case.get("expect_error")
-        and not case.get("destination")
-        and not case.get("reverse")
-        and "round_bf16" not in str(case["expected"])
-        and all(spec.keys() <= plain for spec in case["source"].values())
-        and case["expected"]
-    ]
-
-
-def _aoa_cases(exchange: Exchange, cases: list[dict[str, Any]]) -> None:
-    for case in cases:
-        _aoa_case(exchange, case)
-
-
-def test_cases_of_the_transformation_language() -> None:
-    cases = _plain_cases()
-    assert len(cases) >= 8
-    run_ranks(2, _aoa_cases, cases)
 
 
 # ---------------------------------------------------------------------------------------------

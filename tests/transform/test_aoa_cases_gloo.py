@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import remesh
@@ -91,9 +90,8 @@ def _run_cases(exchange: Exchange, folder: Path) -> int:
     return len(CASES)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_cases(num_ranks: int, tmp_path: Path) -> None:
-    assert run_processes(num_ranks, _run_cases, tmp_path) == [len(CASES)] * num_ranks
+def test_all_cases(tmp_path: Path) -> None:
+    assert run_processes(2, _run_cases, tmp_path) == [len(CASES)] * 2
 
 
 def test_boxes_of_ranks_are_a_partition() -> None:
