@@ -1,12 +1,12 @@
 """The exchange of ranks that are processes of a torch process group.
 
-Bytes travel as plain `uint8` tensors, sizes first, so that no rank guesses how much comes. An all-
-gather of short contributions is one collective, in which each goes along with its size; those that
-are longer are padded to the largest and go in a second one; large ones are gathered on rank 0 and
-broadcast from there, which moves each byte there and back but never pads. Gathering and scattering
-are messages between rank 0 and each other rank, in rank order: no rank gets bytes that are not for
-them, and rank 0 holds one block in flight. Whatever the length of a message, it moves in blocks, so
-no count of bytes overflows in a backend and no device has to hold a whole message.
+Bytes travel as plain `uint8` tensors, sizes first, so that no rank guesses how much comes. Short
+ones go along with their size, in one collective. Longer ones of an all-gather are padded to the
+largest and go in a second collective; if one is large, the rank of each broadcasts it, which never
+pads. Gathering and scattering are messages between rank 0 and each other rank, in rank order: no
+rank gets long bytes that are not for it, and rank 0 holds one block in flight. Whatever the length
+of a message, it moves in blocks, so no count of bytes overflows in a backend and no device has to
+hold a whole message.
 
 The tensors are on the CPU if the group has a backend for it (gloo does), else on the device of
 the group's backend that is current when the group is made. Use a group that has gloo
@@ -25,13 +25,12 @@ made once.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,10 +47,10 @@ _BLOCK = 64 << 20
 """Bytes of a message that move at a time."""
 
 _PADDED = 64 << 10
-"""Largest contribution, in bytes, to an all-gather that pads, and buffer that shares a message."""
+"""Largest contribution, in bytes, to an all-gather that pads."""
 
 _SHORT = 248
-"""Bytes of a contribution to an all-gather that go with its size."""
+"""Bytes of a message that go with its size."""
 
 _LONGEST_WAIT = 3600.0
 """Seconds that a call waits if the caller gives no limit and the group's own is longer."""
@@ -61,15 +60,6 @@ _HOST_BACKENDS = frozenset({"gloo", "mpi"})
 
 _LONGEST_POLL = 0.01
 """Seconds between two looks at a device's work."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Message:
-    """A tensor that is sent or received."""
-
-    direction: Callable[..., object]  # `isend` or `irecv`
-    rank: int  # the other rank, in the group
-    tensor: torch.Tensor  # what is sent or filled
 
 
 class TorchGroup(Exchange):
@@ -120,38 +110,35 @@ class TorchGroup(Exchange):
 
     def all_gather(self, data: bytes) -> list[bytes]:
         with self._explained("all-gather"):
-            heads = self._all_gather_equal(
-                len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
-            )
-            sizes = [int.from_bytes(head[:8], "little") for head in heads]
-            if max(sizes) <= _SHORT:
-                return [head[8 : 8 + size] for head, size in zip(heads, sizes, strict=True)]
-            if max(sizes) <= _PADDED:
+            sizes, heads = self._gather_heads(data)
+            if _SHORT < max(sizes) <= _PADDED:
                 padded = self._all_gather_equal(data.ljust(max(sizes), b"\0"))
                 return [item[:size] for item, size in zip(padded, sizes, strict=True)]
-            parts = self._gather(data, sizes)
-            joined = self._broadcast(b"".join(parts), sum(sizes))
-        if self.rank == 0:
-            return parts
-        ends = itertools.accumulate(sizes)
-        return [joined[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+            return [
+                head if size <= _SHORT else self._broadcast(data, size, source)
+                for source, (size, head) in enumerate(zip(sizes, heads, strict=True))
+            ]
 
     def gather(self, data: bytes) -> list[bytes] | None:
         with self._explained("gather"):
-            parts = self._gather(data, self._all_sizes(len(data)))
-        return parts if self.rank == 0 else None
+            sizes, heads = self._gather_heads(data)
+            if self.rank == 0:
+                others = list(zip(range(1, self.world_size), sizes[1:], heads[1:], strict=True))
+                return [data] + [
+                    head if size <= _SHORT else self._receive(size, source=rank)
+                    for rank, size, head in others
+                ]
+            if len(data) > _SHORT:
+                self._send(data, target=0)
+        return None
 
     def scatter(self, data: list[bytes] | None) -> bytes:
-        sizes = [0] * self.world_size
-        if self.rank == 0:
-            assert data is not None
-            assert len(data) == self.world_size
-            sizes = [len(item) for item in data]
+        assert (data is not None) == (self.rank == 0)
+        sizes = np.array([*map(len, data)] if data else [0] * self.world_size, "<i8")
         with self._explained("scatter"):
-            sizes = self._broadcast_sizes(sizes)
-            if self.rank != 0:
-                return self._receive(sizes[self.rank], source=0)
-            assert data is not None
+            known = self._broadcast(sizes.tobytes(), sizes.nbytes, source=0)
+            if data is None:
+                return self._receive(int(np.frombuffer(known, "<i8")[self.rank]), source=0)
             for rank in range(1, self.world_size):
                 self._send(data[rank], target=rank)
             return data[0]
@@ -160,30 +147,29 @@ class TorchGroup(Exchange):
         assert (data is not None) == (self.rank == 0)
         own = b"" if data is None else data
         with self._explained("broadcast"):
-            [size] = self._broadcast_sizes([len(own)])
-            return self._broadcast(own, size)
+            size, head = _decode_head(self._broadcast(_head_of(own), 8 + _SHORT, source=0))
+            return head if size <= _SHORT else self._broadcast(own, size, source=0)
 
     def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
         assert len(outgoing) == len(incoming) == self.world_size
         for buffer, own in zip(incoming[self.rank], outgoing[self.rank], strict=True):
             buffer[:] = own
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        arriving = [(rank, some) for rank in others for some in _joined(incoming[rank])]
-        leaving = [(rank, some) for rank in others for some in _joined(outgoing[rank])]
-        # A message is the buffer itself wherever that is possible.
-        received = [_Message(dist.irecv, rank, self._empty_like(some)) for rank, some in arriving]
+        arriving = [(rank, some) for rank in others for some in incoming[rank] if some.size]
+        received = [
+            self._message(dist.irecv, rank, self._tensor_for(some)) for rank, some in arriving
+        ]
         sent = [
-            _Message(dist.isend, rank, torch.from_numpy(_one(some)).to(self._device))
-            for rank, some in leaving
+            self._message(dist.isend, rank, torch.from_numpy(some).to(self._device))
+            for rank in others
+            for some in outgoing[rank]
+            if some.size
         ]
         with self._explained("swap"):
             self._transfer([*received, *sent])
-        for message, (_, some) in zip(received, arriving, strict=True):
-            if len(some) > 1 or self._device.type != "cpu":
-                filled = message.tensor.cpu().numpy()
-                ends = np.cumsum([len(buffer) for buffer in some])
-                for buffer, part in zip(some, np.split(filled, ends[:-1]), strict=True):
-                    buffer[:] = part
+        if self._device.type != "cpu":
+            for message, (_, some) in zip(received, arriving, strict=True):
+                some[:] = message.tensor.cpu().numpy()
 
     def connect(self, device: str) -> bool:
         backends = dict(
@@ -206,7 +192,7 @@ class TorchGroup(Exchange):
         incoming: Sequence[Sequence[torch.Tensor]],
     ) -> Callable[[], None]:
         messages = [
-            _Message(direction, rank, tensor)
+            self._message(direction, rank, tensor)
             for direction, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
             for rank in range(self.world_size)
             for tensor in tensors[rank]
@@ -221,12 +207,15 @@ class TorchGroup(Exchange):
 
         return finish
 
-    def _empty_like(self, buffers: Buffers) -> torch.Tensor:
-        """Where some buffers arrive in one message."""
-        if len(buffers) == 1 and self._device.type == "cpu":
-            return torch.from_numpy(buffers[0])
-        size = sum(map(len, buffers))
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+    def _tensor_for(self, buffer: Bytes) -> torch.Tensor:
+        """The memory in which a message for a buffer arrives: the buffer itself where possible."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(buffer)
+        return torch.empty(buffer.size, dtype=torch.uint8, device=self._device)
+
+    def _message(self, direction: Any, rank: int, tensor: torch.Tensor) -> dist.P2POp:
+        """A tensor that is sent to, or received from, a rank of the group."""
+        return dist.P2POp(direction, tensor, self._global_ranks[rank], self._group)
 
     @contextmanager
     def _explained(self, operation: str) -> Iterator[None]:
@@ -241,13 +230,11 @@ class TorchGroup(Exchange):
                 "or stopped, its own log has the cause, and start the job again"
             ) from error
 
-    def _all_sizes(self, size: int) -> list[int]:
-        sizes = self._all_gather_equal(size.to_bytes(8, "little"))
-        return [int.from_bytes(item, "little") for item in sizes]
-
-    def _broadcast_sizes(self, sizes: list[int]) -> list[int]:
-        message = self._broadcast(np.array(sizes, "<i8").tobytes(), 8 * len(sizes))
-        return [int(item) for item in np.frombuffer(message, "<i8")]
+    def _gather_heads(self, data: bytes) -> tuple[list[int], list[bytes]]:
+        """The size of what each rank has, and the first bytes of it."""
+        heads = map(_decode_head, self._all_gather_equal(_head_of(data)))
+        sizes, firsts = zip(*heads, strict=True)
+        return list(sizes), list(firsts)
 
     def _all_gather_equal(self, data: bytes) -> list[bytes]:
         """The contributions of all ranks, which are equally long."""
@@ -256,58 +243,47 @@ class TorchGroup(Exchange):
         self._finish(dist.all_gather(items, own, group=self._group, async_op=True))
         return [_to_bytes(item) for item in items]
 
-    def _gather(self, data: bytes, sizes: list[int]) -> list[bytes]:
-        """The bytes of all ranks on rank 0; nothing elsewhere."""
-        if self.rank != 0:
-            self._send(data, target=0)
-            return []
-        others = range(1, self.world_size)
-        return [data, *(self._receive(sizes[rank], source=rank) for rank in others)]
-
-    def _broadcast(self, data: bytes, size: int) -> bytes:
+    def _broadcast(self, data: bytes, size: int, source: int) -> bytes:
+        """The bytes of one rank on all; what the others give is not used."""
         blocks = []
         for start, stop in _blocks(size):
-            if self.rank == 0:
+            if self.rank == source:
                 message = self._to_tensor(data[start:stop])
             else:
                 message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            source = self._global_ranks[0]
-            work = dist.broadcast(message, source, group=self._group, async_op=True)
-            self._finish(work, of_first=True)
-            if self.rank != 0:
+            root = self._global_ranks[source]
+            work = dist.broadcast(message, root, group=self._group, async_op=True)
+            self._finish(work, None if self.rank == source else [source])
+            if self.rank != source:
                 blocks.append(_to_bytes(message))
-        return data if self.rank == 0 else b"".join(blocks)
+        return data if self.rank == source else b"".join(blocks)
 
     def _send(self, data: bytes, *, target: int) -> None:
         for start, stop in _blocks(len(data)):
-            self._transfer([_Message(dist.isend, target, self._to_tensor(data[start:stop]))])
+            self._transfer([self._message(dist.isend, target, self._to_tensor(data[start:stop]))])
 
     def _receive(self, size: int, *, source: int) -> bytes:
         blocks = []
         for start, stop in _blocks(size):
             message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            self._transfer([_Message(dist.irecv, source, message)])
+            self._transfer([self._message(dist.irecv, source, message)])
             blocks.append(_to_bytes(message))
         return b"".join(blocks)
 
-    def _transfer(self, messages: Sequence[_Message]) -> None:
+    def _transfer(self, messages: list[dist.P2POp]) -> None:
         """Send and receive messages."""
         self._end(messages, self._begin(messages))
 
-    def _begin(self, messages: Sequence[_Message]) -> list[dist.Work]:
+    def _begin(self, messages: list[dist.P2POp]) -> list[dist.Work]:
         """Begin to send and receive messages."""
         # A batch even of one: under NCCL a batch uses the group's own connections, where a single
         # send would build a new pair of ranks for each peer.
-        operations = [
-            dist.P2POp(one.direction, one.tensor, self._global_ranks[one.rank], self._group)
-            for one in messages
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
+        return dist.batch_isend_irecv(messages) if messages else []
 
-    def _end(self, messages: Sequence[_Message], works: list[dist.Work]) -> None:
+    def _end(self, messages: list[dist.P2POp], works: list[dist.Work]) -> None:
         """Wait until messages are sent and received."""
         # NCCL makes one piece of work of the whole batch.
-        peers = [one.rank for one in messages] if len(works) == len(messages) else None
+        peers = [one.peer for one in messages] if len(works) == len(messages) else None
         until = time.monotonic() + self._late.timeout
         try:
             for index, work in enumerate(works):
@@ -317,8 +293,8 @@ class TorchGroup(Exchange):
                 except RuntimeError as error:
                     if peers is None:
                         raise
-                    what = f"message to or from rank {peers[index]}: {error}"
-                    raise RuntimeError(what) from error
+                    rank = self._global_ranks.index(peers[index])
+                    raise RuntimeError(f"message to or from rank {rank}: {error}") from error
         finally:
             # With its work, what gloo still waits for loses its memory: after a failure, nothing
             # that comes late is written into a buffer of the caller.
@@ -330,14 +306,13 @@ class TorchGroup(Exchange):
         elif not _poll(work, seconds):
             raise RuntimeError(f"it did not end within {self._late.timeout:g} s")
 
-    def _finish(self, work: dist.Work | None, *, of_first: bool = False) -> None:
-        """Wait for a collective, within the limits."""
+    def _finish(self, work: dist.Work | None, awaited: Sequence[int] | None = None) -> None:
+        """Wait for a collective, within the limits; for all ranks unless some are named."""
         assert work is not None  # this process is in the group
         began = time.monotonic()
         if self._is_done(work, self._late.mark_after):
             return
-        awaited = range(1) if of_first and self.rank != 0 else range(self.world_size)
-        self._late.begin(self._operation, awaited)
+        self._late.begin(self._operation, awaited or range(self.world_size))
         while not self._is_done(work, self._late.look(time.monotonic() - began)):
             pass
         self._late.end()
@@ -360,23 +335,14 @@ class TorchGroup(Exchange):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
 
-def _joined(buffers: Buffers) -> list[list[Bytes]]:
-    """The buffers of each message: short ones that follow each other go in one."""
-    found: list[list[Bytes]] = []
-    for buffer in buffers:
-        if not buffer.size:
-            continue
-        is_short = buffer.size <= _PADDED
-        if is_short and found and all(one.size <= _PADDED for one in found[-1]):
-            found[-1].append(buffer)
-        else:
-            found.append([buffer])
-    return found
+def _head_of(data: bytes) -> bytes:
+    """The size of a message, and its first bytes."""
+    return len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
 
 
-def _one(buffers: Buffers) -> Bytes:
-    """Some buffers as one."""
-    return buffers[0] if len(buffers) == 1 else np.concatenate(buffers)
+def _decode_head(head: bytes) -> tuple[int, bytes]:
+    size = int.from_bytes(head[:8], "little")
+    return size, head[8 : 8 + size]
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
