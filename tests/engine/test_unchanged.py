@@ -233,7 +233,7 @@ def test_repair_leaves_what_is_shared(tmp_path: Path) -> None:
 class NoLinks(LocalStorage):
     """A file system without hard links."""
 
-    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
+    def link_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
         return False
 
 
@@ -260,9 +260,9 @@ def test_a_link_whose_answer_got_lost_is_there(
     monkeypatch.setattr(os, "link", link_late)
     storage = LocalStorage(tmp_path)
     (tmp_path / "first").write_bytes(b"content")
-    assert storage.copy_from(storage, "first", "second", 7)
+    assert storage.link_from(storage, "first", "second", 7)
     assert storage.read("second") == b"content"
-    assert not storage.copy_from(storage, "absent", "third", 7)
+    assert not storage.link_from(storage, "absent", "third", 7)
     assert not (tmp_path / "third").exists()
 
 

@@ -301,18 +301,16 @@ class StorageConformance:
         storage.put("a/b/c", b"3", overwrite=False)
         assert storage.read("a/b/c") == b"3"
 
-    def test_a_copy_stays_if_the_first_one_goes(self, storage: Storage) -> None:
-        if storage.copying == "none":
-            pytest.skip("it copies nothing")
+    def test_a_link_stays_if_the_first_one_goes(self, storage: Storage) -> None:
         data = _pattern(100_001).tobytes()
         storage.put("a/first", data, overwrite=False)
-        assert not storage.copy_from(storage, "a/absent", "b/absent", 1)
-        assert not storage.copy_from(storage, "a/first", "b/cut", len(data) - 1)
-        is_copied = storage.copy_from(storage, "a/first", "b/second", len(data))
+        assert not storage.link_from(storage, "a/absent", "b/absent", 1)
+        assert not storage.link_from(storage, "a/first", "b/cut", len(data) - 1)
+        is_linked = storage.link_from(storage, "a/first", "b/second", len(data))
         storage.sync()
         storage.delete("a/first")
-        assert storage.list() == ["b/second"] * is_copied
-        if is_copied:
+        assert storage.list() == ["b/second"] * is_linked
+        if is_linked:
             assert storage.read("b/second") == data
 
     @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ digests of its blocks.
 
 When a save is planned that has a frozen file with the same pieces, its content is digested where it
 lies in the trainer's memory, up to the first block that differs. If none does, the new checkpoint
-gets a hard link to the file of the last one (`Storage.copy_from`).
-Where there are none (another file system, a checkpoint that was removed, an object store, whose own
-copies take no less time than an upload) the file is written. So a checkpoint always has all of its
-files.
+gets a hard link to the file of the last one (`Storage.link_from`).
+Where there are none (another file system, a checkpoint that was removed, an object store) the file
+is written. So a checkpoint always has all of its files.
 
 Digests decide, and not versions of tensors or what a framework says, because memory may be changed
 in many ways. Whether the stored file still has these digests is not read again: damage to a file
@@ -120,9 +119,9 @@ def keep_frozen(
         stream = lay_out([file.frame], tensors, [file.numbers])
         if (
             is_there
-            and storage.copying == "at once"
+            and storage.shares_files
             and has_digests(stream.layout, source.written.digests, stored_copies(tensors.memories))
-            and storage.copy_from(last, source.path, file.frame.path, source.stored_size)
+            and storage.link_from(last, source.path, file.frame.path, source.stored_size)
         ):
             part = as_written(stream.parts[0], source.written)
             return [msgspec.structs.replace(part, is_kept=True)]

@@ -947,7 +947,7 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         rows = rows[np.lexsort(order)]
         assignments.append(rows)
         stored = file.written.stored_bytes or file.num_bytes
-        if file.state == "sound" and storage.copy_from(plan.storage, file.path, path, stored):
+        if file.state == "sound" and storage.link_from(plan.storage, file.path, path, stored):
             positions = tensors.position[rows]
             parts.append([part_of(path, file.num_bytes, positions, file.written)])
         else:

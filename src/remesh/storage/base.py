@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +36,6 @@ from remesh.errors import CheckpointNotFoundError, StorageError
 
 Buffer = npt.NDArray[np.uint8]
 """One-dim writable bytes, usually from `aligned_buffer`."""
-
-Copying: TypeAlias = Literal["none", "slow", "at once"]
-"""How a storage copies files, see `Storage.copying`."""
 
 HIDDEN = ".remesh-put-"
 """How the names of files begin that a writer makes beside the final one; they are never listed."""
@@ -121,9 +118,9 @@ class Storage(ABC):
     """True if `list_sizes` costs no more than `list`."""
 
     shares_files: bool = False
-    """True if several processes may write one file, and files can be renamed: then there are
-    `open_shared` and `rename`. Object stores have neither: an object is written by one process,
-    from its beginning to its end."""
+    """True if several processes may write one file, and files can be renamed and have several
+    names: then there are `open_shared`, `rename` and `link_from`. Object stores have none of them:
+    an object is written by one process, from its beginning to its end."""
 
     reads_own_memory: bool = False
     """True if `read_range` does not use the buffer that it is given, which may be empty then.
@@ -131,9 +128,6 @@ class Storage(ABC):
     To copy a response of the network into a buffer first takes as long as to copy it to where it
     goes, and twice the memory.
     """
-
-    copying: Copying = "none"
-    """How `copy_from` copies: not at all; in a time that grows with the file; or at once."""
 
     @property
     @abstractmethod
@@ -246,19 +240,12 @@ class Storage(ABC):
         """
         raise NotImplementedError
 
-    def copy_from(
-        self,
-        source: Storage,  # noqa: ARG002 - the default copies nothing
-        path: str,  # noqa: ARG002
-        new: str,  # noqa: ARG002
-        num_bytes: int,  # noqa: ARG002
-    ) -> bool:
-        """Give the content of a finished file a new name, which stays if the first one goes.
+    def link_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:  # noqa: ARG002
+        """Give a finished file of another storage a name here, which stays if the first one goes.
 
-        The content may be shared, so neither file may be written to afterwards. It is durable; the
-        existence of the new file is as that of any finished file. No bytes are moved through this
-        process. If this returns false, there is no new file, and writing the bytes says what is
-        wrong, if anything is.
+        Both share their content, so neither file may be written to afterwards. It is durable; the
+        existence of the new file is as that of any finished file. If this returns false, as it does
+        by default, there is no new file: it is not possible here, or the file has another size.
         """
         return False
 

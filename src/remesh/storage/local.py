@@ -7,7 +7,7 @@ How it keeps the promises of `remesh.storage`:
   to be the only one. Where there are no hard links, a marker file that only one can make stands in
   for them. A crash may leave hidden files behind; they are never listed.
 * `create` reserves the whole file, so a full disk is found before anything is written.
-* `copy_from` makes a hard link to a file whose content is durable. Nothing here ever writes into a
+* `link_from` makes a hard link to a file whose content is durable. Nothing here ever writes into a
   finished file: `create` makes a new one, `put` makes one and renames it.
 * Every directory that got an entry is remembered, and `sync` makes it durable. Directories that
   exist already may have been made a moment ago by a save that was killed before it could make them
@@ -72,7 +72,6 @@ from remesh.storage.base import (
     ALIGNMENT,
     HIDDEN,
     Buffer,
-    Copying,
     Directory,
     FileFacts,
     FileSystemSpace,
@@ -98,7 +97,6 @@ class LocalStorage(Storage):
     """
 
     shares_files = True
-    copying: Copying = "at once"
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool = True) -> None:
         # resolve() would follow links.
@@ -217,16 +215,22 @@ class LocalStorage(Storage):
         with explained("rename", file):
             file.replace(renamed)
 
-    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
-        """See `Storage.copy_from`; the copy is a hard link."""
+    def link_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
         if not isinstance(source, LocalStorage):
             return False
         file = self._file(new)
         self._make_parents(file)
+        # A link to a symbolic link would break with what it leads to.
+        real = Path(os.path.realpath(source._file(path)))  # noqa: SLF001 - of the same class
         try:
-            link_file(source._file(path), file, num_bytes)  # noqa: SLF001 - of the same class
-        except (OSError, StorageError) as error:
-            _LOGGER.debug("%s cannot be a link to %s/%s: %s", file, source.url, path, error)
+            if real.stat().st_size != num_bytes:
+                return False
+            os.link(real, file)
+        except OSError as error:
+            # A file server may have made the link of which its answer got lost.
+            if file.exists() and file.samefile(real):
+                return True
+            _LOGGER.debug("%s cannot be a link to %s: %s", file, real, error)
             return False
         return True
 
@@ -630,26 +634,6 @@ def write_file(path: Path, data: bytes) -> None:
     except BaseException:
         with suppress(OSError):
             path.unlink()
-        raise
-
-
-def link_file(source: Path, file: Path, num_bytes: int) -> None:
-    """Give a durable file of a known size a second name; OSError if there is none then."""
-    # A link to a symbolic link would break with what it leads to.
-    real = os.path.realpath(source)
-    try:
-        os.link(real, file)
-    except OSError:
-        # A file server may have made the link of which its answer got lost.
-        if not (file.exists() and file.samefile(real)):
-            raise
-    try:
-        size = file_size(file, file.lstat())
-        if size != num_bytes:
-            raise OSError(errno.EIO, f"{source} has {size} bytes and not {num_bytes}")
-    except BaseException:
-        with suppress(OSError):
-            file.unlink()
         raise
 
 

@@ -15,8 +15,6 @@ How it keeps the promises of `remesh.storage`:
   begins. Nothing is visible before the upload is completed, and giving up removes its parts. A
   process that is killed leaves invisible parts behind: let a lifecycle rule of the bucket remove
   incomplete uploads.
-* `copy_from` is a copy on the server, within a bucket of S3 or Google Cloud. A store may refuse it,
-  as S3 does above 5 GiB.
 * Once a store has acknowledged a request it is durable and visible to all, so `sync` has nothing
   to do.
 
@@ -62,7 +60,6 @@ from remesh.storage.base import (
     Buffer,
     Directory,
     FileFacts,
-    Storage,
     check_path,
     is_hidden,
     prefix_directory,
@@ -220,7 +217,6 @@ class ObjectStorage(RemoteStorage):
     of its upload are.
     """
 
-    copying = "slow"
     failures = FAILURES
     results = (RemeshError, AlreadyExistsError)
 
@@ -342,24 +338,6 @@ class ObjectStorage(RemoteStorage):
                 raise StorageError(f"{name} exists already: another writer was first")
 
         return self._stream(path, num_bytes, part_bytes, upload)
-
-    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
-        """See `Storage.copy_from`; the server copies the object."""
-        if not isinstance(source, ObjectStorage):
-            return False
-        if source._bucket is not self._bucket:  # noqa: SLF001 - of the same class
-            return False
-        key, new_key = source._key(path), self._key(new)  # noqa: SLF001 - of the same class
-        try:
-            with self._request("copy", "COPY", new):
-                obstore.copy(self._store, key, new_key)
-        except RemeshError as problem:
-            _LOGGER.debug("%s is not a copy: %s", self._name(new), problem)
-            return False
-        is_whole = self.size(new) == num_bytes
-        if not is_whole:
-            self.delete(new)
-        return is_whole
 
     def delete(self, path: str) -> None:
         key = self._key(path)
