@@ -17,6 +17,7 @@ import obstore
 import pytest
 import torch
 from click.testing import CliRunner
+from fsspec.implementations.local import LocalFileSystem
 from obstore.store import MemoryStore, S3Store
 
 import remesh
@@ -34,6 +35,7 @@ from remesh.storage import (
     StorageView,
     open_storage,
 )
+from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.messages import explain
 from remesh.storage.object_store import CLIENT, RETRIES, ObjectStorage
 from remesh.storage.remote import StreamWriter
@@ -550,6 +552,18 @@ def test_checkpoints_behind_fsspec(scheme: str, tmp_path: Path) -> None:
     assert [step["status"] for step in listed["checkpoints"]] == ["committed"]
     with pytest.raises(CheckpointExistsError):
         save_three_ranks(f"{root}/step_1")
+
+
+def test_a_file_system_that_ignores_ranges_is_refused(tmp_path: Path) -> None:
+    class WholeFiles(LocalFileSystem):  # type: ignore[misc]
+        def cat_file(self, path: str, **_range: Any) -> bytes:
+            return b"content"
+
+    storage = FsspecStorage(f"whole://{tmp_path}", WholeFiles(), str(tmp_path))
+    with pytest.raises(StorageError, match="whole objects where a part is requested"):
+        storage.read("file", 1, 2)
+    with pytest.raises(StorageError, match="whole objects where a part is requested"):
+        storage.read_range("file", 1, 2, np.empty(0, np.uint8))
 
 
 def test_a_request_that_has_no_answer_is_repeated(server: S3Server, root: str) -> None:

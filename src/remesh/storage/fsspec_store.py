@@ -30,8 +30,6 @@ from remesh.storage.base import (
     Directory,
     FileFacts,
     check_path,
-    is_hidden,
-    prefix_directory,
 )
 from remesh.storage.messages import RANGES_ADVICE, explain, hide_secrets, shown_url
 from remesh.storage.remote import RemoteStorage, StreamWriter
@@ -53,20 +51,14 @@ class FsspecStorage(RemoteStorage):
         self._root = root.rstrip("/")
         self._part_bytes = part_bytes
 
-    def list_sizes(self, prefix: str = "") -> dict[str, int]:
-        """Relative path → bytes of all files that begin with `prefix`."""
-        directory = prefix_directory(prefix)
+    def _list(self, directory: str, shown: str) -> dict[str, int]:
         place = self._path(directory) if directory else self._root
         found: dict[str, Any] = {}
-        with self._explained("list", prefix), suppress(*_ABSENT):
+        with self._explained("list", shown), suppress(*_ABSENT):
             self._files.invalidate_cache()
             found = self._files.find(place, detail=True)
-        sizes = {}
-        for path, entry in found.items():
-            relative = path[len(self._root) :].lstrip("/")
-            if relative.startswith(prefix) and not is_hidden(relative):
-                sizes[relative] = int(entry["size"])
-        return sizes
+        root = len(self._root)
+        return {path[root:].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
 
     def list_directory(self, path: str = "") -> Directory:
         place = self._path(path) if path else self._root
@@ -92,32 +84,14 @@ class FsspecStorage(RemoteStorage):
             raise StorageError(f"cannot read {self._name(path)}: it is not a file; check the path")
         return int(found["size"])
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        assert start >= 0
-        assert stop is None or stop >= 0
-        if stop is not None and stop <= start:
-            self.size(path)  # raises if there is no such file
-            return b""
-        self._files.invalidate_cache()
-        return bytes(self._range(path, start, stop))
-
-    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
-        """See `Storage.read_range`; what the file system returned."""
-        assert start >= 0
-        if num_bytes == 0:
-            check_path(path)
-            return np.empty(0, np.uint8)
-        found = self._range(path, start, start + num_bytes)
-        if len(found) > num_bytes:
-            raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
-        return np.frombuffer(found, np.uint8)
-
-    def _range(self, path: str, start: int, stop: int | None) -> bytes:
-        """The bytes [start, stop) of a file, fewer if it ends before."""
+    def _read(self, path: str, start: int, stop: int | None) -> bytes:
         place = self._path(path)
+        self._files.invalidate_cache()
         found = self._answer(
             path, start, lambda: self._files.cat_file(place, start=start, end=stop)
         )
+        if found and stop is not None and len(found) > stop - start:
+            raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
         return found or b""
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:

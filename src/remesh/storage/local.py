@@ -117,9 +117,10 @@ class LocalStorage(Storage):
     def latency(self) -> float | None:
         """See `Storage.latency`; a directory that cannot be looked at counts as local."""
         try:
-            return 0.0 if is_network_device(self._root.stat().st_dev) else None
+            device = self._root.stat().st_dev
         except OSError:
             return None  # reading it will say what is wrong
+        return 0.0 if network_mount(_kernel_text("/proc/self/mountinfo"), device) else None
 
     def list(self, prefix: str = "") -> list[str]:
 
@@ -396,11 +397,6 @@ def _kind_and_source(mountinfo: str, device: int) -> tuple[str, str]:
 def is_in_memory(device: int) -> bool:
     """True if what lies on a device, as in `os.stat_result.st_dev`, takes memory."""
     return _kind_and_source(_kernel_text("/proc/self/mountinfo"), device)[0] in _IN_MEMORY
-
-
-def is_network_device(device: int) -> bool:
-    """True if a device, as in `os.stat_result.st_dev`, is a network file system."""
-    return network_mount(_kernel_text("/proc/self/mountinfo"), device) is not None
 
 
 def _kernel_text(path: str) -> str:

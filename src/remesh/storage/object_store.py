@@ -61,8 +61,6 @@ from remesh.storage.base import (
     Directory,
     FileFacts,
     check_path,
-    is_hidden,
-    prefix_directory,
 )
 from remesh.storage.messages import RANGES_ADVICE, explain, shown_url
 from remesh.storage.remote import RemoteStorage, StreamWriter
@@ -242,17 +240,8 @@ class ObjectStorage(RemoteStorage):
         # Its own, once it has asked: how far a bucket is may change while a process lives.
         return self._own_latency or self._bucket.latency
 
-    def list_sizes(self, prefix: str = "") -> dict[str, int]:
-        """Relative path → bytes of all files that begin with `prefix`; one request per 1000."""
-        sizes = self._list(prefix_directory(prefix), prefix)
-        return {
-            path: size
-            for path, size in sizes.items()
-            if path.startswith(prefix) and not is_hidden(path)
-        }
-
     def _list(self, directory: str, shown: str) -> dict[str, int]:
-        """Relative path → bytes of all objects below a directory, hidden ones too."""
+        # One request per 1000 objects.
         with self._request("list", "LIST", shown):
             found = obstore.list(self._store, self._directory(directory)).collect()
         return {self._path(entry): entry["size"] for entry in found}
@@ -279,12 +268,7 @@ class ObjectStorage(RemoteStorage):
         with self._request("read", "HEAD", path):
             return obstore.head(self._store, key)["size"]
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        assert start >= 0
-        assert stop is None or stop >= 0
-        if stop is not None and stop <= start:
-            self.size(path)  # raises if there is no such file
-            return b""
+    def _read(self, path: str, start: int, stop: int | None) -> bytes:
         for _ in range(NUM_BEGINNINGS):
             with suppress(_ChangedError):
                 return b"".join(self._blocks(path, start, stop))
@@ -293,11 +277,11 @@ class ObjectStorage(RemoteStorage):
             "being read\nSee who writes it"
         )
 
-    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:
         """See `Storage.read_range`; the response itself, if one request is enough."""
         assert start >= 0
         if not 0 < num_bytes <= READ_BYTES:
-            return np.frombuffer(self.read(path, start, start + num_bytes), np.uint8)
+            return super().read_range(path, start, num_bytes, buffer)
         key, stop = self._key(path), start + num_bytes
 
         def read() -> Bytes:

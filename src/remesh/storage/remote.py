@@ -17,6 +17,7 @@ raises, and the upload undoes what it has done.
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -24,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 
 from remesh.errors import RemeshError, StorageError
-from remesh.storage.base import Buffer, Storage, check_path
+from remesh.storage.base import Buffer, Storage, check_path, is_hidden, prefix_directory
 from remesh.storage.messages import explain, shown_url
 
 WINDOW = 3
@@ -201,6 +202,32 @@ class RemoteStorage(Storage):
 
     def list(self, prefix: str = "") -> list[str]:
         return sorted(self.list_sizes(prefix))
+
+    def list_sizes(self, prefix: str = "") -> dict[str, int]:
+        return {
+            path: size
+            for path, size in self._list(prefix_directory(prefix), prefix).items()
+            if path.startswith(prefix) and not is_hidden(path)
+        }
+
+    @abstractmethod
+    def _list(self, directory: str, shown: str) -> dict[str, int]:
+        """Relative path → bytes of all files below a directory, hidden ones too."""
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        assert start >= 0
+        assert stop is None or stop >= 0
+        if stop is not None and stop <= start:
+            self.size(path)  # raises if there is no such file
+            return b""
+        return self._read(path, start, stop)
+
+    @abstractmethod
+    def _read(self, path: str, start: int, stop: int | None) -> bytes:
+        """The bytes [start, stop) of a file, at least one; fewer if it ends before."""
+
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
+        return np.frombuffer(self.read(path, start, start + num_bytes), np.uint8)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         data = self.read_range(path, start, buffer.size, buffer)
