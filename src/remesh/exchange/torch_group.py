@@ -92,7 +92,9 @@ class TorchGroup(Exchange):
                 "torch.distributed is not initialized; call torch.distributed.init_process_group "
                 "first"
             )
-        self._group = dist.group.WORLD if group is None else group
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        self._group = group
         self.rank = dist.get_rank(self._group)
         if self.rank < 0:
             raise ExchangeError(
@@ -104,7 +106,8 @@ class TorchGroup(Exchange):
         self._device = _message_device(self._group)
         seconds = _default_timeout(self._group, self._device) if timeout is None else timeout
         self.patience = min(seconds, warn_after)
-        store = _store_of(self._group)
+        # The one over which the ranks of the group have met, with a prefix of its own.
+        store = distributed_c10d._get_process_group_store(self._group)  # noqa: SLF001
         self._late = LateRanks(store, self.rank, self._global_ranks, seconds, warn_after)
         self._operation = ""
 
@@ -282,29 +285,24 @@ class TorchGroup(Exchange):
 
     def _end(self, messages: list[dist.P2POp], works: list[dist.Work]) -> None:
         """Wait until messages are sent and received."""
-        # NCCL makes one piece of work of the whole batch.
-        peers = [one.peer for one in messages] if len(works) == len(messages) else None
         until = time.monotonic() + self._late.timeout
         try:
             for index, work in enumerate(works):
                 left = until - time.monotonic()
                 try:
-                    self._finish_message(work, messages[0].tensor.device, left)
+                    if messages[0].tensor.device.type == "cpu":
+                        work.wait(_milliseconds(left))
+                    elif not _poll(work, left):
+                        raise RuntimeError(f"it did not end within {self._late.timeout:g} s")
                 except RuntimeError as error:
-                    if peers is None:
+                    if len(works) != len(messages):  # NCCL makes one piece of work of a batch
                         raise
-                    rank = self._global_ranks.index(peers[index])
+                    rank = self._global_ranks.index(messages[index].peer)
                     raise RuntimeError(f"message to or from rank {rank}: {error}") from error
         finally:
             # With its work, what gloo still waits for loses its memory: after a failure, nothing
             # that comes late is written into a buffer of the caller.
             works.clear()
-
-    def _finish_message(self, work: dist.Work, device: torch.device, seconds: float) -> None:
-        if device.type == "cpu":
-            work.wait(_milliseconds(seconds))
-        elif not _poll(work, seconds):
-            raise RuntimeError(f"it did not end within {self._late.timeout:g} s")
 
     def _finish(self, work: dist.Work | None, awaited: Sequence[int] | None = None) -> None:
         """Wait for a collective, within the limits; for all ranks unless some are named."""
@@ -357,22 +355,14 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device(devices[0], module.current_device())
 
 
-def _default_timeout(group: dist.ProcessGroup | None, device: torch.device) -> float:
+def _default_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that a call waits if the caller does not say."""
-    assert group is not None
     options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001 - no other way
     timeout = getattr(options, "_timeout", None)
     if timeout is None:
         return _LONGEST_WAIT
     # A little less than the group's, for the error that names the ranks is better than torch's.
     return min(0.95 * float(timeout.total_seconds()), _LONGEST_WAIT)
-
-
-def _store_of(group: dist.ProcessGroup | None) -> distributed_c10d.Store | None:
-    """The store over which the ranks of a group have met, with a prefix of its own."""
-    assert group is not None
-    store: distributed_c10d.Store | None = distributed_c10d._get_process_group_store(group)  # noqa: SLF001
-    return store
 
 
 def _milliseconds(seconds: float) -> timedelta:
