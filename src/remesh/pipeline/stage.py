@@ -100,7 +100,12 @@ class Stager:
         begin()
 
         def finish(filled: Filled, is_done: Callable[[], None]) -> None:
-            hand_over(self._finished(filled, is_done))
+            try:
+                is_done()
+            except BaseException:
+                self._arena.give(filled.chunk)
+                raise
+            hand_over(filled)
             on_chunk(filled.num_bytes)
 
         def fill_some() -> None:
@@ -137,7 +142,7 @@ class Stager:
         try:
             if copies is None:
                 data = self._layout.fill_chunk(number, chunk.buffer)
-                return Filled(number, len(data), chunk), _nothing
+                return Filled(number, len(data), chunk), lambda: None
             with copies:
                 data = self._layout.fill_chunk(number, chunk.buffer, queued=True)
                 return Filled(number, len(data), chunk), copies.mark()
@@ -146,19 +151,6 @@ class Stager:
                 copies.mark()()  # nothing may still be copied into what others are given
             self._arena.give(chunk)
             raise
-
-    def _finished(self, filled: Filled, is_done: Callable[[], None]) -> Filled:
-        """The chunk, once the copies into it are done."""
-        try:
-            is_done()
-        except BaseException:
-            self._arena.give(filled.chunk)
-            raise
-        return filled
-
-
-def _nothing() -> None:
-    """Waits for nothing."""
 
 
 def write_stream(

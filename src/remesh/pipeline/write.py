@@ -158,7 +158,7 @@ class ChunkWriter:
 
     The blocks of files that begin with a chunk are digested. A single file is created at once, so
     that a lack of room is seen before bytes are moved; several are created when the first bytes of
-    each arrive, and finished with the last.
+    each arrive. Each is finished with its last bytes.
 
     Raises:
         NoSpaceError: If there is no room.
@@ -179,8 +179,7 @@ class ChunkWriter:
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
-        self._is_single = self._has_digests and len(files.paths) == 1
-        if self._is_single:
+        if self._has_digests and len(files.paths) == 1:
             self._writer_of(0)
 
     def write(self, number: int, chunk: Buffer) -> None:
@@ -226,9 +225,6 @@ class ChunkWriter:
     def _parts(self, number: int, chunk: Buffer) -> Iterator[tuple[int, int, Buffer]]:
         """File, position in it and bytes of what a chunk consists of."""
         start, files = number * CHUNK_SIZE, self._files
-        if self._is_single:
-            yield 0, start, chunk
-            return
         begin = max(int(np.searchsorted(files.start, start, "right")) - 1, 0)
         end = int(np.searchsorted(files.start, start + len(chunk), "left"))
         columns = (files.file, files.start, files.position, files.num_bytes)
@@ -240,15 +236,8 @@ class ChunkWriter:
                 yield file, position + skipped, part
 
     def finish(self) -> list[WrittenFile]:
-        """Make the files durable, now that all chunks are there; what is known of each.
-
-        Raises:
-            StorageError: If the storage fails; the files are gone once `abort` was called.
-        """
-        if self._is_single:
-            self._writer_of(0).finish(self._write_table(0))
-        else:
-            assert not self._left.any(), "the files are not complete"
+        """What is known of each file, now that all chunks are there and the files are durable."""
+        assert not self._left.any(), "the files are not complete"
         return [self._written(file) for file in range(len(self._left))]
 
     def _written(self, file: int) -> WrittenFile:
@@ -298,9 +287,7 @@ class ChunkWriter:
             return self._open[file]
 
     def _count(self, file: int, num_bytes: int) -> None:
-        """Finish a file when all its bytes are there; a single one is finished at the end."""
-        if self._is_single:
-            return
+        """Finish a file when all its bytes are there."""
         with self._lock:
             self._left[file] -= num_bytes
             is_complete = not self._left[file]

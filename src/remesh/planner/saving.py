@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -260,17 +260,13 @@ def widen(rows: IntArray, num_dims: int, fill: int) -> IntArray:
     return np.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
 
 
-def _no_rows() -> IntArray:
-    return np.zeros(0, np.int64)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
     """Boxes that several ranks hold, one row for each of these ranks, sorted by box and rank."""
 
-    box: IntArray = field(default_factory=_no_rows)  # row of the box in the plan
-    rank: IntArray = field(default_factory=_no_rows)  # the rank that holds it
-    row: IntArray = field(default_factory=_no_rows)  # its row in that rank's boxes
+    box: IntArray  # row of the box in the plan
+    rank: IntArray  # the rank that holds it
+    row: IntArray  # its row in that rank's boxes
 
     def by_rank(self, world_size: int) -> list[IntArray]:
         """Rows of these that each rank holds, ascending."""
@@ -285,7 +281,7 @@ class SavePlan:
     cuts: Cuts  # the distinct boxes to store
     writers: Lists  # ranks that write the boxes of each tensor
     row: IntArray  # row of each box in its writer's boxes
-    copies: Copies = field(default_factory=Copies)  # boxes that several ranks hold
+    copies: Copies  # boxes that several ranks hold
 
     def assignments(self, world_size: int) -> list[IntArray]:
         """Rows of this plan that each rank writes, in the order of its file.
@@ -365,7 +361,8 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
         found = _distinct_boxes(Held.by_all(tensors, local_boxes, rows))
     cuts, first, row = found.cuts, found.first, found.row
     if first is None:
-        return SavePlan(cuts, found.ranks, row)
+        none = row[:0]
+        return SavePlan(cuts, found.ranks, row, Copies(none, none, none))
     rank = found.ranks.rows
     num_holders = np.diff(first)
     copied = np.flatnonzero(np.repeat(num_holders > 1, num_holders))
