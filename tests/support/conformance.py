@@ -274,6 +274,7 @@ class StorageConformance:
         assert sorted(storage.list_sizes()) == storage.list()
 
     def test_entries_of_a_directory(self, storage: Storage) -> None:
+        assert storage.list_directory().files == {}
         for path in ("a/b/c", "a/d", "aa/e", "top"):
             storage.put(path, b"12", overwrite=False)
         root, inside = storage.list_directory(), storage.list_directory("a")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -185,26 +186,22 @@ class LateRanks:
         store = self._store
         if store is None or self._trouble:
             return None
-        answers: list[T] = []
-        errors: list[Exception] = []
+        answer: Future[T] = Future()
 
         def ask() -> None:
             try:
-                answers.append(question(store))
-            except Exception as error:  # noqa: BLE001 - `trouble` has it
-                errors.append(error)
+                answer.set_result(question(store))
+            except Exception as error:  # noqa: BLE001 - raised below
+                answer.set_exception(error)
 
         # In a thread, for a call of a store whose server stands still has no time limit.
-        thread = threading.Thread(target=ask, name="remesh-late", daemon=True)
-        thread.start()
-        thread.join(self._patience)
-        if answers:
-            return answers[0]
-        self._trouble = (
-            f"the group's store failed: {errors[0]}"
-            if errors
-            else f"the group's store did not answer within {self._patience:g} s"
-        )
+        threading.Thread(target=ask, name="remesh-late", daemon=True).start()
+        try:
+            return answer.result(self._patience)
+        except TimeoutError:
+            self._trouble = f"the group's store did not answer within {self._patience:g} s"
+        except Exception as error:  # noqa: BLE001 - it is told with the ranks that are late
+            self._trouble = f"the group's store failed: {error}"
         return None
 
 

@@ -95,10 +95,8 @@ class _Failure(msgspec.Struct, frozen=True):
     rank: int
     class_name: str
     message: str
-    error_type: str = ""
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
+    error_type: str
+    lists: tuple[tuple[str, ...], ...] = ()  # those of a `MismatchError`
 
 
 _OK, _FAILED = b"+", b"-"
@@ -117,9 +115,8 @@ def encode_failure(rank: int, error: BaseException) -> bytes:
         names = (error.missing, error.unexpected, error.conflicts)
         lists = tuple(tuple(map(_encodable, some)) for some in names)
     error_type = error.error_type if isinstance(error, RankFailedError) else class_name
-    return _FAILED + msgspec.msgpack.encode(
-        _Failure(rank, class_name, _message_of(error), error_type, *lists)
-    )
+    failure = _Failure(rank, class_name, _message_of(error), error_type, lists)
+    return _FAILED + msgspec.msgpack.encode(failure)
 
 
 def _message_of(error: BaseException) -> str:
@@ -144,7 +141,7 @@ def decode_failure(data: bytes) -> RemeshError:
     message = failure.message.removesuffix(origin) + origin
     error: RemeshError
     if kind is MismatchError:
-        error = MismatchError(message, failure.missing, failure.unexpected, failure.conflicts)
+        error = MismatchError(message, *failure.lists)
     elif kind is None:
         error = RankFailedError(f"{failure.class_name}: {message}", failure.error_type)
     elif kind is RankFailedError:

@@ -136,7 +136,3 @@ class Alone(ThreadExchange):
 
     def __init__(self) -> None:
         super().__init__(ThreadGroup(1), 0)
-
-    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
-        for leaving, arriving in zip(outgoing[0], incoming[0], strict=True):
-            arriving[:] = leaving
