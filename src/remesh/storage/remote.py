@@ -118,27 +118,24 @@ class StreamWriter:
 
     def _take_all(self) -> Iterator[Buffer]:
         """The parts in order until the file is finished; raises if it was aborted."""
-        while (part := self._take()) is not None:
-            yield part
-
-    def _take(self) -> Buffer | None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._is_finished
-                    or self._failure is not None
-                    or self._missing.get(self._first) == 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: (
+                        self._is_finished
+                        or self._failure is not None
+                        or self._missing.get(self._first) == 0
+                    )
                 )
-            )
-            self._check()
-            if self._first * self._part_bytes >= self._num_bytes:
-                return None
-            size = self._size_of(self._first)  # of the last part only now
-            part = self._open(self._first)[:size]
-            del self._parts[self._first], self._missing[self._first]
-            self._first += 1
-            self._changed.notify_all()
-            return part
+                self._check()
+                if self._first * self._part_bytes >= self._num_bytes:
+                    return
+                size = self._size_of(self._first)  # of the last part only now
+                part = self._open(self._first)[:size]
+                del self._parts[self._first], self._missing[self._first]
+                self._first += 1
+                self._changed.notify_all()
+            yield part
 
     def _part(self, number: int) -> Buffer:
         """The memory of a part; waits until the window reaches it."""

@@ -25,42 +25,34 @@ def run_threads(
     Ctrl-C, which arrives in the thread that waits and not in those that work.
     """
     errors: list[BaseException] = []
+    threads: list[threading.Thread] = []
 
-    def attempt(action: Callable[[], None]) -> None:
+    def attempt() -> None:
         try:
-            action()
+            work()
         except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
             errors.append(error)
             stop()
 
-    if num_threads <= 1:
-        attempt(work)
-    else:
-        threads: list[threading.Thread] = []
-        try:
-            _start(threads, num_threads, lambda: attempt(work))
-            if not threads:
-                attempt(work)
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C; raised below
-            errors.append(error)
-            stop()
-        # Also after Ctrl-C: what the caller does next must not meet threads that still work.
-        for thread in threads:
-            thread.join()
+    try:
+        for _ in range(num_threads if num_threads > 1 else 0):
+            # Threads inherit whether the interpreter waits for them at its exit.
+            thread = threading.Thread(target=attempt)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                break
+            threads.append(thread)
+        if not threads:
+            attempt()
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C; raised below
+        errors.append(error)
+        stop()
+    # Also after Ctrl-C: what the caller does next must not meet threads that still work.
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0]
-
-
-def _start(threads: list[threading.Thread], num_threads: int, work: Callable[[], None]) -> None:
-    """Start threads, as many as the system gives, and put each that runs into the list."""
-    for _ in range(num_threads):
-        # Threads inherit whether the interpreter waits for them at its exit.
-        thread = threading.Thread(target=work)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
-            return
-        threads.append(thread)
 
 
 def run_workers(
