@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from datetime import timedelta
@@ -94,26 +95,27 @@ def test_groups_do_not_disturb_each_other() -> None:
 # ----- messages of many blocks -----
 
 
-def _talk_in_blocks(exchange: Exchange, block: int, padded: int, sizes: list[int]) -> bool:
+SIZES = [[0, 0, 0], [10, 11, 12], [100, 0, 1], [0, 9, 10], [40, 41, 39], [0, 0, 95]]
+"""Of the message of each rank."""
+
+
+def _talk_in_blocks(exchange: Exchange) -> None:
     # The process is ours alone, so its constants may be changed.
-    module._BLOCK, module._PADDED, module._SHORT = block, padded, 10
-    own = _message(exchange.rank, sizes[exchange.rank])
-    everything = [_message(rank, size) for rank, size in enumerate(sizes)]
+    module._BLOCK, module._SHORT = 10, 10
     is_first = exchange.rank == 0
-    assert exchange.all_gather(own) == everything
-    assert exchange.gather(own) == (everything if is_first else None)
-    assert exchange.scatter(everything if is_first else None) == own
-    for message in everything:
-        assert exchange.broadcast(message if is_first else None) == message
-    return True
+    for padded, sizes in itertools.product((0, 40, 1000), SIZES):
+        module._PADDED = padded
+        own = _message(exchange.rank, sizes[exchange.rank])
+        everything = [_message(rank, size) for rank, size in enumerate(sizes)]
+        assert exchange.all_gather(own) == everything, (padded, sizes)
+        assert exchange.gather(own) == (everything if is_first else None), (padded, sizes)
+        assert exchange.scatter(everything if is_first else None) == own, (padded, sizes)
+        for message in everything:
+            assert exchange.broadcast(message if is_first else None) == message, (padded, sizes)
 
 
-@pytest.mark.parametrize(
-    "sizes", [[0, 0, 0], [10, 11, 12], [100, 0, 1], [0, 9, 10], [40, 41, 39], [0, 0, 95]]
-)
-@pytest.mark.parametrize("padded", [0, 40, 1000])
-def test_blocks(padded: int, sizes: list[int]) -> None:
-    assert run_processes(3, _talk_in_blocks, 10, padded, sizes) == [True] * 3
+def test_blocks() -> None:
+    run_processes(3, _talk_in_blocks)
 
 
 def _broadcast_much(exchange: Exchange, size: int) -> tuple[int, bytes, bytes]:
