@@ -84,27 +84,31 @@ def dcp_load(exchange: Exchange, folder: Path) -> tuple[Contents, Any]:
 
 
 VALUES = (1, {"list": [1, 2], "betas": (0.9, 1)})
-PAIRS = [
-    pytest.param(2, 4),
-    pytest.param(4, 1, marks=pytest.mark.slow),
-    pytest.param(1, 2, marks=pytest.mark.slow),
-]
 
 
-@pytest.mark.parametrize(("num_savers", "num_loaders"), PAIRS)
-def test_what_torch_saved_loads_here(num_savers: int, num_loaders: int, tmp_path: Path) -> None:
-    saved = run_processes(num_savers, dcp_save, tmp_path)
-    for loaded in run_processes(num_loaders, remesh_load, tmp_path):
-        assert loaded == (saved[0], VALUES)
+def save_both(exchange: Exchange, theirs: Path, ours: Path) -> tuple[Contents, Contents]:
+    return dcp_save(exchange, theirs), remesh_save(exchange, ours)
 
 
-@pytest.mark.parametrize(("num_savers", "num_loaders"), PAIRS)
-def test_what_is_saved_here_loads_with_torch(
+def load_both(exchange: Exchange, theirs: Path, ours: Path) -> list[tuple[Contents, Any]]:
+    return [remesh_load(exchange, theirs), dcp_load(exchange, ours)]
+
+
+@pytest.mark.parametrize(
+    ("num_savers", "num_loaders"),
+    [
+        pytest.param(2, 4),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_torch_and_remesh_load_what_the_other_saved(
     num_savers: int, num_loaders: int, tmp_path: Path
 ) -> None:
-    saved = run_processes(num_savers, remesh_save, tmp_path)
-    for loaded in run_processes(num_loaders, dcp_load, tmp_path):
-        assert loaded == (saved[0], VALUES)
+    places = tmp_path / "theirs", tmp_path / "ours"
+    saved, *_ = run_processes(num_savers, save_both, *places)
+    for loaded in run_processes(num_loaders, load_both, *places):
+        assert loaded == [(contents, VALUES) for contents in saved]
 
 
 # ---------------------------------------------------------------------------------------------
