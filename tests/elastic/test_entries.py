@@ -130,6 +130,24 @@ def test_the_function_is_entered_again_from_a_hang_in_python(
     assert agent.report() is None  # nothing of it is left that an agent would go by
 
 
+def test_a_process_may_call_run_again_after_a_change_of_the_world(
+    agent: Agent, beside: list[threading.Thread]
+) -> None:
+    reports = []
+
+    def train(_job: TrainingJob) -> str:
+        reports.append(agent.report())
+        if len(reports) in (1, 3):
+            change = (len(reports), str(len(reports)))
+            beside.append(threading.Thread(target=agent.change_world, args=change))
+            beside[-1].start()
+            time.sleep(3600)
+        return os.environ["RANK"]
+
+    assert [run(train), run(train)] == ["1", "3"]
+    assert reports[2] == Report(number=2)
+
+
 def test_a_function_that_lost_a_peer_waits_for_the_order(
     agent: Agent, beside: list[threading.Thread]
 ) -> None:

@@ -165,7 +165,9 @@ class _ReentrantRunner:
         while self._agent.look(WAIT_SECONDS) is None:  # the first word of the agent says it
             self._check_agent()
         order = self._order()
-        if order is not None and self._must_leave():
+        if isinstance(order, EnterWorld):  # an earlier call of this process carried it out
+            self._say(is_out=False, number=order.number)
+        elif order is not None and self._must_leave():
             self._say(is_out=True, number=order.number)
             self._wait_for_entry(WorldChangedError("the node has not joined"))
 
