@@ -572,6 +572,7 @@ def test_an_ended_job_stays_ended() -> None:
         joining(node(1), after_round=1),
         NodeLost(node_id=1, incarnation="a"),
         Leave(node_id=1, incarnation="a", round=1, outcome=Outcome.SUCCEEDED),
+        NodeHeld(1, "its fan"),
         Tick(),
     ):
         assert apply(ended, event, 1e6).rendezvous == ended.rendezvous
@@ -613,13 +614,44 @@ def test_a_node_that_is_excluded_by_hand_leaves_when_the_ranks_have_saved() -> N
     assert isinstance(growing, Stop)
 
 
-def test_a_node_that_the_job_needs_stays_until_another_has_come() -> None:
+def saves(state: JobState, now: float) -> tuple[bool, bool]:
+    """Whether node 0, which goes on, is asked to save, and whether only to grow."""
+    content = shown_to(state, 0, now)
+    assert isinstance(content, Assignment)
+    return content.save, content.grow
+
+
+def held_and_needed() -> JobState:
+    """Node 1 is excluded by hand, but the job has only two; it has saved since."""
     state = apply(run(num_nodes=2), NodeHeld(1, "its fan"), 200.0)
-    assert isinstance(shown_to(state, 1, 300.0), Assignment)
-    state = apply(state, joining(node(2)), 301.0)
-    assert isinstance(shown_to(state, 1, 302.0), Stop)
+    assert saves(state, 201.0) == (False, False)
+    return apply(state, CheckpointSaved(7), 250.0)
+
+
+def test_a_node_that_the_job_needs_stays_until_another_has_come_and_the_ranks_have_saved() -> None:
+    state = apply(held_and_needed(), joining(node(2)), 301.0)
+    assert saves(state, 302.0) == (True, False)
+    saved = apply(apply(state, CheckpointSaved(8), 303.0), Tick(), 303.0)
+    assert isinstance(shown_to(saved, 1, 304.0), Stop)
+    # The other may go before: then a third is waited for, and all have saved when it has come.
+    lost = apply(apply(state, NodeLost(node_id=2, incarnation="a"), 302.0), Tick(), 310.0)
+    assert (saves(lost, 311.0), lost.save_request) == ((False, False), None)
+    assert saves(apply(lost, joining(node(3)), 7000.0), 7001.0) == (True, False)
     # It may also be taken back before.
     state = apply(apply(run(num_nodes=4), NodeHeld(3, "its fan"), 200.0), NodeHeld(3, None), 201.0)
-    kept = shown_to(state, 3, 300.0)
-    assert isinstance(kept, Assignment)
-    assert not kept.save
+    assert saves(state, 202.0) == (False, False)
+    assert isinstance(shown_to(state, 3, 300.0), Assignment)
+
+
+def test_while_an_excluded_node_stays_other_changes_wait_for_a_save_too() -> None:
+    state = held_and_needed()
+    drain = Drain(node_id=1, incarnation="a", round=1, seconds=60.0, reason="SIGTERM")
+    assert saves(apply(state, drain, 300.0), 301.0) == (True, False)
+    # A growth that waits for its save goes on as an exclusion.
+    grows = apply(apply(run(num_nodes=2), joining(node(2)), 200.0), joining(node(3)), 200.0)
+    assert saves(grows, 201.0) == (True, True)
+    held = apply(grows, NodeHeld(1, "its fan"), 202.0)
+    assert saves(held, 203.0) == (True, False)
+    stop = shown_to(apply(held, CheckpointSaved(7), 204.0), 0, 205.0)
+    assert isinstance(stop, Stop)
+    assert stop.reason == "node 1 excluded by hand"

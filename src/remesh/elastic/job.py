@@ -516,25 +516,25 @@ def _drain(job: JobState, event: Drain, nodes: Rendezvous, now: float) -> JobSta
     if job.save_request is not None and node.id in job.save_request.draining:
         return job
     text = f"node {node.id} has to leave within {event.seconds:g} s: {event.reason}"
-    return _note(_ask_to_save(job, node.id, now, event.seconds), now, text)
+    return _note(_ask_to_save(job, [node.id], now, event.seconds), now, text)
 
 
-def _ask_to_save(job: JobState, node_id: int, now: float, seconds: float) -> JobState:
-    """Request a checkpoint before a node leaves."""
-    old = job.save_request or SaveRequest(deadline=now, saved_before=job.saved_step)
-    request = msgspec.structs.replace(
-        old, deadline=now + seconds, draining=old.draining | {node_id}, is_over=False
-    )
+def _ask_to_save(job: JobState, node_ids: list[int], now: float, seconds: float) -> JobState:
+    """Request a checkpoint before nodes leave."""
+    old = job.save_request
+    draining = frozenset(node_ids) if old is None else old.draining.union(node_ids)
+    before = job.saved_step if old is None or old.is_over else old.saved_before
+    request = SaveRequest(deadline=now + seconds, saved_before=before, draining=draining)
     return _replace(job, save_request=request)
 
 
 def _hold(job: JobState, node_id: int, reason: str | None, now: float) -> JobState:
-    """Exclude a node; if it is in the world, that ends when the ranks have saved."""
+    """Exclude a node; if it is in the world, that ends when the others can go on without it."""
+    if job.rendezvous.outcome is not None:
+        return job
     job = _replace(job, rendezvous=rendezvous.hold(job.rendezvous, node_id, reason, now))
     if reason is not None:
-        job = _note(job, now, f"node {node_id} is excluded by hand: {reason}")
-        is_member = node_id in job.rendezvous.active
-        return _ask_to_save(job, node_id, now, job.policy.save_grace) if is_member else job
+        return _note(job, now, f"node {node_id} is excluded by hand: {reason}")
     request = job.save_request
     if request is not None and node_id in request.draining:
         draining = request.draining - {node_id}
@@ -565,12 +565,16 @@ def _settle(job: JobState, now: float) -> JobState:
     """The job after all that follows from it and the time alone."""
     job = _advance_check(job, now)
     job = _end_request_in_time(_advance(job, rendezvous.tick(job.rendezvous, now), now), now)
-    nodes = job.rendezvous
-    if nodes.held and job.check is None and not awaits_checkpoint(job):
+    nodes, asked = job.rendezvous, job.save_request
+    if nodes.held and job.check is None:
         held = rendezvous.leaving(nodes)
-        if held:
+        if held and (asked is None or not asked.draining.issuperset(held)):
+            return _end_request_in_time(_ask_to_save(job, held, now, job.policy.save_grace), now)
+        if held and not awaits_checkpoint(job):
             text = f"{rendezvous.listed_nodes(held)} excluded by hand"
             return _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, text), now)
+        if asked is not None and asked.is_over and nodes.held.keys() >= asked.draining > set():
+            return _replace(job, save_request=None)  # they stay: the others have left meanwhile
     if job.check is None and job.save_request is None and nodes.active:
         size = rendezvous.larger_size(nodes)
         if size is not None:

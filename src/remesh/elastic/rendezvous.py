@@ -234,7 +234,8 @@ def leaving(state: Rendezvous) -> list[int]:
     """The members that are held, if the others can form a world; nothing if it is broken."""
     found = [node_id for node_id in state.held if node_id in state.active]
     others = len(state.active) + len(state.usable) - len(found)
-    return found if state.broken is None and state.settings.fitting(others) else []
+    is_whole = state.broken is None and state.outcome is None
+    return found if is_whole and state.settings.fitting(others) else []
 
 
 def break_world(state: Rendezvous, change: Change, reason: str) -> Rendezvous:
