@@ -314,11 +314,14 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def a_world_forms_when_the_nodes_are_there(self) -> None:
         nodes = self.state.rendezvous
-        if not nodes.active and SETTINGS.fitting(len(nodes.usable)):
+        if not nodes.active and SETTINGS.fitting(len(nodes.candidates)):
             later = tick(nodes, self.now + 1000)
             assert later.round == nodes.round + 1
             assert later.active
-            assert not later.active.keys() & nodes.held.keys()
+            # Nodes that are held stay in it if the others are too few.
+            held = later.active.keys() & nodes.held.keys()
+            assert not held or not SETTINGS.fitting(len(later.active) - len(held))
+            assert held <= {member.id for member in nodes.world}
 
     @invariant()
     def members_are_told_that_the_world_is_broken(self) -> None:
@@ -641,6 +644,18 @@ def test_a_node_that_the_job_needs_stays_until_another_has_come_and_the_ranks_ha
     state = apply(apply(run(num_nodes=4), NodeHeld(3, "its fan"), 200.0), NodeHeld(3, None), 201.0)
     assert saves(state, 202.0) == (False, False)
     assert isinstance(shown_to(state, 3, 300.0), Assignment)
+
+
+def test_a_node_that_the_job_needs_stays_over_a_restart_but_not_with_a_new_agent() -> None:
+    state = join(fail(held_and_needed(), 0, 300.0), 0, 1, now=301.0)
+    assert [member.id for member in state.rendezvous.world] == [0, 1]
+    assert state.rendezvous.round == 2
+    state = join(fail(state, 0, 400.0), 0, now=401.0)
+    again = joining(msgspec.structs.replace(node(1), incarnation="b"), after_round=2)
+    state = apply(apply(state, again, 402.0), Tick(), 500.0)
+    assert (state.rendezvous.round, state.rendezvous.active) == (2, {})
+    state = apply(state, joining(msgspec.structs.replace(node(2), incarnation="c")), 501.0)
+    assert [member.id for member in state.rendezvous.world] == [0, 2]
 
 
 def test_while_an_excluded_node_stays_other_changes_wait_for_a_save_too() -> None:

@@ -133,6 +133,22 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
             return self.ready
         return {number: node for number, node in self.ready.items() if number not in self.held}
 
+    @property
+    def candidates(self) -> dict[int, Node]:
+        """The nodes of which the next world is formed.
+
+        If the usable ones are too few, members of the last world that are held stay, those that
+        were held last first.
+        """
+        found = self.usable
+        for node_id in reversed(self.held):
+            node = self.ready.get(node_id)
+            if self.settings.fitting(len(found)):
+                break
+            if node is not None and self.member(node_id) == node:
+                found = {**found, node_id: node}
+        return found
+
     def place(self, node_id: int) -> int | None:
         """The place of a node in the last world; None if it was not in it."""
         if node_id < len(self.world) and self.world[node_id].id == node_id:
@@ -280,13 +296,13 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
     if state.active:
         return state
     settings = state.settings
-    usable = state.usable
-    size = settings.fitting(len(usable))
+    candidates = state.candidates
+    size = settings.fitting(len(candidates))
     since = state.without_world_since
     if not size:
         if since is not None and now - since >= settings.join_timeout:
             reason = (
-                f"{len(usable)} nodes have joined within {settings.join_timeout:g} s, "
+                f"{len(candidates)} nodes have joined within {settings.join_timeout:g} s, "
                 f"at least {settings.min_nodes} in multiples of {settings.node_unit} are needed"
             )
             return end(state, Outcome.FAILED, reason)
@@ -297,7 +313,7 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
     all_back = bool(state.world) and state.finished <= state.ready.keys()
     if not (cannot_grow or all_back or now - state.changed_at >= settings.last_call):
         return state
-    chosen = sorted(usable)[:size]
+    chosen = sorted(candidates)[:size]
     rest = sorted(state.ready.keys() - set(chosen))
     world = tuple(state.ready[node_id] for node_id in chosen)
     counts = (node.num_processes for node in world[:-1])
