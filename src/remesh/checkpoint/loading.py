@@ -28,7 +28,6 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
-from remesh.adapters.peft import adapter_target
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order, check_target
 from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
@@ -36,6 +35,7 @@ from remesh.checkpoint.local import (
     describe_local,
     exchange_of,
     finish_device_work,
+    target_of,
 )
 from remesh.checkpoint.match import (
     LoadOptions,
@@ -159,7 +159,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     def load_once() -> RestoreReport:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
             stored = open_shared(exchange, place)
-            target = adapter_target(state, stored)
+            target = target_of(state, stored)
             stored = with_parameter_names(
                 exchange, target, stored, is_transformed=rules is not None
             )

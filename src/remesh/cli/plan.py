@@ -162,15 +162,17 @@ def plan(
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
         output.line(verdict, style="bold")
     if draw is not None:
-        drawn = _drawn(path, stored, patterns)
-        columns = columns_of(stored, drawn, mesh if layout_text else None)
-        title = f"Layout of {shown_url(path)}"
-        page = picture.page(title, [("", [picture.layout(columns)])])
-        with output.writing(draw):
-            Path(draw).write_text(page, encoding="utf-8")
-        click.echo(f"written to {output.printable(draw)}", err=True)
+        columns = columns_of(stored, _drawn(path, stored, patterns), mesh if layout_text else None)
+        _draw(draw, f"Layout of {shown_url(path)}", columns)
     if problems:
         ctx.exit(output.EXIT_DIFFERENT)
+
+
+def _draw(file: str, title: str, columns: Sequence[Column]) -> None:
+    page = picture.page(title, [("", [picture.layout(columns)])])
+    with output.writing(file):
+        Path(file).write_text(page, encoding="utf-8")
+    click.echo(f"written to {output.printable(file)}", err=True)
 
 
 def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:

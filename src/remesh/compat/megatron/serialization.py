@@ -98,12 +98,9 @@ def save(  # noqa: PLR0917 - the order is Megatron's
             together, or a strategy does not exist.
         StorageError: If the storage fails.
     """
-    given = sharded_strategy or DEFAULT_BACKEND
-    sharded: Any = (
-        get_default_strategy(StrategyAction.SAVE_SHARDED, *given)
-        if isinstance(given, tuple)
-        else given
-    )
+    sharded: Any = sharded_strategy or DEFAULT_BACKEND
+    if isinstance(sharded, tuple):
+        sharded = get_default_strategy(StrategyAction.SAVE_SHARDED, *sharded)
     config = CheckpointingConfig(sharded.backend, sharded.version)
     is_native = sharded.backend == "remesh"
     config.common_backend = "remesh" if is_native else "torch"
