@@ -239,10 +239,6 @@ class LoadPlan:
         """All regions that are read."""
         return self.taken(np.arange(self.num_runs))[0]
 
-    def _rows(self, runs: IntArray) -> IntArray:
-        """Rows of `runs.regions` for the regions of some runs."""
-        return ranges(self.runs.first[self.run[runs]], self.num_regions(runs))
-
     def num_regions(self, runs: IntArray) -> IntArray:
         """Number of the regions of each of some runs."""
         which = self.run[runs]
@@ -253,10 +249,11 @@ class LoadPlan:
         """The regions of some runs, and the first byte of each."""
         if self.places is None and len(runs) == self.num_runs:
             return self.runs.regions, self.runs.start
-        rows = self._rows(runs)
+        num_regions = self.num_regions(runs)
+        rows = ranges(self.runs.first[self.run[runs]], num_regions)
         regions, places = self.runs.regions.take(rows), self.places
         if places is not None:
-            file = np.repeat(self.file[runs], self.num_regions(runs))
+            file = np.repeat(self.file[runs], num_regions)
             part = places.first[file] + places.part[rows]
             regions.piece[:] += places.within[part]
             regions.offsets[:] += places.corner[part]
