@@ -131,6 +131,30 @@ def test_steps_that_are_numbers_are_tensors(tmp_path: Path, num_numbers: int | N
     assert remesh.Checkpoint(tmp_path / "native")[number] == 7
 
 
+class CountingInNumbers(torch.optim.Optimizer):
+    """Counts its steps as DeepSpeed's own optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": 1, **moments}
+
+
+def test_an_optimizer_that_counts_in_numbers_goes_on_in_numbers(tmp_path: Path) -> None:
+    for path in copied("universal", tmp_path).glob("zero/*/step.pt"):
+        torch.save(7, path)
+    model = Model()
+    groups = [{"params": group["params"]} for group in optimizer_of(model).param_groups]
+    optimizer = CountingInNumbers(groups, {"lr": 1.0})
+    optimizer.step()
+    remesh.load({"model": model, "optimizer": optimizer}, tmp_path)
+    steps = [state["step"] for state in optimizer.state.values()]
+    assert set(map(type, steps)) == {int}
+    assert set(steps) == {7}
+
+
 @pytest.mark.parametrize("count", [10**400, 2**24 + 1, 7.3])
 def test_a_step_that_no_element_can_hold_stays_a_value(tmp_path: Path, count: float) -> None:
     path = min(copied("universal", tmp_path).glob("zero/*/step.pt"))

@@ -179,7 +179,8 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
             if packs:
                 packed_states[parameter.tensor] = entries
             else:
-                optimizer.state[parameter.tensor].update(entries)
+                own = optimizer.state[parameter.tensor]
+                own.update({key: _as_counted(new, own.get(key)) for key, new in entries.items()})
         for key, make in rebuild_other.items():
             optimizer.state[key] = make(loaded)
         for group, make in rebuild_groups:
@@ -192,6 +193,13 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
         return leaf
 
     return rebuild
+
+
+def _as_counted(loaded: Any, own: Any) -> Any:
+    """What was loaded; if an optimizer counts its steps in numbers, as a number."""
+    if isinstance(own, int | float) and isinstance(loaded, torch.Tensor) and not loaded.ndim:
+        return type(own)(loaded.item())
+    return loaded
 
 
 # ---------------------------------------------------------------------------------------------

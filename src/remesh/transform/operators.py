@@ -453,7 +453,7 @@ class Cast(Operator):
 
 @dataclass(frozen=True, slots=True)
 class StatedCast(Operator):
-    """`a -> b, src_dtype=float16, dst_dtype=float32`, which can be undone."""
+    """`a -> b, src_dtype=float16, dst_dtype=float32`, which can be turned around."""
 
     leads: ClassVar[tuple[str, ...]] = ("src_dtype", "dst_dtype")
     title: ClassVar[str] = "a cast"

@@ -25,6 +25,7 @@ from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.opened import Checkpoint
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import (
+    CheckpointingException,
     as_checkpointing_exception,
     maybe_load_config,
     on_all_ranks,
@@ -130,7 +131,8 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         # Several equal shards on one rank are one to write.
         tensors = [leaf for leaf in (*leaves, *mains) if isinstance(leaf, ShardedTensor)]
         of_shard = {_sharded_tensor_shard_id(leaf): leaf for leaf in tensors}
-        copies = [leaf for leaf in of_shard.values() if not is_main_replica(leaf.replica_id)]
+        others = [leaf for leaf in of_shard.values() if leaf.data is not None]
+        copies = [leaf for leaf in others if not is_main_replica(leaf.replica_id)]
         return [*mains, *copies]
 
     def _stored_form(
@@ -269,6 +271,8 @@ def load_common(checkpoint_dir: Any) -> Any:
         document, unique_key = stored.document, common_object({}, 0).unique_key
         if unique_key in document.objects:
             return require_known(stored.object(unique_key), where)
+        if is_native:
+            raise CheckpointingException(f"{where}: none is stored here")
         # Of newer Megatron's the engine takes the values and tensors apart; sharded ones are not
         # nested.
         leaves: dict[Path, object] = {
