@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import remesh
@@ -199,7 +200,9 @@ def test_training_is_resumed(tmp_path: Path) -> None:
 
 def _sharded(seed: int, options: dict[str, Any]) -> Any:
     model = adapted(seed=seed, **options)
-    for layer in model.base_model.model.model.layers:
+    layers = model.base_model.model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    for layer in layers:
         fully_shard(layer)
     return fully_shard(model)
 
@@ -257,6 +260,41 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     # With names of the caller's choice it is known what they are for.
     export_weights(model, tmp_path / "named", names=lambda name: name)
     assert any("lora_A.default" in name for name in load_file(tmp_path / "named/model.safetensors"))
+
+
+def _wrapped_inside(kind: str, seed: int = 1) -> Any:
+    """A model of which parts are wrapped."""
+    model = adapted(seed=seed)
+    inner = model.base_model
+    if kind == "compiled base":
+        inner.model = torch.compile(inner.model)
+        return model
+    wrap: Any = torch.compile if kind == "compiled blocks" else checkpoint_wrapper
+    layers = inner.model.model.layers
+    for number in range(1 if kind == "one checkpointed block" else 2):
+        layers[number] = wrap(layers[number])
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind", ["one checkpointed block", "checkpointed blocks", "compiled blocks", "compiled base"]
+)
+def test_parts_may_be_wrapped(kind: str, tmp_path: Path) -> None:
+    plain, model = adapted(), _wrapped_inside(kind)
+    for one in (plain, model):
+        place = tmp_path / ("plain" if one is plain else "wrapped")
+        assert export_weights(one, place, dtype=None).num_tensors == 8
+        export_weights(one, place / "merged", dtype=None, merge=True, config=plain.config)
+    for file in ("adapter_model.safetensors", "merged/model.safetensors"):
+        ours, expected = (load_file(tmp_path / one / file) for one in ("wrapped", "plain"))
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[name], expected[name]) for name in ours)
+    configs = [tmp_path / one / "adapter_config.json" for one in ("wrapped", "plain")]
+    assert len({path.read_bytes() for path in configs}) == 1
+    other = _wrapped_inside(kind, seed=2)
+    remesh.load(other, tmp_path / "plain", unexpected="error")
+    pairs = zip(other.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(own, stored) for own, stored in pairs)
 
 
 def test_wrappers_are_taken_off(tmp_path: Path) -> None:

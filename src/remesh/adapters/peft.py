@@ -24,22 +24,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from remesh.adapters.fsdp1 import has_fsdp1
 from remesh.adapters.memory import alias_key
-from remesh.adapters.wrappers import inner_attribute
+from remesh.adapters.wrappers import unwrapped
 from remesh.errors import StateError
 
 
 def peft_model(state: object) -> Any:
     """The `peft.PeftModel` that a state is, without its wrappers; None if it is something else."""
     kind = getattr(sys.modules.get("peft"), "PeftModel", None)
-    if kind is None:
+    if kind is None or not isinstance(state, nn.Module):
         return None
-    found: Any = state
-    while isinstance(found, nn.Module) and not isinstance(found, kind):
-        attribute = inner_attribute(found)
-        found = None if attribute is None else getattr(found, attribute)
-    if isinstance(found, kind):
-        return found
-    return None
+    found = unwrapped(state)
+    return found if isinstance(found, kind) else None
 
 
 def adapter_target(state: Any, stored: Iterable[str]) -> Any:
@@ -54,6 +49,7 @@ def adapter_target(state: Any, stored: Iterable[str]) -> Any:
     model = peft_model(state)
     if model is None or has_fsdp1(state):
         return state
+    model = _without_wrappers(model)
     names, own = set(stored), model.state_dict()
     if own.keys() <= names:
         return state  # all of the model is stored
@@ -102,6 +98,7 @@ def check_not_flat(state: object) -> None:
 
 def adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
     """What peft's `save_pretrained` stores of an adapter; each name has memory of its own."""
+    model = _without_wrappers(model)
     found = _tensors(model, adapter, model.state_dict(), has_embeddings="auto")
     keys = set()
     for name, tensor in found.items():
@@ -115,7 +112,8 @@ def adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
 
 def adapter_config(model: Any, adapter: str) -> dict[str, Any]:
     """The content of `adapter_config.json`, as peft's `save_pretrained` writes it."""
-    config, base = copy.deepcopy(model.peft_config[adapter]), model.get_base_model()
+    config = copy.deepcopy(model.peft_config[adapter])
+    base = _without_wrappers(model).get_base_model()
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = vars(base).get("name_or_path") or None
@@ -190,8 +188,18 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _shallow_copy(module: nn.Module, known: dict[int, Any]) -> Any:
-    """A copy of a tree of modules, FSDP2's too, that has parameters of its own over one memory."""
+def _without_wrappers(model: Any) -> Any:
+    """A model over the same parameters whose parts have no wrappers: peft goes by their names."""
+    model.state_dict()  # FSDP2 reshards what a forward has gathered
+    return _shallow_copy(model, {}, has_own=False)
+
+
+def _shallow_copy(module: nn.Module, known: dict[int, Any], *, has_own: bool = True) -> Any:
+    """A copy of a tree of modules, FSDP2's too, without wrappers.
+
+    It has the same parameters, or if `has_own`, parameters of its own over one memory.
+    """
+    module = unwrapped(module)
     if id(module) in known:
         return known[id(module)]
     known[id(module)] = made = object.__new__(type(module))
@@ -200,7 +208,7 @@ def _shallow_copy(module: nn.Module, known: dict[int, Any]) -> Any:
             vars(made)[name] = known.setdefault(id(value), copy.copy(value))
         else:
             vars(made)[name] = copy.copy(value) if isinstance(value, list | dict | set) else value
-    for name, parameter in _parameters(module):
+    for name, parameter in _parameters(module) if has_own else []:
         if type(parameter) not in {nn.Parameter, DTensor}:
             raise StateError(f"{name} is a {type(parameter).__name__}")
         if id(parameter) not in known:
@@ -208,5 +216,6 @@ def _shallow_copy(module: nn.Module, known: dict[int, Any]) -> Any:
             known[id(parameter)] = own
         made._parameters[name] = known[id(parameter)]
     for name, child in module._modules.items():  # noqa: SLF001
-        made._modules[name] = None if child is None else _shallow_copy(child, known)
+        copied = None if child is None else _shallow_copy(child, known, has_own=has_own)
+        made._modules[name] = copied
     return made

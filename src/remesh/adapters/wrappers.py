@@ -79,3 +79,10 @@ def inner_attribute(module: nn.Module) -> str | None:
     if any(kind.__module__ == "torch._dynamo.eval_frame" for kind in type(module).__mro__):
         return "_orig_mod"
     return None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What is in the wrappers of a module."""
+    while (attribute := inner_attribute(module)) is not None:
+        module = getattr(module, attribute)
+    return module
