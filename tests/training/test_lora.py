@@ -164,6 +164,17 @@ def test_several_adapters(writer: str, tmp_path: Path) -> None:
         export_weights(model, MemoryStorage())
 
 
+def test_a_checkpoint_of_the_model_is_no_file_of_peft(tmp_path: Path) -> None:
+    model = adapted()
+    remesh.save(model, tmp_path)
+    # It has a name that a file of peft has for a module of this one.
+    other = adapted(seed=2, modules_to_save=["lm_head"])
+    report = remesh.load(other, tmp_path, missing="keep")
+    assert sum("lora_" in name for name in report.restored) == 8
+    trained = {name: value for name, value in model.named_parameters() if "lora_" in name}
+    assert all(torch.equal(other.get_parameter(name), value) for name, value in trained.items())
+
+
 def test_training_is_resumed(tmp_path: Path) -> None:
     def training(seed: int) -> tuple[Any, torch.optim.Optimizer]:
         model = adapted(seed=seed)

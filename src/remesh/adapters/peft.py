@@ -63,8 +63,8 @@ def adapter_target(state: Any, stored: Iterable[str]) -> Any:
         if has_folder or (adapter != "default" and len(model.peft_config) > 1):
             found = {f"{adapter}.{name}": tensor for name, tensor in found.items()}
         target |= found
-    if not any(name in names for name in target.keys() - own.keys()):
-        return state
+    if names.isdisjoint(target.keys() - own.keys()) or names & (own.keys() - target.keys()):
+        return state  # some of the model is stored
     known = {id(tensor) for tensor in own.values()}
     computed = sorted(name for name, tensor in target.items() if id(tensor) not in known)
     if computed:
