@@ -268,6 +268,14 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     assert torch.equal(logits(with_adapter(tmp_path / "prompts", prompts)), logits(prompts))
     with pytest.raises(StateError, match=r"(?s)is computed by peft.*model\.load_adapter"):
         remesh.load(prompts, tmp_path / "prompts")
+    model.save_pretrained(tmp_path / "theirs")
+    merged = adapted(seed=2)
+    merged.merge_adapter()
+    with pytest.raises(StateError, match=r"(?s)adapters are merged.*model\.unmerge_adapter\(\)"):
+        remesh.load(merged, tmp_path / "theirs")
+    merged.unmerge_adapter()
+    remesh.load(merged, tmp_path / "theirs")
+    assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     # With names of the caller's choice it is known what they are for.
     export_weights(model, tmp_path / "named", names=lambda name: name)
     assert any("lora_A.default" in name for name in load_file(tmp_path / "named/model.safetensors"))

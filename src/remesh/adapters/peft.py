@@ -44,7 +44,7 @@ def adapter_target(state: Any, stored: Iterable[str]) -> Any:
     its name. Base weights are in no file of peft, and stay as they are.
 
     Raises:
-        StateError: If peft stores something else than tensors of the model.
+        StateError: If peft stores something else than tensors of the model, or has merged them.
     """
     model = peft_model(state)
     if model is None or has_fsdp1(state):
@@ -71,6 +71,11 @@ def adapter_target(state: Any, stored: Iterable[str]) -> Any:
         raise StateError(
             f"{computed[0]}: is computed by peft of the model's tensors, and cannot be filled\n"
             "Load the folder by peft: model.load_adapter(folder, adapter_name)"
+        )
+    if any(getattr(layer, "merged_adapters", None) for layer in model.modules()):
+        raise StateError(
+            "the adapters are merged into the base weights\n"
+            "Call model.unmerge_adapter() before the load"
         )
     return target
 
