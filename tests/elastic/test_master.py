@@ -300,17 +300,23 @@ def test_an_operator_takes_a_node_out_and_back(tmp_path: Path) -> None:
             served, "exclude", "host-9"
         )
         assert "not excluded by hand" in order(served, "readmit", "host-1")
-        assert "is excluded" in order(served, "exclude", "host-1", "--reason", "its fan")
+        assert "is excluded; see" in order(served, "exclude", "host-1", "--reason", "its fan")
         assert served.agent(0).shown(Stop).reason == "node 1 excluded by hand"
         served.agent(1).say_join()
         assert served.join_all([0, 2])[2].num_nodes == 2
         assert "its fan" in served.agent(1).waiting().reason
+        assert "is excluded, but stays for now" in order(served, "exclude", "2")
+        order(served, "readmit", "2")
         status = served.master.job.rendezvous
     with serving(journal, heartbeat_timeout=LONG, save_grace=0.0) as served:
         assert served.master.job.rendezvous.held == status.held == {1: "its fan"}
         assert ask(served.url, "node", {"node": 1})[0] == 400
         assert "may be used again" in order(served, "readmit", "1")
         served.join_all([0, 1, 2], after_round=2)
+        for number in range(3):
+            served.agent(number).leave(Outcome.SUCCEEDED)
+        served.agent(0).shown(JobEnded)
+        assert "the job has succeeded" in order(served, "exclude", "1")
 
 
 def test_a_job_whose_nodes_succeed_is_over() -> None:

@@ -203,6 +203,20 @@ class TestChanging:
         assert 1 in step(state, joined(1, 0, "b"), 22).ready
 
 
+@pytest.mark.parametrize(
+    ("finished", "leaving"), [((), [3, 1]), ((0,), [])], ids=["whole", "ending"]
+)
+def test_as_many_held_members_leave_as_the_others_can_do_without(
+    finished: tuple[int, ...], leaving: list[int]
+) -> None:
+    state = running(Settings(min_nodes=2, max_nodes=4), range(4))
+    for number in (3, 1, 0):
+        state = rendezvous.hold(state, number, "its fan", 10.0)
+    for number in finished:
+        state = step(state, left(number, Outcome.SUCCEEDED), 11.0)
+    assert rendezvous.leaving(state) == leaving
+
+
 def test_a_state_survives_its_encoding() -> None:
     state = running(Settings(min_nodes=1, max_nodes=4), [0, 3])
     state = step(step(state, joined(5), 30), excluded(3), 31)

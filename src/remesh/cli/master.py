@@ -232,8 +232,9 @@ def exclude(
     waits until the node is readmitted; the master remembers that over a restart.
     """
     client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
-    client.set_node(node, is_used=False, reason=reason or "")
-    output.line(f"node {node} is excluded; see remesh status {master}")
+    stays = client.set_node(node, is_used=False, reason=reason or "")
+    when = ", but stays for now: the others cannot go on without it" if stays else ""
+    output.line(f"node {node} is excluded{when}; see remesh status {master}")
 
 
 @node.command(name="readmit")

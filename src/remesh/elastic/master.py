@@ -62,12 +62,13 @@ from remesh.elastic.protocol import (
     Instruction,
     Join,
     Message,
+    NodeSet,
     ReportFailures,
     ReportStacks,
     Sender,
     SetNode,
 )
-from remesh.elastic.rendezvous import MAX_LISTED
+from remesh.elastic.rendezvous import MAX_LISTED, leaving
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -267,11 +268,14 @@ class Master:
         for connection in list(self._connections.values()) if concerns_all(before, job) else due:
             self._show(connection)
 
-    def set_node(self, given: SetNode) -> None:
+    def set_node(self, given: SetNode) -> NodeSet:
         """Exclude a node by hand, or use it again.
 
+        Returns:
+            Whether a node that is excluded stays for now.
+
         Raises:
-            RefusedError: If there is no such node, or it is not excluded by hand.
+            RefusedError: If there is no such node, it is not excluded, or the job has ended.
         """
         names, held = self.job.names, self.job.rendezvous.held
         node_id = names.get(given.node)
@@ -280,6 +284,8 @@ class Master:
         if node_id is None:
             known = ", ".join(sorted(names)[:MAX_LISTED]) or "none yet"
             raise RefusedError(f"the job has no node {given.node}; it has {known}")
+        if self.job.rendezvous.outcome is not None:
+            raise RefusedError(f"the job has {self.job.rendezvous.outcome}: no world follows")
         if not given.is_used:
             self.apply(NodeHeld(node_id, given.reason or "no reason given"))
         elif node_id in held:
@@ -289,6 +295,9 @@ class Master:
                 f"node {given.node} is not excluded by hand\n"
                 "One that the master has excluded is used again when its agent is started again"
             )
+        nodes = self.job.rendezvous
+        stays = node_id in nodes.held and node_id in nodes.active and nodes.broken is None
+        return NodeSet(stays=stays and node_id not in leaving(nodes))
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """Take a message of an agent; one that is heard a second time has no further effect.

@@ -247,11 +247,17 @@ def hold(state: Rendezvous, node_id: int, reason: str | None, now: float) -> Ren
 
 
 def leaving(state: Rendezvous) -> list[int]:
-    """The members that are held, if the others can form a world; nothing if it is broken."""
-    found = [node_id for node_id in state.held if node_id in state.active]
-    others = len(state.active) + len(state.usable) - len(found)
-    is_whole = state.broken is None and state.outcome is None
-    return found if is_whole and state.settings.fitting(others) else []
+    """The members that are held and that the others can form a world without, oldest first.
+
+    Nothing of a world that is broken, or is ending: members that have finished start no other one.
+    """
+    if state.broken is not None or state.finished or state.outcome is not None:
+        return []
+    held = [node_id for node_id in state.held if node_id in state.active]
+    num_nodes = len(state.active) + len(state.usable)
+    return next(
+        (held[:k] for k in range(len(held), 0, -1) if state.settings.fitting(num_nodes - k)), []
+    )
 
 
 def break_world(state: Rendezvous, change: Change, reason: str) -> Rendezvous:

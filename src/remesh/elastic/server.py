@@ -341,7 +341,7 @@ class Server:
         return await self._order(request, SetNode, self._master.set_node)
 
     async def _order(
-        self, request: web.Request, kind: type[T], follow: Callable[[T], None]
+        self, request: web.Request, kind: type[T], follow: Callable[[T], object]
     ) -> web.StreamResponse:
         """Follow an order of an operator, and answer when the journal has it."""
         # Browsers send this type across sites only if they are allowed to, which they are not.
@@ -349,14 +349,14 @@ class Server:
             return _reply(Problem("send application/json"), 415)
         try:
             asked = msgspec.json.decode(await request.read(), type=kind)
-            follow(asked)
+            answer = follow(asked)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             name = request.path.rpartition("/")[2]
             return _reply(Problem(f"{name}: {error}"), 400)
         except RefusedError as error:
             return _reply(Problem(str(error)), 409)
         await self._master.written()
-        return _reply({})
+        return _reply({} if answer is None else answer)
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
         failing = not self._master.is_written
