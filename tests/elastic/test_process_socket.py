@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -231,3 +232,19 @@ def test_an_agent_without_descriptors_accepts_later(
         assert process.look() is None
         sockets.take()
         assert process.look() == Instruction()
+
+
+def test_a_process_waits_also_if_it_can_open_no_more_files(sockets: ProcessSockets) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connected(sockets) as process:
+        process.look()
+        later = threading.Timer(0.05, sockets.order, [[0], LeaveWorld(1)])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(0)
+            later.start()
+            assert process.look(60.0) == Instruction(LeaveWorld(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        later.join()

@@ -154,7 +154,7 @@ class AgentConnection:
         None before the first, which every connection brings.
         """
         if seconds and self._socket is not None:
-            with selectors.DefaultSelector() as selector:
+            with selectors.PollSelector() as selector:  # an epoll would need a descriptor
                 selector.register(self._socket, selectors.EVENT_READ)
                 selector.select(seconds)
         with self._lock:
