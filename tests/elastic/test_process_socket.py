@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from remesh.elastic import script
 from remesh.elastic.directories import SOCKETS, agent_directory
 from remesh.elastic.process_socket import (
+    MAX_WAITING,
     Act,
     AgentConnection,
     EnterWorld,
@@ -177,6 +180,8 @@ def test_the_end_of_an_agent_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFi
             sockets.close()
             assert seen() == (True, True)
         assert AgentConnection(path).is_lost  # it has died, and its directory is there
+        os.unlink(path)
+        assert not AgentConnection(path).is_lost  # the file alone says nothing
     assert AgentConnection(path).is_lost
     assert not AgentConnection(unseen).is_lost
 
@@ -248,3 +253,29 @@ def test_a_process_waits_also_if_it_can_open_no_more_files(sockets: ProcessSocke
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         later.join()
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_connection_waits_until_the_agent_has_taken_others(
+    sockets: ProcessSockets, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    monkeypatch.setattr(script, "CONNECT_SECONDS", 60 if is_taken else 1)
+    with contextlib.ExitStack() as others:
+        for _ in range(MAX_WAITING + 1):
+            others.enter_context(connect(sockets.path_of(0)))
+        if is_taken:
+            former = signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
+            interrupts = threading.Timer(
+                0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGUSR1]
+            )
+            takes = threading.Timer(0.3, sockets.take)
+            for timer in (interrupts, takes):
+                timer.start()
+            with connect(sockets.path_of(0)) as one:
+                assert one.getpeername()
+            for timer in (interrupts, takes):
+                timer.join()
+            signal.signal(signal.SIGUSR1, former)
+        else:
+            with pytest.raises(BlockingIOError):
+                connect(sockets.path_of(0))

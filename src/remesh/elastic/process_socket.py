@@ -189,7 +189,10 @@ class AgentConnection:
 def _shows_end(error: OSError, path: str) -> bool:
     """True if an agent has ended, as a connection to its socket was refused for that reason."""
     if isinstance(error, FileNotFoundError):
-        parent, name = os.path.split(os.path.dirname(path))
+        directory = os.path.dirname(path)
+        if os.path.isdir(directory):  # which ends with the agent: only the file has been removed
+            return False
+        parent, name = os.path.split(directory)
         with contextlib.suppress(OSError):
             return directory_mark(parent) in name
     return isinstance(error, ConnectionRefusedError)

@@ -29,6 +29,7 @@ import pkgutil
 import runpy
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -43,7 +44,7 @@ __all__ = ["finish"]
 
 AGENT_SOCKET = "REMESH_AGENT_SOCKET"
 """Environment variable: the socket at which the agent listens to this process."""
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 10
 """How long an agent may take to accept a connection, if many are made at once."""
 
 _USAGE = "usage: python -m remesh.elastic.script [-m] SCRIPT [ARGS]..."
@@ -56,10 +57,15 @@ def connect(path: str) -> socket.socket:
     """A connection to the agent of a process (`remesh.elastic.process_socket`)."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        one.settimeout(CONNECT_SECONDS)
+        # With a timeout of Python, a connection fails at once while too many others are made.
+        limit = struct.pack("ll", CONNECT_SECONDS, 0)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with short_path(path) as name:
-            one.connect(name)
-        one.settimeout(None)
+            is_made = False
+            while not is_made:  # a signal may end the wait, which Python takes for a connection
+                one.connect(name)
+                with contextlib.suppress(OSError):
+                    is_made = one.getpeername() is not None
     except OSError:
         one.close()
         raise
