@@ -124,6 +124,24 @@ def test_merged_weights_are_those_of_the_base_model(kind: str, tmp_path: Path) -
     assert model.config.tie_word_embeddings == (kind == "tied embeddings")
 
 
+@pytest.mark.parametrize("kind", ["two layers", "untied ends", "replicated layers"])
+def test_weights_that_transformers_does_not_tie_are_all_written(kind: str, tmp_path: Path) -> None:
+    model = base_model(is_tied=kind == "two layers")
+    if kind == "two layers":
+        first, second = (layer.self_attn.q_proj for layer in model.model.layers)
+        second.weight = first.weight
+    elif kind == "untied ends":
+        model.lm_head.weight = model.model.embed_tokens.weight
+    else:
+        model = adapted(layer_replication=[[0, 2], [1, 2]])
+    source = model if kind == "replicated layers" else torch.compile(model)
+    options = {"merge": kind == "replicated layers", "config": model.config}
+    report = export_weights({"model": source}, tmp_path, dtype=None, **options)
+    declared = {"lm_head.weight": "model.embed_tokens.weight"} if kind == "two layers" else {}
+    assert report.tied == declared
+    assert torch.allclose(logits(opened(tmp_path)), logits(model), atol=1e-5)
+
+
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_folders_of_peft_fill_the_adapters(kind: str, safe: bool, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from remesh.adapters.peft import (
     merged_copy,
     peft_model,
 )
+from remesh.adapters.wrappers import unwrapped
 from remesh.checkpoint.agree import PlanCache, SaveOptions
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.converting import describe_stored
@@ -42,7 +43,7 @@ from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.memory import CarrierArray, Memory, SourceMemory
 from remesh.core.sharded import ArrayLike, Part
-from remesh.core.state import TENSOR_RECORD, Description, Role, TensorEntry
+from remesh.core.state import TENSOR_RECORD, Description, Role, TensorEntry, name_of
 from remesh.core.strided import Layout
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.events import ignore
@@ -162,12 +163,16 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         merged = merged_copy(model)
         if config is not None and config is getattr(model, "config", None):
             config = merged.config
+        live = merged
         state = merged if entry is None else {entry: merged}
     elif model is not None and names is None:
         return _export_adapters(model, path, dtype, format, group)
     if place is None:
         local = describe_local(state)
-        weights = _merge(run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local))))
+        tied = _declared_tied(live, entry) if format == "safetensors" else None
+        weights = _merge(
+            run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local, tied)))
+        )
     else:
         local = _describe_stored(exchange, place)
         weights = _describe(local)
@@ -289,20 +294,33 @@ def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
     return source, None
 
 
-def _describe(description: Description) -> list[_Weight]:
-    """The weights of a description; those of a live state are on this rank."""
-    paths = description.paths
-    return [
-        _Weight(
-            entry.name,
-            paths.get(entry.name, (entry.name,)),
-            entry.dtype,
-            entry.global_shape,
-            [paths.get(alias, (alias,)) for alias in names[1:]],
-            _record_of(entry.name) in description.fixed | description.values.keys(),
-        )
-        for entry, names in with_all_names(description.tensors)
-    ]
+def _declared_tied(live: Any, entry: str | None) -> set[str] | None:
+    """The names of tied weights that transformers ties again; None if it does not load them."""
+    if not isinstance(live, nn.Module):
+        return None
+    declared = vars(unwrapped(live)).get("all_tied_weights_keys")
+    if declared is None:
+        return None
+    prefix = "" if entry is None else f"{entry}."
+    return {f"{prefix}{name}" for pair in declared.items() for name in pair}
+
+
+def _describe(description: Description, tied: set[str] | None = None) -> list[_Weight]:
+    """The weights of a description; those of a live state are on this rank.
+
+    A name that shares memory with others but is not in `tied` is a weight of its own.
+    """
+    paths, records = description.paths, description.fixed | description.values.keys()
+    weights = []
+    for entry, names in with_all_names(description.tensors):
+        is_inner = _record_of(entry.name) in records
+        together = [name for name in names if tied is None or name in tied]
+        apart = [[name] for name in names if name not in together]
+        for own in [together, *apart] if together else apart:
+            path, *aliases = (paths.get(name, (name,)) for name in own)
+            shape = entry.global_shape
+            weights.append(_Weight(entry.name, path, entry.dtype, shape, aliases, is_inner))
+    return weights
 
 
 def _record_of(name: str) -> str:
@@ -312,10 +330,10 @@ def _record_of(name: str) -> str:
 
 def _merge(replies: Sequence[bytes]) -> list[_Weight]:
     """The weights of all ranks, in order of first appearance."""
-    found: dict[str, _Weight] = {}
+    found: dict[tuple[str, str], _Weight] = {}
     for reply in replies:
         for weight in msgspec.msgpack.decode(reply, type=list[_Weight]):
-            found.setdefault(weight.name, weight)
+            found.setdefault((weight.name, name_of(weight.path)), weight)
     return list(found.values())
 
 
