@@ -882,6 +882,21 @@ def _derive(exchange: ThreadExchange, root: Path) -> list[int]:
     return draw(generator)
 
 
+def test_a_generator_that_one_rank_has_is_seeded_anew_there(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange, *, has_more: bool) -> tuple[str, ...]:
+        generators = {"dropout": np.random.default_rng()} if has_more else {}
+        randomness = Randomness(generators=generators)
+        with Manager(tmp_path, group=exchange, randomness=randomness) as manager:
+            resumed = manager.resume(state_of(0, exchange))
+            if resumed is None:
+                manager.save(1, state_of(1, exchange))
+        return () if resumed is None else resumed.seeded_anew
+
+    run_ranks(2, lambda exchange: play(exchange, has_more=False))
+    after = run_ranks(2, lambda exchange: play(exchange, has_more=exchange.rank == 1))
+    assert after == [("on rank 1: generators.dropout (not stored)",)] * 2
+
+
 def test_ranks_with_other_axes_are_refused(tmp_path: Path) -> None:
     def play(exchange: ThreadExchange) -> None:
         role = {"dp": (exchange.rank, 2 + exchange.rank)}

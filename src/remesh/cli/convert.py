@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +102,6 @@ def convert(
         index = Checkpoint(opened).index
         transform = _recipe(recipe, source, index, metadata)
         only = only or _sources_of(transform, index)
-    began = time.monotonic()
     with _ranks() as (rank, group):
         report = convert_checkpoint(
             opened,
@@ -117,7 +115,7 @@ def convert(
             group=group,
         )
     if rank == 0:
-        _print_report(report, source, target, time.monotonic() - began, as_json=as_json)
+        _print_report(report, source, target, as_json=as_json)
     if group is not None:
         finish()  # without a race between gloo's threads and the end of the interpreter
 
@@ -138,9 +136,7 @@ def _ranks() -> Iterator[tuple[int, Any]]:
         dist.destroy_process_group()
 
 
-def _print_report(
-    report: ConversionReport, source: str, target: str, seconds: float, *, as_json: bool
-) -> None:
+def _print_report(report: ConversionReport, source: str, target: str, *, as_json: bool) -> None:
     if as_json:
         document = {
             "kind": "conversion",
@@ -151,7 +147,7 @@ def _print_report(
             "num_tensors": report.num_tensors,
             "num_values": report.num_values,
             "num_bytes": report.num_bytes,
-            "seconds": seconds,
+            "seconds": report.seconds,
             "has_digests": report.verified.has_digests,
             "unchecked": list(report.unchecked),
         }
@@ -159,11 +155,11 @@ def _print_report(
         return
     counts = f"{output.plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)}"
     others = f", {output.plural(report.num_values, 'value')}" if report.num_values else ""
-    rate = report.num_bytes / 1e9 / max(seconds, 1e-9)
+    rate = report.num_bytes / 1e9 / max(report.seconds, 1e-9)
     checked = "compared with its digests" if report.verified.has_digests else "no digests"
     output.line(
         f"{shown_url(target)}: {report.source_format} to {report.format}, "
-        f"{counts}{others}; read again, {checked}; {seconds:.1f} s, {rate:.2f} GB/s"
+        f"{counts}{others}; read again, {checked}; {report.seconds:.1f} s, {rate:.2f} GB/s"
     )
     if report.unchecked:
         names = output.listed(report.unchecked, show_all=False)

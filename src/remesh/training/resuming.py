@@ -527,14 +527,15 @@ def _by_ranks(replies: Sequence[bytes]) -> tuple[str, ...]:
         if reply:
             ranks.setdefault(reply.decode(), []).append(rank)
     return tuple(
-        f"on {'all ranks' if len(own) == len(replies) else f'ranks {_few(own)}'}: {text}"
+        f"on {'all ranks' if len(own) == len(replies) else _few(own)}: {text}"
         for text, own in ranks.items()
     )
 
 
 def _few(ranks: Sequence[int]) -> str:
+    noun = "rank" if len(ranks) == 1 else "ranks"
     more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
-    return ", ".join(map(str, ranks[:MAX_SHOWN])) + more
+    return f"{noun} {', '.join(map(str, ranks[:MAX_SHOWN]))}{more}"
 
 
 def _load_rows(
