@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -14,7 +15,9 @@ import pytest
 
 from remesh.cli import cli
 from remesh.elastic.progress import RankProgress
-from tests.elastic.agents import serving
+from remesh.elastic.protocol import JobEnded
+from remesh.elastic.rendezvous import Outcome
+from tests.elastic.agents import Served, serving
 
 yaml = pytest.importorskip("yaml")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -25,6 +28,14 @@ PAGE = (DOCS / "how-to/on-call.md").read_text()
 NAME = re.compile(r"\bremesh_\w+")
 
 
+def metrics_of(served: Served) -> str:
+    at = urlsplit(served.url)
+    assert at.hostname is not None
+    with contextlib.closing(http.client.HTTPConnection(at.hostname, at.port)) as wire:
+        wire.request("GET", "/metrics")
+        return wire.getresponse().read().decode()
+
+
 @pytest.fixture(scope="module")
 def exposed() -> set[str]:
     """The names of all metrics of a master whose job trains, and of the operator."""
@@ -33,12 +44,7 @@ def exposed() -> set[str]:
         for step in (4, 5):
             progress = RankProgress(step=step, time=0.0, step_seconds=0.1, saved_step=4)
             served.beat(0, {0: progress, 1: progress})
-        at = urlsplit(served.url)
-        assert at.hostname is not None
-        wire = http.client.HTTPConnection(at.hostname, at.port)
-        wire.request("GET", "/metrics")
-        text = wire.getresponse().read().decode()
-        wire.close()
+        text = metrics_of(served)
     from remesh.kubernetes.operator import Metrics
 
     metrics = Metrics()
@@ -73,6 +79,19 @@ def test_rules_are_whole() -> None:
         assert rule["annotations"]["summary"]
     jobs = {job for what in expressions().values() for job in re.findall(r'job="([^"]+)"', what)}
     assert jobs == set(re.findall(r"job_name: (\S+)", PAGE))
+
+
+def test_a_job_that_has_succeeded_is_told_from_one_that_does_not_train() -> None:
+    with serving(heartbeat_timeout=600.0) as served:
+        served.join_all([0, 1])
+        trains = metrics_of(served)
+        for number in (0, 1):
+            served.agent(number).leave(Outcome.SUCCEEDED)
+        served.agent(0).shown(JobEnded)
+        ended = metrics_of(served)
+    for metric, values in (("running", (1.0, 0.0)), ("succeeded", (0.0, 1.0))):
+        for text, value in zip((trains, ended), values, strict=True):
+            assert f"remesh_{metric} {value}\n" in text
 
 
 def test_panels_do_not_overlap() -> None:

@@ -32,6 +32,7 @@ def _totals(status: Status, num_requests: int) -> list[Metric]:
         ("remesh_step_age_seconds", "Time since any rank finished a step", status.step_age),
         ("remesh_saved_step", "Step of the newest checkpoint", status.saved_step),
         ("remesh_running", "Whether the job runs", float(status.phase == "running")),
+        ("remesh_succeeded", "Whether the job has succeeded", float(status.phase == "succeeded")),
     ]
     counters = [
         ("remesh_restarts", "Rounds after the first", status.num_restarts),
