@@ -13,18 +13,17 @@ from urllib.parse import urlsplit
 import pytest
 
 from remesh.elastic.client import Client
+from remesh.elastic.protocol import PROTOCOL_VERSION
 from remesh.elastic.server import QUIET_SECONDS, RepeatFilter, ServerOptions
 from remesh.errors import MasterError
 from tests.elastic.agents import SilentAgent, patient_status, serving
 from tests.elastic.cluster import REMESH
 from tests.waiting import wait_until
 
-HALF_OPEN = (b"", b"POST /v3/check HT", b"POST /v3/check HTTP/1.1\r\nHost: x\r\nContent-Le")
+CHECK = b"POST /v%d/check HTTP/1.1\r\nHost: x\r\n" % PROTOCOL_VERSION
+HALF_OPEN = (b"", CHECK[:17], CHECK + b"Content-Le")
 """What connections say that never get to a whole request."""
-HALF_A_BODY = (
-    b"POST /v3/check HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    b'Content-Length: 100\r\n\r\n{"node'
-)
+HALF_A_BODY = CHECK + b'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"node'
 
 
 @contextlib.contextmanager

@@ -606,7 +606,7 @@ def test_an_agent_sees_the_progress_and_asks_for_saves(
         assert (first.step, first.saved_step, first.step_seconds) == (1, None, None)
         agent.request("save-and-hold")
         played = pool.submit(play)
-        manager.step(2, state_of(2), own_seconds=0.25)
+        manager.step(2, state_of(2), own_seconds=np.float64(0.25))
         played.result()
         second = progress()
         assert second.time >= first.time

@@ -279,8 +279,8 @@ class Master:
         """
         names, held = self.job.names, self.job.rendezvous.held
         node_id = names.get(given.node)
-        if node_id is None and given.node.isdecimal() and int(given.node) in names.values():
-            node_id = int(given.node)
+        if node_id is None:
+            node_id = next((number for number in names.values() if str(number) == given.node), None)
         if node_id is None:
             known = ", ".join(sorted(names)[:MAX_LISTED]) or "none yet"
             raise RefusedError(f"the job has no node {given.node}; it has {known}")

@@ -27,7 +27,7 @@ from remesh.elastic.failures import FailureDecision, ProcessFailure
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEARTBEAT_TIMEOUT = 3.0
 """Seconds without a message after which a node is lost, if nothing else is said."""
 

@@ -75,7 +75,8 @@ class Watch:
     def keep_pace(self, step: int, own_seconds: float | None = None) -> None:
         """Note that a step is done, how long it took, and how much of that was this rank's work."""
         now = time.monotonic()
-        self._own_seconds = own_seconds
+        # Numbers of NumPy are none of JSON.
+        self._own_seconds = None if own_seconds is None else float(own_seconds)
         if self._last_step is not None and step > self._last_step[0]:
             self.step_seconds = (now - self._last_step[1]) / (step - self._last_step[0])
         self._last_step = step, now
