@@ -287,6 +287,8 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"(?s)is computed by peft.*model\.load_adapter"):
         remesh.load(prompts, tmp_path / "prompts")
     model.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(StateError, match=r"(?s)model: is a model of peft.*Pass the model itself"):
+        remesh.load({"model": model}, tmp_path / "theirs", missing="keep")
     merged = adapted(seed=2)
     merged.merge_adapter()
     with pytest.raises(StateError, match=r"(?s)adapters are merged.*model\.unmerge_adapter\(\)"):

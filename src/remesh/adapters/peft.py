@@ -37,15 +37,23 @@ def peft_model(state: object) -> Any:
     return found if isinstance(found, kind) else None
 
 
-def adapter_target(state: Any, stored: Iterable[str]) -> Any:
+def adapter_target(state: Any, stored: Iterable[str], *, is_transformed: bool = False) -> Any:
     """What to fill with a checkpoint of these names: for files of peft, tensors of the adapters.
 
     They are called as in the files; an adapter that is not called `default` may lie in a folder of
     its name. Base weights are in no file of peft, and stay as they are.
 
     Raises:
-        StateError: If peft stores something else than tensors of the model, or has merged them.
+        StateError: If peft stores something else than tensors of the model, or has merged them, or
+            if the model of a file of peft is an entry of the state, and no transform moves it.
     """
+    if isinstance(state, Mapping) and not is_transformed:
+        for key, value in state.items():
+            if peft_model(value) is not None and adapter_target(value, stored) is not value:
+                raise StateError(
+                    f"{key}: is a model of peft, and the folder has its adapters alone\n"
+                    "Pass the model itself: remesh.load(model, folder)"
+                )
     model = peft_model(state)
     if model is None or has_fsdp1(state):
         return state

@@ -70,13 +70,13 @@ def describe_local(state: Any, stored: Stored | None = None) -> Description:
     return describe(state, describe_leaf, stored)
 
 
-def target_of(state: Any, stored: Iterable[str]) -> Any:
+def target_of(state: Any, stored: Iterable[str], *, is_transformed: bool) -> Any:
     """What a load fills of a state: of a model of peft the adapters, if these are files of peft."""
     if "peft" not in sys.modules:
         return state
     from remesh.adapters.peft import adapter_target
 
-    return adapter_target(state, stored)
+    return adapter_target(state, stored, is_transformed=is_transformed)
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
