@@ -155,24 +155,15 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     if model is not None:
         check_not_flat(live)
     if merge:
-        if model is None:
-            raise StateError(
-                "merge=True needs a live model of peft, which knows how its adapters are merged\n"
-                "Load the checkpoint into the model, and export that"
-            )
-        merged = merged_copy(model)
-        if config is not None and config is getattr(model, "config", None):
-            config = merged.config
-        live = merged
-        state = merged if entry is None else {entry: merged}
+        live, config = _merged(model, config)
+        state = live if entry is None else {entry: live}
     elif model is not None and names is None:
         return _export_adapters(model, path, dtype, format, group)
     if place is None:
         local = describe_local(state)
         tied = _declared_tied(live, entry) if format == "safetensors" else None
-        weights = _merge(
-            run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local, tied)))
-        )
+        replies = run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local, tied)))
+        weights = _merge(replies)
     else:
         local = _describe_stored(exchange, place)
         weights = _describe(local)
@@ -194,24 +185,47 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         tensors=[one for tensor in tensors for one in _entries_of(tensor, boxes)]
     )
     save_agreed(description, storage, options, group=exchange, cache=PlanCache(), on_event=ignore)
-    files = [FileTensor(tensor.names[0], tensor.dtype, tensor.shape) for tensor in tensors]
     limit = max_file_bytes if format == "safetensors" else None
-    written = file_names(name, f".{format}", len(split_into_files(files, limit)))
-    if len(written) > 1 and not storage.shares_files:
-        written = _indexed_files(exchange, storage, name)
-    report = ExportReport(
-        tuple(written),
-        len(tensors),
-        sum(tensor.num_bytes for tensor in files),
-        {alias: one.names[0] for one in tensors for alias in one.names[1:]}
-        if format == "safetensors"
-        else {},
-        time.monotonic() - started,
-    )
+    report = _report(exchange, storage, tensors, name, limit, time.monotonic() - started)
     if exchange.rank == 0:
         size = report.num_bytes / 1e6
         _log.info("exported %.1f MB in %.2f s: %s", size, report.seconds, storage.url)
     return report
+
+
+def _merged(model: Any, config: Any) -> tuple[Any, Any]:
+    """The base of a model of peft, with its adapters merged, and its configuration, if given."""
+    if model is None:
+        raise StateError(
+            "merge=True needs a live model of peft, which knows how its adapters are merged\n"
+            "Load the checkpoint into the model, and export that"
+        )
+    merged = merged_copy(model)
+    is_its_own = config is not None and config is getattr(model, "config", None)
+    return merged, merged.config if is_its_own else config
+
+
+def _report(
+    exchange: Exchange,
+    storage: Storage,
+    tensors: Sequence[_Tensor],
+    name: str,
+    limit: int | None,
+    seconds: float,
+) -> ExportReport:
+    """What is written; only safetensors files have a limit of bytes. Collective."""
+    files = [FileTensor(tensor.names[0], tensor.dtype, tensor.shape) for tensor in tensors]
+    suffix = ".pth" if limit is None else ".safetensors"
+    written = file_names(name, suffix, len(split_into_files(files, limit)))
+    if len(written) > 1 and not storage.shares_files:
+        written = _indexed_files(exchange, storage, name)
+    return ExportReport(
+        tuple(written),
+        len(tensors),
+        sum(tensor.num_bytes for tensor in files),
+        {one: own.names[0] for own in tensors if limit is not None for one in own.names[1:]},
+        seconds,
+    )
 
 
 def _export_adapters(
