@@ -61,7 +61,9 @@ def test_the_first_minute_of_the_readme(tmp_path: Path, monkeypatch: pytest.Monk
             timeout=280,
         )
         assert done.returncode == 0, done.stderr
-        printed.append(done.stdout.strip())
+        # Gloo of older torch says there who is connected.
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+        printed.append("\n".join(lines))
     assert printed == ["2 ranks saved step 20", "4 ranks saved step 40"]
     readme = (ROOT / "README.md").read_text()
     assert all(line in readme for line in printed)
