@@ -32,7 +32,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "formats": (7579, 7000),
     "kubernetes": (2373, 2000),
     "maintenance": (1237, 1100),
-    "pipeline": (2676, 2750),
+    "pipeline": (2681, 2750),
     "planner": (1449, 1450),
     "recipes": (496, 400),
     "simulation": (591, 700),

@@ -30,9 +30,13 @@ from remesh.planner import (
 )
 from remesh.storage import Buffer, Storage
 
-MAX_SHARING_THREADS = 16
-"""Threads that read for several ranks at most: each holds what it has read until the messages that
-it goes into can be packed."""
+NUM_SHARING_THREADS = 2
+"""Threads that read from this machine for several ranks: fewer than those of a rank that reads for
+itself, for these pack messages as well."""
+
+NUM_FAR_SHARING_THREADS = 16
+"""The same for storages that are a network away, at most: each holds what it has read until the
+messages that it goes into can be packed."""
 
 
 def read_together(
@@ -64,7 +68,8 @@ def read_together(
         regions, turns = found.taken(len(destinations))
         plan = plan_regions(index, regions, plan.limits)
         turn = _turns_of_runs(plan, turns)
-        num_threads = min(num_threads, MAX_SHARING_THREADS)
+        most = NUM_FAR_SHARING_THREADS if storage.is_remote else NUM_SHARING_THREADS
+        num_threads = min(num_threads, most)
     order = np.argsort(turn, kind="stable")
 
     def perform(task: int, buffer: Buffer, place: Place, writing: Writing) -> int:
