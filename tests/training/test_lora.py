@@ -17,7 +17,7 @@ from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from remesh.training.export import export_weights
-from tests.support import run_processes
+from tests.support import Raised, run_processes, run_ranks_outcomes
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -265,6 +265,10 @@ def test_shards_of_fsdp(tmp_path: Path) -> None:
         assert torch.allclose(merged, expected, atol=1e-5)
 
 
+def load_own(exchange: Exchange, models: list[Any], place: Path) -> None:
+    remesh.load(models[exchange.rank], place, group=exchange)
+
+
 def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     model = adapted()
     remesh.save({"model": model}, tmp_path / "c")
@@ -293,6 +297,10 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     merged.merge_adapter()
     with pytest.raises(StateError, match=r"(?s)adapters are merged.*model\.unmerge_adapter\(\)"):
         remesh.load(merged, tmp_path / "theirs")
+    models = [adapted(seed=2), merged]
+    for outcome in run_ranks_outcomes(2, load_own, models, tmp_path / "theirs"):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, StateError)  # on both, not that the other rank has ended
     merged.unmerge_adapter()
     remesh.load(merged, tmp_path / "theirs")
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)

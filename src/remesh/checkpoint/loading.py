@@ -159,7 +159,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     def load_once() -> RestoreReport:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
             stored = open_shared(exchange, place)
-            target = target_of(state, stored, is_transformed=rules is not None)
+            target = target_of(exchange, state, stored, is_transformed=rules is not None)
             stored = with_parameter_names(
                 exchange, target, stored, is_transformed=rules is not None
             )

@@ -36,7 +36,7 @@ from remesh.core.state import (
 )
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import NameCollisionError, StateError
-from remesh.exchange import Alone, Exchange
+from remesh.exchange import Alone, Exchange, run_on_all
 from remesh.pipeline import machine
 from remesh.pipeline.arena import Pin
 
@@ -70,13 +70,21 @@ def describe_local(state: Any, stored: Stored | None = None) -> Description:
     return describe(state, describe_leaf, stored)
 
 
-def target_of(state: Any, stored: Iterable[str], *, is_transformed: bool) -> Any:
-    """What a load fills of a state: of a model of peft the adapters, if these are files of peft."""
-    if "peft" not in sys.modules:
-        return state
-    from remesh.adapters.peft import adapter_target
+def target_of(
+    exchange: Exchange, state: Any, stored: Iterable[str], *, is_transformed: bool
+) -> Any:
+    """What a load fills of a state: its adapters, if files of peft are stored. Collective."""
+    targets = [state]
 
-    return adapter_target(state, stored, is_transformed=is_transformed)
+    def choose() -> bytes:
+        if "peft" in sys.modules:
+            from remesh.adapters.peft import adapter_target
+
+            targets[0] = adapter_target(state, stored, is_transformed=is_transformed)
+        return b""
+
+    run_on_all(exchange, choose)
+    return targets[0]
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:

@@ -6,9 +6,9 @@ digests of its blocks.
 
 When a save is planned that has a frozen file with the same pieces, its content is digested where it
 lies in the trainer's memory, up to the first block that differs. If none does, the new checkpoint
-gets a hard link to the file of the last one (`Storage.link_from`).
-Where there are none (another file system, a checkpoint that was removed, an object store) the file
-is written. So a checkpoint always has all of its files.
+gets a hard link to the file of the last one (`Storage.link_from`). Where no link can be made
+(another file system, a checkpoint that was removed, an object store) the file is written. So a
+checkpoint always has all of its files.
 
 Digests decide, and not versions of tensors or what a framework says, because memory may be changed
 in many ways. Whether the stored file still has these digests is not read again: damage to a file
@@ -18,7 +18,6 @@ history when it starts, so its first save writes everything.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from remesh.checkpoint.local import LocalTensors
 from remesh.checkpoint.stream_layout import lay_out
 from remesh.core.geometry import IntArray
 from remesh.core.integrity import raw_digest
-from remesh.errors import CheckpointNotFoundError, StorageError
+from remesh.errors import StorageError
 from remesh.formats.framing import Frame, Grid, Part, Writer, as_written
 from remesh.formats.native import data_path
 from remesh.pipeline import has_digests
@@ -39,8 +38,6 @@ from remesh.storage import Storage
 
 MIN_BYTES = 4 << 20
 """Bytes of frozen tensors; less is written with what changes."""
-
-_LOGGER = logging.getLogger("remesh")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,15 +108,9 @@ def keep_frozen(
     for file in files:
         if last is None or source is None or not file.is_frozen or file.key != history.key:
             continue
-        try:
-            is_there = last.size(source.path) == source.stored_size
-        except (CheckpointNotFoundError, StorageError) as error:
-            _LOGGER.debug("%s is written again: %s", file.frame.path, error)
-            continue
         stream = lay_out([file.frame], tensors, [file.numbers])
         if (
-            is_there
-            and storage.shares_files
+            storage.shares_files
             and has_digests(stream.layout, source.written.digests, stored_copies(tensors.memories))
             and storage.link_from(last, source.path, file.frame.path, source.stored_size)
         ):

@@ -261,6 +261,7 @@ def check_is_weights(document: ValuesDocument) -> None:
 def check_names(names: Sequence[str]) -> None:
     """Refuse names that wrappers have made: `from_pretrained` ignores them without an error."""
     is_wrapped = all(name.startswith("base_model.model.") for name in names)
+    of_all = "module." if all(name.startswith("module.") for name in names) else ""
     for name in names:
         keys = name.split(".")
         if is_wrapped or any(key in _OF_PEFT or key.startswith("lora_") for key in keys):
@@ -270,9 +271,7 @@ def check_names(names: Sequence[str]) -> None:
                 "remesh.training.export_weights(model, path, merge=True). If these names are "
                 "wanted, say so there: names=lambda name: name"
             )
-        wrapped = next((f"{key}." for key in keys if key in _OF_TORCH), "")
-        if not wrapped and all(other.startswith("module.") for other in names):
-            wrapped = "module."
+        wrapped = next((f"{key}." for key in keys if key in _OF_TORCH), of_all)
         if wrapped:
             raise StateError(
                 f"{name}: {wrapped} is of a wrapper, and from_pretrained ignores such names\n"
