@@ -18,6 +18,9 @@ PACKAGES = (
     "remesh", "torch", "numpy", "safetensors", "transformers", "megatron-core", "torchsnapshot"
 )  # fmt: skip
 
+LOAD_BEFORE = os.getloadavg()
+"""What other work there was when a benchmark began; later its own ranks are part of it."""
+
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
@@ -41,7 +44,7 @@ def write_json(name: str, result: object, folder: Path = Path("bench-output")) -
             "system": platform.platform(),
             "num_cores": os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "load": os.getloadavg(),
+            "load_before": LOAD_BEFORE,
         },
         "versions": {"python": platform.python_version(), **_versions()},
         "result": result,

@@ -57,8 +57,8 @@ def of_reshard(result: Any) -> Iterator[str]:
 def of_save_load(rows: Any) -> Iterator[str]:
     """Saves and loads: a table for each task, a column for each number of ranks."""
     yield (
-        f"{size_of(rows)}, as multiples of the limit, whose seconds are in the first rows; in "
-        "parentheses CPU seconds of all ranks."
+        f"{size_of(rows)}. GB/s are bytes of the whole state per second; then the time as a "
+        "multiple of the limit, and in parentheses CPU seconds of all ranks."
     )
     yield ""
     of = {(task_of(row), row["contestant"], row["ranks"]): row for row in rows}
@@ -68,14 +68,16 @@ def of_save_load(rows: Any) -> Iterator[str]:
 
     def line(task: str, name: str, cell: str) -> str:
         found = [of.get((task, name, ranks)) for ranks in worlds]
-        return f"{' | '.join('' if row is None else cell.format(**row) for row in found)} |"
+        cells = ("" if row is None else cell.format(**row, rate=rate_of(row)) for row in found)
+        return f"{' | '.join(cells)} |"
 
     for task in tasks:
         yield f"| {task} | {columns} |"
         yield "|---" * (1 + len(worlds)) + "|"
-        yield f"| limit | {line(task, 'limit', '{seconds:.2f} s')}"
+        yield f"| limit | {line(task, 'limit', '{rate}, {seconds:.2f} s')}"
         for name in dict.fromkeys(name for t, name, _ in of if t == task and name != "limit"):
-            yield f"| {name} | {line(task, name, '{times_limit:.1f} ({cpu_seconds:.1f} s)')}"
+            cell = "{rate}, {times_limit:.1f} ({cpu_seconds:.1f} s)"
+            yield f"| {name} | {line(task, name, cell)}"
         yield ""
     yield f"| remesh's memory at the peak, share of the state | {columns} |"
     yield "|---" * (1 + len(worlds)) + "|"
@@ -94,6 +96,11 @@ def task_of(row: Any) -> str:
     return re.sub(r"what \d+ ranks", "what 4 or 2 ranks", row["task"].split(", ", 1)[1])
 
 
+def rate_of(row: Any) -> str:
+    """Bytes of a state for each second of a row."""
+    return f"{row['bytes'] / row['seconds'] / 1e9:.2f} GB/s"
+
+
 def size_of(rows: Any) -> str:
     """The size of a state and the number of rounds, of rows that have both."""
     rounds = len(rows[0]["all_seconds"])
@@ -106,17 +113,19 @@ SUMMARY = ("remesh", "torch DCP", "megatron-core", "torch.save")
 
 def of_save_load_summary(rows: Any) -> Iterator[str]:
     """Saves and loads on 2 ranks."""
-    yield f"{size_of(rows)} on 2 ranks, as multiples of the limit."
+    yield f"{size_of(rows)} on 2 ranks; in parentheses multiples of the limit."
     yield ""
     of = {(row["task"], row["contestant"]): row for row in rows if row["ranks"] == 2}
-    yield f"| | {' | '.join(SUMMARY)} |"
-    yield "|---" * (1 + len(SUMMARY)) + "|"
+    yield f"| | limit | {' | '.join(SUMMARY)} |"
+    yield "|---" * (2 + len(SUMMARY)) + "|"
     for task in ("save", "load, same layout", "load, rows to columns"):
         found = [of.get((f"2 ranks, {task}", name)) for name in SUMMARY]
-        cells = ("" if row is None else f"{row['times_limit']:.1f}" for row in found)
-        yield f"| {task} | {' | '.join(cells)} |"
+        cells = (
+            "" if row is None else f"{rate_of(row)} ({row['times_limit']:.1f})" for row in found
+        )
+        yield f"| {task} | {rate_of(of[f'2 ranks, {task}', 'limit'])} | {' | '.join(cells)} |"
     cells = (f"{of['2 ranks, save', name]['cpu_seconds']:.1f} s" for name in SUMMARY)
-    yield f"| CPU of the save | {' | '.join(cells)} |"
+    yield f"| CPU of the save | | {' | '.join(cells)} |"
 
 
 def save_load_chart(rows: Any) -> str:
@@ -492,6 +501,7 @@ TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "reshard": of_reshard,
     "save_load": of_save_load,
     "save_load.summary": of_save_load_summary,
+    "save_load_4gib.summary": of_save_load_summary,
     "short": of_short,
     "snapshots": of_snapshots,
 }
@@ -510,7 +520,9 @@ def measured(document: Any) -> str:
         text += f" and {machine['memory_bytes'] / 2**30:.0f} GiB"
     if "system" in machine:
         text += f" ({machine['system'].split('-with')[0]})"
-    if "load" in machine:
+    if "load_before" in machine:
+        text += f"; load average before {machine['load_before'][0]:.1f}"
+    elif "load" in machine:
         text += f"; load average at the end {machine['load'][0]:.0f}"
     return text + "."
 
@@ -520,7 +532,7 @@ def figures(name: str) -> str:
     document = json.loads((RESULTS / f"{name.partition('.')[0]}.json").read_text())
     text = "\n".join([*TABLES[name](document["result"]), "", measured(document), ""])
     # A number and its unit stay on one line.
-    text = re.sub(r"(?<=\d) (s|GiB|MB)(?= |\)|;|$)", "\u00a0\\1", text, flags=re.MULTILINE)
+    text = re.sub(r"(?<=\d) (s|GiB|MB|GB/s)(?= |\)|;|$)", "\u00a0\\1", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
