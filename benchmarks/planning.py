@@ -36,8 +36,8 @@ from remesh.core.integrity import BLOCK_SIZE
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.formats import native
-from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
+from remesh.formats.writer import Part
 from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save, touched_windows
 
 HIDDEN = 4096

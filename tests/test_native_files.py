@@ -23,8 +23,8 @@ from remesh.core.safetensors_file import decode_header
 from remesh.core.tables import BoxTable, Cuts, TensorTable
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats import native, native_writer
-from remesh.formats.framing import Part, part_of
 from remesh.formats.native import CommitRecord, FileRecord, ValuesDocument
+from remesh.formats.writer import Part, part_of
 from remesh.storage import MemoryStorage
 from tests.test_native import example_document, plain, record_of
 

@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from remesh.core.collector import collector_rests
+from remesh.core.collector import gc_paused
 
 
 def test_it_rests_and_works_again() -> None:
-    with collector_rests():
+    with gc_paused():
         assert not gc.isenabled()
-        with collector_rests():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -22,7 +22,7 @@ def test_it_works_again_if_one_rest_ends_while_another_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_enabled = gc.isenabled
-    first = collector_rests()
+    first = gc_paused()
     first.__enter__()
 
     def first_ends_now() -> bool:
@@ -32,7 +32,7 @@ def test_it_works_again_if_one_rest_ends_while_another_begins(
 
     monkeypatch.setattr(gc, "isenabled", first_ends_now)
     try:
-        with collector_rests():
+        with gc_paused():
             pass
         assert is_enabled()
     finally:
@@ -42,7 +42,7 @@ def test_it_works_again_if_one_rest_ends_while_another_begins(
 def test_who_has_switched_it_off_finds_it_off() -> None:
     gc.disable()
     try:
-        with collector_rests():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

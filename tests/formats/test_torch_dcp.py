@@ -422,7 +422,7 @@ def test_an_archive_beyond_four_gigabytes(tmp_path: Path) -> None:
     num_bytes = (1 << 32) + 12
     dtype = next(dtype for dtype in DTYPES if dtype.name == "uint8")
     pickled = dumps(tensor_record(dtype, (num_bytes,), "0"))
-    (_, head), (_, tail) = ArchiveLayout(pickled, [num_bytes]).fillers
+    (_, head), (_, tail) = ArchiveLayout(pickled, [num_bytes]).literals
     path = tmp_path / "large.pt"
     with path.open("wb") as file:  # sparse: only the ends take room
         file.write(head)

@@ -45,7 +45,7 @@ from remesh.background.status_files import StatusFiles
 from remesh.background.writer import SaveWriter, Trainer, WriteTask
 from remesh.errors import ExchangeError
 from remesh.exchange import decode_failure, encode_failure
-from remesh.formats.framing import Part
+from remesh.formats.writer import Part
 from remesh.pipeline.arena import SharedChunks
 from remesh.run_info import outliving_environment
 from remesh.storage import Storage, open_storage

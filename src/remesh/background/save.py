@@ -19,7 +19,7 @@ from remesh.background.writer import SaveWriter, Trainer, WriteTask
 from remesh.checkpoint.report import SaveReport
 from remesh.errors import RankFailedError
 from remesh.events import Emit
-from remesh.formats.framing import Part
+from remesh.formats.writer import Part
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.stage import Filled, Stager
 

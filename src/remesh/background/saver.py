@@ -45,8 +45,8 @@ from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore, timed
 from remesh.exchange import Exchange, run_on_all
-from remesh.formats.framing import Part
 from remesh.formats.native import FORMAT_NAME
+from remesh.formats.writer import Part
 from remesh.pipeline import Compress
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.collect import CollectingStager

@@ -19,7 +19,7 @@ from remesh.background.status_files import Participant, StatusFiles
 from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.commit import write_and_commit
 from remesh.checkpoint.unchanged import remove_paths
-from remesh.formats.framing import Part, as_written
+from remesh.formats.writer import Part, as_written
 from remesh.pipeline import StreamFiles
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter

@@ -550,7 +550,7 @@ def read_record_and_sizes(
             )
         return record, findings
 
-    return native.begin_anew(read)
+    return native.retry_if_replaced(read)
 
 
 def describe_findings(findings: Sequence[Finding]) -> str:

@@ -51,7 +51,7 @@ from remesh.checkpoint.unchanged import (
     remove_paths,
 )
 from remesh.core import values
-from remesh.core.collector import collector_rests
+from remesh.core.collector import gc_paused
 from remesh.core.geometry import Box, IntArray
 from remesh.core.index import Index
 from remesh.core.integrity import raw_digest
@@ -62,10 +62,10 @@ from remesh.errors import CoverageError, NameCollisionError, StateError, Storage
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
-from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files, give_to_ranks
+from remesh.formats.writer import Existing, Frame, Part, Saved, Writer
 from remesh.pipeline import Collection, Compress, SpreadMemory
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
@@ -203,7 +203,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True, tag=True):
     shared: bytes | None  # those that other ranks hold as well; None if the rank knows them
     compares: bool  # whether there is anything to compare
     checks_place: bool  # whether the ranks find out whether they share the place
-    grid: Grid  # what the writer of the format makes of the boxes
+    file_plan: bytes  # what the writer of the format makes of the boxes
     holders: bytes  # what all ranks hold, as an index, if each file has one writer
 
 
@@ -266,7 +266,7 @@ def agree(
     def describe() -> bytes:
         if earlier is not None:
             raise earlier
-        with collector_rests():
+        with gc_paused():
             if exchange.rank == 0:
                 plain = replace(options, metadata=_plain_metadata(options.metadata))
                 planners.append(_Planner(storage, plain, cache, emit))
@@ -409,7 +409,7 @@ class _Planner:
         kept = np.array([one.num_bytes_to_keep for one in summaries], dtype=np.int64)
         check_space(spaces, np.maximum(plan.bytes_per_rank(world_size) - kept, 0), storage.url)
         how = options.format_options
-        grid, holders = _plan_grid(writer, storage, plan, document, how, world_size)
+        files, holders = _plan_files(writer, storage, plan, document, how, world_size)
         checks_place = (
             (options.in_background or bool(writer.object_names))
             and world_size > 1
@@ -426,14 +426,14 @@ class _Planner:
         for rows, copies in zip(cache.assignments, plan.copies.by_rank(world_size), strict=True):
             own = plan.row[rows].tobytes() if is_new else None
             shared = plan.copies.row[copies].tobytes() if is_new else None
-            answer = _WriteAssignment(save_id, own, shared, compares, checks_place, grid, holders)
+            answer = _WriteAssignment(save_id, own, shared, compares, checks_place, files, holders)
             answers.append(msgspec.msgpack.encode(answer))
         saved = Saved(
             save_id,
             plan.cuts,
             cache.assignments,
             document,
-            grid,
+            files,
             options.metadata,
             world_size,
             options=how,
@@ -443,25 +443,25 @@ class _Planner:
         return answers
 
 
-def _plan_grid(
+def _plan_files(
     writer: Writer,
     storage: Storage,
     plan: SavePlan,
     document: ValuesDocument,
     options: Mapping[str, object],
     world_size: int,
-) -> tuple[Grid, bytes]:
+) -> tuple[bytes, bytes]:
     """Rank 0: plan the files of a format.
 
     Returns what its writer makes of what is stored; and what all ranks hold, as an index, if each
     file has one writer.
     """
-    grid = writer.grid(plan.cuts, document, options)
+    file_plan = writer.plan(plan.cuts, document, options)
     if not writer.object_names or (storage.shares_files and not writer.has_checksums):
-        return grid, b""
-    is_final = writer.object_names == "final" and len(decode_files(grid).files) == 1
+        return file_plan, b""
+    is_final = writer.object_names == "final" and len(decode_files(file_plan).files) == 1
     names = "renamed" if storage.shares_files else "final" if is_final else "by_save"
-    return give_to_ranks(grid, world_size, names), plan.index_of_holders(world_size).encode()
+    return give_to_ranks(file_plan, world_size, names), plan.index_of_holders(world_size).encode()
 
 
 def _are_first(digests: Sequence[bytes]) -> list[bool]:
@@ -504,16 +504,16 @@ def _plan_rank(
     tensors, rows, writer = held.tensors, cache.rows, writer_of(options.format)
     # All of them: a live reshard reads also what other ranks' files hold.
     finish_device_work(tensors.memories)
-    save_id, rank, grid = assigned.save_id, exchange.rank, assigned.grid
+    save_id, rank, file_plan = assigned.save_id, exchange.rank, assigned.file_plan
     files: list[OwnFile] = []
     kept: list[Part] = []
     layout = held.boxes.layout
 
     def frames_of(boxes: BoxTable) -> Sequence[Frame]:
-        return writer.frames(boxes, rows, rank, save_id, grid)
+        return writer.frames(boxes, rows, rank, save_id, file_plan)
 
     if options.keeps and writer.has_record:
-        files = own_files(writer, tensors, rows, (rank, save_id, grid))
+        files = own_files(writer, tensors, rows, (rank, save_id, file_plan))
         kept = keep_frozen(storage, cache.history, files, tensors)
         there = {part.path for part in kept}
         left = [file for file in files if file.frame.path not in there]
@@ -523,7 +523,7 @@ def _plan_rank(
         stream = lay_out(frames_of(tensors.boxes), tensors, compress=options.compress)
     else:
         stream = _lay_out_collected(frames_of, tensors, rows, assigned.holders, exchange)
-        is_final = decode_files(grid).names == "final"
+        is_final = decode_files(file_plan).names == "final"
         replaces = is_final and options.overwrite
         stream = replace(stream, files=replace(stream.files, replaces=replaces))
     return RankSavePlan(save_id, options, tensors, held.document, stream, layout, files, kept)
@@ -538,7 +538,7 @@ def _lay_out_collected(
 ) -> RankStream:
     """The stream of a rank that writes whole tensors of which other ranks hold boxes.
 
-    Its frames are made of a table of whole tensors; `holders` is what `_plan_grid` gave.
+    Its frames are made of a table of whole tensors; `holders` is what `_plan_files` gave.
     """
     index = Index.decode(holders, "the save")
     table, given = index.tensors, tensors.given(rows)

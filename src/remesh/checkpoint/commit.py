@@ -24,10 +24,10 @@ from remesh.checkpoint.sharing import check_arrived
 from remesh.checkpoint.unchanged import remove_paths
 from remesh.errors import CheckpointError, StorageError
 from remesh.events import Emit
-from remesh.formats.framing import Existing, Part, Rename, SmallFile
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files
+from remesh.formats.writer import Existing, Part, Rename, SmallFile
 from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.storage import Storage, ask_together
 
@@ -198,11 +198,11 @@ def give_up(storage: Storage, save: GlobalSavePlan, *, put: Sequence[str] = ()) 
     writer, saved = writer_of(save.options.format), save.saved
     if not writer.has_record:
         of_rank = (
-            writer.frames(saved.boxes, rows, rank, saved.save_id, saved.grid)
+            writer.frames(saved.boxes, rows, rank, saved.save_id, saved.plan)
             for rank, rows in enumerate(saved.assignments)
         )
         paths = [frame.path for frames in of_rank for frame in frames]
-        if not (writer.object_names and decode_files(saved.grid).names == "final"):
+        if not (writer.object_names and decode_files(saved.plan).names == "final"):
             remove_paths(storage, paths)
     remove_files(storage, saved.save_id, keep=failure_path(saved.save_id))
     # Where a checkpoint was to be replaced, small files with fixed names may be its own.

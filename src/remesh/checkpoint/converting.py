@@ -40,8 +40,8 @@ from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone, Exchange, run_on_one
 from remesh.formats import native
-from remesh.formats.framing import Writer
 from remesh.formats.table import FORMATS, Contents, Source, writer_of
+from remesh.formats.writer import Writer
 from remesh.pipeline import Compress
 from remesh.pipeline.source import StoredMemory, TensorSource
 from remesh.storage import Storage, open_storage

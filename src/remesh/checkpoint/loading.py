@@ -51,14 +51,14 @@ from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.checkpoint.transformed import describe_transformed
-from remesh.core.collector import collector_rests
+from remesh.core.collector import gc_paused
 from remesh.core.index import Index
 from remesh.core.strided import Layout
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.decoding import decoded
-from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
+from remesh.formats.native import ValuesDocument, retry_if_replaced, unless_replaced
 from remesh.formats.place import Place
 from remesh.formats.table import place_of, read_encoded
 from remesh.pipeline import read_together
@@ -176,7 +176,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
             plan, _ = plan_into(target, stored, exchange, options, read=read)
             return fill_planned(plan, exchange, read, emit)
 
-    report = begin_anew(load_once)
+    report = retry_if_replaced(load_once)
     report = dataclasses.replace(report, seconds=time.monotonic() - started)
     if exchange.rank == 0:
         _LOGGER.info("loaded %s: %s", storage.url, report)
@@ -214,7 +214,7 @@ def plan_into(
 
     def plan() -> bytes:
         known: Names = stored
-        with collector_rests():
+        with gc_paused():
             if transform is not None:
                 description, known = describe()
             else:

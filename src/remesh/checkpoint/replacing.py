@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from remesh.errors import CheckpointError, CheckpointExistsError, StateError
-from remesh.formats.framing import Existing, Writer
 from remesh.formats.place import Place
 from remesh.formats.table import Format, listed_formats, marked_formats, writer_of
+from remesh.formats.writer import Existing, Writer
 from remesh.storage import Storage, ask_together
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from remesh._repr import format_bytes, short_repr
-from remesh.formats.framing import Part
+from remesh.formats.writer import Part
 
 
 @dataclass(frozen=True, slots=True)

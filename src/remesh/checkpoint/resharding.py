@@ -53,7 +53,7 @@ from remesh.checkpoint.match import LoadOptions, RankLoadPlan, RankReads
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.stored import StoredState
 from remesh.core import values
-from remesh.core.collector import collector_rests
+from remesh.core.collector import gc_paused
 from remesh.core.index import Index
 from remesh.core.integrity import raw_digest
 from remesh.core.sharded import ArrayLike
@@ -227,7 +227,7 @@ class Resharder:
         def look() -> bytes:
             if last is None:
                 return b""
-            with collector_rests():
+            with gc_paused():
                 _, tensors, document = describe_to_store(
                     self._source_state, self._buffers, self._exchange.rank
                 )

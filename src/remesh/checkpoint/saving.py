@@ -30,9 +30,9 @@ from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
 from remesh.exchange import run_joined
-from remesh.formats.framing import Part, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
+from remesh.formats.writer import Part, as_written
 from remesh.pipeline import Compress, write_collected, write_stream
 from remesh.pipeline.source import stored_copies
 from remesh.storage import Storage, open_storage

@@ -51,7 +51,7 @@ from remesh.errors import (
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
-from remesh.formats.framing import Part, SmallFile
+from remesh.formats.writer import Part, SmallFile
 from remesh.pipeline import Destination, read_together
 from remesh.planner import (
     Assign,

@@ -17,7 +17,7 @@ from remesh.core.dtypes import BY_NAME, DTYPES, CarrierDType
 from remesh.core.geometry import Box, IntArray, flat_runs
 from remesh.core.memory import CarrierArray, HostMemory, Memory, SourceMemory
 from remesh.core.strided import Layout
-from remesh.formats.framing import Frame, Part, column_bytes
+from remesh.formats.writer import Frame, Part, column_bytes
 from remesh.pipeline import (
     Collection,
     Compress,
@@ -90,12 +90,12 @@ def lay_out(
         start = -(-end // alignment) * alignment
         if start > end:
             pieces.append(_bytes_at(end, bytes(start - end)))
-        fillers = frame.fillers
-        if number == 0 and fillers and fillers[0][0] == 0:
-            header, fillers = fillers[0][1], fillers[1:]
-        added = [_bytes_at(start + at, data) for at, data in fillers if data]
+        literals = frame.literals
+        if number == 0 and literals and literals[0][0] == 0:
+            header, literals = literals[0][1], literals[1:]
+        added = [_bytes_at(start + at, data) for at, data in literals if data]
         added += _pieces(frame, tensors, start)
-        if fillers:
+        if literals:
             added.sort(key=lambda piece: piece.position)
         pieces += added
         starts.append(start)
@@ -149,7 +149,7 @@ def _lay_out_shared(frames: Sequence[Frame], tensors: LocalTensors) -> RankStrea
     ranges: list[tuple[int, int, IntArray, int]] = []  # file, start, positions, bytes of each
     end = 0
     for number, frame in enumerate(frames):
-        for position, data in frame.fillers:
+        for position, data in frame.literals:
             pieces.append(_bytes_at(end, data))
             ranges.append((number, end, np.array([position]), len(data)))
             end += len(data)

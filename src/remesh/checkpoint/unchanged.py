@@ -30,8 +30,8 @@ from remesh.checkpoint.stream_layout import lay_out
 from remesh.core.geometry import IntArray
 from remesh.core.integrity import raw_digest
 from remesh.errors import StorageError
-from remesh.formats.framing import Frame, Grid, Part, Writer, as_written
 from remesh.formats.native import data_path
+from remesh.formats.writer import Frame, Part, Writer, as_written
 from remesh.pipeline import has_digests
 from remesh.pipeline.source import stored_copies
 from remesh.storage import Storage
@@ -77,13 +77,13 @@ class History:
 
 
 def own_files(
-    writer: Writer, tensors: LocalTensors, rows: IntArray, place: tuple[int, str, Grid]
+    writer: Writer, tensors: LocalTensors, rows: IntArray, place: tuple[int, str, bytes]
 ) -> list[OwnFile]:
     """The data files of a rank that writes some rows: what changes, and what is frozen.
 
-    The place is the number of the rank, the save's id, and the grid.
+    The place is the number of the rank, the save's id, and the plan of the files.
     """
-    rank, save_id, grid = place
+    rank, save_id, file_plan = place
     is_frozen = tensors.is_frozen[rows]
     if tensors.boxes.num_bytes[rows][is_frozen].sum() < MIN_BYTES:
         is_frozen[:] = False
@@ -91,9 +91,9 @@ def own_files(
     for number, members in enumerate((~is_frozen, is_frozen)):
         numbers = np.flatnonzero(members)
         if len(numbers):
-            [frame] = writer.frames(tensors.boxes, rows[numbers], rank, save_id, grid)
+            [frame] = writer.frames(tensors.boxes, rows[numbers], rank, save_id, file_plan)
             frame = replace(frame, path=data_path(save_id, rank, number))
-            files.append(OwnFile(frame, numbers, number > 0, raw_digest(frame.fillers[0][1])))
+            files.append(OwnFile(frame, numbers, number > 0, raw_digest(frame.literals[0][1])))
     return files
 
 

@@ -128,7 +128,7 @@ def advise(
         raise click.UsageError("give --state-size or --checkpoint, and not both")
     if checkpoint is not None:
         path = checkpoint
-        index = native.begin_anew(lambda: Checkpoint(path)).index
+        index = native.retry_if_replaced(lambda: Checkpoint(path)).index
         state_size = float(sum(index[name].num_bytes for name in index))
     nodes, copies = given["nodes"], given["copies"]
     if copies > nodes:

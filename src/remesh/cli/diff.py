@@ -250,7 +250,7 @@ def diff(
         with progress(f"comparing {second}", num_bytes) as on_read:
             return compare(one, other, transform=transform, tolerance=tolerance, on_read=on_read)
 
-    comparison = native.begin_anew(run)
+    comparison = native.retry_if_replaced(run)
     if as_json:
         document = {
             "kind": "difference",

@@ -70,7 +70,7 @@ def ls(
     storage = open_storage(path)
     if places.is_checkpoint(path):
         usage_depth = depth if with_usage else None
-        listing = native.begin_anew(
+        listing = native.retry_if_replaced(
             lambda: _Listing.of(path, patterns, with_statistics, usage_depth)
         )
         if as_json:

@@ -91,7 +91,7 @@ def source(path: str) -> str | Source:
 
 def open_checkpoint(path: str) -> Checkpoint:
     """Open the checkpoint at a path, anew if it is replaced meanwhile."""
-    return native.begin_anew(lambda: Checkpoint(source(path)))
+    return native.retry_if_replaced(lambda: Checkpoint(source(path)))
 
 
 def is_checkpoint(path: str) -> bool:

@@ -75,7 +75,7 @@ def show(*, path: str, name: str | None, box_text: str | None, as_json: bool) ->
     """
     if name is None:
         raise click.UsageError(f"name a tensor or value; remesh ls {path} --values lists them")
-    checkpoint, looked = native.begin_anew(partial(_open_and_look, path, name, box_text))
+    checkpoint, looked = native.retry_if_replaced(partial(_open_and_look, path, name, box_text))
     if looked is not None:
         if as_json:
             output.print_json(_tensor_document(path, looked))

@@ -143,7 +143,7 @@ class Verdict:
 def check(path: str) -> Verdict:
     """Read everything at a path; errors of remesh become part of the verdict."""
     try:
-        return native.begin_anew(lambda: _check(path))
+        return native.retry_if_replaced(lambda: _check(path))
     except CheckpointNotFoundError as error:
         return Verdict(shown_url(path), "absent", error=str(error))
     except RemeshError as error:

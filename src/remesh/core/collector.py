@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_rests() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Let Python's garbage collector rest while many objects are made that are all needed.
 
     It would look through all objects of the process each time that their number has grown by some

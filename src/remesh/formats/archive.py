@@ -310,7 +310,7 @@ class ArchiveLayout:
     num_bytes: int = field(init=False)  # size of the archive
     positions: list[int] = field(init=False, default_factory=list)
     """Byte at which each storage begins."""
-    fillers: list[tuple[int, bytes]] = field(init=False, default_factory=list)
+    literals: list[tuple[int, bytes]] = field(init=False, default_factory=list)
     """Position and content of the bytes before, between and behind the storages."""
     checksums: list[tuple[int, int, tuple[int, ...]]] = field(init=False)
     """First byte and end of each storage, and where its CRC-32 stands: twice, behind it."""
@@ -324,13 +324,13 @@ class ArchiveLayout:
             lines.append(len(directory))
             directory += _storage_line(name, size, position - self.at)
             filler += _storage_header(name, position)
-            self.fillers.append((begin, filler))
+            self.literals.append((begin, filler))
             self.positions.append(begin + len(filler))
             begin += len(filler) + size
             filler = _DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, 0, size, size)
         start = begin + len(filler)
         end = _directory_end(len(lines) + 1 + len(_ALWAYS), len(directory), start - self.at)
-        self.fillers.append((begin, filler + directory + end))
+        self.literals.append((begin, filler + directory + end))
         self.num_bytes = start + len(directory) + len(end) - self.at
         self.checksums = [
             (
@@ -343,8 +343,8 @@ class ArchiveLayout:
 
     def filled(self, storages: Sequence[bytes]) -> bytes:
         """The whole archive."""
-        parts = [self.fillers[0][1]]
-        for storage, (_, filler) in zip(storages, self.fillers[1:], strict=True):
+        parts = [self.literals[0][1]]
+        for storage, (_, filler) in zip(storages, self.literals[1:], strict=True):
             parts += [storage, filler]
         data = bytearray(b"".join(parts))
         for storage, (_, _, places) in zip(storages, self.checksums, strict=True):

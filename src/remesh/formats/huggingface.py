@@ -42,7 +42,6 @@ from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import safetensors_files, torch_dcp, torch_file
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, damaged, decode_json
-from remesh.formats.framing import Existing, Grid, Rename, Saved, SmallFile
 from remesh.formats.native import ValuesDocument
 from remesh.formats.place import Place
 from remesh.formats.whole_tensors import (
@@ -56,6 +55,7 @@ from remesh.formats.whole_tensors import (
     split_into_files,
     written_name,
 )
+from remesh.formats.writer import Existing, Rename, Saved, SmallFile
 from remesh.storage import Storage
 
 NAME = "huggingface"
@@ -226,7 +226,7 @@ def index_name(stem: str) -> str:
 
 def plan_files(
     tensors: TensorTable, document: ValuesDocument, max_shard_bytes: int | None, stem: str = _STEM
-) -> Grid:
+) -> bytes:
     """The files, and where the tensors lie in them. `stem` begins their names."""
     check_is_weights(document)
     weights = [
@@ -327,13 +327,13 @@ class HuggingFaceWriter(WholeWriter):
     has_metadata = True
     object_names = "by_save"
 
-    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> bytes:
         check_names(cuts.tensors.names)
         return plan_files(cuts.tensors, document, limit_of(options))
 
     def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
         """The configuration, the files under their final names, and the index of several files."""
-        plan, steps = decode_files(saved.grid), [*config_file(saved), *super().small_files(saved)]
+        plan, steps = decode_files(saved.plan), [*config_file(saved), *super().small_files(saved)]
         if len(plan.files) == 1 and plan.names != "by_save":
             return steps
         names = [
@@ -372,7 +372,7 @@ class SafetensorsExport(HuggingFaceWriter):
     object_names = "final"
     is_beside_others = True
 
-    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> bytes:
         limit, name = limit_of(options), str(options["name"])
         return plan_files(cuts.tensors, document, limit, name)
 
@@ -402,7 +402,7 @@ class PthExport(torch_file.TorchFileWriter):
     options = ("name",)
     has_metadata = has_checksums = is_beside_others = True
 
-    def grid(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> bytes:
         return torch_file.plan_archive(cuts, document, f"{options['name']}.pth")
 
     def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:

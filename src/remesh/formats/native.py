@@ -307,7 +307,7 @@ def read_small_files(storage: Storage) -> NativeFiles:
             index, values = ask_together(storage, parts)
             return NativeFiles(record, index, values)
 
-    return begin_anew(read)
+    return retry_if_replaced(read)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def unless_replaced(storage: Storage, identity: str) -> Iterator[None]:
         raise
 
 
-def begin_anew(read: Callable[[], _Result]) -> _Result:
+def retry_if_replaced(read: Callable[[], _Result]) -> _Result:
     """Read a checkpoint from its record on, again if it was replaced meanwhile."""
     for _ in range(NUM_BEGINNINGS - 1):
         with suppress(CheckpointReplacedError):

@@ -22,7 +22,6 @@ from remesh.core.index import Index, StoredFile
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, hex_digest
 from remesh.core.tables import BoxTable, Cuts
 from remesh.errors import CheckpointNotFoundError
-from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, SmallFile, Writer
 from remesh.formats.native import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -35,6 +34,7 @@ from remesh.formats.native import (
     read_record,
     records_of_files,
 )
+from remesh.formats.writer import Existing, Frame, Part, Saved, SmallFile, Writer
 from remesh.storage import Storage
 
 
@@ -124,12 +124,13 @@ class NativeWriter(Writer):
     has_record = has_metadata = True
 
     def frames(
-        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _plan: bytes
     ) -> list[Frame]:
         if not len(rows):
             return []
         header, positions, num_bytes = data_header(boxes, rows)
-        return [Frame(data_path(save_id, rank), num_bytes, rows, positions, fillers=((0, header),))]
+        path, literals = data_path(save_id, rank), ((0, header),)
+        return [Frame(path, num_bytes, rows, positions, literals=literals)]
 
     def small_files(self, saved: Saved) -> list[SmallFile]:
         """Values and index, and the record that refers to everything."""

@@ -53,7 +53,6 @@ from remesh.formats import restricted_pickle
 from remesh.formats.archive import open_range
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, check_name, check_path, damaged
-from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.huggingface import check_is_weights
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_reader import parse_file
@@ -62,6 +61,7 @@ from remesh.formats.pickle_writer import dumps
 from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import numbers, numpy_dtype
 from remesh.formats.safetensors_files import read_arrays
+from remesh.formats.writer import Existing, Frame, Saved, SmallFile, Writer
 from remesh.storage import Storage
 
 NAME = "paddle"
@@ -367,7 +367,7 @@ class PaddleWriter(Writer):
 
     name = "paddle_safetensors"
 
-    def grid(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> bytes:
         """Check that the format has a form for everything."""
         check_is_weights(document)
         for number, name in enumerate(cuts.tensors.names):
@@ -380,7 +380,7 @@ class PaddleWriter(Writer):
         return b""
 
     def frames(
-        self, boxes: BoxTable, rows: IntArray, rank: int, _save_id: str, _grid: Grid
+        self, boxes: BoxTable, rows: IntArray, rank: int, _save_id: str, _plan: bytes
     ) -> list[Frame]:
         """The files of a rank."""
         found, tensors = [], boxes.tensors
@@ -392,7 +392,7 @@ class PaddleWriter(Writer):
             head, positions = _header(entries)
             num_bytes = len(head) + sum(dtype.itemsize * box.size for _, dtype, box in entries)
             place = np.array(own, np.int64), np.array(positions, np.int64)
-            found.append(Frame(_file_name(rank, turn), num_bytes, *place, fillers=((0, head),)))
+            found.append(Frame(_file_name(rank, turn), num_bytes, *place, literals=((0, head),)))
         return found
 
     def small_files(self, saved: Saved) -> list[SmallFile]:

@@ -13,7 +13,6 @@ from remesh.core.tables import Cuts
 from remesh.errors import CheckpointNotFoundError
 from remesh.formats import huggingface, paddle
 from remesh.formats.building import IndexBuilder
-from remesh.formats.framing import Grid
 from remesh.formats.native import ValuesDocument
 from remesh.formats.place import Place
 from remesh.formats.safetensors_files import add_arrays, read_arrays
@@ -52,7 +51,7 @@ class SafetensorsWriter(huggingface.HuggingFaceWriter):
     has_metadata = False
     object_names = "final"
 
-    def grid(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> bytes:
         return huggingface.plan_files(cuts.tensors, document, None)
 
 

@@ -40,8 +40,8 @@ from remesh.formats import (
     zarr,
 )
 from remesh.formats.building import IndexBuilder
-from remesh.formats.framing import Writer
 from remesh.formats.place import Place
+from remesh.formats.writer import Writer
 from remesh.storage import ask_together, open_storage
 
 

@@ -61,13 +61,13 @@ from remesh.formats.archive import (
 )
 from remesh.formats.building import IndexBuilder, read_groups, read_ranges, refused
 from remesh.formats.checks import budget, check_name, check_path, damaged, integers
-from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_reader import RowForm
 from remesh.formats.pickle_records import Name, Record, Rows
 from remesh.formats.pickle_writer import dumps
 from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import ArchivedTensor
+from remesh.formats.writer import Existing, Frame, Saved, SmallFile, Writer
 from remesh.storage import Storage
 
 NAME = "torch_dcp"
@@ -526,7 +526,7 @@ def _flat_shapes(options: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 def _frame(boxes: BoxTable, rows: IntArray, path: str) -> Frame:
     """A data file: an archive for each box."""
     positions: list[int] = []
-    fillers: list[tuple[int, bytes]] = []
+    literals: list[tuple[int, bytes]] = []
     pickles: dict[tuple[str, tuple[int, ...]], bytes] = {}
     at = 0
     for row in rows.tolist():
@@ -536,10 +536,10 @@ def _frame(boxes: BoxTable, rows: IntArray, path: str) -> Frame:
             pickled = dumps(tensor_record(dtype, box.shape, "0"))
             pickles[dtype.name, box.shape] = pickled
         archive = ArchiveLayout(pickled, [box.size * dtype.itemsize], at)
-        fillers += archive.fillers
+        literals += archive.literals
         positions += archive.positions
         at += archive.num_bytes
-    return Frame(path, at, rows, np.array(positions), fillers=tuple(fillers))
+    return Frame(path, at, rows, np.array(positions), literals=tuple(literals))
 
 
 def _dcp_leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
@@ -631,9 +631,9 @@ def _places(saved: Saved) -> dict[int, _Archived]:
     """Where the archive of each box lies, from the same plan by which its rank wrote it."""
     places = {}
     for rank, rows in enumerate(saved.assignments):
-        for file in DcpWriter().frames(saved.boxes, rows, rank, saved.save_id, saved.grid):
+        for file in DcpWriter().frames(saved.boxes, rows, rank, saved.save_id, saved.plan):
             # Heads and tails alternate, so each archive begins at every other filler.
-            begins = [position for position, _ in file.fillers[::2]]
+            begins = [position for position, _ in file.literals[::2]]
             ends = [*begins[1:], file.num_bytes]
             for row, begin, end in zip(file.rows.tolist(), begins, ends, strict=True):
                 places[row] = (file.path, begin, end - begin)
@@ -677,7 +677,7 @@ class DcpWriter(Writer):
     name = "torch_dcp"
     options = ("separation_hint", "flat_shapes")
 
-    def grid(self, cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> bytes:
         """The option `separation_hint`: what the names of tensors begin with that lie apart."""
         _check_flat_shapes(cuts, options)
         hint = options.get("separation_hint", "")
@@ -689,10 +689,10 @@ class DcpWriter(Writer):
         return hint.encode()
 
     def frames(
-        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, plan: bytes
     ) -> list[Frame]:
         """The data file of a rank, and another one for the tensors that `separation_hint` names."""
-        hint, names, name = grid.decode(), boxes.tensors.names, _file_name(rank, 0, save_id)
+        hint, names, name = plan.decode(), boxes.tensors.names, _file_name(rank, 0, save_id)
         tensors = [names[tensor] for tensor in boxes.tensor[rows].tolist()]
         apart = np.array([bool(hint) and name.startswith(hint) for name in tensors], dtype=bool)
         files = [(name, rows[~apart]), (hint + name, rows[apart])]

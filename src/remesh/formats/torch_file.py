@@ -22,11 +22,11 @@ from remesh.core.tables import Cuts
 from remesh.errors import UnsupportedValueError
 from remesh.formats.archive import ArchiveLayout, tensor_record
 from remesh.formats.building import IndexBuilder
-from remesh.formats.framing import Existing, Grid
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import dumps
 from remesh.formats.place import Place
 from remesh.formats.whole_tensors import WholeFile, WholeFiles, WholeWriter
+from remesh.formats.writer import Existing
 from remesh.storage import Storage
 
 NAME = "torch_file"
@@ -57,7 +57,7 @@ def read(place: Place, builder: IndexBuilder) -> None:
 FILE_NAME = "state.pt"
 
 
-def plan_archive(cuts: Cuts, document: ValuesDocument, file_name: str) -> Grid:
+def plan_archive(cuts: Cuts, document: ValuesDocument, file_name: str) -> bytes:
     """Where the tensors lie in a file of this name."""
     table = cuts.tensors
     sizes = [
@@ -68,7 +68,7 @@ def plan_archive(cuts: Cuts, document: ValuesDocument, file_name: str) -> Grid:
     places = {
         name: (0, position) for name, position in zip(table.names, archive.positions, strict=True)
     }
-    file = WholeFile(file_name, archive.num_bytes, archive.fillers, archive.checksums)
+    file = WholeFile(file_name, archive.num_bytes, archive.literals, archive.checksums)
     return WholeFiles([file], places).encode()
 
 
@@ -104,7 +104,7 @@ class TorchFileWriter(WholeWriter):
     name = NAME
     object_names = "final"
 
-    def grid(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> bytes:
         return plan_archive(cuts, document, FILE_NAME)
 
     def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:

@@ -30,7 +30,7 @@ from remesh.core.geometry import IntArray
 from remesh.core.safetensors_file import encode_header
 from remesh.core.tables import BoxTable
 from remesh.errors import UnsupportedValueError
-from remesh.formats.framing import Frame, Grid, Rename, Saved, SmallFile, Writer
+from remesh.formats.writer import Frame, Rename, Saved, SmallFile, Writer
 
 _NUMBER_AND_SUFFIX = re.compile(r"(-\d{5,}-of-\d{5,})?\.[^.]+$")
 
@@ -40,9 +40,9 @@ class WholeFile(msgspec.Struct, frozen=True):
 
     name: str  # its final name
     num_bytes: int  # its size
-    fillers: list[tuple[int, bytes]]  # position and content of all bytes that are not of tensors
+    literals: list[tuple[int, bytes]]  # position and content of all bytes that are not of tensors
     checksums: list[tuple[int, int, tuple[int, ...]]] = []
-    """See `Frame.checksums`; zeros stand there in `fillers`."""
+    """See `Frame.checksums`; zeros stand there in `literals`."""
 
 
 class WholeFiles(msgspec.Struct, frozen=True):
@@ -57,48 +57,48 @@ class WholeFiles(msgspec.Struct, frozen=True):
     """Whether files are renamed when all are durable (`renamed`), have the id of the save in their
     names (`by_save`), or have their final names at once (`final`)."""
 
-    def encode(self) -> Grid:
+    def encode(self) -> bytes:
         """The form that is sent to all ranks."""
         return msgspec.msgpack.encode(self)
 
 
-def decode_files(grid: Grid) -> WholeFiles:
+def decode_files(plan: bytes) -> WholeFiles:
     """The files of their encoded form."""
-    return msgspec.msgpack.decode(grid, type=WholeFiles)
+    return msgspec.msgpack.decode(plan, type=WholeFiles)
 
 
 class WholeWriter(Writer):
-    """Writes files in which tensors lie whole; `grid` says which."""
+    """Writes files in which tensors lie whole; `plan` says which."""
 
     def frames(
-        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, plan: bytes
     ) -> list[Frame]:
-        """The files of which a rank writes something; shared fillers are written by rank 0."""
-        plan, names = decode_files(grid), boxes.tensors.names
-        if plan.writers:  # a rank has collected the tensors of its files, and writes them in order
+        """The files of which a rank writes something; shared literals are written by rank 0."""
+        files, names = decode_files(plan), boxes.tensors.names
+        if files.writers:  # a rank has collected the tensors of its files, and writes them in order
             rows = np.arange(len(boxes))
-        placed = [plan.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
+        placed = [files.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
         numbers, positions = np.array(placed, np.int64).reshape(-1, 2).T
         found = []
-        for number, file in enumerate(plan.files):
+        for number, file in enumerate(files.files):
             here = np.flatnonzero(numbers == number)
-            name, fillers = written_name(plan, number, save_id), tuple(file.fillers)
-            if plan.writers and plan.writers[number] == rank:
+            name, literals = written_name(files, number, save_id), tuple(file.literals)
+            if files.writers and files.writers[number] == rank:
                 here = here[np.argsort(positions[here], kind="stable")]
                 place = rows[here], positions[here]
                 frame = Frame(
-                    name, file.num_bytes, *place, fillers=fillers, checksums=tuple(file.checksums)
+                    name, file.num_bytes, *place, literals=literals, checksums=tuple(file.checksums)
                 )
                 found.append(frame)
-            elif not plan.writers and (rank == 0 or len(here)):
-                fillers, place = fillers if rank == 0 else (), (rows[here], positions[here])
-                frame = Frame(name, file.num_bytes, *place, fillers=fillers, is_shared=True)
+            elif not files.writers and (rank == 0 or len(here)):
+                literals, place = literals if rank == 0 else (), (rows[here], positions[here])
+                frame = Frame(name, file.num_bytes, *place, literals=literals, is_shared=True)
                 found.append(frame)
         return found
 
     def small_files(self, saved: Saved) -> Sequence[SmallFile | Rename]:
         """How the files get their final names, if they do not have them."""
-        plan = decode_files(saved.grid)
+        plan = decode_files(saved.plan)
         if plan.names != "renamed":
             return []
         return [
@@ -107,15 +107,15 @@ class WholeWriter(Writer):
         ]
 
 
-def give_to_ranks(grid: Grid, world_size: int, names: str) -> Grid:
+def give_to_ranks(plan: bytes, world_size: int, names: str) -> bytes:
     """Let each file be written by one rank: large ones first, to the rank that has least."""
-    plan = decode_files(grid)
-    writers = [0] * len(plan.files)
+    files = decode_files(plan)
+    writers = [0] * len(files.files)
     loads = [0] * world_size
-    for number in sorted(range(len(writers)), key=lambda number: -plan.files[number].num_bytes):
+    for number in sorted(range(len(writers)), key=lambda number: -files.files[number].num_bytes):
         writers[number] = loads.index(min(loads))
-        loads[writers[number]] += plan.files[number].num_bytes
-    return msgspec.structs.replace(plan, writers=writers, names=names).encode()
+        loads[writers[number]] += files.files[number].num_bytes
+    return msgspec.structs.replace(files, writers=writers, names=names).encode()
 
 
 def written_name(plan: WholeFiles, number: int, save_id: str) -> str:

@@ -38,7 +38,6 @@ from remesh.errors import (
 from remesh.formats.archive import archive_of
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, decode_json
-from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.place import Place
 from remesh.formats.torch_dcp import (
@@ -49,6 +48,7 @@ from remesh.formats.torch_dcp import (
     element_of,
     opaque,
 )
+from remesh.formats.writer import Existing, Frame, Saved, SmallFile, Writer
 from remesh.storage import Storage
 
 NAME = "zarr"
@@ -203,8 +203,8 @@ def _step(extent: int, bounds: Sequence[tuple[int, int]]) -> int:
     return longest if not any(bound % longest for bound in inner) else math.gcd(*inner)
 
 
-def _chunks_in(grid: Grid) -> dict[str, tuple[int, ...]]:
-    return msgspec.msgpack.decode(grid, type=dict[str, tuple[int, ...]])
+def _chunks_in(plan: bytes) -> dict[str, tuple[int, ...]]:
+    return msgspec.msgpack.decode(plan, type=dict[str, tuple[int, ...]])
 
 
 class ZarrWriter(Writer):
@@ -212,15 +212,15 @@ class ZarrWriter(Writer):
 
     name = NAME
 
-    def grid(self, cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+    def plan(self, cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> bytes:
         """The chunk shapes, encoded."""
         return msgspec.msgpack.encode(chunk_shapes(cuts.boxes))
 
     def frames(
-        self, boxes: BoxTable, rows: IntArray, _rank: int, _save_id: str, grid: Grid
+        self, boxes: BoxTable, rows: IntArray, _rank: int, _save_id: str, plan: bytes
     ) -> list[Frame]:
         """The chunk files of a rank, under zarr's names."""
-        found, chunks = [], _chunks_in(grid)
+        found, chunks = [], _chunks_in(plan)
         for row in rows.tolist():
             box, number = boxes.box(row), int(boxes.tensor[row])
             name, itemsize = boxes.tensors.names[number], boxes.tensors.dtype(number).itemsize
@@ -239,7 +239,7 @@ class ZarrWriter(Writer):
 
     def small_files(self, saved: Saved) -> list[SmallFile]:
         """The descriptions of the arrays, the objects, `common.pt` and `metadata.json`."""
-        tensors, chunks = saved.cuts.tensors, _chunks_in(saved.grid)
+        tensors, chunks = saved.cuts.tensors, _chunks_in(saved.plan)
         if saved.document.aliases:
             alias = min(saved.document.aliases)
             raise StateError(

@@ -69,7 +69,7 @@ from remesh.errors import (
 )
 from remesh.formats import native, native_writer
 from remesh.formats.decoding import DecompressedFiles, decoded
-from remesh.formats.framing import Part, Saved, SmallFile, part_of
+from remesh.formats.writer import Part, Saved, SmallFile, part_of
 from remesh.maintenance.orphans import remove_files
 from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
 from remesh.pipeline.source import StoredMemory, TensorSource, stored_copies
@@ -770,7 +770,7 @@ def plan_repair(
         native.check_current(storage, identity)
         return small, files
 
-    small, files = native.begin_anew(read)
+    small, files = native.retry_if_replaced(read)
     tensors = assemble_tensors(small, files, keep_unchecked=keep_unchecked)
     document, lost_aliases, left_out = _document(small, tensors, keep_unchecked)
     report = RepairReport(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import short_repr
-from remesh.core.collector import collector_rests
+from remesh.core.collector import gc_paused
 from remesh.errors import TransformError
 from remesh.transform import arrays
 from remesh.transform.renames import (
@@ -144,7 +144,7 @@ class Transform:
         """
         if aliases is None:
             aliases = getattr(sources, "aliases", {})
-        with collector_rests():
+        with gc_paused():
             infos = infos_of(sources)
             program = self.bind(infos).program
             assert program is not None

@@ -20,9 +20,6 @@ from remesh.core.tables import BoxTable, Cuts
 from remesh.formats.native import ValuesDocument
 from remesh.storage import Storage
 
-Grid = bytes
-"""What all ranks must know of the boxes of all ranks, as the writer encodes it."""
-
 SmallFile = tuple[str, bytes]
 """A path and its content."""
 
@@ -48,7 +45,7 @@ class Frame:
     boxes: tuple[Box, ...] | None = None
     """What lies there in place of the whole stored boxes, in global elements; what leaves the
     stored box is written as zeros."""
-    fillers: tuple[tuple[int, bytes], ...] = ()
+    literals: tuple[tuple[int, bytes], ...] = ()
     """Position and content of all other bytes that this rank writes."""
     is_shared: bool = False
     """Whether tensors lie there whole, and other ranks write their boxes of them."""
@@ -119,7 +116,7 @@ class Saved:
     assignments: Sequence[IntArray]
     """Rows of these that each rank writes, in the order of its files."""
     document: ValuesDocument  # the values of all ranks
-    grid: Grid  # what the writer's `grid` made of the boxes
+    plan: bytes  # what the writer's `plan` made of the boxes
     metadata: Mapping[str, object]  # what is recorded beside the state
     world_size: int  # number of ranks
     parts: Sequence[Sequence[Part]] = ()
@@ -162,8 +159,8 @@ class Writer(ABC):
     (`final`). Empty if each file of the format is written by one rank anyway."""
     is_beside_others = False  # whether checkpoints of other formats may be at the same place
 
-    def grid(self, _cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
-        """What all ranks must know of the boxes of all ranks, made on rank 0; may be empty.
+    def plan(self, _cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> bytes:
+        """What all ranks must know of the files, made on rank 0 and encoded; may be empty.
 
         Raises a `StateError` if the format has no form for something.
         """
@@ -171,7 +168,7 @@ class Writer(ABC):
 
     @abstractmethod
     def frames(
-        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid
+        self, boxes: BoxTable, rows: IntArray, rank: int, save_id: str, plan: bytes
     ) -> Sequence[Frame]:
         """The data files of a rank, which writes some rows of the boxes."""
 
