@@ -10,6 +10,7 @@ hour, so a rank that is not told of a failure is still waiting when the test giv
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import subprocess
 import sys
@@ -227,6 +228,47 @@ def test_a_failure_at_every_point_of_every_rank(
             # What a listener raises reaches a writer process later than the moment.
             late = point in ("save.committed", "save.done") or kind == "process"
             job.fails_everywhere(victim, point, may_commit=late)
+
+
+@pytest.mark.parametrize("name", ["mkdir", "open"])
+def test_a_rank_that_fails_removes_the_folder_in_which_another_makes_its_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has seen the folder, but has nothing in it yet; rank 0 removes its own file."""
+    job = Job(tmp_path / "c", "sync", without=2)
+    written, seen, removed = (threading.Event() for _ in range(3))
+    call, rmdir = getattr(os, name), os.rmdir
+
+    class Late(FaultInjector):
+        def __call__(self, event: Event) -> None:
+            if (event.rank, event.point) == (0, "save.chunk_written"):
+                written.set()
+                assert seen.wait(LIMIT)
+            super().__call__(event)
+
+    def meet_removal(path: Any, *args: Any, **options: Any) -> Any:
+        is_late = is_rank(1) and "data-" in str(path) and not removed.is_set()
+        assert not is_late or written.wait(LIMIT)
+        try:
+            if name == "mkdir":
+                return call(path, *args, **options)  # fails if it is late: the folder is there
+        finally:
+            if is_late:
+                seen.set()
+                assert removed.wait(LIMIT)
+        return call(path, *args, **options)
+
+    def remove(path: Any) -> None:
+        rmdir(path)
+        removed.set()
+
+    with job.running():
+        assert job.save() == [None] * WORLD_SIZE
+        monkeypatch.setattr(os, name, meet_removal)
+        monkeypatch.setattr(os, "rmdir", remove)
+        job.faults = Late().fail_at(0, "save.chunk_written")
+        job.fails_everywhere(0, "save.chunk_written", may_commit=False)
+        assert removed.is_set()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,7 +244,7 @@ def test_files_get_their_size_where_no_room_can_be_reserved(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = _Fallocate([errno.EINTR, errno.EOPNOTSUPP])
-    monkeypatch.setattr("remesh.storage.local._find_fallocate", lambda: refuse)
+    monkeypatch.setattr("remesh.storage.local._function_of_c", lambda *_: refuse)
     writer = storage.create("file", 10)
     writer.finish()
     assert storage.read("file") == bytes(10)
@@ -254,7 +255,7 @@ def test_a_full_disk_is_found_before_writing(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refuse = _Fallocate([number])
-    monkeypatch.setattr("remesh.storage.local._find_fallocate", lambda: refuse)
+    monkeypatch.setattr("remesh.storage.local._function_of_c", lambda *_: refuse)
     with pytest.raises(NoSpaceError, match="a/file"):
         storage.create("a/file", 10)
     assert storage.list() == []
@@ -297,7 +298,7 @@ def test_full_file_system(tiny: Path) -> None:
 
 def test_full_file_system_while_writing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = _Fallocate([errno.EOPNOTSUPP])
-    monkeypatch.setattr("remesh.storage.local._find_fallocate", lambda: refuse)
+    monkeypatch.setattr("remesh.storage.local._function_of_c", lambda *_: refuse)
     storage = LocalStorage(tiny)
     writer = storage.create("file", 2 * MIB)
     content = random_bytes(2 * MIB)
@@ -305,6 +306,41 @@ def test_full_file_system_while_writing(tiny: Path, monkeypatch: pytest.MonkeyPa
         writer.write(0, content)
     writer.abort()
     assert list(tiny.iterdir()) == []
+
+
+# ----- directories that others remove -----
+
+
+MAKING: dict[str, Callable[[LocalStorage], object]] = {
+    "put": lambda storage: storage.put("a/file", b"1", overwrite=False),
+    "create": lambda storage: storage.create("a/file", 1).finish(),
+    "open_shared": lambda storage: storage.open_shared("a/file", 1).finish(),
+}
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("making", MAKING)
+def test_a_directory_that_goes_before_its_first_file_is_made_again(
+    making: str, always: bool, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a rank that fails leaves the directory empty."""
+    removed: list[Path] = []
+    call = os.open
+
+    def open_late(path: Any, *args: Any, **options: Any) -> int:
+        if not removed or always:
+            removed.append(Path(path).parent)
+            removed[-1].rmdir()
+        return call(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_late)
+    if always:
+        with pytest.raises(StorageError, match="its directory is gone"):
+            MAKING[making](storage)
+    else:
+        MAKING[making](storage)
+        assert storage.list() == ["a/file"]
+    assert set(removed) == {Path(storage.url) / "a"}
 
 
 # ----- errors -----

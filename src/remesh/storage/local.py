@@ -57,6 +57,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -85,6 +86,7 @@ _NETWORK = frozenset({"beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4",
 _IN_MEMORY = frozenset({"ramfs", "tmpfs"})
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
+_Made = TypeVar("_Made")
 
 
 class LocalStorage(Storage):
@@ -123,7 +125,6 @@ class LocalStorage(Storage):
         return 0.0 if network_mount(_kernel_text("/proc/self/mountinfo"), device) else None
 
     def list(self, prefix: str = "") -> list[str]:
-
         def fail(error: OSError) -> None:
             # Others may remove directories while we look, and the root need not exist.
             if error.errno not in ABSENT:
@@ -181,10 +182,9 @@ class LocalStorage(Storage):
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         file = self._file(path)
-        self._make_parents(file)
         hidden = file.with_name(f"{HIDDEN}{secrets.token_hex(8)}")
         with explained("write", file):
-            write_file(hidden, data)
+            self._make(file, lambda: write_file(hidden, data))
             try:
                 if overwrite:
                     hidden.replace(file)
@@ -197,18 +197,16 @@ class LocalStorage(Storage):
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> LocalWriter:
         assert not overwrite, "files of a directory are replaced by `rename`"
         file = self._file(path)
-        self._make_parents(file)
         with explained("write", file):
             try:
-                return LocalWriter(file, num_bytes, direct=self._direct)
+                return self._make(file, lambda: LocalWriter(file, num_bytes, direct=self._direct))
             except FileExistsError as error:
                 raise StorageError(f"{file} exists already; choose another place") from error
 
     def open_shared(self, path: str, num_bytes: int) -> LocalWriter:
         file = self._file(path)
-        self._make_parents(file)
         with explained("write", file):
-            return LocalWriter(file, num_bytes, direct=False, shared=True)
+            return self._make(file, lambda: LocalWriter(file, num_bytes, direct=False, shared=True))
 
     def rename(self, path: str, new: str) -> None:
         file, renamed = self._file(path), self._file(new)
@@ -284,6 +282,15 @@ class LocalStorage(Storage):
     def _file(self, path: str) -> Path:
         return self._root / check_path(path)
 
+    def _make(self, file: Path, make: Callable[[], _Made]) -> _Made:
+        """Make a file, and the directory for it, which a rank that fails may remove meanwhile."""
+        for _ in range(9):  # each rank does so once at most, if it leaves the directory empty
+            self._make_parents(file)
+            with suppress(FileNotFoundError):
+                return make()
+        self._make_parents(file)
+        return make()
+
     def _make_parents(self, file: Path) -> None:
         """Make the file's directory, remembering every directory that gets or may lack an entry."""
         directory = file.parent
@@ -297,6 +304,9 @@ class LocalStorage(Storage):
             file.parent.mkdir(parents=True, exist_ok=True)
             changed.update(self._not_known(file.parent))
         except FileExistsError as error:
+            if not os.path.lexists(file.parent):  # it has just been removed
+                self._make_parents(file)
+                return
             raise StorageError(
                 f"cannot write {file}: {file.parent} is not a directory; choose another place"
             ) from error
@@ -686,10 +696,6 @@ def _function_of_c(name: str, *arguments: type) -> Callable[..., int] | None:
     return found
 
 
-def _find_fallocate() -> Callable[..., int] | None:
-    return _function_of_c("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-
-
 def _reserve(descriptor: int, num_bytes: int) -> None:
     """Give an empty file its size, and its room on the device where the file system can.
 
@@ -699,7 +705,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
     """
     if num_bytes == 0:
         return
-    fallocate = _find_fallocate()
+    fallocate = _function_of_c("fallocate", *[ctypes.c_int] * 2, *[ctypes.c_long] * 2)
     if fallocate is None:
         os.ftruncate(descriptor, num_bytes)
         return
