@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from remesh.elastic.status import Status
+from remesh.elastic.status import TROUBLE, Status
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+
+def render_metrics(status: Status, num_requests: int, *, journal_failing: bool) -> bytes:
+    """The text that Prometheus scrapes."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Found(_metrics(status, num_requests, failing=journal_failing)))
+    return generate_latest(registry)
 
 
 class _Found(Collector):
     """Metrics as a registry takes them."""
 
-    def __init__(self, found: list[Metric]) -> None:
+    def __init__(self, found: Iterable[Metric]) -> None:
         self._found = found
 
-    def collect(self) -> list[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """The metrics."""
         return self._found
 
 
-def _totals(status: Status, num_requests: int) -> list[Metric]:
-    gauges: list[tuple[str, str, float | None]] = [
+def _metrics(status: Status, num_requests: int, *, failing: bool) -> Iterator[Metric]:
+    gauges: tuple[tuple[str, str, float | None], ...] = (
         ("remesh_round", "Number of the current round", status.round),
         ("remesh_goodput_ratio", "Share of the time that moved the training on", status.goodput),
         ("remesh_step", "Highest step of any rank", status.step),
@@ -33,34 +42,21 @@ def _totals(status: Status, num_requests: int) -> list[Metric]:
         ("remesh_saved_step", "Step of the newest checkpoint", status.saved_step),
         ("remesh_running", "Whether the job runs", float(status.phase == "running")),
         ("remesh_succeeded", "Whether the job has succeeded", float(status.phase == "succeeded")),
-    ]
-    counters = [
+        ("remesh_journal_failing", "Whether the master cannot write its journal", float(failing)),
+    )
+    for name, text, value in gauges:
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value=value)
+    num_failed = sum(len(failed.failures) for failed in status.failures)
+    for name, text, count in (
         ("remesh_restarts", "Rounds after the first", status.num_restarts),
         ("remesh_requests", "Requests since the master started", num_requests),
-        (
-            "remesh_process_failures",
-            "Processes that failed",
-            sum(len(failed.failures) for failed in status.failures),
-        ),
-    ]
-    return [
-        *(
-            GaugeMetricFamily(name, text, value=value)
-            for name, text, value in gauges
-            if value is not None
-        ),
-        *(CounterMetricFamily(name, text, value=value) for name, text, value in counters),
-    ]
-
-
-def _by_state(status: Status) -> Metric:
-    family = GaugeMetricFamily("remesh_nodes", "Nodes by state", labels=["state"])
-    for state in ("active", "ready", "finished", "draining", "excluded", "gone"):
-        family.add_metric([state], status.nodes_by_state.get(state, 0))
-    return family
-
-
-def _by_rank(status: Status) -> list[Metric]:
+        ("remesh_process_failures", "Processes that failed", num_failed),
+    ):
+        yield CounterMetricFamily(name, text, value=count)
+    nodes = GaugeMetricFamily("remesh_nodes", "Nodes by state", labels=["state"])
+    for state in TROUBLE:
+        nodes.add_metric([state], status.nodes_by_state.get(state, 0))
     steps = GaugeMetricFamily("remesh_rank_step", "Last step of a rank", labels=["rank"])
     seconds = GaugeMetricFamily(
         "remesh_rank_step_seconds", "Duration of a rank's own work of a step", labels=["rank"]
@@ -69,17 +65,4 @@ def _by_rank(status: Status) -> list[Metric]:
         steps.add_metric([str(rank.rank)], rank.step)
         if rank.step_seconds is not None:
             seconds.add_metric([str(rank.rank)], rank.step_seconds)
-    return [steps, seconds]
-
-
-def render_metrics(status: Status, num_requests: int, *, journal_failing: bool) -> bytes:
-    """The text that Prometheus scrapes."""
-    failing = GaugeMetricFamily(
-        "remesh_journal_failing",
-        "Whether the master's journal cannot be written",
-        value=float(journal_failing),
-    )
-    found = [*_totals(status, num_requests), failing, _by_state(status), *_by_rank(status)]
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Found(found))
-    return generate_latest(registry)
+    yield from (nodes, steps, seconds)

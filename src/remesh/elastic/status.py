@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from remesh._repr import short_repr
+from remesh.elastic import job as jobs
 from remesh.elastic import progress
 from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
-from remesh.elastic.job import (
-    HistoryLine,
-    JobState,
-    SavedCheckpoint,
-    charges_of,
-    num_ranks,
-    restart_budget,
-)
+from remesh.elastic.job import HistoryLine, JobState, SavedCheckpoint
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.rendezvous import exclusion_of
 
@@ -38,6 +32,8 @@ MAX_STACKS_SIZE = 8 << 20
 """Characters of the stacks of a status."""
 PAGE_ROWS = 50
 """Nodes, or ranks, on a page."""
+TROUBLE = ("excluded", "gone", "draining", "ready", "finished", "active")
+"""The states of nodes; of too many nodes those of the first states are shown."""
 _T = TypeVar("_T")
 
 
@@ -45,6 +41,7 @@ _T = TypeVar("_T")
 class _Limits:
     """How much of long lists and texts is shown."""
 
+    rows: int = MAX_ROWS  # nodes, and ranks
     rounds: int = sys.maxsize  # rounds with failures
     failures: int = sys.maxsize  # of each of them
     stacks: int = sys.maxsize  # ranks
@@ -53,34 +50,24 @@ class _Limits:
     text: int = sys.maxsize  # characters of a message, a log or a stack
 
 
-OF_A_PAGE = _Limits(rounds=10, failures=5, stacks=10, lines=100, line=500, text=4000)
+OF_A_PAGE = _Limits(PAGE_ROWS, rounds=10, failures=5, stacks=10, lines=100, line=500, text=4000)
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One node."""
 
     id: int
-    """Its id."""
     name: str
-    """Its name."""
-    address: str
-    """Where it is reached."""
-    state: str
-    """`active`, `ready`, `finished`, `draining`, `excluded` or `gone`."""
-    node_rank: int | None
-    """Its place among the nodes of the world; None if it is not active."""
-    first_rank: int | None
-    """Rank of its first process; None likewise."""
-    num_processes: int
-    """Its processes."""
+    address: str  # where it is reached
+    state: str  # `active`, `ready`, `finished`, `draining`, `excluded` or `gone`
+    node_rank: int | None  # its place among the nodes of the world; None if it is not active
+    first_rank: int | None  # rank of its first process; None likewise
+    num_processes: int  # its processes
     last_heard: float | None
     """Seconds since its last message; None if none came since the master started."""
-    num_charged: int
-    """Restarts that it was charged with."""
-    check: str
-    """The result of the last check."""
-    reason: str
-    """Why it is excluded, or is to be."""
+    num_charged: int  # restarts that it was charged with
+    check: str  # the result of the last check
+    reason: str  # why it is excluded, or is to be
 
     __repr__ = short_repr
 
@@ -89,17 +76,11 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank that reports steps."""
 
     rank: int
-    """The rank."""
-    step: int
-    """Its last step."""
-    age: float
-    """Seconds since it finished that."""
-    step_seconds: float | None
-    """How long its own work of a step takes."""
-    slow: float | None
-    """How many times the median that is, if it is slow."""
-    behind: bool
-    """Whether others have finished more steps."""
+    step: int  # its last step
+    age: float  # seconds since it finished that
+    step_seconds: float | None  # how long its own work of a step takes
+    slow: float | None  # how many times the median that is, if it is slow
+    behind: bool  # whether others have finished more steps
 
     __repr__ = short_repr
 
@@ -107,10 +88,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 class FailureStatus(ProcessFailure, frozen=True, kw_only=True):
     """One failed process, and the decision on the failures of its node."""
 
-    signal: str
-    """The name of the signal that ended it; empty if none did."""
-    decision: str
-    """The consequence for its node, in a sentence."""
+    signal: str  # the name of the signal that ended it; empty if none did
+    decision: str  # the consequence for its node, in a sentence
 
     __repr__ = short_repr
 
@@ -119,16 +98,12 @@ class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
     """The failures of a round."""
 
     round: int
-    """The round."""
-    time: float
-    """When the master received the first failure, or lost a node."""
+    time: float  # when the master received the first failure, or lost a node
     cause: str
     """The node that was lost or left, if that explains the failures better than any of the
     processes does; otherwise empty."""
-    failures: tuple[FailureStatus, ...]
-    """The processes that failed, the likeliest root cause first."""
-    num_more: int = 0
-    """Processes that failed and are not shown."""
+    failures: tuple[FailureStatus, ...]  # processes that failed, the likeliest root cause first
+    num_more: int = 0  # processes that failed and are not shown
 
     __repr__ = short_repr
 
@@ -144,17 +119,9 @@ class Query(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a list that is shown."""
 
-    page: int
-    """Number of the page."""
-    num_pages: int
-    """Pages that there are."""
-    num_found: int
-    """Rows on all of them."""
-
-    @classmethod
-    def whole(cls, num_found: int) -> Part:
-        """A list that is no part of another."""
-        return cls(page=1, num_pages=1, num_found=num_found)
+    page: int  # number of the page
+    num_pages: int  # pages that there are
+    num_found: int  # rows on all of them
 
     __repr__ = short_repr
 
@@ -162,71 +129,47 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of a job."""
 
-    time: float
-    """The present time, in seconds since the epoch."""
-    began: float | None
-    """When the first node joined."""
-    ended: float | None
-    """When the job ended; None while it runs."""
-    phase: str
-    """`waiting`, `checking`, `running`, `hanging`, or how the job ended."""
-    reason: str
-    """Why, in a sentence."""
+    time: float  # the present time, in seconds since the epoch
+    began: float | None  # when the first node joined
+    ended: float | None  # when the job ended; None while it runs
+    phase: str  # `waiting`, `checking`, `running`, `hanging`, or how the job ended
+    reason: str  # why, in a sentence
     round: int
-    """The round."""
-    num_restarts: int
-    """Rounds after the first."""
-    min_nodes: int
-    """Fewest nodes of a world."""
-    max_nodes: int
-    """Most nodes of a world."""
-    node_unit: int
-    """Worlds have a multiple of this."""
-    max_restarts: int
-    """Restarts that each node may be charged with."""
-    restart_budget: str
-    """The budget in words; empty before the first node."""
-    nodes: tuple[NodeStatus, ...]
-    """The nodes, by id; of more than `MAX_ROWS` those in trouble first."""
+    num_restarts: int  # rounds after the first
+    min_nodes: int  # fewest nodes of a world
+    max_nodes: int  # most nodes of a world
+    node_unit: int  # worlds have a multiple of this
+    max_restarts: int  # restarts that each node may be charged with
+    restart_budget: str  # the budget in words; empty before the first node
+    nodes: tuple[NodeStatus, ...]  # the nodes, by id; of more than `MAX_ROWS` those in trouble
     goodput: float | None
     """Share of the time since the beginning that moved the training forward; for a job that has
     ended, until its end."""
-    step: int | None
-    """The highest step of any rank."""
-    saved_step: int | None
-    """The step of the newest checkpoint."""
+    step: int | None  # the highest step of any rank
+    saved_step: int | None  # the step of the newest checkpoint
     ranks: tuple[RankStatus, ...]
-    """The ranks that report steps; of more than `MAX_ROWS` those in trouble first."""
-    failures: tuple[RoundFailures, ...]
-    """The failures, newest round first."""
+    """The ranks that report steps; of more than `MAX_ROWS` those in trouble."""
+    failures: tuple[RoundFailures, ...]  # the failures, newest round first
     stacks: dict[int, str]
     """The stacks of the processes when the job hung last, by rank, as far as they fit into
     `MAX_STACKS_SIZE` characters."""
-    history: tuple[HistoryLine, ...]
-    """The events, newest first."""
+    history: tuple[HistoryLine, ...]  # the events, newest first
     warnings: tuple[str, ...] = ()
     """Problems of the master itself, and a pause between steps that is too long."""
     step_age: float | None = None
     """Seconds since any rank finished a step; None before the first one of the round, and for a job
     that has ended."""
-    nodes_by_state: dict[str, int] = {}
-    """How many nodes there are in each state."""
-    nodes_part: Part = Part(page=1, num_pages=1, num_found=0)
-    """Which part of the nodes `nodes` is."""
+    nodes_by_state: dict[str, int] = {}  # how many nodes there are in each state
+    nodes_part: Part = Part(page=1, num_pages=1, num_found=0)  # which part of them `nodes` is
     ranks_part: Part = Part(page=1, num_pages=1, num_found=0)
     """Which part of the ranks that report steps `ranks` is."""
-    num_ranks: int = 0
-    """How many there are."""
-    num_slow: int = 0
-    """Ranks that are slow."""
-    num_behind: int = 0
-    """Ranks that have finished fewer steps than others."""
-    num_stacks: int = 0
-    """Ranks that have sent their stacks."""
+    num_ranks: int = 0  # how many there are
+    num_slow: int = 0  # ranks that are slow
+    num_behind: int = 0  # ranks that have finished fewer steps than others
+    num_stacks: int = 0  # ranks that have sent their stacks
     trend: tuple[progress.Sample, ...] = ()
     """How the training went, oldest first; the last sample is of now."""
-    checkpoints: tuple[SavedCheckpoint, ...] = ()
-    """The newest checkpoints, newest first."""
+    checkpoints: tuple[SavedCheckpoint, ...] = ()  # the newest checkpoints, newest first
 
     __repr__ = short_repr
 
@@ -240,19 +183,17 @@ def status_of(
 ) -> Status:
     """The status of a job, as a page shows it if there is a query."""
     nodes, limits = job.rendezvous, _Limits() if query is None else OF_A_PAGE
-    phase, reason = phase_of(job)
+    asked, (phase, reason) = query or Query(), phase_of(job)
     states = _states(job)
+    found = _found(job, live, now, states, asked.find)
+    shown_nodes, nodes_part = _page(found, asked.nodes, limits.rows)
     slow, behind = progress.slow_ranks(live.ranks), set(progress.lagging_ranks(live.ranks))
     # Ranks in trouble come first.
     ranks = sorted(live.ranks, key=lambda rank: (-slow.get(rank, 0.0), rank not in behind, rank))
-    shown_nodes: Sequence[int]
-    shown_ranks: Sequence[int]
-    if query is None:
-        shown_nodes, nodes_part = _most_troubled(states), Part.whole(len(states))
-        shown_ranks, ranks_part = sorted(ranks[:MAX_ROWS]), Part.whole(len(ranks))
-    else:
-        shown_nodes, nodes_part = _page(_found(job, live, now, states, query.find), query.nodes)
-        shown_ranks, ranks_part = _page(ranks, query.ranks)
+    shown_ranks, ranks_part = _page(ranks, asked.ranks, limits.rows)
+    runs = job.began is not None and job.ended is None
+    present = [progress.sample(live.progress, jobs.num_ranks(nodes), now)] if runs else []
+    is_of_round = runs and live.round == nodes.round
     return Status(
         time=now,
         began=job.began,
@@ -265,15 +206,25 @@ def status_of(
         max_nodes=0 if job.began is None else nodes.settings.max_nodes,
         node_unit=nodes.settings.node_unit,
         max_restarts=job.max_restarts,
-        restart_budget="" if job.began is None else restart_budget(job),
-        nodes=tuple(_node_rows(job, live, now, states, shown_nodes)),
+        restart_budget="" if job.began is None else jobs.restart_budget(job),
+        nodes=tuple(_node_rows(job, live, now, states, sorted(shown_nodes))),
         nodes_by_state=dict(Counter(states.values()).most_common()),
         nodes_part=nodes_part,
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
-        step_age=progress.pause_of(live.progress, now) if _trains(job, live) else None,
+        step_age=progress.pause_of(live.progress, now) if is_of_round else None,
         saved_step=job.saved_step,
-        ranks=tuple(_rank_row(live, now, rank, slow.get(rank), behind) for rank in shown_ranks),
+        ranks=tuple(
+            RankStatus(
+                rank=rank,
+                step=live.ranks[rank].step,
+                age=max(now - live.ranks[rank].time, 0.0),
+                step_seconds=live.ranks[rank].step_seconds,
+                slow=slow.get(rank),
+                behind=rank in behind,
+            )
+            for rank in (sorted(shown_ranks) if query is None else shown_ranks)
+        ),
         ranks_part=ranks_part,
         num_ranks=len(ranks),
         num_slow=len(slow),
@@ -285,15 +236,10 @@ def status_of(
             HistoryLine(line.time, line.text[: limits.line])
             for line in job.history[: -limits.lines - 1 : -1]
         ),
-        trend=(*job.trend.samples, *_present(job, live, now)),
+        trend=(*job.trend.samples, *present),
         checkpoints=job.checkpoints[::-1],
         warnings=warnings,
     )
-
-
-def _trains(job: JobState, live: Liveness) -> bool:
-    """True if what is known of the steps is of the round that runs."""
-    return job.began is not None and job.ended is None and live.round == job.rendezvous.round
 
 
 def phase_of(job: JobState) -> tuple[str, str]:
@@ -328,13 +274,6 @@ def _states(job: JobState) -> dict[int, str]:
     return dict(sorted(states.items()))
 
 
-def _most_troubled(states: Mapping[int, str]) -> list[int]:
-    """The nodes that a status shows, if there are too many for it."""
-    order = ("excluded", "gone", "draining", "ready", "finished", "active")
-    found = sorted(states, key=lambda node_id: order.index(states[node_id]))
-    return sorted(found[:MAX_ROWS])
-
-
 def _node_rows(
     job: JobState, live: Liveness, now: float, states: Mapping[int, str], ids: Iterable[int]
 ) -> Iterator[NodeStatus]:
@@ -358,24 +297,10 @@ def _node_rows(
             first_rank=None if place is None else nodes.first_ranks[place],
             num_processes=0 if known is None else known.num_processes,
             last_heard=None if agent is None else max(now - agent.heard, 0.0),
-            num_charged=charges_of(job, node_id, now).count,
+            num_charged=jobs.charges_of(job, node_id, now).count,
             check=job.check_findings.get(node_id, ""),
             reason=reason,
         )
-
-
-def _rank_row(
-    live: Liveness, now: float, rank: int, slow: float | None, behind: Collection[int]
-) -> RankStatus:
-    heard = live.ranks[rank]
-    return RankStatus(
-        rank=rank,
-        step=heard.step,
-        age=max(now - heard.time, 0.0),
-        step_seconds=heard.step_seconds,
-        slow=slow,
-        behind=rank in behind,
-    )
 
 
 def _stacks(live: Liveness, limits: _Limits) -> dict[int, str]:
@@ -428,22 +353,17 @@ def _cut(failure: ProcessFailure, limits: _Limits) -> ProcessFailure:
     return msgspec.structs.replace(failure, message=message, log_tail=log_tail)
 
 
-def _present(job: JobState, live: Liveness, now: float) -> list[progress.Sample]:
-    """A sample of now, of a job that runs."""
-    if job.began is None or job.ended is not None:
-        return []
-    return [progress.sample(live.progress, num_ranks(job.rendezvous), now)]
-
-
 def _found(
     job: JobState, live: Liveness, now: float, states: Mapping[int, str], find: str
 ) -> list[int]:
-    """The nodes that show all of some words."""
+    """The nodes that show all of some words, those in trouble first."""
+    order = {state: place for place, state in enumerate(TROUBLE)}
+    ids = sorted(states, key=lambda node_id: order[states[node_id]])
     words = find.casefold().split()
     if not words:
-        return list(states)
+        return ids
     found = []
-    for row in _node_rows(job, live, now, states, states):
+    for row in _node_rows(job, live, now, states, ids):
         why = row.reason or row.check
         shown = f"{row.id} {row.name} {row.address} {row.state} {why}".casefold()
         if all(word in shown for word in words):
@@ -451,9 +371,9 @@ def _found(
     return found
 
 
-def _page(rows: Sequence[_T], number: int) -> tuple[tuple[_T, ...], Part]:
+def _page(rows: Sequence[_T], number: int, size: int) -> tuple[Sequence[_T], Part]:
     """One page of a list; the last one if there are not so many."""
-    num_pages = max(-(-len(rows) // PAGE_ROWS), 1)
+    num_pages = max(-(-len(rows) // size), 1)
     number = min(max(number, 1), num_pages)
-    shown = tuple(rows[(number - 1) * PAGE_ROWS : number * PAGE_ROWS])
-    return shown, Part(page=number, num_pages=num_pages, num_found=len(rows))
+    part = Part(page=number, num_pages=num_pages, num_found=len(rows))
+    return rows[(number - 1) * size : number * size], part
