@@ -7,13 +7,12 @@ There is no event loop and no thread here.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import socket
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -60,13 +59,6 @@ def read_token(path: str | None) -> str:
     if not token.isprintable():
         raise StorageError(f"{path}: a token is one line of printable characters; make another")
     return token
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: to follow it would send the token to another host."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
 
 
 class Client:
@@ -202,26 +194,30 @@ class Client:
             ) from error
 
     def _send(self, name: str, body: object) -> bytes:
-        """Send a request once; the body of the reply."""
-        request = urllib.request.Request(self.url_of(name))  # noqa: S310 - it is one of HTTP
-        request.data = None if body is None else msgspec.json.encode(body)
-        for key, value in {**self.authorization, "Content-Type": "application/json"}.items():
-            # Tokens may be of any script; http.client writes Latin-1.
-            request.add_header(key, value.encode().decode("latin-1"))
-        handlers = [urllib.request.ProxyHandler({}), _NoRedirects()]
-        if self.tls is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=self.tls))
+        """Send a request once, to this host whatever the reply says; the body of the reply."""
+        data = None if body is None else msgspec.json.encode(body)
+        # Tokens may be of any script; http.client writes Latin-1.
+        headers = {key: text.encode().decode("latin-1") for key, text in self.authorization.items()}
+        headers["Content-Type"] = "application/json"
+        host, port = _host_of(self.url)
         try:
-            opener = urllib.request.build_opener(*handlers)
-            with opener.open(request, timeout=REQUEST_TIMEOUT) as reply:
-                return bytes(reply.read())
-        except urllib.error.HTTPError as error:
-            raise MasterError(f"{self.url}: {_problem_in(error)}") from error
+            connection = http.client.HTTPConnection(host, port, timeout=REQUEST_TIMEOUT)
+            if self.tls is not None:
+                connection = http.client.HTTPSConnection(
+                    host, port, timeout=REQUEST_TIMEOUT, context=self.tls
+                )
+            with contextlib.closing(connection):
+                path = urlsplit(self.url_of(name)).path
+                connection.request("GET" if data is None else "POST", path, data, headers)
+                reply = connection.getresponse()
+                status, text = reply.status, reply.read()
+        except ssl.SSLCertVerificationError as error:
+            raise MasterError(f"{self.url} is not trusted: {error}") from error
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLCertVerificationError):
-                raise MasterError(f"{self.url} is not trusted: {reason}") from error
-            raise MasterError(f"{no_answer(self.url, reason)}{HINT}") from error
+            raise MasterError(f"{no_answer(self.url, error)}{HINT}") from error
+        if status != http.HTTPStatus.OK:
+            raise MasterError(f"{self.url}: {_problem_in(status, text)}")
+        return text
 
     def refusal(self, name: str) -> str:
         """Why a request is refused, as the master says it."""
@@ -254,12 +250,12 @@ def no_answer(url: str, error: Exception) -> str:
     return f"the master at {url} does not answer ({str(error) or type(error).__name__})"
 
 
-def _problem_in(reply: urllib.error.HTTPError) -> str:
+def _problem_in(status: int, text: bytes) -> str:
     """The problem that a reply tells of."""
     try:
-        return msgspec.json.decode(reply.read(), type=Problem).error
-    except (OSError, http.client.HTTPException, msgspec.MsgspecError, UnicodeDecodeError):
-        return f"HTTP status {reply.code}"
+        return msgspec.json.decode(text, type=Problem).error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return f"HTTP status {status}"
 
 
 def _host_of(url: str) -> tuple[str, int]:
