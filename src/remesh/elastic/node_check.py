@@ -10,7 +10,6 @@ its own with a time limit, and the agent tells the others in the store if a prob
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime as dt
 import os
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import msgspec
@@ -45,24 +43,19 @@ def run_test(
     test: NodeTest, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
 ) -> TestResult:
     """Take part in a test."""
-    ids, first = [member.id for member in test.group], test.group[0]
-    if len(ids) == 1:
-        return run_alone(seconds=seconds, command=command)
-    key = f"check {test.check}.{test.test_round} of round {test.round}"
-    rank = ids.index(test.node_id)
-    arguments = ["--rank", str(rank), "--size", str(len(ids)), "--key", key]
-    arguments += ["--host", first.address, "--port", str(first.port)]
-    result = run_alone(seconds=seconds, command=[*command, *arguments])
-    if result.broken:
+    result = run_alone(test, seconds=seconds, command=command)
+    if result.broken and len(test.group) > 1:
         with contextlib.suppress(RuntimeError):  # without the store, no other can pass either
-            open_store(first.address, first.port, key).set(str(rank), FAILED)
+            open_store(test).set(str(rank_of(test)), FAILED)
     return result
 
 
-def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> TestResult:
-    """Test this node by itself, unless the command names a group."""
+def run_alone(
+    test: NodeTest | None = None, *, seconds: float = 60.0, command: Sequence[str] = COMMAND
+) -> TestResult:
+    """Test this node, by itself unless a test names others."""
     started, is_late, code = time.monotonic(), False, 0
-    arguments = [*command, "--began", str(started)]
+    arguments = [*command, msgspec.json.encode(test).decode(), str(started)]
     try:
         ended = subprocess.run(  # noqa: S603 - our own module, or the caller's
             arguments, capture_output=True, timeout=seconds, check=False
@@ -117,19 +110,26 @@ def probe() -> float:
     return min(durations)
 
 
-def open_store(host: str, port: int, key: str) -> PrefixStore:
-    """The part of the store of the first node's agent in which a group meets."""
+def rank_of(test: NodeTest) -> int:
+    """The rank of this node in a test."""
+    return [member.id for member in test.group].index(test.node_id)
+
+
+def open_store(test: NodeTest) -> PrefixStore:
+    """The part of the store of the first node's agent in which the group of a test meets."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # likewise
 
-    limit = dt.timedelta(seconds=MEET_SECONDS)
-    return PrefixStore(key, TCPStore(host, port, is_master=False, timeout=limit))
+    first, limit = test.group[0], dt.timedelta(seconds=MEET_SECONDS)
+    key = f"check {test.check}.{test.test_round} of round {test.round}"
+    return PrefixStore(key, TCPStore(first.address, first.port, is_master=False, timeout=limit))
 
 
-def meet(store: PrefixStore, rank: int, size: int) -> None:
+def meet(test: NodeTest) -> None:
     """Reduce a tensor with the other nodes of the group, when the probes of all have passed."""
     import torch
     import torch.distributed as dist
 
+    store, rank, size = open_store(test), rank_of(test), len(test.group)
     store.set(str(rank), PASSED)
     for other in map(str, range(size)):
         store.wait([other], dt.timedelta(days=1))  # this process is killed long before
@@ -151,16 +151,10 @@ def meet(store: PrefixStore, rank: int, size: int) -> None:
         dist.destroy_process_group()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run the test in this process: print the result of the probe, then that of the group."""
-    parser = argparse.ArgumentParser(prog=Path(__file__).stem)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--size", type=int, default=1)
-    parser.add_argument("--host", default="")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--key", default="")
-    parser.add_argument("--began", type=float, required=True)
-    options = parser.parse_args(arguments)
+    test = msgspec.json.decode(sys.argv[1], type=NodeTest | None)
+    is_alone = test is None or len(test.group) == 1
     # The output is for results alone: libraries write to it as well, some of them late.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -171,17 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         message = str(error) or type(error).__name__
     probed = TestResult(
-        passed=not message and options.size == 1,
+        passed=not message and is_alone,
         broken=bool(message),
         seconds=seconds,
-        elapsed=time.monotonic() - options.began,
+        elapsed=time.monotonic() - float(sys.argv[2]),
         message=message,
     )
     report(probed, output)
-    if options.size == 1 or probed.broken:
+    if test is None or is_alone or probed.broken:
         return
     try:
-        meet(open_store(options.host, options.port, options.key), options.rank, options.size)
+        meet(test)
     except (RuntimeError, ValueError, OSError) as error:
         message = str(error) or type(error).__name__
     report(msgspec.structs.replace(probed, passed=not message, message=message), output)
