@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from remesh.elastic.client import Client
-from remesh.elastic.failures import FailureDecision, ProcessFailure
+from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
@@ -23,10 +23,13 @@ from remesh.elastic.protocol import (
     Assignment,
     Beat,
     Content,
+    JobEnded,
     Join,
     Leave,
+    Rejected,
     ReportFailures,
     Sender,
+    Stop,
     Waiting,
 )
 from remesh.elastic.rendezvous import Outcome, Settings
@@ -125,9 +128,15 @@ class SilentAgent:
     def beat(self, ranks: dict[int, RankProgress] | None = None) -> None:
         self.session.say(Beat(**self.sender(), ranks=ranks or {}), holds=False)
 
-    def report(self, *failures: ProcessFailure) -> FailureDecision:
+    def report(self, *failures: ProcessFailure) -> Stop | Rejected | JobEnded:
+        """Report failures; what follows from them."""
+
+        def ends_world(newest: Any) -> Stop | Rejected | JobEnded | None:
+            content = newest.content
+            return content if isinstance(content, Stop | Rejected | JobEnded) else None
+
         self.session.say(ReportFailures(**self.sender(), failures=failures))
-        return self.session.wait(lambda newest: newest.decision, PATIENCE)
+        return self.session.wait(ends_world, PATIENCE)
 
     def failure(self, rank: int, exit_code: int = -9, **changes: Any) -> ProcessFailure:
         own = {"round": self.round, "rank": rank, "local_rank": rank % 2, "exit_code": exit_code}

@@ -37,7 +37,7 @@ def test_the_script_survives_its_accident(tmp_path: Path) -> None:
     assert code == 0, output
     assert "done: step 20" in output
     assert len(re.findall(r"process \d+ goes on after step 12", output)) == 2
-    assert re.search(r"restart: rank \d \(local rank \d\) on node 0 failed \(exit code 1\)", output)
+    assert re.search(r"again: rank \d \(local rank \d\) on node 0 failed \(exit code 1\)", output)
 
 
 def test_the_patterns_are_patterns(tmp_path: Path) -> None:

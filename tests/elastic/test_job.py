@@ -487,7 +487,7 @@ class TestRestartBudget:
 def test_all_nodes_stop_as_soon_as_the_processes_of_one_have_failed() -> None:
     state = fail(run(num_nodes=2), 0, 110.0)
     # And node 0 has not joined yet.
-    wanted = Stop(1, Change.RESTARTED, "processes of node 0 have failed")
+    wanted = Stop(1, Change.RESTARTED, state.failures[-1].decision.reason)
     assert shown_to(state, 1, 110.5) == wanted
     again = join(state, 0, 1, now=111.0)
     assert (again.rendezvous.round, again.rendezvous.broken) == (2, None)

@@ -92,8 +92,8 @@ def test_it_knows_what_it_had_said(
                 (number, 0),
                 (number, 1),
             ]
-            decision = failing.report(failing.failure(2))
-            assert f"{number} of {BUDGET} restarts charged" in decision.reason
+            stopped = failing.report(failing.failure(2))
+            assert f"{number} of {BUDGET} restarts charged" in stopped.reason
             stop = other.shown(Stop)
             assert (stop.round, stop.change) == (number, Change.RESTARTED)
         status = patient_status(Client(master.url))

@@ -10,11 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from remesh.elastic import lifecycle
-from remesh.elastic.failures import FailureAction, FailureDecision
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, begin, step
 from remesh.elastic.process_socket import Act, EnterWorld, LeaveWorld, Report, Request, next_act
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.protocol import Assignment, Content, JobEnded, Stop
+from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
 from remesh.elastic.rendezvous import Change, Node, Outcome
 
 LATE = 1e9
@@ -122,7 +121,7 @@ def test_what_hangs_is_killed_and_what_can_leave_is_ordered_to() -> None:
 
 
 def test_pauses_grow_until_a_start_makes_a_step() -> None:
-    restart = FailureDecision(action=FailureAction.RESTART, charged=True, reason="")
+    restart = Stop(1, Change.RESTARTED, "rank 0 failed")
     state, pauses = TRAINS, []
     made: dict[int, RankProgress] = {0: RankProgress(step=1, time=0.0)}
     for progress in ({}, {}, {}, {}, made, {}):
@@ -130,12 +129,34 @@ def test_pauses_grow_until_a_start_makes_a_step() -> None:
         state, actions = step(replace(state, phase=Phase.TRAIN), failed, 0.0)
         assert actions == [lifecycle.End(frozenset({1}), signal.SIGTERM)]
         ended = replace(failed, living=frozenset())
-        assert step(state, ended, 0.0) == (state, [lifecycle.AskDecision()])
-        state, (join,) = step(state, replace(ended, decision=restart), 0.0)
+        state, actions = step(state, ended, 0.0)
+        assert actions == [lifecycle.ReportFailures()]
+        assert step(state, ended, 0.0) == (state, [])
+        state, (join,) = step(state, replace(ended, content=restart, stop=restart), 0.0)
         assert isinstance(join, lifecycle.JoinRound)
         pauses.append(join.pause)
         state, _ = step(state, Seen(), 0.0)
     assert pauses == [0.0, 1.0, 2.0, 4.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        (Seen(content=Rejected("a broken machine")), lifecycle.EXIT_REPLACE),
+        (Seen(content=JobEnded(Outcome.FAILED, "no restart left")), lifecycle.EXIT_JOB_FAILED),
+        (Seen(content=world(1), drains=True), lifecycle.EXIT_DRAINED),
+        (Seen(content=world(1), silence=3601.0), None),
+    ],
+    ids=["rejected", "job failed", "drains", "no master"],
+)
+def test_what_follows_from_failures(seen: Seen, code: int | None) -> None:
+    state, _ = step(TRAINS, Seen(content=world(1), has_failed=True), 0.0)
+    state, actions = step(state, Seen(content=world(1)), 0.0)
+    assert actions == [lifecycle.ReportFailures()]
+    assert step(state, Seen(content=world(1)), LATE) == (state, [])
+    (then,) = step(state, seen, LATE)[1]
+    found = then.code if isinstance(then, lifecycle.Exit) else None
+    assert found == code, then
 
 
 def test_a_process_that_prepares_is_out_before_its_node_joins() -> None:
@@ -184,7 +205,6 @@ class Machine(NamedTuple):
     processes: tuple[Process, ...]
     round: int = 0
     waits: bool = False  # for the next round
-    decision: FailureAction | None = None
     exit: int | None = None
 
 
@@ -229,7 +249,6 @@ def seen_by(job: Job, number: int) -> Seen:
         content = stop = Stop(node.round, Change.RESTARTED, "")
     else:
         content = world(node.round)
-    decision = node.decision
     return Seen(
         living=frozenset(rank for rank, one in enumerate(node.processes) if one.lives),
         has_failed=any(one.status == "failed" for one in node.processes),
@@ -240,9 +259,6 @@ def seen_by(job: Job, number: int) -> Seen:
         },
         content=content,
         stop=stop,
-        decision=None
-        if decision is None
-        else FailureDecision(action=decision, charged=False, reason=""),
     )
 
 
@@ -272,17 +288,13 @@ def do(job: Job, number: int, action: Action) -> Job:  # noqa: C901 - one case a
                     assert not process.lives
                     now = Process(process.able, "starts", node.round)
                 job = job.with_process(number, rank, now)
-            job = job.with_node(number, job.nodes[number]._replace(decision=None))
-        case lifecycle.AskDecision():
-            decision = FailureAction.RESTART
+        case lifecycle.ReportFailures():
             if node.round == job.round and not job.is_stopped and job.outcome is None:
                 if job.num_charged == MAX_RESTARTS:
-                    decision = FailureAction.FAIL
                     job = job._replace(outcome=Outcome.FAILED)
                 else:
                     job = job._replace(num_charged=job.num_charged + 1)
                 job = job._replace(is_stopped=True)
-            job = job.with_node(number, node._replace(decision=decision))
         case lifecycle.Finish():
             if node.round == job.round and not job.is_stopped:
                 job = job._replace(finished=job.finished | {number})

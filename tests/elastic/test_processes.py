@@ -6,16 +6,18 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
 from remesh.elastic.process_socket import ProcessSockets
-from remesh.elastic.processes import Process, Processes, tail_of
+from remesh.elastic.processes import Process, Processes, message_of, tail_of
 from remesh.elastic.warm import Warm
 from tests.support.torch_versions import needs
 from tests.waiting import is_alive, wait_until
@@ -110,3 +112,26 @@ def test_what_processes_write_is_shown_and_parts_of_it_are_copied(
     assert sorted(shown.err.split()) == ["<4>bad", "<5>bad"]
     (copy,) = tmp_path.rglob("filtered_stdout.log")
     assert sorted(copy.read_text().split()) == ["<4>found", "<5>found"]
+
+
+def test_no_log_is_shown_any_longer_if_the_next_process_cannot_start(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_threads = threading.active_count()
+    processes = started("true")
+    ended(processes)
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise BlockingIOError("there are too many processes")
+
+    monkeypatch.setattr("remesh.elastic.processes.subprocess.Popen", fail)
+    with pytest.raises(BlockingIOError):
+        processes.start((0, 1), {rank: {"RANK": str(rank)} for rank in (0, 1)})
+    assert threading.active_count() == num_threads  # each would keep the agent from ending
+
+
+def test_a_message_with_half_of_a_character_can_be_sent(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    file.write_text('{"message": "it is \\ud83d"}')
+    failure = ProcessFailure(0, 1, 1, str(file))
+    assert message_of(failure) == "it is ?"

@@ -30,6 +30,7 @@ from remesh.elastic.protocol import (
     Leave,
     Message,
     Problem,
+    ReportFailures,
     TestResult,
     Waiting,
 )
@@ -37,7 +38,7 @@ from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.session import Session
 from remesh.errors import MasterError, StorageError
-from tests.elastic.agents import join_of, serving
+from tests.elastic.agents import failure_of, join_of, serving
 from tests.elastic.test_client import always_well, wire
 from tests.elastic.test_secure import OPENSSL, SUBJECT
 from tests.waiting import wait_until
@@ -265,6 +266,22 @@ class TestRepeats:
             session.say(BEAT, holds=False)
             assert master.heard[:3] == [JOIN] * 3
             assert master.num_sessions == 3
+
+    def test_failures_hold_until_the_node_is_in_another_round(self) -> None:
+        said = iter([Instruction(number=1, content=WAITS), None])
+        failed = ReportFailures(
+            node_id=0, incarnation="0a", round=1, failures=(failure_of(0, message="why"),)
+        )
+
+        def says(_message: Message) -> Instruction | None:
+            return next(said, Instruction(number=2, content=WAITS))
+
+        with Fake(says) as master, session_of(Client(master.url)) as session:
+            session.say(BEAT)
+            session.say(failed)
+            session.forget(but=ReportFailures)
+            session.say(JOIN)
+            wait_until(lambda: master.heard[-2:] == [failed, JOIN], "both in another session")
 
     def test_what_does_not_hold_is_said_once(self) -> None:
         def says(_message: Message) -> Instruction | None:

@@ -21,22 +21,12 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure as Failure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from remesh.elastic import guard, lifecycle
-from remesh.elastic.failures import (
-    MAX_MESSAGE,
-    FailureAction,
-    FailureDecision,
-    ProcessFailure,
-)
+from remesh.elastic.failures import MAX_MESSAGE, ProcessFailure
 from remesh.elastic.handler import Handler
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen
-from remesh.elastic.node import NodeRejectedError
 from remesh.elastic.process_socket import EnterWorld, Instruction, LeaveWorld, ProcessSockets
 from remesh.elastic.processes import Processes, message_of, tail_of
 from remesh.elastic.rendezvous import Outcome
@@ -61,16 +51,7 @@ NOWHERE = {
 
 
 class Agent:
-    """The agent of a node.
-
-    Args:
-        handler: The node's way into the next world.
-        processes: The processes of the node.
-        sockets: Their connections.
-        warm: What forks them.
-        limits: What the user has chosen.
-        pause: Seconds between two looks at the processes.
-    """
+    """The agent of a node, which looks at its processes after each `pause`, in seconds."""
 
     def __init__(
         self,
@@ -89,7 +70,6 @@ class Agent:
         self._pause = pause
         self._state, self._actions = lifecycle.begin(limits)
         self._ranks = range(limits.num_processes)
-        self._decision: FailureDecision | None = None
         self._failures: dict[int, Failure] = {}
         self._world: RendezvousInfo
         self._dumped = 0
@@ -153,7 +133,6 @@ class Agent:
             progress=self._sockets.progress(),
             content=content,
             stop=stop,
-            decision=self._decision,
             drains=self._drains,
             silence=node.silence,
         )
@@ -176,8 +155,8 @@ class Agent:
                 self._enter(order, out)
             case lifecycle.Hold(wanted):
                 self._sockets.request(wanted)
-            case lifecycle.AskDecision():
-                self._decision = self._ask_decision()
+            case lifecycle.ReportFailures():
+                self._report()
             case lifecycle.Exit():
                 self._exit(action)
             case lifecycle.BeatNow():
@@ -189,7 +168,7 @@ class Agent:
 
     def _join(self, pause: float) -> None:
         if self._node.stop is not None:
-            log.info("the processes start again: %s", self._node.stop.reason)
+            log.warning("the processes start again: %s", self._node.stop.reason)
         if pause:
             log.warning("starts keep failing, the next one follows in %g s", pause)
         try:
@@ -197,14 +176,12 @@ class Agent:
                 if self._drains:  # it came just before
                     raise SystemExit(lifecycle.EXIT_DRAINED)
                 time.sleep(pause)
-                self._world = self._handler.next_rendezvous()
-        except RendezvousClosedError as closed:
-            log.error("%s", closed)
-            rejected = isinstance(closed.__cause__, NodeRejectedError)
-            code = lifecycle.EXIT_REPLACE if rejected else lifecycle.EXIT_JOB_FAILED
-            raise SystemExit(code) from closed
-        except RendezvousConnectionError as error:
+                found = self._handler.enter()
+        except MasterError as error:
             self._exit(lifecycle.Exit(lifecycle.EXIT_JOB_FAILED, str(error), Outcome.FAILED))
+        if not isinstance(found, RendezvousInfo):
+            self._exit(lifecycle.exit_of(found))
+        self._world = found
 
     def _enter(self, order: int, out: frozenset[int]) -> None:
         """Let the processes that are out into the new world, and start those that are missing."""
@@ -216,7 +193,7 @@ class Agent:
         self._processes.start(missing, worlds)
         for rank in out:
             self._sockets.order([rank], EnterWorld(order, worlds[rank]))
-        self._decision, self._failures = None, {}
+        self._failures = {}
         if out:
             log.info("%d processes go on in the new world, %d are started", len(out), len(missing))
 
@@ -249,7 +226,7 @@ class Agent:
                 self._node.leave(action.outcome, action.reason)
             except MasterError as error:
                 log.warning("%s", error)
-        if self._decision is not None and self._decision.action is FailureAction.FAIL:
+        if action.code == lifecycle.EXIT_JOB_FAILED and action.outcome is None and self._failures:
             raise ChildFailedError(name=self._processes.name, failures=self._failures)
         raise SystemExit(action.code)
 
@@ -274,21 +251,13 @@ class Agent:
 
         threading.Thread(target=send, name="remesh-stacks", daemon=True).start()
 
-    def _ask_decision(self) -> FailureDecision:
-        """Report failed processes; the master's decision."""
+    def _report(self) -> None:
+        """Report failed processes."""
         assignment = self._node.assignment
         assert assignment is not None
         failed = self._processes.failed
         self._failures = {assignment.first_rank + rank: one for rank, one in failed.items()}
-        reports = tuple(self._describe(rank, one) for rank, one in failed.items())
-        try:
-            with self._waiting():
-                decision = self._node.report(reports)
-        except MasterError as error:
-            log.warning("the failure is not reported, the processes start again: %s", error)
-            return FailureDecision(action=FailureAction.RESTART, charged=False, reason=str(error))
-        log.warning("%s: %s", decision.action, decision.reason)
-        return decision
+        self._node.report(tuple(self._describe(rank, one) for rank, one in failed.items()))
 
     def _describe(self, local_rank: int, failure: Failure) -> ProcessFailure:
         assignment = self._node.assignment

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,13 @@ MASTERS = "remesh-master-"
 """Beginning of the names of directories for tokens."""
 
 
-@contextmanager
-def snapshot_directory(parent: str) -> Iterator[str]:
+def snapshot_directory(parent: str) -> AbstractContextManager[str]:
     """A directory for snapshots, which is gone in the end; "" if there is nowhere to make one.
 
     The parent is a directory in memory (tmpfs).
     """
-    if not parent or not os.path.isdir(parent):
-        yield ""
-        return
-    with agent_directory(parent, SNAPSHOTS) as path:
-        yield path
+    exists = bool(parent) and os.path.isdir(parent)
+    return agent_directory(parent, SNAPSHOTS) if exists else contextlib.nullcontext("")
 
 
 @contextmanager

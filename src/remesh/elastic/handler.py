@@ -35,8 +35,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from remesh.elastic.client import Client, read_token
-from remesh.elastic.node import JobEndedError, NodeClient, NodeRejectedError
-from remesh.elastic.protocol import Assignment, JobEnded, Join, NodeTest, TestResult
+from remesh.elastic.lifecycle import exit_of
+from remesh.elastic.node import NodeClient
+from remesh.elastic.protocol import Assignment, JobEnded, Join, NodeTest, Rejected, TestResult
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.errors import MasterError
 
@@ -89,23 +90,33 @@ class Handler(RendezvousHandler):
             RendezvousConnectionError: If the master or the first node cannot be reached.
             SystemExit: If the job has succeeded without this node.
         """
+        try:
+            found = self.enter()
+        except MasterError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        if isinstance(found, RendezvousInfo):
+            return found
+        end = exit_of(found)
+        if end.code == 0:
+            log.info("%s", end.reason)
+            raise SystemExit(0)
+        raise RendezvousClosedError(end.reason)
+
+    def enter(self) -> RendezvousInfo | Rejected | JobEnded:
+        """The same, or why there is no next round for this node.
+
+        Raises:
+            MasterError: If the master or the first node cannot be reached.
+        """
         while True:
+            content = self.node.join()
+            if not isinstance(content, Assignment):
+                return content
             try:
-                assignment = self.node.join()
-            except JobEndedError as ended:
-                if ended.outcome is Outcome.SUCCEEDED:
-                    log.info("%s", ended)
-                    raise SystemExit(0) from ended
-                raise RendezvousClosedError(str(ended)) from ended
-            except NodeRejectedError as rejected:
-                raise RendezvousClosedError(f"this node is not used: {rejected}") from rejected
-            except MasterError as error:
-                raise RendezvousConnectionError(str(error)) from error
-            try:
-                return self._connect(assignment)
+                return self._connect(content)
             except MasterError as error:
                 if not self._is_over():
-                    raise RendezvousConnectionError(str(error)) from error
+                    raise
                 log.info("the round broke while it began: %s", error)
 
     def _connect(self, assignment: Assignment) -> RendezvousInfo:

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from remesh.elastic import checks, rendezvous
+from remesh.elastic import checks, protocol, rendezvous
 from remesh.elastic.checks import CheckResult, RunningCheck
 from remesh.elastic.failures import (
     FailureAction,
@@ -35,23 +35,7 @@ from remesh.elastic.failures import (
     decide,
 )
 from remesh.elastic.progress import TrainingProgress, Trend, extend, sample
-from remesh.elastic.protocol import (
-    HEARTBEAT_TIMEOUT,
-    Assignment,
-    Content,
-    Drain,
-    JobEnded,
-    Join,
-    Leave,
-    NodeTest,
-    Rejected,
-    ReportFailures,
-    ReportTest,
-    RequestCheck,
-    Sender,
-    Stop,
-    Waiting,
-)
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Content, Drain, Join, Leave, Sender
 from remesh.elastic.rendezvous import Change, Node, Outcome, Rendezvous
 
 MAX_RECORDS = 500
@@ -112,11 +96,11 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-NodeEvent: TypeAlias = Join | ReportFailures | Leave | Drain | ReportTest
+NodeEvent: TypeAlias = Join | protocol.ReportFailures | Leave | Drain | protocol.ReportTest
 """Messages of agents that are events."""
 Event: TypeAlias = (
     NodeEvent
-    | RequestCheck
+    | protocol.RequestCheck
     | NodeLost
     | NodeHeld
     | CheckpointSaved
@@ -325,13 +309,13 @@ def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobSta
             return _advance(job, rendezvous.remove(nodes, node_id, incarnation, now), now)
         case NodeHeld(node_id=node_id, reason=reason):
             job = _hold(job, node_id, reason, now)
-        case ReportFailures():
+        case protocol.ReportFailures():
             return _fail(job, event, nodes, now)
         case Drain():
             return _drain(job, event, nodes, now)
-        case ReportTest():
+        case protocol.ReportTest():
             return _tested(job, event, nodes)
-        case RequestCheck(reason=reason):
+        case protocol.RequestCheck(reason=reason):
             return _note(_replace(job, check_reason=reason), now, f"check requested: {reason}")
         case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
             saved = (*job.checkpoints, SavedCheckpoint(step, now))[-MAX_CHECKPOINTS:]
@@ -431,14 +415,6 @@ def _leave(job: JobState, event: Leave, nodes: Rendezvous, now: float) -> JobSta
     return _advance(_note(job, now, text), after, now)
 
 
-def failure_record(job: JobState, node_id: int, round_of_node: int) -> FailureRecord | None:
-    """The failures of a node in a round, and the decision on them."""
-    for record in reversed(job.failures):
-        if (record.node_id, record.round) == (node_id, round_of_node):
-            return record
-    return None
-
-
 def restart_budget(job: JobState) -> str:
     """The restart budget of the nodes, in the words of the log, the page and `remesh status`."""
     refill = job.policy.restart_refill
@@ -451,11 +427,12 @@ def charges_of(job: JobState, node_id: int, now: float) -> Charges:
     return job.charges.get(node_id, Charges()).at(now, job.policy.restart_refill)
 
 
-def _fail(job: JobState, event: ReportFailures, nodes: Rendezvous, now: float) -> JobState:
+def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now: float) -> JobState:
     node = nodes.known(event.node_id)
     if node is None or node.incarnation != event.incarnation:
         return job
-    if not event.failures or failure_record(job, event.node_id, event.round) is not None:
+    known = {(record.node_id, record.round) for record in job.failures}
+    if not event.failures or (event.node_id, event.round) in known:
         return job  # the second copy of a message
     charges = charges_of(job, event.node_id, now)
     decision = decide(
@@ -483,8 +460,7 @@ def _fail(job: JobState, event: ReportFailures, nodes: Rendezvous, now: float) -
     is_member = event.round == nodes.round and node.id in nodes.active
     if decision.action is FailureAction.RESTART and is_member and nodes.broken is None:
         # The others need not wait until it joins.
-        reason = f"processes of node {node.id} have failed"
-        job = _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, reason), now)
+        job = _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, decision.reason), now)
     if decision.action is FailureAction.REPLACE:
         job = _replace(job, check_reason=f"node {event.node_id} reported a broken machine")
         job = _advance(job, rendezvous.exclude(nodes, node, decision.reason, now), now)
@@ -632,7 +608,7 @@ def _begin_check(job: JobState, nodes: Rendezvous, now: float) -> JobState:
     return _replace(job, check=check, num_checks=number)
 
 
-def _tested(job: JobState, event: ReportTest, nodes: Rendezvous) -> JobState:
+def _tested(job: JobState, event: protocol.ReportTest, nodes: Rendezvous) -> JobState:
     check = job.check
     if check is None or (event.check, event.test_round) != (check.number, len(check.results)):
         return job
@@ -701,30 +677,30 @@ def content_of(job: JobState, sender: Sender) -> Content:
     """What the node of a sender has to do now."""
     nodes, node_id, incarnation = job.rendezvous, sender["node_id"], sender["incarnation"]
     if nodes.outcome is not None:
-        return JobEnded(nodes.outcome, nodes.reason)
+        return protocol.JobEnded(nodes.outcome, nodes.reason)
     if incarnation in nodes.replaced:
-        return Rejected(f"another agent has taken over node id {node_id}")
+        return protocol.Rejected(f"another agent has taken over node id {node_id}")
     excluded, reason = nodes.excluded.get(node_id, ("", ""))
     if excluded == incarnation:
-        return Rejected(reason)
+        return protocol.Rejected(reason)
     ready = nodes.ready.get(node_id)
     if ready is not None and ready.incarnation == incarnation:
         return _waiting(job, node_id)
     member = nodes.member(node_id)
     if member is None or member.incarnation != incarnation:
         reason = f"round {sender['round']} is over for node {node_id}"
-        return Stop(sender["round"], Change.STALE, reason)
+        return protocol.Stop(sender["round"], Change.STALE, reason)
     if node_id in nodes.active and job.check is not None:
         return _test_of(job, job.check, nodes, node_id)
     change = ordered_change(job, node_id, nodes.round)
-    return _assignment(job, node_id) if change is None else Stop(nodes.round, *change)
+    return _assignment(job, node_id) if change is None else protocol.Stop(nodes.round, *change)
 
 
-def _assignment(job: JobState, node_id: int) -> Assignment:
+def _assignment(job: JobState, node_id: int) -> protocol.Assignment:
     nodes, awaits = job.rendezvous, awaits_checkpoint(job)
     place = nodes.place(node_id)
     assert place is not None
-    return Assignment(
+    return protocol.Assignment(
         node_id,
         nodes.round,
         place,
@@ -744,11 +720,12 @@ def _test_of(job: JobState, check: RunningCheck, nodes: Rendezvous, node_id: int
     group = next((group for group in check.groups if node_id in group), ())
     members = tuple(member for member in map(nodes.member, group) if member is not None)
     timeout = job.policy.heartbeat_timeout
-    return NodeTest(node_id, nodes.round, check.number, len(check.results), members, timeout)
+    test_round = len(check.results)
+    return protocol.NodeTest(node_id, nodes.round, check.number, test_round, members, timeout)
 
 
-def _waiting(job: JobState, node_id: int) -> Waiting:
-    return Waiting(node_id, _wait_reason(job, node_id), job.policy.heartbeat_timeout)
+def _waiting(job: JobState, node_id: int) -> protocol.Waiting:
+    return protocol.Waiting(node_id, _wait_reason(job, node_id), job.policy.heartbeat_timeout)
 
 
 def _wait_reason(job: JobState, node_id: int) -> str:
@@ -774,19 +751,13 @@ def _wait_reason(job: JobState, node_id: int) -> str:
 
 def concerns_all(before: JobState, after: JobState) -> bool:
     """True if nodes other than those that have sent something may have to do something else now."""
-    old, new = before.rendezvous, after.rendezvous
-    return (
-        (old.round, old.outcome, old.broken) != (new.round, new.outcome, new.broken)
-        or old.excluded is not new.excluded
-        or old.replaced is not new.replaced
-        or old.held is not new.held
-        or rendezvous.larger_size(old) != rendezvous.larger_size(new)
-        or _stage(before.check) != _stage(after.check)
-        or before.save_request != after.save_request
-        or before.hanging != after.hanging
-    )
+    return _shared(before) != _shared(after)
 
 
-def _stage(check: RunningCheck | None) -> tuple[int, int] | None:
-    """Which tests a check has given to the nodes."""
-    return None if check is None else (check.number, len(check.results))
+def _shared(job: JobState) -> tuple[object, ...]:
+    """What instructions follow from that is not of one node alone."""
+    nodes, check = job.rendezvous, job.check
+    stage = None if check is None else (check.number, len(check.results))
+    world = nodes.round, nodes.outcome, nodes.broken, rendezvous.larger_size(nodes)
+    used = nodes.excluded, nodes.replaced, nodes.held
+    return world, used, stage, job.save_request, job.hanging

@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,16 +24,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from remesh.elastic import script
+from remesh.elastic import directories, script
 from remesh.elastic.agent import Agent, guarded
 from remesh.elastic.client import read_token
-from remesh.elastic.directories import (
-    MEMORY,
-    SOCKETS,
-    agent_directory,
-    snapshot_directory,
-    token_file,
-)
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import BACKEND, PATIENCE, Handler, make_handler
 from remesh.elastic.job import HangAction, Policy
@@ -54,19 +47,18 @@ log = logging.getLogger(__name__)
 REENTRY_SECONDS = 10.0
 SIGNALS = ("SIGINT", "SIGHUP", "SIGQUIT")
 """Signals that end the agent as a failure; SIGTERM drains the node."""
+NODE_OPTIONS = (
+    *("node_id", "node_unit", "last_call", "join_timeout"),
+    *("tls_ca", "master_patience", "beat_seconds"),
+)
+"""Options that have the same names in `--rdzv-conf`."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Help that begins as that of the other commands does."""
 
-    def add_usage(
-        self,
-        usage: str | None,
-        actions: Iterable[argparse.Action],
-        groups: Iterable[Any],
-        prefix: str | None = None,
-    ) -> None:
-        super().add_usage(usage, actions, groups, "Usage: " if prefix is None else prefix)
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = "Usage: ") -> None:
+        super().add_usage(usage, actions, groups, prefix)
 
 
 def _positive(text: str) -> float:
@@ -159,7 +151,7 @@ def _add_process_options(ours: argparse._ArgumentGroup) -> None:
     )
     ours.add_argument(
         "--snapshot-dir",
-        default=MEMORY,
+        default=directories.MEMORY,
         metavar="DIR",
         help="where snapshots are kept in memory; '' for nowhere",
     )
@@ -214,11 +206,11 @@ def _run(options: argparse.Namespace) -> None:
         if url is None:
             token = read_token(file) or secrets.token_urlsafe(32)
             url = stack.enter_context(_own_master(options, token)).url
-            file = stack.enter_context(token_file(int(url.rpartition(":")[2]), token))
+            file = stack.enter_context(directories.token_file(int(url.rpartition(":")[2]), token))
             log.warning("the job's page is at %s; it asks for the token in %s", url, file)
         handler = _make_handler(options, config, url, file)
         stack.callback(handler.node.close)
-        snapshots = stack.enter_context(snapshot_directory(options.snapshot_dir))
+        snapshots = stack.enter_context(directories.snapshot_directory(options.snapshot_dir))
         command_line = [command, *command_arguments]
         _run_agent(options, config, handler, command_line, snapshots=snapshots, preload=preload)
 
@@ -245,13 +237,10 @@ def _use_runner(options: argparse.Namespace) -> None:
 
 
 def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
+    names = ("heartbeat_timeout", "check", "save_grace", "hang_timeout", "restart_refill")
     policy = Policy(
-        heartbeat_timeout=options.heartbeat_timeout,
-        check=options.check,
-        save_grace=options.save_grace,
-        hang_timeout=options.hang_timeout,
+        **{name: getattr(options, name) for name in names},
         hang_action=HangAction(options.hang_action),
-        restart_refill=options.restart_refill,
         patterns=read_patterns(options.failure_patterns),
     )
     try:
@@ -276,16 +265,10 @@ def _make_handler(
         config.max_nodes,
         config.local_addr,
         token_file=file,
-        tls_ca=options.tls_ca,
-        master_patience=options.master_patience,
-        beat_seconds=options.beat_seconds,
         name=options.node_name,
-        node_id=options.node_id,
-        node_unit=options.node_unit,
         nproc=config.nproc_per_node,
-        last_call=options.last_call,
-        join_timeout=options.join_timeout,
         max_restarts=config.max_restarts,
+        **{name: getattr(options, name) for name in NODE_OPTIONS},
     )
     try:
         return make_handler(parameters, run_test)
@@ -311,7 +294,7 @@ def _run_agent(
         prepares=options.prepare,
     )
     with (
-        agent_directory(tempfile.gettempdir(), SOCKETS) as directory,
+        directories.agent_directory(tempfile.gettempdir(), directories.SOCKETS) as directory,
         guarded(directory),
         contextlib.closing(ProcessSockets(directory, config.nproc_per_node)) as sockets,
         contextlib.closing(Warm(preload, directory, command)) as warm,

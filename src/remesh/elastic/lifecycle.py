@@ -7,12 +7,12 @@ Then there is one way into the next world. Each process is *in* the world, *out*
    others are ended by a signal, and are missing. What is still in at the deadline is killed, and
    missing as well.
 2. As soon as all that is still in can be entered again, the node joins the next round: meanwhile
-   the rest gets out. After a failure the master decides before on what follows.
+   the rest gets out. Failures are reported before, and what the master shows after that decides.
 3. If none is in, those that are out enter the new world, and new processes take the place of those
    that are missing.
 
 `step` neither waits nor reads a clock; `remesh.elastic.agent` does what it says, and waits there
-for the next round and for the master's decision on a failure.
+for the next round.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from remesh.elastic.failures import FailureAction, FailureDecision, restart_pause
+from remesh.elastic.failures import restart_pause
 from remesh.elastic.process_socket import Report, Request
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.protocol import Assignment, Content, JobEnded, Stop
+from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
 from remesh.elastic.rendezvous import Change, Outcome
 
 EXIT_REPLACE = 75
@@ -68,7 +68,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     order: int = 0  # number of the newest order to processes
     deadline: float = math.inf  # when processes that are still in the old world are killed
-    asks: bool = False  # in a change: whether the master decides on a failure before
+    has_failed: bool = False  # in a change: whether it follows from failures of this node
+    is_reported: bool = False  # in such a change: whether they were reported
     joins: bool = False  # in a change: whether the node has joined the next round
     num_in_vain: int = 0  # starts in a row that failed without a step
     hold: Request | None = None  # what the ranks are asked for, before they have to stop
@@ -85,7 +86,6 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     progress: dict[int, RankProgress] = {}  # of those that report their steps
     content: Content | None = None  # the newest instruction
     stop: Stop | None = None  # why the processes should stop, by that
-    decision: FailureDecision | None = None  # on the failures that were reported last
     drains: bool = False  # whether there was a SIGTERM
     silence: float = 0.0  # seconds without a session with the master
 
@@ -137,8 +137,8 @@ class BeatNow(msgspec.Struct, frozen=True):
     """Send the next heartbeat at once."""
 
 
-class AskDecision(msgspec.Struct, frozen=True):
-    """Report the failed processes, and wait for the master's decision."""
+class ReportFailures(msgspec.Struct, frozen=True):
+    """Report the failed processes."""
 
 
 class AnnounceDrain(msgspec.Struct, frozen=True):
@@ -167,7 +167,7 @@ Action: TypeAlias = (
     | Enter
     | Hold
     | BeatNow
-    | AskDecision
+    | ReportFailures
     | AnnounceDrain
     | Finish
     | Exit
@@ -194,7 +194,7 @@ def step(state: State, seen: Seen, now: float) -> Next:
         case Phase.CHANGE:
             return _change(state, seen, now)
         case Phase.TRAIN if seen.has_failed:
-            return _leave(replace(state, asks=True), seen, now)
+            return _leave(replace(state, has_failed=True), seen, now)
         case Phase.TRAIN if not seen.living:
             return replace(state, phase=Phase.FINISHED), [Finish()]
         case Phase.TRAIN:
@@ -262,20 +262,21 @@ def _change(state: State, seen: Seen, now: float) -> Next:
 def _join(state: State, seen: Seen) -> Next:
     """Join the next round, if the master has nothing against it."""
     pause = 0.0
-    if state.asks:
-        if seen.decision is None:
-            return state, [AskDecision()]
-        match seen.decision.action:
-            case FailureAction.FAIL:
-                return state, [Exit(EXIT_JOB_FAILED, seen.decision.reason)]
-            case FailureAction.REPLACE:
-                return state, [Exit(EXIT_REPLACE, "the machine is broken", Outcome.FAILED)]
+    if state.has_failed:
+        if not state.is_reported:
+            return replace(state, is_reported=True), [ReportFailures()]
+        if isinstance(seen.content, JobEnded | Rejected):
+            return state, [exit_of(seen.content)]
+        # The master has not received the failures yet, unless it stops this world.
+        if seen.stop is None and not seen.drains and seen.silence <= state.limits.patience:
+            return state, []
         # Pauses grow as long as starts fail without a step.
         state = replace(state, num_in_vain=0 if seen.progress else state.num_in_vain + 1)
         pause = restart_pause(state.num_in_vain)
     if seen.drains:
         return state, [_stopped_already()]
-    return replace(state, asks=False, joins=True), [JoinRound(pause)]
+    state = replace(state, has_failed=False, is_reported=False, joins=True)
+    return state, [JoinRound(pause)]
 
 
 def _stopped_already() -> Exit:
@@ -309,7 +310,7 @@ def _train(state: State, seen: Seen, now: float) -> Next:
         left, more = _leave(state, seen, now, signal.SIGKILL if hangs else signal.SIGTERM)
         return left, actions + more
     if isinstance(seen.content, JobEnded):
-        actions.append(_end(seen.content))
+        actions.append(exit_of(seen.content))
     return state, actions
 
 
@@ -351,8 +352,10 @@ def _drained(state: State, seen: Seen, now: float) -> Exit:
     return Exit(EXIT_DRAINED, reason, Outcome.DRAINED)
 
 
-def _end(content: JobEnded) -> Exit:
-    """End as the job has."""
+def exit_of(content: JobEnded | Rejected) -> Exit:
+    """The end of an agent that can be in no other world."""
+    if isinstance(content, Rejected):
+        return Exit(EXIT_REPLACE, f"this node is not used: {content.reason}")
     has_succeeded = content.outcome is Outcome.SUCCEEDED
     code = 0 if has_succeeded else EXIT_JOB_FAILED
     return Exit(code, f"the job has {content.outcome}: {content.reason}")
@@ -361,7 +364,7 @@ def _end(content: JobEnded) -> Exit:
 def _finished(state: State, seen: Seen, now: float) -> Next:
     """Stay until the job has ended, or the processes have to start again with others."""
     if isinstance(seen.content, JobEnded):
-        return state, [_end(seen.content)]
+        return state, [exit_of(seen.content)]
     if seen.stop is not None:
         return _leave(state, seen, now)
     if seen.drains:

@@ -21,30 +21,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from remesh.elastic import job as jobs
+from remesh.elastic import progress
 from remesh.elastic.failures import Kind, classify
-from remesh.elastic.job import (
-    CheckpointSaved,
-    Event,
-    HangDetected,
-    JobState,
-    NodeLost,
-    ProgressRecorded,
-    RanksWait,
-    StacksCollected,
-    awaits_checkpoint,
-    is_for_growth,
-)
-from remesh.elastic.progress import (
-    RankProgress,
-    TrainingProgress,
-    begin,
-    begin_round,
-    hang_limit,
-    hangs,
-    is_long,
-    lagging_ranks,
-    report,
-)
+from remesh.elastic.job import Event, JobState
+from remesh.elastic.progress import RankProgress, TrainingProgress
 from remesh.elastic.protocol import Beat, ReportFailures, ReportStacks
 from remesh.elastic.rendezvous import Rendezvous, listed
 
@@ -92,7 +73,6 @@ class Liveness:
     """How far each rank is that has reported in `round`."""
     waiting: set[int] = field(default_factory=set)  # ranks that wait for the world to change
     round: int = 0  # the round of the last heartbeat that counted
-    num_ranks: int = 0  # ranks of its world
     recorded_at: float = 0.0  # when the progress was recorded last
     hung_at: float = 0.0  # when the stacks were requested
     stacks: dict[int, str] = field(default_factory=dict)  # stacks of the last hang, by rank
@@ -107,12 +87,11 @@ class Liveness:
         """At the start of a master: the nodes of the job count as just heard."""
         nodes = job.rendezvous
         known = {node.id: node for node in nodes.world} | nodes.ready
-        progress = begin(now if job.began is None else job.began)
+        known_progress = job.progress or progress.begin(now if job.began is None else job.began)
         return cls(
             agents={node.incarnation: AgentSigns(now) for node in known.values()},
-            progress=begin_round(job.progress or progress, now),
+            progress=progress.begin_round(known_progress, now),
             round=nodes.round,
-            num_ranks=nodes.num_ranks,
             recorded_at=now,
         )
 
@@ -188,9 +167,8 @@ def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event
         return []
     if live.round != nodes.round:
         live.round = nodes.round
-        live.progress = begin_round(live.progress, now)
+        live.progress = progress.begin_round(live.progress, now)
         live.ranks, live.waiting = {}, set()
-        live.num_ranks = nodes.num_ranks
     if beat.lost_peer and live.broken_round != beat.round:
         live.broken_round, live.look_at = beat.round, 0.0
     events: list[Event] = []
@@ -199,19 +177,19 @@ def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event
         if known is None or heard.step != known.step or heard.saved_step != known.saved_step:
             age = max(beat.time - heard.time, 0.0)
             at = msgspec.structs.replace(heard, time=now - age)  # by the clock of the master
-            live.progress = report(live.progress, known, at)
+            live.progress = progress.report(live.progress, known, at)
             live.ranks[rank] = at
         if heard.saved_step is not None and (
             job.saved_step is None or heard.saved_step > job.saved_step
         ):
-            events.append(CheckpointSaved(heard.saved_step))
+            events.append(jobs.CheckpointSaved(heard.saved_step))
         if heard.waits:
             live.waiting.add(rank)
         elif live.waiting:
             live.waiting.discard(rank)
-    all_wait = len(live.waiting) == live.num_ranks
-    if all_wait and awaits_checkpoint(job) and is_for_growth(job):
-        return [*events[-1:], RanksWait(nodes.round)]
+    all_wait = len(live.waiting) == nodes.num_ranks
+    if all_wait and jobs.awaits_checkpoint(job) and jobs.is_for_growth(job):
+        return [*events[-1:], jobs.RanksWait(nodes.round)]
     return events[-1:]
 
 
@@ -234,13 +212,13 @@ def events_of_time(live: Liveness, job: JobState, now: float) -> list[Event]:
     nodes = job.rendezvous
     if nodes.outcome is not None:
         # Once: the status of a job that has ended does not change when its master restarts.
-        return [ProgressRecorded(live.progress)] if live.progress != job.progress else []
+        return [jobs.ProgressRecorded(live.progress)] if live.progress != job.progress else []
     events = _lost_nodes(live, nodes, job.policy.heartbeat_timeout, now)
     if live.round == nodes.round and not events:
         events += _hang_events(live, job, now)
         if now - live.recorded_at >= RECORD_EVERY and live.progress != job.progress:
             live.recorded_at = now
-            events.append(ProgressRecorded(live.progress))
+            events.append(jobs.ProgressRecorded(live.progress))
     return events
 
 
@@ -257,7 +235,7 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
         agent = live.agents.setdefault(known.incarnation, AgentSigns(now))
         is_dead = agent.is_dead(now, lost_peer=lost_peer)
         if is_dead or now - agent.heard > limit:
-            lost = NodeLost(node_id=node_id, incarnation=known.incarnation, is_closed=is_dead)
+            lost = jobs.NodeLost(node_id=node_id, incarnation=known.incarnation, is_closed=is_dead)
             events.append(lost)
         else:
             live.look_at = min(live.look_at, agent.heard + limit, agent.due)
@@ -280,18 +258,18 @@ def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
         all_here = nodes.active.keys() <= live.answered
         if all_here or now - live.hung_at > STACKS_TIMEOUT:
             live.progress = msgspec.structs.replace(live.progress, moved=now)
-            return [StacksCollected(nodes.round)]
+            return [jobs.StacksCollected(nodes.round)]
         return []
-    limit = hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges.count)
-    if nodes.broken is None and hangs(live.progress, now, limit):
+    limit = progress.hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges.count)
+    if nodes.broken is None and progress.hangs(live.progress, now, limit):
         live.hung_at, live.stacks, live.answered = now, {}, set()
-        return [HangDetected(nodes.round, _pause_text(live, now))]
+        return [jobs.HangDetected(nodes.round, _pause_text(live, now))]
     return []
 
 
 def _pause_text(live: Liveness, now: float) -> str:
     silent = now - live.progress.moved
-    lagging = lagging_ranks(live.ranks)
+    lagging = progress.lagging_ranks(live.ranks)
     behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
     return f"no rank has finished a step for {silent:.0f} s{behind}"
 
@@ -304,4 +282,4 @@ def long_pause(live: Liveness, job: JobState, now: float) -> str:
     runs = nodes.outcome is None and bool(nodes.active) and job.check is None
     if not runs or job.save_request is not None or job.hanging is not None:
         return ""
-    return _pause_text(live, now) if is_long(live.progress, now) else ""
+    return _pause_text(live, now) if progress.is_long(live.progress, now) else ""

@@ -28,46 +28,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from remesh.elastic.failures import FailureAction, FailureDecision
-from remesh.elastic.job import (
-    Event,
-    HistoryLine,
-    JobState,
-    NodeHeld,
-    NodeLost,
-    Policy,
-    Tick,
-    apply,
-    assign_id,
-    concerns_all,
-    content_of,
-    failure_record,
-)
+from remesh.elastic import job as jobs
+from remesh.elastic import liveness, protocol
+from remesh.elastic.job import Event, JobState, NodeHeld, NodeLost, Policy, Tick
 from remesh.elastic.journal import Journal
-from remesh.elastic.liveness import (
-    Liveness,
-    events_of_time,
-    extend_deadlines,
-    has_living_agent,
-    is_over,
-    long_pause,
-    on_beat,
-    on_end_of_session,
-    on_failures,
-    on_message,
-    on_stacks,
-)
-from remesh.elastic.protocol import (
-    Beat,
-    Instruction,
-    Join,
-    Message,
-    NodeSet,
-    ReportFailures,
-    ReportStacks,
-    Sender,
-    SetNode,
-)
+from remesh.elastic.liveness import Liveness
+from remesh.elastic.protocol import Sender
 from remesh.elastic.rendezvous import MAX_LISTED, leaving
 from remesh.errors import StorageError
 
@@ -100,11 +66,10 @@ class Connection:
     """An agent's session, as the master sees it."""
 
     number: int  # differs from those of all others
-    give: Callable[[Instruction], None]  # replaces the instruction that the agent is shown
+    give: Callable[[protocol.Instruction], None]  # replaces the instruction that the agent is shown
     end: Callable[[], None]  # ends the connection
     sender: Sender | None = None  # the agent, as it has said last; None before its first message
-    failed: int | None = None  # the round of which it has reported failures, until it joins again
-    given: Instruction | None = None  # what it is shown
+    given: protocol.Instruction | None = None  # what it is shown
 
 
 class SteadyClock:
@@ -152,7 +117,7 @@ class Master:
     def warnings(self) -> tuple[str, ...]:
         """The warnings for those who operate the job: of the master itself, and of the steps."""
         found = [*self._journal.warnings]
-        if pause := long_pause(self.live, self.job, self.clock()):
+        if pause := liveness.long_pause(self.live, self.job, self.clock()):
             found.append(pause)
         if self.job.missing_rounds:
             found.append(self.job.missing_rounds)
@@ -168,7 +133,7 @@ class Master:
 
     def apply(self, event: Event) -> None:
         """Apply an event to the job; `written` returns when it is durable."""
-        before, after = self.job, apply(self.job, event, self.clock())
+        before, after = self.job, jobs.apply(self.job, event, self.clock())
         if after is before:
             return
         self.job = after
@@ -239,11 +204,11 @@ class Master:
         Heartbeats that came while the master was stopped (`late`, in seconds) are not read yet.
         """
         if late > MOST_LATE:
-            extend_deadlines(self.live, late)
-        for event in events_of_time(self.live, self.job, self.clock()):
+            liveness.extend_deadlines(self.live, late)
+        for event in liveness.events_of_time(self.live, self.job, self.clock()):
             self.apply(event)
         self.apply(Tick())
-        pause = long_pause(self.live, self.job, self.clock())
+        pause = liveness.long_pause(self.live, self.job, self.clock())
         if pause and not self._is_pausing:
             log.warning("%s; it may hang", pause)
         self._is_pausing = bool(pause)
@@ -253,22 +218,24 @@ class Master:
         loop, ending = asyncio.get_running_loop(), asyncio.Event()
         telling = loop.create_task(report_exclusions(lambda: self.job, self._on_excluded, ending))
         try:
-            while not (end_with_job and is_over(self.live, self.job, self.clock())):
+            while not (end_with_job and liveness.is_over(self.live, self.job, self.clock())):
                 due = loop.time() + TICK_SECONDS
                 await asyncio.sleep(TICK_SECONDS)
                 self.tick(loop.time() - due)
                 await self.written()
         finally:
             ending.set()
-            await telling
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(telling, FINISH_SECONDS)
 
     def _follow(self, job: JobState, due: set[Connection]) -> None:
         """Let instructions follow from a job: for all nodes if it concerns them, or those due."""
         before, self._durable = self._durable, job
-        for connection in list(self._connections.values()) if concerns_all(before, job) else due:
+        everyone = jobs.concerns_all(before, job)
+        for connection in list(self._connections.values()) if everyone else due:
             self._show(connection)
 
-    def set_node(self, given: SetNode) -> NodeSet:
+    def set_node(self, given: protocol.SetNode) -> protocol.NodeSet:
         """Exclude a node by hand, or use it again.
 
         Returns:
@@ -297,9 +264,9 @@ class Master:
             )
         nodes = self.job.rendezvous
         stays = node_id in nodes.held and node_id in nodes.active and nodes.broken is None
-        return NodeSet(stays=stays and node_id not in leaving(nodes))
+        return protocol.NodeSet(stays=stays and node_id not in leaving(nodes))
 
-    def on_message(self, connection: Connection, message: Message) -> None:
+    def on_message(self, connection: Connection, message: protocol.Message) -> None:
         """Take a message of an agent; one that is heard a second time has no further effect.
 
         Raises:
@@ -307,16 +274,16 @@ class Master:
         """
         now, job = self.clock(), self.job
         sender = connection.sender
-        if isinstance(message, Join):
+        if isinstance(message, protocol.Join):
             message = self._identify(message)
-            connection.failed = None
             round_of_node = message.after_round
         else:
             round_of_node = message.round
         node_id = message.node_id
         assert node_id is not None
-        pause = message.pause if isinstance(message, Beat) else None
-        on_message(self.live, message.incarnation, now, session=connection.number, pause=pause)
+        pause = message.pause if isinstance(message, protocol.Beat) else None
+        number = connection.number
+        liveness.on_message(self.live, message.incarnation, now, session=number, pause=pause)
         is_new = sender is None or (sender["node_id"], sender["round"]) != (node_id, round_of_node)
         if is_new:
             old = self._connections.get(message.incarnation)
@@ -327,18 +294,17 @@ class Master:
             )
             self._connections[message.incarnation] = connection
         match message:
-            case Beat():
-                for event in on_beat(self.live, job, message, now):
+            case protocol.Beat():
+                for event in liveness.on_beat(self.live, job, message, now):
                     self.apply(event)
-            case ReportStacks():
-                on_stacks(self.live, job, message)
-            case ReportFailures():
-                on_failures(self.live, job, message)
-                connection.failed = message.round
+            case protocol.ReportStacks():
+                liveness.on_stacks(self.live, job, message)
+            case protocol.ReportFailures():
+                liveness.on_failures(self.live, job, message)
                 self.apply(message)
             case _:
                 self.apply(message)
-        if is_new or not isinstance(message, Beat):
+        if is_new or not isinstance(message, protocol.Beat):
             self._due.add(connection)
         self._begin_write()
 
@@ -350,33 +316,21 @@ class Master:
         if self._connections.get(incarnation) is connection:
             del self._connections[incarnation]
         now = self.clock()
-        on_end_of_session(self.live, connection.number, incarnation, now, by_peer=by_peer)
+        liveness.on_end_of_session(self.live, connection.number, incarnation, now, by_peer=by_peer)
 
     def _show(self, connection: Connection) -> None:
         """Give an agent its instruction, if it is another one than before."""
         sender, job, now, old = connection.sender, self._durable, self.clock(), connection.given
         assert sender is not None
-        content = content_of(job, sender)
+        content = jobs.content_of(job, sender)
         dump = job.dump if job.hanging is not None else 0
-        decision = self._decision_on(sender["node_id"], connection.failed)
-        if old is not None and (old.content, old.dump, old.decision) == (content, dump, decision):
+        if old is not None and (old.content, old.dump) == (content, dump):
             return
         self._number = max(self._number + 1, int(now * 1e6))  # higher also after a restart
-        new = Instruction(number=self._number, content=content, dump=dump, decision=decision)
-        connection.given = new
-        connection.give(new)
+        connection.given = protocol.Instruction(number=self._number, content=content, dump=dump)
+        connection.give(connection.given)
 
-    def _decision_on(self, node_id: int, failed: int | None) -> FailureDecision | None:
-        """The decision on the failures of a node in a round, if it has reported any."""
-        if failed is None:
-            return None
-        record = failure_record(self._durable, node_id, failed)
-        if record is not None:
-            return record.decision
-        reason = f"round {failed} is over"
-        return FailureDecision(action=FailureAction.RESTART, charged=False, reason=reason)
-
-    def _identify(self, message: Join) -> Join:
+    def _identify(self, message: protocol.Join) -> protocol.Join:
         """The message with the id and the name of the node, if it fits to the job."""
         wanted = self.job.rendezvous.settings
         if self.job.began is not None and message.settings != wanted:
@@ -388,10 +342,10 @@ class Master:
         now = self.clock()
 
         def lives(node_id: int) -> bool | None:
-            return has_living_agent(self.live, self.job, node_id, message.incarnation, now)
+            return liveness.has_living_agent(self.live, self.job, node_id, message.incarnation, now)
 
         try:
-            identity = assign_id(self.job, message.name, message.node_id, lives)
+            identity = jobs.assign_id(self.job, message.name, message.node_id, lives)
         except ValueError as error:
             raise RefusedError(f"{message.name}: {error}") from error
         if identity is None:
@@ -402,7 +356,7 @@ class Master:
         return msgspec.structs.replace(message, node_id=node_id, name=name)
 
 
-def _new_lines(before: JobState, after: JobState) -> list[HistoryLine]:
+def _new_lines(before: JobState, after: JobState) -> list[jobs.HistoryLine]:
     """The lines of history that an event has added; the oldest may have been dropped."""
     last = before.history[-1] if before.history else None
     lines = []
@@ -416,11 +370,11 @@ def _new_lines(before: JobState, after: JobState) -> list[HistoryLine]:
 async def report_exclusions(
     current: Callable[[], JobState], command: str | None, ending: asyncio.Event
 ) -> None:
-    """Run a command of the user's, if there is one, for each node that a job excludes.
+    """Run a command of the user's, if any, for each node that a job excludes, until `ending`.
 
     A scheduler does not hear of an exclusion: the command tells it. It runs once for each, one
     after the other, and again after a restart of the master, which cannot know how far the command
-    came. What runs when `ending` is set has `FINISH_SECONDS` to finish.
+    came.
     """
     told: set[tuple[int, str]] = set()
     while command is not None and not ending.is_set():
@@ -435,32 +389,33 @@ async def report_exclusions(
                 "REMESH_NODE_ID": str(node_id),
                 "REMESH_REASON": reason,
             }
-            await _run(command, what, name, ending)
+            await _run(command, what, name)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await ending.wait()
 
 
-async def _run(command: str, what: dict[str, str], name: str, ending: asyncio.Event) -> None:
+async def _run(command: str, what: dict[str, str], name: str) -> None:
+    """Run a command, and kill it with all that it has started if this is cancelled."""
     try:
         process = await asyncio.create_subprocess_shell(
             command,
             env=os.environ | what,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,  # what it prints must not be taken for the URL, which is on stdout
-            start_new_session=True,  # so that all processes that it starts can be killed with it
+            start_new_session=True,
         )
     except OSError as error:
         log.error("the command for the excluded node %s cannot be started: %s", name, error)
         return
-    finished, is_ending = map(asyncio.ensure_future, (process.wait(), ending.wait()))
-    await asyncio.wait({finished, is_ending}, return_when=asyncio.FIRST_COMPLETED)
-    is_ending.cancel()
-    await asyncio.wait({finished}, timeout=FINISH_SECONDS)
-    if not finished.done():
+    try:
+        code = await process.wait()
+    except asyncio.CancelledError:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    code = await finished
+        await process.wait()
+        log.error("the command for the excluded node %s is killed: the master ends", name)
+        raise
     if code:
         log.error("the command for the excluded node %s ended with code %d", name, code)
     else:

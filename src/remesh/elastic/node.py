@@ -17,28 +17,19 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from remesh.elastic import protocol
 from remesh.elastic.client import Client
-from remesh.elastic.failures import FailureDecision, ProcessFailure
+from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
-    HEARTBEAT_TIMEOUT,
     Assignment,
     Beat,
     Content,
-    Drain,
-    Instruction,
     JobEnded,
     Join,
-    Leave,
-    NodeTest,
     Rejected,
-    ReportFailures,
-    ReportStacks,
-    ReportTest,
     Sender,
     Stop,
-    TestResult,
-    Waiting,
 )
 from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.session import Session
@@ -50,18 +41,6 @@ LEAVE_PATIENCE = 10.0
 """Seconds for which a node that leaves in any case tries to say so."""
 
 
-class JobEndedError(Exception):
-    """The job has ended and cannot be joined."""
-
-    def __init__(self, outcome: Outcome, reason: str) -> None:
-        super().__init__(f"the job has {outcome}: {reason}")
-        self.outcome = outcome
-
-
-class NodeRejectedError(Exception):
-    """The master does not use this node."""
-
-
 class NodeClient:
     """The agent of one node, towards the master."""
 
@@ -69,7 +48,7 @@ class NodeClient:
         self,
         client: Client,
         first: Join,
-        test: Callable[[NodeTest], TestResult],
+        test: Callable[[protocol.NodeTest], protocol.TestResult],
         *,
         beat_seconds: float = 1.0,
     ) -> None:
@@ -80,17 +59,12 @@ class NodeClient:
         self._beat_seconds = beat_seconds
         self._node_id: int | None = None
         self._round = 0
-        self._heartbeat_timeout = HEARTBEAT_TIMEOUT  # until the master says it
+        self._heartbeat_timeout = protocol.HEARTBEAT_TIMEOUT  # until the master says it
         self._session: Session | None = None
         self._lock = threading.Lock()
-        self._assignment: Assignment | None = None
+        self.assignment: Assignment | None = None  # in the round that it joined last
         self._progress: Mapping[int, RankProgress] = {}  # of the ranks that report it
         self._lost_peer = False  # whether one of them has left its training because of that
-
-    @property
-    def assignment(self) -> Assignment | None:
-        """The node's assignment in the round that it joined last."""
-        return self._assignment
 
     @property
     def dump(self) -> int:
@@ -103,7 +77,7 @@ class NodeClient:
         return None if self._newest is None else self._newest.content
 
     @property
-    def _newest(self) -> Instruction | None:
+    def _newest(self) -> protocol.Instruction | None:
         return None if self._session is None else self._session.newest
 
     @property
@@ -134,18 +108,16 @@ class NodeClient:
             "round": self._round,
         }
 
-    def join(self) -> Assignment:
-        """Join the next round, and wait until it begins for this node.
+    def join(self) -> Assignment | Rejected | JobEnded:
+        """Join the next round, and wait until it begins for this node, or it can be in none.
 
         Raises:
-            JobEndedError: If the job has ended.
-            NodeRejectedError: If the node is not used.
             MasterError: If the master does not answer.
         """
         session, seen, tested, said = self._begin(), 0, (0, 0), ""
         self._say_join(session)
 
-        def newer(instruction: Instruction) -> Instruction | None:
+        def newer(instruction: protocol.Instruction) -> protocol.Instruction | None:
             return instruction if instruction.number != seen else None
 
         while True:
@@ -154,28 +126,28 @@ class NodeClient:
                 patience = min(patience, self._first.settings.join_timeout)
             newest = session.wait(newer, patience)
             seen, content = newest.number, newest.content
-            if isinstance(content, Assignment | Waiting | NodeTest):
+            if isinstance(content, Assignment | protocol.Waiting | protocol.NodeTest):
                 self._node_id = content.node_id
                 self._heartbeat_timeout = content.heartbeat_timeout
             match content:
                 case Assignment(round=number) if number > self._round:
                     return self._enter(session, content)
-                case Waiting(node_id, reason):
+                case protocol.Waiting(node_id, reason):
                     if reason != said:
                         log.info("node %d waits: %s", node_id, reason)
                     said = reason
-                case NodeTest(check=check, test_round=number) if (check, number) != tested:
+                case protocol.NodeTest(check=check, test_round=number) if (check, number) != tested:
                     tested, result = (check, number), self._test(content)
                     session.say(
-                        ReportTest(**self.sender(), check=check, test_round=number, result=result)
+                        protocol.ReportTest(
+                            **self.sender(), check=check, test_round=number, result=result
+                        )
                     )
                 case Stop(round=number) if number > self._round:
                     self._round = number  # it was over before this node had entered it
                     self._say_join(session)
-                case Rejected(reason):
-                    raise NodeRejectedError(reason)
-                case JobEnded(outcome, reason):
-                    raise JobEndedError(outcome, reason)
+                case Rejected() | JobEnded():
+                    return content
 
     def _begin(self) -> Session:
         if self._session is None:
@@ -183,13 +155,13 @@ class NodeClient:
         return self._session
 
     def _say_join(self, session: Session) -> None:
-        session.forget()
+        session.forget(but=protocol.ReportFailures)
         node_id = self._first.node_id if self._node_id is None else self._node_id
         session.say(msgspec.structs.replace(self._first, node_id=node_id, after_round=self._round))
 
     def _enter(self, session: Session, assignment: Assignment) -> Assignment:
         with self._lock:
-            self._round, self._assignment = assignment.round, assignment
+            self._round, self.assignment = assignment.round, assignment
             self._progress, self._lost_peer = {}, False
         session.forget()
         log.info(
@@ -228,28 +200,22 @@ class NodeClient:
             lost_peer=lost_peer,
         )
 
-    def report(self, failures: tuple[ProcessFailure, ...]) -> FailureDecision:
-        """Report failed processes; the decision on them.
-
-        Raises:
-            MasterError: If the master does not answer.
-        """
-        session = self._begin()
-        session.say(ReportFailures(**self.sender(), failures=failures))
-        return session.wait(lambda newest: newest.decision, self.client.patience)
+    def report(self, failures: tuple[ProcessFailure, ...]) -> None:
+        """Report failed processes; the content of the next instruction says what follows."""
+        self._begin().say(protocol.ReportFailures(**self.sender(), failures=failures))
 
     def drain(self, seconds: float, reason: str) -> None:
         """Announce that this node has to leave within some seconds."""
-        self._begin().say(Drain(**self.sender(), seconds=seconds, reason=reason))
+        self._begin().say(protocol.Drain(**self.sender(), seconds=seconds, reason=reason))
 
     def send_stacks(self, dump: int, stacks: dict[int, str]) -> None:
         """Send the stacks of the processes."""
-        message = ReportStacks(**self.sender(), dump=dump, stacks=stacks)
+        message = protocol.ReportStacks(**self.sender(), dump=dump, stacks=stacks)
         self._begin().say(message, holds=False)
 
     def finish(self, reason: str) -> None:
         """Say that the processes have succeeded; the node stays until the job ends."""
-        self._begin().say(Leave(**self.sender(), outcome=Outcome.SUCCEEDED, reason=reason))
+        self._begin().say(protocol.Leave(**self.sender(), outcome=Outcome.SUCCEEDED, reason=reason))
 
     def leave(self, outcome: Outcome, reason: str) -> None:
         """Leave the job.
@@ -262,7 +228,7 @@ class NodeClient:
         """
         if self._session is None or self._node_id is None or isinstance(self.content, JobEnded):
             return
-        self._session.say(Leave(**self.sender(), outcome=outcome, reason=reason))
+        self._session.say(protocol.Leave(**self.sender(), outcome=outcome, reason=reason))
         is_success = outcome is Outcome.SUCCEEDED
         if not self._session.end(self.client.patience if is_success else LEAVE_PATIENCE):
             raise MasterError(f"the master at {self.client.url} has not confirmed that")

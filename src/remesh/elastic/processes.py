@@ -168,10 +168,12 @@ class Processes:
             return
         environments = {rank: {**self._variables(rank), **world} for rank, world in worlds.items()}
         logs = self._config.logs_specs.reify(environments)  # type: ignore[union-attr] # torch's own default
-        old = [self._all.pop(rank) for rank in ranks if rank in self._all]
-        for rank in sorted(ranks):
-            self._all[rank] = self._start(rank, environments[rank], logs)
-        _release(old)  # this takes a moment, for which the new ones do not wait
+        old = [self._all[rank] for rank in ranks if rank in self._all]
+        try:
+            for rank in sorted(ranks):
+                self._all[rank] = self._start(rank, environments[rank], logs)
+        finally:
+            _release(old)  # this takes a moment, for which the new ones do not wait
 
     def _variables(self, rank: int) -> dict[str, str]:
         """The variables of a process that are the same in all worlds."""
@@ -304,8 +306,10 @@ def message_of(failure: Any) -> str:
     if isinstance(message, Mapping):
         extra = message.get("extraInfo")
         stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
-        return str(stack or message.get("message", ""))
-    return "" if failure.error_file == "<N/A>" else str(message)
+        message = stack or message.get("message", "")
+    elif failure.error_file == "<N/A>":
+        message = ""
+    return str(message).encode(errors="replace").decode()  # JSON may have halves of characters
 
 
 def tail_of(paths: list[str]) -> str:

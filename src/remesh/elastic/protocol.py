@@ -23,11 +23,11 @@ from typing import Annotated, TypeAlias, TypedDict
 
 import msgspec
 
-from remesh.elastic.failures import FailureDecision, ProcessFailure
+from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEARTBEAT_TIMEOUT = 3.0
 """Seconds without a message after which a node is lost, if nothing else is said."""
 
@@ -111,7 +111,6 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     number: int  # higher than those of all instructions before
     content: Content
     dump: int = 0  # send the stacks of all processes; a new request for stacks has a higher number
-    decision: FailureDecision | None = None  # on the failures that the node has reported last
 
 
 # Messages of agents -------------------------------------------------------------------------------

@@ -397,15 +397,11 @@ def listed(numbers: Iterable[int]) -> str:
     ordered = sorted(numbers)
     if len(ordered) <= MAX_LISTED:
         return ", ".join(map(str, ordered))
-    breaks = [at for at in range(1, len(ordered)) if ordered[at] != ordered[at - 1] + 1]
-    ranges = [
-        str(ordered[begin]) if end == begin + 1 else f"{ordered[begin]} to {ordered[end - 1]}"
-        for begin, end in itertools.pairwise([0, *breaks[:MAX_LISTED], len(ordered)])
-    ]
-    if len(breaks) < MAX_LISTED:
-        return ", ".join(ranges)
-    num_left = len(ordered) - breaks[MAX_LISTED - 1]
-    return f"{', '.join(ranges[:MAX_LISTED])} and {num_left} more"
+    grouped = itertools.groupby(enumerate(ordered), lambda placed: placed[1] - placed[0])
+    runs = [[number for _, number in run] for _, run in grouped]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    num_left = sum(map(len, runs[MAX_LISTED:]))
+    return ", ".join(texts[:MAX_LISTED]) + (f" and {num_left} more" if num_left else "")
 
 
 def listed_nodes(ids: Collection[int]) -> str:

@@ -23,7 +23,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
@@ -35,16 +35,10 @@ import msgspec
 from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Handler, Middleware
 
+from remesh.elastic import protocol
 from remesh.elastic.master import Connection, Master, RefusedError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
-from remesh.elastic.protocol import (
-    PROTOCOL_VERSION,
-    Instruction,
-    Message,
-    Problem,
-    RequestCheck,
-    SetNode,
-)
+from remesh.elastic.protocol import PROTOCOL_VERSION, Instruction, Message, Problem
 from remesh.elastic.status import Query, Status, status_of
 
 T = TypeVar("T")
@@ -335,10 +329,10 @@ class Server:
         return _reply(self._seen(query if request.query else None))
 
     async def _check(self, request: web.Request) -> web.StreamResponse:
-        return await self._order(request, RequestCheck, self._master.apply)
+        return await self._order(request, protocol.RequestCheck, self._master.apply)
 
     async def _set_node(self, request: web.Request) -> web.StreamResponse:
-        return await self._order(request, SetNode, self._master.set_node)
+        return await self._order(request, protocol.SetNode, self._master.set_node)
 
     async def _order(
         self, request: web.Request, kind: type[T], follow: Callable[[T], object]
@@ -428,22 +422,7 @@ async def serve(
     end_with_job: bool = False,
 ) -> None:
     """Serve a master until this is cancelled."""
-    try:
-        async with _listening(master, options) as port:
-            scheme = "https" if options.tls is not None else "http"
-            on_ready(f"{scheme}://{options.host}:{port}")
-            await master.keep_time(end_with_job=end_with_job)
-    finally:
-        await master.close()
-
-
-@contextlib.asynccontextmanager
-async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[int]:
-    """Listen as long as the context lasts; gives the port."""
     requests_log, once = logging.getLogger("remesh.elastic.requests"), RepeatFilter()
-    quiet = (requests_log, log, logging.getLogger("asyncio"))
-    for logger in quiet:
-        logger.addFilter(once)
     server = Server(master, options)
     runner = web.AppRunner(
         server.make_app(),
@@ -452,30 +431,29 @@ async def _listening(master: Master, options: ServerOptions) -> AsyncIterator[in
         keepalive_timeout=IDLE_SECONDS,
         shutdown_timeout=1.0,
     )
-    await runner.setup()
-    assert runner.server is not None
-    sweep = asyncio.create_task(server.close_silent(runner.server))
-    listeners: list[asyncio.Server] = []
-    try:
-        make = functools.partial(server.accept, runner.server)
-        yield await _listen(make, options, listeners)
-    finally:
-        for listener in listeners:
-            listener.close()
-        sweep.cancel()
-        server.end_sessions()
-        await runner.cleanup()
-        for logger in quiet:
-            logger.removeFilter(once)
+    async with contextlib.AsyncExitStack() as stack:  # left in the opposite order
+        stack.push_async_callback(master.close)
+        for logger in (requests_log, log, logging.getLogger("asyncio")):
+            logger.addFilter(once)
+            stack.callback(logger.removeFilter, once)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        stack.callback(server.end_sessions)
+        assert runner.server is not None
+        stack.callback(asyncio.create_task(server.close_silent(runner.server)).cancel)
+        port = await _listen(functools.partial(server.accept, runner.server), options, stack)
+        scheme = "https" if options.tls is not None else "http"
+        on_ready(f"{scheme}://{options.host}:{port}")
+        await master.keep_time(end_with_job=end_with_job)
 
 
 async def _listen(
-    make: Callable[[], asyncio.Protocol], options: ServerOptions, listeners: list[asyncio.Server]
+    make: Callable[[], asyncio.Protocol], options: ServerOptions, stack: contextlib.AsyncExitStack
 ) -> int:
-    """Listen at all addresses of a host, on one port; the port."""
+    """Listen at all addresses of a host, on one port, until a stack is left; the port."""
     loop, host, port = asyncio.get_running_loop(), options.host, options.port
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    limit = None if options.tls is None else REQUEST_SECONDS
+    limit, is_open = None if options.tls is None else REQUEST_SECONDS, False
     for family, _kind, _proto, _name, address in dict.fromkeys(found):
         try:
             opened = socket.create_server((str(address[0]), port), family=family)
@@ -487,9 +465,9 @@ async def _listen(
             make, sock=opened, ssl=options.tls, ssl_handshake_timeout=limit, backlog=MAX_ACCEPTED
         )
         opened.listen(MAX_WAITING)  # for asyncio, both numbers are one
-        listeners.append(listener)
-        port = port or opened.getsockname()[1]
-    if not listeners:
+        stack.callback(listener.close)
+        port, is_open = port or opened.getsockname()[1], True
+    if not is_open:
         raise OSError(f"this machine has no address {host}")
     return port
 
@@ -498,9 +476,8 @@ class ServerThread:
     """A master that serves in a thread of this process, for jobs of one machine."""
 
     def __init__(self, make: Callable[[], Master], options: ServerOptions) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[None] | None = None
         listening: Future[str] = Future()
+        self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(
             target=self._run, args=(make, options, listening), name="remesh-master", daemon=True
         )
@@ -511,19 +488,19 @@ class ServerThread:
         self, make: Callable[[], Master], options: ServerOptions, listening: Future[str]
     ) -> None:
         async def main() -> None:
-            self._task = asyncio.current_task()
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            self._stop = functools.partial(loop.call_soon_threadsafe, task.cancel)
             await serve(make(), options, listening.set_result)
 
         try:
-            self._loop.run_until_complete(main())
+            asyncio.run(main())
         except asyncio.CancelledError:
             pass  # close() asked for it
         except Exception as error:
             if listening.done():
                 raise
             listening.set_exception(error)
-        finally:
-            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -533,6 +510,6 @@ class ServerThread:
 
     def close(self) -> None:
         """Stop serving, and wait until everything is written."""
-        if self._thread.is_alive() and self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._stop()
         self._thread.join()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -49,10 +50,8 @@ _decode = msgspec.msgpack.Decoder(Instruction | Problem).decode
 class Session:
     """The session of an agent.
 
-    Args:
-        client: Where the master is.
-        beat: Makes the next heartbeat; None as long as the node has no id.
-        pause: Seconds, at most, until the one after it.
+    `beat` makes the next heartbeat, or None as long as the node has no id; `pause` returns the
+    seconds, at most, until the one after it.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Session:
         self._beat = beat
         self._pause = pause
         self._changed = threading.Condition()
-        self._newest: Instruction | None = None
+        self.newest: Instruction | None = None
         self._is_new = True  # the session has brought no instruction yet
         self._standing: dict[type, bytes] = {}
         self._unsent: list[bytes] = []
@@ -78,15 +77,12 @@ class Session:
         self._thread.start()
 
     @property
-    def newest(self) -> Instruction | None:
-        """The newest instruction; None before the first."""
-        return self._newest
-
-    @property
     def silence(self) -> float:
-        """Seconds since the last session has ended; 0 while there is one."""
+        """Seconds since the last session; 0 while there is one, infinite if none can follow."""
         since = self._down_since
-        return 0.0 if since is None else time.monotonic() - since
+        if since is None:
+            return 0.0
+        return math.inf if self._is_final else time.monotonic() - since
 
     def say(self, message: Message, *, holds: bool = True) -> None:
         """Send a message; it `holds` if a later session has to repeat it.
@@ -104,10 +100,10 @@ class Session:
             self._unsent.append(data)
         self.hurry()
 
-    def forget(self) -> None:
-        """Let no earlier message hold any longer."""
+    def forget(self, *, but: type | None = None) -> None:
+        """Let no earlier message hold any longer, but those of one type."""
         with self._changed:
-            self._standing = {}
+            self._standing = {kind: one for kind, one in self._standing.items() if kind is but}
 
     def hurry(self) -> None:
         """Send what is there, and the next heartbeat, at once."""
@@ -123,7 +119,7 @@ class Session:
         began = time.monotonic()
         with self._changed:
             while True:
-                if self._newest is not None and (found := answer(self._newest)) is not None:
+                if self.newest is not None and (found := answer(self.newest)) is not None:
                     return found
                 left = None
                 if self._down_since is not None:
@@ -286,8 +282,8 @@ class Session:
             self._down_since = None
             # Another master may count from a lower number on.
             is_first, self._is_new = self._is_new, False
-            if is_first or self._newest is None or instruction.number > self._newest.number:
-                self._newest = instruction
+            if is_first or self.newest is None or instruction.number > self.newest.number:
+                self.newest = instruction
             self._changed.notify_all()
 
     def _note_end(self, problem: str, *, is_final: bool) -> None:

@@ -20,7 +20,6 @@ import re
 import select
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,8 +194,7 @@ class Warm:
 
     def _receive(self, channel: socket.socket, seconds: float) -> dict[str, Any]:
         """The next message of the server."""
-        deadline = time.monotonic() + seconds
-        if not select.select([channel], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+        if not select.select([channel], [], [], seconds)[0]:
             raise TimeoutError(f"no answer within {seconds:g} s")
         data = channel.recv(fork_server.MAX_MESSAGE)
         if not data:
