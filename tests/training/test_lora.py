@@ -136,10 +136,16 @@ def test_weights_that_transformers_does_not_tie_are_all_written(kind: str, tmp_p
         model = adapted(layer_replication=[[0, 2], [1, 2]])
     source = model if kind == "replicated layers" else torch.compile(model)
     options = {"merge": kind == "replicated layers", "config": model.config}
-    report = export_weights({"model": source}, tmp_path, dtype=None, **options)
+    report = export_weights({"model": source}, tmp_path / "exported", dtype=None, **options)
     declared = {"lm_head.weight": "model.embed_tokens.weight"} if kind == "two layers" else {}
     assert report.tied == declared
-    assert torch.allclose(logits(opened(tmp_path)), logits(model), atol=1e-5)
+    assert torch.allclose(logits(opened(tmp_path / "exported")), logits(model), atol=1e-5)
+    if kind != "replicated layers":
+        saved, config = tmp_path / "saved", json.loads(model.config.to_json_string())
+        remesh.save(source, saved, format="huggingface", metadata=config)
+        assert torch.equal(logits(opened(saved)), logits(model))
+        names = load_file(saved / "model.safetensors").keys()
+        assert names == load_file(tmp_path / "exported" / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -269,6 +275,30 @@ def load_own(exchange: Exchange, models: list[Any], place: Path) -> None:
     remesh.load(models[exchange.rank], place, group=exchange)
 
 
+def test_a_model_with_merged_adapters_is_neither_saved_nor_filled(tmp_path: Path) -> None:
+    model, merged = adapted(), adapted(seed=2)
+    remesh.save({"model": model}, tmp_path / "whole")
+    remesh.save(model, tmp_path / "alone")
+    model.save_pretrained(tmp_path / "theirs")
+    merged.merge_adapter()
+    refused = r"(?s)adapters are merged.*model\.unmerge_adapter\(\) before"
+    with pytest.raises(StateError, match=refused):
+        remesh.load({"model": torch.compile(merged)}, tmp_path / "whole")
+    for name in ("alone", "theirs"):
+        with pytest.raises(StateError, match=refused):
+            remesh.load(merged, tmp_path / name)
+        models = [adapted(seed=2), merged]
+        for outcome in run_ranks_outcomes(2, load_own, models, tmp_path / name):
+            assert isinstance(outcome, Raised)
+            assert isinstance(outcome.error, StateError)  # not that the other rank has ended
+    for place in (tmp_path / "merged", tmp_path / "whole"):
+        with pytest.raises(StateError, match=refused):
+            remesh.save({"model": merged}, place, overwrite=True)
+    merged.unmerge_adapter()
+    remesh.load({"model": merged}, tmp_path / "whole")
+    assert torch.equal(logits(merged), logits(model))
+
+
 def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     model = adapted()
     remesh.save({"model": model}, tmp_path / "c")
@@ -293,17 +323,6 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "theirs")
     with pytest.raises(StateError, match=r"(?s)model: is a model of peft.*Pass the model itself"):
         remesh.load({"model": model}, tmp_path / "theirs", missing="keep")
-    merged = adapted(seed=2)
-    merged.merge_adapter()
-    with pytest.raises(StateError, match=r"(?s)adapters are merged.*model\.unmerge_adapter\(\)"):
-        remesh.load(merged, tmp_path / "theirs")
-    models = [adapted(seed=2), merged]
-    for outcome in run_ranks_outcomes(2, load_own, models, tmp_path / "theirs"):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, StateError)  # on both, not that the other rank has ended
-    merged.unmerge_adapter()
-    remesh.load(merged, tmp_path / "theirs")
-    assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     # With names of the caller's choice it is known what they are for.
     export_weights(model, tmp_path / "named", names=lambda name: name)
     assert any("lora_A.default" in name for name in load_file(tmp_path / "named/model.safetensors"))

@@ -36,6 +36,7 @@ from remesh.adapters.declared import (
 from remesh.adapters.fsdp1 import fsdp1_entries, fsdp1_parameters, has_fsdp1
 from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
+from remesh.adapters.peft import check_unmerged
 from remesh.adapters.tensor import amend, describe_tensor, is_in_parts
 from remesh.adapters.tensor_subclass import forget_scale
 from remesh.adapters.wrappers import entry_names, ignored_by_ddp
@@ -54,6 +55,7 @@ from remesh.errors import NameCollisionError
 def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
     """Describe a module; loading fills it in place and returns the same leaf."""
     module = module_of(leaf)
+    check_unmerged(module)
     extra_state_of: dict[str, nn.Module] = {}
     if is_fsdp1 := has_fsdp1(module):
         entries, places, extra_state_of = fsdp1_entries(leaf, name_of(path))

@@ -80,12 +80,21 @@ def adapter_target(state: Any, stored: Iterable[str], *, is_transformed: bool = 
             f"{computed[0]}: is computed by peft of the model's tensors, and cannot be filled\n"
             "Load the folder by peft: model.load_adapter(folder, adapter_name)"
         )
-    if any(getattr(layer, "merged_adapters", None) for layer in model.modules()):
+    check_unmerged(model)
+    return target
+
+
+def check_unmerged(module: nn.Module) -> None:
+    """Refuse a module of which peft has added adapters to base weights.
+
+    Its state does not say so: loaded into another one, adapters would count twice or not at all.
+    """
+    layers = module.modules() if "peft" in sys.modules else ()
+    if any(vars(layer).get("merged_adapters") for layer in layers):
         raise StateError(
             "the adapters are merged into the base weights\n"
-            "Call model.unmerge_adapter() before the load"
+            "Call model.unmerge_adapter() before the save or load"
         )
-    return target
 
 
 def _tensors(

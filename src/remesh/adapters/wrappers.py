@@ -7,8 +7,9 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from remesh.adapters.memory import alias_key
+from remesh.core.state import TensorEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,3 +88,24 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (attribute := inner_attribute(module)) is not None:
         module = getattr(module, attribute)
     return module
+
+
+def without_undeclared_ties(state: Any, entries: list[TensorEntry]) -> list[TensorEntry]:
+    """The tensors of a state for files of transformers, which ties what its models declare alone.
+
+    Other names that share memory become tensors of their own.
+    """
+    parts = state if isinstance(state, Mapping) else {"": state}
+    for key, leaf in parts.items():
+        model = unwrapped(leaf) if isinstance(leaf, nn.Module) else leaf
+        declared = getattr(model, "__dict__", {}).get("all_tied_weights_keys")
+        if declared is not None:
+            prefix = f"{key}." if key else ""
+            tied = {f"{prefix}{name}" for pair in declared.items() for name in pair}
+            entries = [
+                replace(entry, alias_key=None)
+                if entry.name.startswith(prefix) and entry.name not in tied
+                else entry
+                for entry in entries
+            ]
+    return entries

@@ -36,6 +36,7 @@ from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.local import (
     LocalTensors,
     describe_local,
+    describe_weights,
     finish_device_work,
     tensors_to_store,
 )
@@ -61,7 +62,7 @@ from remesh.core.tables import BoxTable
 from remesh.errors import CoverageError, NameCollisionError, StateError, StorageError
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
-from remesh.formats import native
+from remesh.formats import huggingface, native
 from remesh.formats.native import ValuesDocument
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files, give_to_ranks
@@ -270,7 +271,8 @@ def agree(
             if exchange.rank == 0:
                 plain = replace(options, metadata=_plain_metadata(options.metadata))
                 planners.append(_Planner(storage, plain, cache, emit))
-            held.append(_Held.of(state, options.buffers, exchange.rank))
+            own = describe_weights(state) if options.format == huggingface.NAME else state
+            held.append(_Held.of(own, options.buffers, exchange.rank))
         emit("save.described")
         return msgspec.msgpack.encode(held[0].summary(storage, options, cache))
 

@@ -70,6 +70,16 @@ def describe_local(state: Any, stored: Stored | None = None) -> Description:
     return describe(state, describe_leaf, stored)
 
 
+def describe_weights(state: Any) -> Description:
+    """Describe weights for Hugging Face's files, with no ties but those that transformers makes."""
+    description = describe_local(state)
+    if "torch" in sys.modules and not isinstance(state, Description):
+        from remesh.adapters.wrappers import without_undeclared_ties
+
+        description.tensors = without_undeclared_ties(state, description.tensors)
+    return description
+
+
 def target_of(
     exchange: Exchange, state: Any, stored: Iterable[str], *, is_transformed: bool
 ) -> Any:

@@ -32,12 +32,17 @@ from remesh.adapters.peft import (
     merged_copy,
     peft_model,
 )
-from remesh.adapters.wrappers import unwrapped
 from remesh.checkpoint.agree import PlanCache, SaveOptions
 from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.converting import describe_stored
 from remesh.checkpoint.loading import open_shared
-from remesh.checkpoint.local import describe_local, exchange_of, memory_of, with_all_names
+from remesh.checkpoint.local import (
+    describe_local,
+    describe_weights,
+    exchange_of,
+    memory_of,
+    with_all_names,
+)
 from remesh.checkpoint.saving import save_agreed
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
@@ -49,21 +54,15 @@ from remesh.errors import StateError, UnsupportedValueError
 from remesh.events import ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.decoding import decoded
-from remesh.formats.huggingface import (
-    PthExport,
-    SafetensorsExport,
-    check_names,
-    index_name,
-    indexed_files,
-)
-from remesh.formats.table import Contents, place_of
-from remesh.formats.whole_tensors import FileTensor, file_names, split_into_files
+from remesh.formats.huggingface import PthExport, SafetensorsExport, check_names
+from remesh.formats.table import Contents, place_of, writer_of
 from remesh.pipeline.source import TensorSource, converted
 from remesh.storage import Storage, open_storage
 
 WeightFormat = Literal["safetensors", "pth"]
 
 _FORMATS = {"safetensors": SafetensorsExport.name, "pth": PthExport.name}
+_ENDINGS = (".safetensors", ".pth")
 
 _log = logging.getLogger("remesh")
 
@@ -160,9 +159,8 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     elif model is not None and names is None:
         return _export_adapters(model, path, dtype, format, group)
     if place is None:
-        local = describe_local(state)
-        tied = _declared_tied(live, entry) if format == "safetensors" else None
-        replies = run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local, tied)))
+        local = describe_weights(state) if format == "safetensors" else describe_local(state)
+        replies = run_on_all(exchange, lambda: msgspec.msgpack.encode(_describe(local)))
         weights = _merge(replies)
     else:
         local = _describe_stored(exchange, place)
@@ -185,8 +183,17 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         tensors=[one for tensor in tensors for one in _entries_of(tensor, boxes)]
     )
     save_agreed(description, storage, options, group=exchange, cache=PlanCache(), on_event=ignore)
-    limit = max_file_bytes if format == "safetensors" else None
-    report = _report(exchange, storage, tensors, name, limit, time.monotonic() - started)
+    report = ExportReport(
+        tuple(_files_there(exchange, storage, options)),
+        len(tensors),
+        sum(math.prod(one.shape) * BY_NAME[one.dtype].itemsize for one in tensors),
+        {
+            alias: one.names[0]
+            for one in (tensors if format == "safetensors" else ())
+            for alias in one.names[1:]
+        },
+        time.monotonic() - started,
+    )
     if exchange.rank == 0:
         size = report.num_bytes / 1e6
         _log.info("exported %.1f MB in %.2f s: %s", size, report.seconds, storage.url)
@@ -203,29 +210,6 @@ def _merged(model: Any, config: Any) -> tuple[Any, Any]:
     merged = merged_copy(model)
     is_its_own = config is not None and config is getattr(model, "config", None)
     return merged, merged.config if is_its_own else config
-
-
-def _report(
-    exchange: Exchange,
-    storage: Storage,
-    tensors: Sequence[_Tensor],
-    name: str,
-    limit: int | None,
-    seconds: float,
-) -> ExportReport:
-    """What is written; only safetensors files have a limit of bytes. Collective."""
-    files = [FileTensor(tensor.names[0], tensor.dtype, tensor.shape) for tensor in tensors]
-    suffix = ".pth" if limit is None else ".safetensors"
-    written = file_names(name, suffix, len(split_into_files(files, limit)))
-    if len(written) > 1 and not storage.shares_files:
-        written = _indexed_files(exchange, storage, name)
-    return ExportReport(
-        tuple(written),
-        len(tensors),
-        sum(tensor.num_bytes for tensor in files),
-        {one: own.names[0] for own in tensors if limit is not None for one in own.names[1:]},
-        seconds,
-    )
 
 
 def _export_adapters(
@@ -261,13 +245,15 @@ def _export_adapters(
     )
 
 
-def _indexed_files(exchange: Exchange, storage: Storage, name: str) -> list[str]:
-    """The files of an export whose names have the id of the save."""
+def _files_there(exchange: Exchange, storage: Storage, options: SaveOptions) -> list[str]:
+    """The names of the weight files that are there now. Collective."""
 
-    def read() -> bytes:
-        return msgspec.msgpack.encode(indexed_files(storage, index_name(name)))
+    def look() -> bytes:
+        there = writer_of(options.format).existing(storage, options.format_options)
+        assert there is not None, "they have just been written"
+        return msgspec.msgpack.encode([path for path in there.paths if path.endswith(_ENDINGS)])
 
-    return msgspec.msgpack.decode(run_on_one(exchange, read), type=list[str])
+    return msgspec.msgpack.decode(run_on_one(exchange, look), type=list[str])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -308,38 +294,18 @@ def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
     return source, None
 
 
-def _declared_tied(live: Any, entry: str | None) -> set[str] | None:
-    """The names of tied weights that transformers ties again; None if it does not load them."""
-    if not isinstance(live, nn.Module):
-        return None
-    declared = vars(unwrapped(live)).get("all_tied_weights_keys")
-    if declared is None:
-        return None
-    prefix = "" if entry is None else f"{entry}."
-    return {f"{prefix}{name}" for pair in declared.items() for name in pair}
-
-
-def _describe(description: Description, tied: set[str] | None = None) -> list[_Weight]:
-    """The weights of a description; those of a live state are on this rank.
-
-    A name that shares memory with others but is not in `tied` is a weight of its own.
-    """
+def _describe(description: Description) -> list[_Weight]:
+    """The weights of a description; those of a live state are on this rank."""
     paths, records = description.paths, description.fixed | description.values.keys()
     weights = []
     for entry, names in with_all_names(description.tensors):
-        is_inner = _record_of(entry.name) in records
-        together = [name for name in names if tied is None or name in tied]
-        apart = [[name] for name in names if name not in together]
-        for own in [together, *apart] if together else apart:
-            path, *aliases = (paths.get(name, (name,)) for name in own)
-            shape = entry.global_shape
-            weights.append(_Weight(entry.name, path, entry.dtype, shape, aliases, is_inner))
+        # What tells of a tensor that is made of one with this name and others.
+        is_inner = f"{entry.name.rpartition('.')[0]}.{TENSOR_RECORD}" in records
+        path, *aliases = (paths.get(name, (name,)) for name in names)
+        weights.append(
+            _Weight(entry.name, path, entry.dtype, entry.global_shape, aliases, is_inner)
+        )
     return weights
-
-
-def _record_of(name: str) -> str:
-    """The name of what tells of a tensor that is made of one with this name and others."""
-    return f"{name.rpartition('.')[0]}.{TENSOR_RECORD}"
 
 
 def _merge(replies: Sequence[bytes]) -> list[_Weight]:
