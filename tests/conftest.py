@@ -15,11 +15,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.storage.object_servers import S3Server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
@@ -58,6 +62,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number in range(count)
         for item in (*slow[number::count], *rest[bounds[number] : bounds[number + 1]])
     ]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """An S3 server with an empty bucket; the environment names it."""
+    from tests.storage.object_servers import s3_server
+
+    with s3_server() as server:
+        yield server
 
 
 @pytest.fixture

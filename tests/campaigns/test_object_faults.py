@@ -14,17 +14,11 @@ from remesh.storage.object_store import ObjectStorage
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.campaigns.test_faults import load, save, stored_step
 from tests.storage.faulty_proxy import FAULTS, Fault, FaultyProxy, Plan, faulty_proxy
-from tests.storage.object_servers import BUCKET, S3Server, s3_server
+from tests.storage.object_servers import BUCKET, S3Server
 from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
 from tests.support.outcomes import Outcome
 
 PART_BYTES = 5 << 20  # the smallest that S3 accepts
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,7 @@ import remesh
 from remesh.checkpoint import RestoreReport
 from remesh.pipeline import read
 from remesh.storage.object_store import ObjectStorage
-from tests.storage.object_servers import BUCKET, S3Server, s3_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
+from tests.storage.object_servers import BUCKET
 
 
 @pytest.mark.usefixtures("server")

@@ -135,7 +135,8 @@ def test_no_limit_of_version_1(tmp_path: Path) -> None:
 def test_files_in_memory_count_as_memory(
     in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "is_in_memory", lambda _: in_memory)
+    kind = "tmpfs" if in_memory else "ext4"
+    monkeypatch.setattr(local, "mount_of", lambda _device: (kind, "none"))
     monkeypatch.setattr(local, "available_memory", lambda: 12345)
     space = LocalStorage(tmp_path).space()
     assert space is not None

@@ -19,16 +19,10 @@ from remesh.maintenance import orphans
 from remesh.storage import Storage, open_storage
 from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
-from tests.storage.object_servers import BUCKET, s3_server
+from tests.storage.object_servers import BUCKET
 
 HOUR = 3600.0
 DEAD = "data-0123456789ab"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    with s3_server():
-        yield
 
 
 @pytest.fixture(params=["s3", "fsspec"])
@@ -107,14 +101,19 @@ def test_what_has_no_date_is_kept() -> None:
 
 def test_the_commands(place: Storage) -> None:
     fill(place)
+    remesh.save({"a": np.arange(10.0)}, f"{place.url}/step_3")
+    place.delete(next(path for path in place.list("step_3/data-") if "/0" in path))
     listed = invoke("ls", place.url).stdout
-    assert [line.split()[0] for line in listed.splitlines()[1:3]] == ["committed", "unfinished"]
+    statuses = [line.split()[0] for line in listed.splitlines()[1:4]]
+    assert statuses == ["committed", "unfinished", "damaged"]
     assert "images" not in listed
     kept = invoke("prune", place.url, "--incomplete", "--yes").stdout
     assert "changed not long ago" in kept
     result = invoke("verify", f"{place.url}/step_1")
     assert result.exit_code == 0
     assert ": sound, 1 file with tensors" in result.stdout
+    assert invoke("verify", f"{place.url}/step_3").exit_code != 0
+    assert "1000" in invoke("show", f"{place.url}/step_1", "a").stdout
 
 
 @pytest.mark.parametrize("kind", [ObjectStorage, FsspecStorage])

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from remesh.planner import ReadLimits, assignment
 from remesh.storage import Buffer, flow_for, open_storage
 from remesh.storage.object_store import NUM_UPLOADS, PART_BYTES, ObjectStorage, _signing
 from remesh.storage.workers import BYTES_UNDER_WAY
-from tests.storage.object_servers import BUCKET, S3Server, s3_server
+from tests.storage.object_servers import BUCKET, S3Server
 from tests.support import run_ranks
 
 MIB = 1 << 20
@@ -173,12 +173,6 @@ def test_requests_under_way_do_not_depend_on_the_size_of_turns(
             np.testing.assert_array_equal(part, shard(number, exchange.rank, 1))
 
     run_ranks(4, load)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
 
 
 def test_the_debug_log_counts_what_a_server_of_others_received(

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
-import remesh
 from remesh.errors import CheckpointNotFoundError, StorageError
 from remesh.storage import LocalStorage, MemoryStorage, is_local, open_storage
 from remesh.storage.fsspec_store import FsspecStorage
@@ -43,13 +42,6 @@ def test_relative_paths_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_storages_stay_what_they_are() -> None:
     for storage in (MemoryStorage(), LocalStorage("/data"), FaultyStorage(MemoryStorage(), [])):
         assert open_storage(storage) is storage
-
-
-@pytest.mark.parametrize("url", ["nosuch://bucket/run", "c+d-e.f://x"])
-def test_unknown_schemes_are_named(url: str) -> None:
-    scheme = url.partition(":")[0]
-    with pytest.raises(StorageError, match=f"scheme '{re.escape(scheme)}' is not supported"):
-        open_storage(url)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +104,28 @@ def test_a_bucket_stays_open_until_what_it_was_opened_with_changes(
         found.append(opened())
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://", "az:///x"])
-def test_urls_without_a_bucket(url: str) -> None:
-    with pytest.raises(StorageError, match="names no bucket"):
-        open_storage(url)
-
-
-@pytest.mark.parametrize("url", ["s3://bucket/a/../b", "s3://bucket/a//b"])
-def test_odd_prefixes_are_refused(url: str) -> None:
-    with pytest.raises(StorageError, match="cannot open"):
-        open_storage(url)
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nosuch://bucket/run", "scheme 'nosuch' is not supported"),
+        ("c+d-e.f://x", r"scheme 'c\+d-e\.f' is not supported"),
+        ("s3://", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("gs://", "names no bucket"),
+        ("az:///x", "names no bucket"),
+        ("s3://bucket/a/../b", "cannot open"),
+        ("s3://bucket/a//b", "cannot open"),
+        ("file://server/data", "three slashes"),
+        ("file://data", "three slashes"),
+        ("file://", "three slashes"),
+        (None, "NoneType"),
+        (b"/data", "bytes"),
+        (object(), "object"),
+    ],
+)
+def test_places_that_cannot_be_opened(place: Any, message: str) -> None:
+    with pytest.raises(StorageError, match=message):
+        open_storage(place)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_missing_libraries_of_fsspec_are_named(monkeypatch: pytest.MonkeyPatch) 
         raise ImportError("Install paramiko to use this")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", lack)
-    with pytest.raises(StorageError, match=r"(?s)lacks a library for the scheme 'sftp'.*paramiko"):
+    with pytest.raises(StorageError, match="cannot open sftp://host/run: Install paramiko"):
         open_storage("sftp://host/run")
 
 
@@ -160,31 +164,11 @@ def test_passwords_in_urls_are_not_shown(tmp_path: Path) -> None:
     assert "secret" not in str(caught.value) + repr(storage)
 
 
-def test_the_libraries_are_imported_when_they_are_needed() -> None:
-    code = (
-        "import sys, remesh.storage\n"
-        "remesh.storage.open_storage('/data')\n"
-        "sys.exit('obstore' in sys.modules or 'fsspec' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
-
-
-@pytest.mark.parametrize("url", ["file://server/data", "file://data", "file://"])
-def test_file_urls_without_a_local_path(url: str) -> None:
-    with pytest.raises(StorageError, match="three slashes"):
-        open_storage(url)
-
-
-@pytest.mark.parametrize("place", [None, 3, b"/data", object()])
-def test_other_objects(place: object) -> None:
-    with pytest.raises(StorageError, match=type(place).__name__):
-        open_storage(place)  # type: ignore[arg-type]
-
-
-def test_storage_and_exchange_import_no_torch() -> None:
+def test_libraries_are_imported_when_they_are_needed() -> None:
     code = (
         "import sys, remesh.storage, remesh.exchange, tests.support\n"
-        "sys.exit('torch' in sys.modules or 'pytest' in sys.modules)"
+        "remesh.storage.open_storage('/data')\n"
+        "sys.exit(not {'obstore', 'fsspec', 'torch', 'pytest'}.isdisjoint(sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
@@ -193,15 +177,3 @@ def test_what_is_local_is_asked_of_the_storage(tmp_path: Path) -> None:
     assert is_local(open_storage(tmp_path))
     assert is_local(open_storage(f"file://{tmp_path}"))
     assert not is_local(MemoryStorage())
-
-
-def test_no_module_outside_asks_for_the_class_of_a_storage() -> None:
-    package = Path(remesh.__file__).parent
-    asking = [
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if path.parent.name != "storage"
-        and "Storage)" in path.read_text()
-        and re.search(r"isinstance\([^()]*, (Local|Memory)Storage\)", path.read_text())
-    ]
-    assert asking == []

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh._repr import short_repr
-from remesh.errors import CheckpointNotFoundError, StorageError
+from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 
 Buffer = npt.NDArray[np.uint8]
 """One-dim writable bytes, usually from `aligned_buffer`."""
@@ -328,6 +328,15 @@ def check_path(path: str) -> str:
             "do not load it"
         )
     return path
+
+
+def taken(name: object, marker: object = "") -> CheckpointExistsError:
+    """The error of a `put` to a name that is taken, or that the marker of another writer holds."""
+    if marker:
+        return CheckpointExistsError(
+            f"{name} is being written by another process; if no such process lives, remove {marker}"
+        )
+    return CheckpointExistsError(f"{name} exists already; choose another place, or overwrite it")
 
 
 def is_hidden(path: str) -> bool:

@@ -23,15 +23,9 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from remesh.errors import CheckpointExistsError, StorageError
-from remesh.storage.base import (
-    HIDDEN,
-    Buffer,
-    Directory,
-    FileFacts,
-    check_path,
-)
-from remesh.storage.messages import RANGES_ADVICE, explain, hide_secrets, shown_url
+from remesh.errors import StorageError
+from remesh.storage.base import HIDDEN, Buffer, Directory, FileFacts, check_path, taken
+from remesh.storage.messages import RANGES_ADVICE, explain, shown_url
 from remesh.storage.remote import RemoteStorage, StreamWriter
 
 PART_BYTES = 16 << 20
@@ -43,13 +37,10 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 class FsspecStorage(RemoteStorage):
     """Files below a path of an fsspec file system."""
 
-    def __init__(
-        self, url: str, file_system: Any, root: str, *, part_bytes: int = PART_BYTES
-    ) -> None:
+    def __init__(self, url: str, file_system: Any, root: str) -> None:
         super().__init__(url)
         self._files = file_system
         self._root = root.rstrip("/")
-        self._part_bytes = part_bytes
 
     def _list(self, directory: str, shown: str) -> dict[str, int]:
         place = self._path(directory) if directory else self._root
@@ -84,7 +75,7 @@ class FsspecStorage(RemoteStorage):
             raise StorageError(f"cannot read {self._name(path)}: it is not a file; check the path")
         return int(found["size"])
 
-    def _read(self, path: str, start: int, stop: int | None) -> bytes:
+    def _read(self, path: str, start: int, stop: int | None) -> memoryview:
         place = self._path(path)
         self._files.invalidate_cache()
         found = self._answer(
@@ -92,7 +83,7 @@ class FsspecStorage(RemoteStorage):
         )
         if found and stop is not None and len(found) > stop - start:
             raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
-        return found or b""
+        return memoryview(found or b"")
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         # Some file systems in memory do not lock themselves.
@@ -109,7 +100,7 @@ class FsspecStorage(RemoteStorage):
             def upload(parts: Iterator[Buffer]) -> None:
                 self._write(path, parts, self._files.mv)
 
-            return self._stream(path, num_bytes, self._part_bytes, upload)
+            return self._stream(path, num_bytes, PART_BYTES, upload)
 
     def delete(self, path: str) -> None:
         place = self._path(path)
@@ -145,16 +136,11 @@ class FsspecStorage(RemoteStorage):
         try:
             self._files.open(marker, "xb").close()
         except FileExistsError:
-            raise CheckpointExistsError(
-                f"{name} is being written by another process; if no such process lives, remove "
-                f"{marker}"
-            ) from None
+            raise taken(name, marker) from None
         try:
             self._files.invalidate_cache()
             if self._files.exists(place):
-                raise CheckpointExistsError(
-                    f"{name} exists already; choose another place, or overwrite it"
-                )
+                raise taken(name)
             self._files.mv(hidden, place)
         finally:
             self._remove(marker)
@@ -170,12 +156,7 @@ def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
         )
     try:
         file_system, root = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise StorageError(
-            f"{shown_url(url)!r}: fsspec lacks a library for the scheme {scheme!r} "
-            f"({hide_secrets(str(error), url)}); install it"
-        ) from None
-    except Exception as error:  # noqa: BLE001 - file systems raise what they like
+    except Exception as error:  # noqa: BLE001 - also that a library is missing, and which
         raise explain("open", url, error) from None
     return FsspecStorage(url, file_system, root)
 

@@ -62,13 +62,7 @@ from typing import TypeVar
 import numpy as np
 
 from remesh.core.host_memory import available_memory
-from remesh.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    NoSpaceError,
-    RemeshError,
-    StorageError,
-)
+from remesh.errors import CheckpointNotFoundError, NoSpaceError, RemeshError, StorageError
 from remesh.storage.base import (
     ALIGNMENT,
     HIDDEN,
@@ -79,6 +73,7 @@ from remesh.storage.base import (
     Storage,
     check_path,
     prefix_directory,
+    taken,
 )
 
 _LOGGER = logging.getLogger("remesh")
@@ -122,7 +117,7 @@ class LocalStorage(Storage):
             device = self._root.stat().st_dev
         except OSError:
             return None  # reading it will say what is wrong
-        return 0.0 if network_mount(_kernel_text("/proc/self/mountinfo"), device) else None
+        return 0.0 if mount_of(device)[0] in _NETWORK else None
 
     def list(self, prefix: str = "") -> list[str]:
         def fail(error: OSError) -> None:
@@ -164,8 +159,7 @@ class LocalStorage(Storage):
         assert stop is None or stop >= 0
         file = self._file(path)
         with explained("read", file):
-            # A pipe is not waited for.
-            descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(file, _READ)
             try:
                 size = file_size(file, os.fstat(descriptor))
                 end = size if stop is None else min(stop, size)
@@ -272,10 +266,12 @@ class LocalStorage(Storage):
             return None  # a file system of the kernel's, such as /proc, which has no room to count
         free_bytes = room.f_bavail * room.f_frsize
         # What is written there counts as memory of the container, which may be limited to less.
-        available = available_memory() if is_in_memory(status.st_dev) else None
+        kind, source = mount_of(status.st_dev)
+        available = available_memory() if kind in _IN_MEMORY else None
         if available is not None:
             free_bytes = min(free_bytes, available)
-        room_name = room_identity(status.st_dev)
+        machine = _kernel_text("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+        room_name = f"{kind}:{source}" if kind in _NETWORK else f"{machine}:{status.st_dev}"
         place = f"{room_name}:{status.st_ino}:{self._root.relative_to(directory)}"
         return FileSystemSpace(room_name, free_bytes, place, str(directory))
 
@@ -348,7 +344,7 @@ def _rename_exclusively(hidden: Path, file: Path) -> None:
     except FileExistsError as error:
         # A file server may repeat a request whose answer got lost, and then refuse our own link.
         if not file.exists() or not hidden.samefile(file):
-            raise _taken(file) from error
+            raise taken(file) from error
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -365,48 +361,24 @@ def _rename_with_marker(hidden: Path, file: Path) -> None:
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
     except FileExistsError as error:
-        raise CheckpointExistsError(
-            f"{file} is being written by another process; if no such process lives, remove {marker}"
-        ) from error
+        raise taken(file, marker) from error
     try:
         if os.path.lexists(file):
-            raise _taken(file)
+            raise taken(file)
         hidden.rename(file)
     finally:
         marker.unlink()
 
 
-def _taken(file: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(f"{file} exists already; choose another place, or overwrite it")
-
-
-def room_identity(device: int) -> str:
-    """The name of the room of a device (`os.stat_result.st_dev`)."""
-    mounts = _kernel_text("/proc/self/mountinfo")
-    machine = _kernel_text("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
-    return network_mount(mounts, device) or f"{machine}:{device}"
-
-
-def network_mount(mountinfo: str, device: int) -> str | None:
-    """The source of a device's mount in `/proc/self/mountinfo`, if it is a network file system."""
-    kind, source = _kind_and_source(mountinfo, device)
-    return f"{kind}:{source}" if kind in _NETWORK else None
-
-
-def _kind_and_source(mountinfo: str, device: int) -> tuple[str, str]:
-    """The kind of a device's file system and what was mounted; empty if it is not mounted."""
+def mount_of(device: int) -> tuple[str, str]:
+    """The kind of the file system of a device (`st_dev`) and what was mounted; empty if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in mountinfo.splitlines():
+    for line in _kernel_text("/proc/self/mountinfo").splitlines():
         mount, _, file_system = line.partition(" - ")
         if mount.split()[2:3] == [number]:
             kind, source = file_system.split()[:2]
             return kind, source
     return "", ""
-
-
-def is_in_memory(device: int) -> bool:
-    """True if what lies on a device, as in `os.stat_result.st_dev`, takes memory."""
-    return _kind_and_source(_kernel_text("/proc/self/mountinfo"), device)[0] in _IN_MEMORY
 
 
 def _kernel_text(path: str) -> str:
@@ -419,6 +391,9 @@ def _kernel_text(path: str) -> str:
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 """The flag for direct I/O; 0 where the system has none (macOS)."""
+
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+"""How files are opened for reading: a pipe in the place of a file is not waited for."""
 
 _UNIT = max(ALIGNMENT, mmap.PAGESIZE)
 
@@ -586,10 +561,10 @@ class LocalWriter:
 def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
     """Fill a buffer from a file, opening it once; how many bytes there were."""
     num_direct = num_direct_bytes(start, buffer) if direct else 0
-    descriptor = open_direct(path, os.O_RDONLY) if num_direct else None
+    descriptor = open_direct(path, _READ) if num_direct else None
     is_direct = descriptor is not None
     if descriptor is None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, _READ)
     try:
         done = 0
         if is_direct:

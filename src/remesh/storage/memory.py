@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
-from remesh.storage.base import Buffer, Storage, check_path, prefix_directory
+from remesh.errors import CheckpointNotFoundError, StorageError
+from remesh.storage.base import Buffer, Storage, check_path, prefix_directory, taken
 
 
 class MemoryStorage(Storage):
@@ -56,7 +56,7 @@ class MemoryStorage(Storage):
         check_path(path)
         with self._lock:
             if path in self._unfinished or (path in self._files and not overwrite):
-                raise CheckpointExistsError(f"{self.url}/{path} exists already")
+                raise taken(f"{self.url}/{path}")
             self._files[path] = np.frombuffer(data, np.uint8)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> MemoryWriter:

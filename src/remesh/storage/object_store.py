@@ -54,14 +54,8 @@ import obstore
 from obstore import store as stores
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from remesh.errors import CheckpointExistsError, RemeshError, StorageError
-from remesh.storage.base import (
-    HIDDEN,
-    Buffer,
-    Directory,
-    FileFacts,
-    check_path,
-)
+from remesh.errors import RemeshError, StorageError
+from remesh.storage.base import HIDDEN, Buffer, Directory, FileFacts, check_path, taken
 from remesh.storage.messages import RANGES_ADVICE, explain, shown_url
 from remesh.storage.remote import RemoteStorage, StreamWriter
 from remesh.storage.workers import Flow, ask_meanwhile, ask_together, flow_for
@@ -89,9 +83,10 @@ CLIENT: ClientConfig = {
     # Endpoints are https:// unless the user has written something else.
     "allow_http": True,
     "connect_timeout": timedelta(seconds=10),
-    "timeout": timedelta(seconds=120),
+    # A file of any size may be read by one request, as long as bytes arrive.
+    "read_timeout": timedelta(seconds=120),
+    "timeout": timedelta(hours=1),
 }
-"""The timeout is that of a whole request, which moves one part or less."""
 
 MAX_OPEN = 16
 """Buckets that stay open at a time."""
@@ -193,18 +188,8 @@ MAX_PARTS = 10_000
 NUM_UPLOADS = 8
 """Parts of a file that are on their way at a time, at least."""
 
-READ_BYTES = 16 << 20
-"""Bytes asked for at a time, so that the timeout of a request holds for any file."""
-
 _TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Azure wants it
 _LOGGER = logging.getLogger("remesh")
-
-NUM_BEGINNINGS = 10
-"""How often reading an object begins if another one takes its name each time meanwhile."""
-
-
-class _ChangedError(Exception):
-    """An object was replaced between two requests; it is not raised outside."""
 
 
 class ObjectStorage(RemoteStorage):
@@ -251,54 +236,38 @@ class ObjectStorage(RemoteStorage):
         with self._request("list", "LIST", path):
             found = obstore.list_with_delimiter(self._store, self._directory(path))
         names = {one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]}
-        files = {
-            self._path(entry).rpartition("/")[2]: FileFacts(
-                entry["size"], entry["last_modified"].timestamp()
-            )
-            for entry in found["objects"]
-        }
-        # Consoles make empty objects for folders; those have no name of their own.
-        return Directory(
-            tuple(sorted(name for name in names if name)),
-            {name: facts for name, facts in files.items() if name},
-        )
+        files = {}
+        for entry in found["objects"]:
+            # Consoles make empty objects for folders; those have no name of their own.
+            if name := self._path(entry).rpartition("/")[2]:
+                files[name] = FileFacts(entry["size"], entry["last_modified"].timestamp())
+        return Directory(tuple(sorted(names - {""})), files)
 
     def size(self, path: str) -> int:
         key = self._key(path)
         with self._request("read", "HEAD", path):
             return obstore.head(self._store, key)["size"]
 
-    def _read(self, path: str, start: int, stop: int | None) -> bytes:
-        for _ in range(NUM_BEGINNINGS):
-            with suppress(_ChangedError):
-                return b"".join(self._blocks(path, start, stop))
-        raise StorageError(
-            f"cannot read {self._name(path)}: it was replaced {NUM_BEGINNINGS} times while it was "
-            "being read\nSee who writes it"
-        )
+    def _read(self, path: str, start: int, stop: int | None) -> memoryview:
+        key = self._key(path)
 
-    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:
-        """See `Storage.read_range`; the response itself, if one request is enough."""
-        assert start >= 0
-        if not 0 < num_bytes <= READ_BYTES:
-            return super().read_range(path, start, num_bytes, buffer)
-        key, stop = self._key(path), start + num_bytes
-
-        def read() -> Bytes:
-            # It costs less processor time than `obstore.get`.
+        def get() -> Bytes:
             with self._request("read", "GET", path):
+                if stop is None:
+                    return obstore.get(
+                        self._store, key, options={"range": {"offset": start}}
+                    ).bytes()
+                # It costs less processor time than `obstore.get`.
                 return obstore.get_range(self._store, key, start=start, end=stop)
 
-        return np.frombuffer(memoryview(self._answer(path, start, read) or b""), np.uint8)
+        return memoryview(self._answer(path, start, get) or b"")
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         check_path(path)
         if overwrite:
             self._put(path, data)
         elif path in self._unfinished or not self._put_exclusively(path, data):
-            raise CheckpointExistsError(
-                f"{self._name(path)} exists already; choose another place, or overwrite it"
-            )
+            raise taken(self._name(path))
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> StreamWriter:
         flow = flow_for(num_bytes, self.latency, sizes=PART_BYTES, min_number=NUM_UPLOADS)
@@ -366,32 +335,6 @@ class ObjectStorage(RemoteStorage):
     def _count(self, method: str, path: str) -> None:
         _LOGGER.debug("%s: request %d, %s %s", self._url, next(self._numbers), method, path)
 
-    def _blocks(self, path: str, start: int, stop: int | None) -> Iterator[memoryview]:
-        """The bytes [start, stop) of one object, fewer if it ends before, a request each."""
-        key, end, known = self._key(path), start, None
-
-        def get() -> tuple[ObjectMeta, Bytes]:
-            with self._request("read", "GET", path):
-                found = obstore.get(self._store, key, options={"range": (start, end)})
-                return found.meta, found.bytes()
-
-        while stop is None or start < stop:
-            end = start + READ_BYTES if stop is None else min(start + READ_BYTES, stop)
-            answer = self._answer(path, start, get)
-            if answer is None:
-                if known is not None:  # it had more bytes than that
-                    raise _ChangedError
-                return
-            meta, found = answer
-            identity = meta["e_tag"], meta["size"]
-            if known not in {None, identity}:
-                raise _ChangedError
-            known = identity
-            yield memoryview(found)
-            start += len(found)
-            if start >= meta["size"]:
-                return
-
     def _put_exclusively(self, path: str, data: bytes) -> bool:
         """Put an object unless there is one, whatever the store does about conditions."""
         if self._bucket.honours_conditions is None:
@@ -406,10 +349,7 @@ class ObjectStorage(RemoteStorage):
             found = self._list(folder, path)
             others = {other for other in found if other.startswith(claims)} - {mine}
             if others:
-                raise CheckpointExistsError(
-                    f"{self._name(path)} is being written by another process; if no such process "
-                    f"lives, remove {self._name(min(others))}"
-                )
+                raise taken(self._name(path), self._name(min(others)))
             return not self.exists(path) and self._put_first(path, data)
         finally:
             self.delete(mine)
@@ -503,4 +443,4 @@ def _keep_freed_memory() -> None:
     Until a block as large has been freed once, glibc returns freed memory to the system, which then
     clears the pages of the next response. That takes longer than to receive it.
     """
-    np.empty(READ_BYTES, np.uint8)
+    np.empty(16 << 20, np.uint8)

@@ -43,26 +43,16 @@ class StreamWriter:
     """A file that is uploaded while it is written; see `remesh.storage.Writer`.
 
     The upload takes the parts and makes the file exist when they end; if they raise instead, it
-    undoes what it has done and raises. `on_close` is called once when the file is finished or given
-    up.
+    undoes what it has done and raises.
     """
 
     def __init__(
-        self,
-        name: str,
-        num_bytes: int,
-        part_bytes: int,
-        *,
-        upload: Callable[[Iterator[Buffer]], None],
-        on_close: Callable[[], None],
-        stall_seconds: float = STALL_SECONDS,
+        self, name: str, num_bytes: int, part_bytes: int, upload: Callable[[Iterator[Buffer]], None]
     ) -> None:
         self._name = name
         self._num_bytes = num_bytes
         self._part_bytes = part_bytes
         self._upload = upload
-        self._on_close = on_close
-        self._stall_seconds = stall_seconds
         self._first = 0  # the part that leaves next
         self._parts: dict[int, Buffer] = {}  # those of the window
         self._missing: dict[int, int] = {}  # bytes of each that were not written yet
@@ -108,7 +98,6 @@ class StreamWriter:
     def _close(self) -> None:
         self._thread.join()
         self._is_open = False
-        self._on_close()
 
     def _run(self) -> None:
         try:
@@ -142,10 +131,10 @@ class StreamWriter:
         with self._changed:
             while self._failure is None and number >= self._first + WINDOW:
                 first = self._first
-                if not self._changed.wait(self._stall_seconds) and self._first == first:
+                if not self._changed.wait(STALL_SECONDS) and self._first == first:
                     raise StorageError(
                         f"cannot write {self._name}: part {number} has waited "
-                        f"{self._stall_seconds:.0f} s for part {first}\nObject stores take a file "
+                        f"{STALL_SECONDS:.0f} s for part {first}\nObject stores take a file "
                         "nearly in order; write its beginning first"
                     )
             self._check()
@@ -212,19 +201,22 @@ class RemoteStorage(Storage):
         """Relative path → bytes of all files below a directory, hidden ones too."""
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return bytes(self._read_some(path, start, stop))
+
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
+        return np.frombuffer(self._read_some(path, start, start + num_bytes), np.uint8)
+
+    def _read_some(self, path: str, start: int, stop: int | None) -> memoryview:
         assert start >= 0
         assert stop is None or stop >= 0
         if stop is not None and stop <= start:
             self.size(path)  # raises if there is no such file
-            return b""
+            return memoryview(b"")
         return self._read(path, start, stop)
 
     @abstractmethod
-    def _read(self, path: str, start: int, stop: int | None) -> bytes:
+    def _read(self, path: str, start: int, stop: int | None) -> memoryview:
         """The bytes [start, stop) of a file, at least one; fewer if it ends before."""
-
-    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
-        return np.frombuffer(self.read(path, start, start + num_bytes), np.uint8)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         data = self.read_range(path, start, buffer.size, buffer)
@@ -275,11 +267,11 @@ class RemoteStorage(Storage):
             self._unfinished.add(path)
 
         def run(parts: Iterator[Buffer]) -> None:
-            with self._explained("write", path):
-                upload(parts)
+            try:
+                with self._explained("write", path):
+                    upload(parts)
+            finally:
+                with self._lock:
+                    self._unfinished.discard(path)
 
-        def forget() -> None:
-            with self._lock:
-                self._unfinished.discard(path)
-
-        return StreamWriter(self._name(path), num_bytes, part_bytes, upload=run, on_close=forget)
+        return StreamWriter(self._name(path), num_bytes, part_bytes, run)
