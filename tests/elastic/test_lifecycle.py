@@ -164,7 +164,7 @@ def test_a_process_that_prepares_is_out_before_its_node_joins() -> None:
     assert actions[-1] == lifecycle.Prepare(1)
     inside = {0: Report(), 1: Report(number=1, is_out=True)}
     state, actions = step(state, replace(HEALTHY, reports=inside), LATE)
-    assert (state.phase, actions) == (Phase.PREPARE, [])
+    assert (state.joins, actions) == (False, [])
     # One has ended meanwhile, the other is out.
     seen = Seen(living=frozenset({1}), reports={1: inside[1]})
     state, actions = step(state, seen, 0.0)

@@ -96,7 +96,7 @@ class Agent:
             while True:
                 for action in self._actions:
                     self._do(action)
-                is_short = self._state.phase is Phase.CHANGE
+                is_short = self._state.phase is Phase.CHANGE and not self._state.prepares
                 # Heartbeats tell what was seen last, however rarely the user wants looks.
                 self._sockets.take(SETTLE_SECONDS if is_short else min(self._pause, LOOK_SECONDS))
                 self._warm.look_after()
@@ -252,7 +252,6 @@ class Agent:
         threading.Thread(target=send, name="remesh-stacks", daemon=True).start()
 
     def _report(self) -> None:
-        """Report failed processes."""
         assignment = self._node.assignment
         assert assignment is not None
         failed = self._processes.failed

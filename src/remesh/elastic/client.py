@@ -105,7 +105,6 @@ class Client:
         self.authorization = {"Authorization": f"Bearer {token}"} if token else {}
 
     def url_of(self, name: str) -> str:
-        """The URL of a request."""
         return f"{self.url}/v{PROTOCOL_VERSION}/{name}"
 
     def _at(self, url: str) -> str:
@@ -115,7 +114,6 @@ class Client:
         return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
 
     def _await_url(self, file: Path) -> str:
-        """Wait for the URL in a file."""
         began, is_said = self._clock(), False
         while not (url := _read_url(file)):
             if self._clock() - began >= self.patience:
@@ -275,7 +273,6 @@ def _read_url(file: Path) -> str:
 
 
 def _parts_of(url: str) -> SplitResult:
-    """The parts of a master's URL."""
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         is_url = parts.scheme in ("http", "https") and parts.hostname is not None

@@ -248,7 +248,6 @@ class _ReentrantRunner:
     # The listener -------------------------------------------------------------------------
 
     def _order(self) -> Order | None:
-        """The newest order."""
         instruction = self._agent.look()
         return None if instruction is None else instruction.order
 

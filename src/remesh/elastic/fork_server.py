@@ -82,7 +82,6 @@ def serve(channel: socket.socket, agent: int, shown: ctypes.Array[ctypes.c_char]
 def _become(
     asked: dict[str, Any], may_go: int, agent: int, shown: ctypes.Array[ctypes.c_char]
 ) -> NoReturn:
-    """Be the training process."""
     try:
         os.setsid()
         if os.read(may_go, len(GO)) != GO:

@@ -74,7 +74,6 @@ class Handler(RendezvousHandler):
         self._found: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """The name by which torchrun knows the handler."""
         return BACKEND
 
     @property
@@ -158,15 +157,12 @@ class Handler(RendezvousHandler):
         return int(self.node.stop is not None)
 
     def is_closed(self) -> bool:
-        """True if the job has ended."""
         return isinstance(self.node.content, JobEnded)
 
     def set_closed(self) -> None:
-        """End the job for this node."""
         self.shutdown()
 
     def get_run_id(self) -> str:
-        """The job's name."""
         return self._run_id
 
     def shutdown(self) -> bool:

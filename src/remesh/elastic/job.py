@@ -592,7 +592,6 @@ def _end_request_in_time(job: JobState, now: float) -> JobState:
 
 
 def _end_request(job: JobState) -> JobState:
-    """Wait for the requested checkpoint no longer."""
     request = job.save_request
     if request is None or request.is_over:
         return job

@@ -126,7 +126,6 @@ class Journal:
         os.close(directory)
 
     def close(self) -> None:
-        """Give the file back."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -55,8 +55,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Phase(StrEnum):
     """What an agent is about."""
 
-    PREPARE = "prepare"  # processes make what they need before the node joins
-    CHANGE = "change"  # they get from one world into the next
+    CHANGE = "change"  # processes get from one world, or from what they prepare, into the next
     TRAIN = "train"
     FINISHED = "finished"  # all processes have succeeded, other nodes may not
 
@@ -71,6 +70,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     has_failed: bool = False  # in a change: whether it follows from failures of this node
     is_reported: bool = False  # in such a change: whether they were reported
     joins: bool = False  # in a change: whether the node has joined the next round
+    prepares: bool = False  # whether processes make what they need before the node joins
     num_in_vain: int = 0  # starts in a row that failed without a step
     hold: Request | None = None  # what the ranks are asked for, before they have to stop
     held_since: float = 0.0
@@ -181,16 +181,13 @@ Next: TypeAlias = tuple[State, list[Action]]
 def begin(limits: Limits) -> Next:
     """The first step of an agent."""
     if limits.prepares:
-        state = State(limits=limits, phase=Phase.PREPARE, order=1)
-        return state, [Prepare(1)]
+        return State(limits=limits, phase=Phase.CHANGE, prepares=True, order=1), [Prepare(1)]
     return State(limits=limits, phase=Phase.CHANGE, joins=True), [JoinRound()]
 
 
 def step(state: State, seen: Seen, now: float) -> Next:
     """The next step of an agent, and its state after that."""
     match state.phase:
-        case Phase.PREPARE:
-            return _prepare(state, seen)
         case Phase.CHANGE:
             return _change(state, seen, now)
         case Phase.TRAIN if seen.has_failed:
@@ -211,14 +208,6 @@ def _inside(state: State, seen: Seen) -> frozenset[int]:
         if report.is_out and report.number >= state.order
     }
     return seen.living - out
-
-
-def _prepare(state: State, seen: Seen) -> Next:
-    if seen.drains:
-        return state, [_stopped_already()]
-    if _inside(state, seen):
-        return state, []
-    return replace(state, phase=Phase.CHANGE, joins=True), [JoinRound()]
 
 
 def _leave(state: State, seen: Seen, now: float, number: signal.Signals = signal.SIGTERM) -> Next:
@@ -243,18 +232,19 @@ def _change(state: State, seen: Seen, now: float) -> Next:
             why = f"no end of the process within {state.limits.shutdown:g} s"
         return state, [End(inside, signal.SIGKILL, f"{why}: killed and started again")]
     if not state.joins:
-        if inside - seen.reports.keys():
+        # Processes that prepare get out by themselves, and the node joins after that.
+        awaited = inside if state.prepares else inside - seen.reports.keys()
+        if awaited and not (state.prepares and seen.drains):
             return state, []
         return _join(state, seen)
     if inside:
         return state, []
-    trains = replace(
-        state,
+    trains = State(
+        limits=state.limits,
         phase=Phase.TRAIN,
         order=state.order + 1,
-        deadline=math.inf,
-        joins=False,
-        hold=None,
+        num_in_vain=state.num_in_vain,
+        is_announced=state.is_announced,
     )
     return trains, [Enter(trains.order, seen.living)]
 
@@ -275,8 +265,7 @@ def _join(state: State, seen: Seen) -> Next:
         pause = restart_pause(state.num_in_vain)
     if seen.drains:
         return state, [_stopped_already()]
-    state = replace(state, has_failed=False, is_reported=False, joins=True)
-    return state, [JoinRound(pause)]
+    return replace(state, joins=True), [JoinRound(pause)]
 
 
 def _stopped_already() -> Exit:

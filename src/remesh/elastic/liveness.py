@@ -58,7 +58,6 @@ class AgentSigns:
         return max(self.suspected, self.heard + self.pause) + CONFIRM_SECONDS
 
     def is_dead(self, now: float, *, lost_peer: bool = False) -> bool:
-        """True if it is confirmed dead."""
         return self.suspected < math.inf and (lost_peer or now > self.due)
 
 

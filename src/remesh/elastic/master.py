@@ -79,7 +79,6 @@ class SteadyClock:
         self._offset = max(time.time(), not_before) - time.monotonic()
 
     def __call__(self) -> float:
-        """The time."""
         return self._offset + time.monotonic()
 
 
@@ -128,7 +127,6 @@ class Master:
 
     @property
     def is_written(self) -> bool:
-        """True if the journal can be written."""
         return self._failing_since is None
 
     def apply(self, event: Event) -> None:

@@ -29,7 +29,6 @@ class _Found(Collector):
         self._found = found
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics."""
         return self._found
 
 

@@ -73,7 +73,6 @@ class NodeClient:
 
     @property
     def content(self) -> Content | None:
-        """The content of the newest instruction."""
         return None if self._newest is None else self._newest.content
 
     @property
@@ -209,7 +208,6 @@ class NodeClient:
         self._begin().say(protocol.Drain(**self.sender(), seconds=seconds, reason=reason))
 
     def send_stacks(self, dump: int, stacks: dict[int, str]) -> None:
-        """Send the stacks of the processes."""
         message = protocol.ReportStacks(**self.sender(), dump=dump, stacks=stacks)
         self._begin().say(message, holds=False)
 
@@ -234,6 +232,5 @@ class NodeClient:
             raise MasterError(f"the master at {self.client.url} has not confirmed that")
 
     def close(self) -> None:
-        """End the session."""
         if self._session is not None:
             self._session.end(0.0)

@@ -227,7 +227,6 @@ class ProcessSockets:
         self._listeners = [self._listen(rank) for rank in self._processes]
 
     def path_of(self, rank: int) -> str:
-        """The path of a socket."""
         return f"{self.directory}/{rank}.socket"
 
     def _listen(self, rank: int) -> socket.socket:

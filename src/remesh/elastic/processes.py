@@ -70,7 +70,6 @@ class Process:
         self.shown = contextlib.ExitStack()  # what shows its logs
 
     def poll(self) -> int | None:
-        """The exit code, once it has ended."""
         if self._code is not None:
             return self._code
         code = self._started.poll()
@@ -286,7 +285,6 @@ class Processes:
             log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
 
     def logs(self, rank: int) -> list[str]:
-        """The log files of a process."""
         return self._all[rank].logs
 
 

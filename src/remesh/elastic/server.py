@@ -33,7 +33,7 @@ from weakref import WeakSet
 
 import msgspec
 from aiohttp import WSMsgType, web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from remesh.elastic import protocol
 from remesh.elastic.master import Connection, Master, RefusedError
@@ -111,7 +111,6 @@ class RepeatFilter(logging.Filter):
         self._said: dict[tuple[int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True if a message is logged."""
         now, message = self._clock(), (record.levelno, str(record.msg))
         at, num_repeated = self._said.get(message, (None, 0))
         if at is not None and now - at < QUIET_SECONDS:
@@ -264,8 +263,7 @@ class Server:
         self._most = 1 << 20 if is_unlimited else max(soft - KEPT_FILES, 16)  # connections
 
     def make_app(self) -> web.Application:
-        """The web application."""
-        app = web.Application(middlewares=[self._make_guard()], client_max_size=MAX_MESSAGE_BYTES)
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_MESSAGE_BYTES)
         prefix = f"/v{PROTOCOL_VERSION}"
         app.router.add_get(f"{prefix}/session", self._session, name="session")
         app.router.add_get(f"{prefix}/status", self._status)
@@ -276,33 +274,29 @@ class Server:
         app.router.add_get("/", _page, name="page")
         return app
 
-    def _make_guard(self) -> Middleware:
-        """Refuses requests without the token, too many of one address, and late ones."""
-
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self._master.num_messages += 1
-            given, name = request.headers.get("Authorization", ""), request.match_info.route.name
-            if name != "page" and not is_trusted(given, self._options.token):
-                if not self._wrong.allows(request.remote or ""):
-                    return _too_many()
-                log.warning("a request from %s has not the token", request.remote)
-                text = "the token is missing or wrong (Authorization: Bearer ...)"
-                return _reply(Problem(text), 401)
-            # Agents are limited one by one.
-            if name not in ("page", "session") and not self._limit.allows(request.remote or ""):
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse requests without the token, too many of one address, and late ones."""
+        self._master.num_messages += 1
+        given, name = request.headers.get("Authorization", ""), request.match_info.route.name
+        if name != "page" and not is_trusted(given, self._options.token):
+            if not self._wrong.allows(request.remote or ""):
                 return _too_many()
-            try:
-                if name != "session":
-                    await asyncio.wait_for(request.read(), REQUEST_SECONDS)
-            except TimeoutError:
-                reply = _reply(Problem("the request took too long to come"), 408)
-                reply.force_close()
-                return reply
-            self._known.add(request.protocol)
-            return await handler(request)
-
-        return guard
+            log.warning("a request from %s has not the token", request.remote)
+            text = "the token is missing or wrong (Authorization: Bearer ...)"
+            return _reply(Problem(text), 401)
+        # Agents are limited one by one.
+        if name not in ("page", "session") and not self._limit.allows(request.remote or ""):
+            return _too_many()
+        try:
+            if name != "session":
+                await asyncio.wait_for(request.read(), REQUEST_SECONDS)
+        except TimeoutError:
+            reply = _reply(Problem("the request took too long to come"), 408)
+            reply.force_close()
+            return reply
+        self._known.add(request.protocol)
+        return await handler(request)
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         if "Upgrade" not in request.headers:
@@ -313,7 +307,6 @@ class Server:
         return await agent.serve(request)
 
     def end_sessions(self) -> None:
-        """End the sessions of all agents."""
         for agent in list(self._sockets):
             agent.end()
 

@@ -98,7 +98,6 @@ class Forked:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, once it has ended."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
@@ -193,7 +192,6 @@ class Warm:
         return channel
 
     def _receive(self, channel: socket.socket, seconds: float) -> dict[str, Any]:
-        """The next message of the server."""
         if not select.select([channel], [], [], seconds)[0]:
             raise TimeoutError(f"no answer within {seconds:g} s")
         data = channel.recv(fork_server.MAX_MESSAGE)
