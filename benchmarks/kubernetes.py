@@ -19,19 +19,20 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import median, print_table, write_json
-from remesh.kubernetes.api import ConflictError
-from remesh.kubernetes.observed import MasterAnswer, Pod, Role, parse_pod
-from remesh.kubernetes.operator import Metrics, Operator
+from remesh.kubernetes.operator import ConflictError, Metrics, Operator
 from remesh.kubernetes.pods import make_pod, pod_name
-from remesh.kubernetes.reconcile import Action, CreatePod, DeletePod
+from remesh.kubernetes.reconcile import Action, CreatePod, DeletePod, MasterAnswer
 from remesh.kubernetes.resource import (
     FINALIZER,
     ElasticJob,
     JobStatus,
     Key,
+    Pod,
+    Role,
     Spec,
     Training,
     WorkerSpec,
+    parse_pod,
 )
 
 COLUMNS = ("jobs", "workers", "start, s", "its CPU, s", "requests", "MB", "react, ms", "p99, ms")

@@ -136,7 +136,9 @@ class SilentAgent:
             return content if isinstance(content, Stop | Rejected | JobEnded) else None
 
         self.session.say(ReportFailures(**self.sender(), failures=failures))
-        return self.session.wait(ends_world, PATIENCE)
+        found = self.session.wait(ends_world, PATIENCE)
+        assert isinstance(found, Stop | Rejected | JobEnded)
+        return found
 
     def failure(self, rank: int, exit_code: int = -9, **changes: Any) -> ProcessFailure:
         own = {"round": self.round, "rank": rank, "local_rank": rank % 2, "exit_code": exit_code}
@@ -208,6 +210,7 @@ def serving(
         return made[0]
 
     options = options or ServerOptions()
+    policy.setdefault("heartbeat_timeout", 600.0)
     with ServerThread(make, options) as server:
         served = Served(server, made[0], options.token)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -11,16 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from remesh.elastic.client import Client
 from remesh.elastic.status import Status
 from tests.elastic.agents import patient_status
 from tests.elastic.train import REENTRANT
+from tests.elastic.training_log import TrainingLog
 from tests.elastic.zygote import Command
 
 REMESH = (str(Path(sys.executable).with_name("remesh")),)
@@ -71,7 +70,42 @@ PRELOAD = (
 """What the processes of jobs that need torch find imported."""
 
 
-class Cluster:
+class MasterProcess:
+    """A master at one port, which may be killed and started again.
+
+    Args:
+        directory: Where its log and, by default, its journal are.
+        options: Of `remesh master`.
+        limit: A command of the shell before it.
+    """
+
+    def __init__(self, directory: Path, *options: str, limit: str = "true") -> None:
+        self._log = directory / "master.log"
+        self._command = ["bash", "-c", f'{limit}; exec "$@"', "master", *REMESH, "master"]
+        self._command += ["--state", str(directory / "master.json"), *options]
+        self.start()
+        self._command += ["--port", self.url.rpartition(":")[2]]
+
+    def start(self) -> None:
+        """Start it; a second time, where it was first."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
+        assert self._process.stdout is not None
+        with self._process.stdout as said:  # nothing more is said there
+            self.url = said.readline().decode().strip()
+        assert self.url, self.log()
+
+    def kill(self) -> None:
+        """SIGKILL it."""
+        self._process.kill()
+        self._process.wait()
+
+    def log(self) -> str:
+        """What it has logged."""
+        return self._log.read_text(errors="replace")
+
+
+class Cluster(TrainingLog):
     """Processes of a test, and what they did.
 
     Args:
@@ -97,21 +131,20 @@ class Cluster:
         saving: tuple[str, ...] = (),
         processes: int = 1,
     ) -> None:
-        self.directory = directory
+        super().__init__(directory)
         self.job = job
         self._nodes = nodes
-        self._master_options = ("--heartbeat-timeout", str(silence), *master)
         self._agent_options = agent
         if job in REENTRANT:
             self._agent_options += ("--preload", PRELOAD)
         self._saving = saving
         self._num_processes = str(processes)
-        self._port, self._reserved = reserve_port()
-        self._num_read: Counter[Path] = Counter()
-        self._entries: list[dict[str, Any]] = []
         self.agents: dict[int, Command] = {}
-        self.master: subprocess.Popen[bytes]
-        self.start_master()
+        port, self._reserved = reserve_port()
+        options = ("--port", str(port), "--heartbeat-timeout", str(silence), *master)
+        self.master = MasterProcess(directory, *options)
+        self.url = self.master.url
+        self.client = Client(self.url)
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +158,7 @@ class Cluster:
         for agent in self.agents.values():
             agent.kill()
             agent.wait()
-        self.kill_master()
+        self.master.kill()
         self._reserved.close()
         if error is not None:
             for file in sorted(self.directory.glob("*.log")):
@@ -137,23 +170,6 @@ class Cluster:
                     kill(pid)
                 assert error is not None, f"processes {orphans} outlived their agents"
             time.sleep(0.1)
-
-    def start_master(self) -> None:
-        """Start the master; a second time, where the first was."""
-        command = [*REMESH, "master", "--state", str(self.directory / "master.json")]
-        options = ["--port", str(self._port), *self._master_options]
-        with (self.directory / "master.log").open("ab") as log:
-            self.master = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log)
-        assert self.master.stdout is not None
-        with self.master.stdout as said:  # nothing more is said there
-            self.url = said.readline().decode().strip()
-        assert self.url, (self.directory / "master.log").read_text()
-        self.client = Client(self.url)
-
-    def kill_master(self) -> None:
-        """SIGKILL the master."""
-        self.master.kill()
-        self.master.wait()
 
     def command(self, number: int) -> list[str]:
         """What starts the agent of a node."""
@@ -186,7 +202,7 @@ class Cluster:
         found: list[int] = []
 
         def lives() -> bool:
-            starts = [entry for entry in self.said() if entry["kind"] == "start"]
+            starts = self.said("start")
             found[:] = [entry["pid"] for entry in starts if entry["rank"] == rank][-1:]
             return bool(set(found) & set(self.workers()))
 
@@ -198,17 +214,6 @@ class Cluster:
         self.agents[number].kill()
         self.agents[number].wait()
 
-    def said(self) -> list[dict[str, Any]]:
-        """What all training processes wrote, in the order of time."""
-        for file in self.directory.glob("*.jsonl"):
-            with file.open("rb") as lines:
-                lines.seek(self._num_read[file])
-                whole = lines.read().rpartition(b"\n")[0].splitlines()
-            self._num_read[file] += sum(len(line) + 1 for line in whole)
-            self._entries += [json.loads(line) | {"pid": int(file.stem)} for line in whole]
-        self._entries.sort(key=lambda entry: entry["time"])  # mostly in order: it takes no time
-        return list(self._entries)
-
     def workers(self) -> list[int]:
         """Training processes of this test that live."""
         alive = []
@@ -218,11 +223,6 @@ class Cluster:
                 if str(self.directory) in Path(f"/proc/{file.stem}/cmdline").read_text():
                     alive.append(int(file.stem))
         return alive
-
-    @property
-    def step(self) -> int:
-        """The last step that any rank finished."""
-        return max((entry["step"] for entry in self.said() if entry["kind"] == "step"), default=-1)
 
     def status(self) -> Status:
         """The job as the master sees it."""
@@ -269,7 +269,7 @@ class Cluster:
 
     def _num_steps_by(self, size: int) -> int:
         """Steps that the ranks of all worlds of a size have made."""
-        return sum(entry["kind"] == "step" and entry["size"] == size for entry in self.said())
+        return sum(entry["size"] == size for entry in self.said("step"))
 
     def until_round(self, number: int) -> None:
         """Wait until a round has begun."""
@@ -284,11 +284,3 @@ class Cluster:
     def exit_code(self, number: int) -> int:
         """Wait until an agent ends; how it did."""
         return self.agents[number].wait(300)
-
-    def losses(self) -> dict[int, list[float]]:
-        """The losses of each step, once for each time that rank 0 made it."""
-        losses: dict[int, list[float]] = {}
-        for entry in self.said():
-            if entry["kind"] == "step" and entry["rank"] == 0:
-                losses.setdefault(entry["step"], []).append(entry["loss"])
-        return losses

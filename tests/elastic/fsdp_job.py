@@ -1,4 +1,4 @@
-"""The same for torch: a tiny model, cut by FSDP2."""
+"""The same for torch: a tiny model, divided among the ranks in several ways."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 12
 """Divides among 1, 2, 3 and 4 ranks."""
@@ -69,7 +71,8 @@ class Job:
 
     group = None
 
-    def __init__(self, _name: str) -> None:
+    def __init__(self, _name: str, way: str) -> None:
+        self._way = way
         dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.reach: Callable[[str], None] = lambda _phase: None
@@ -89,7 +92,13 @@ class Job:
 
     def divide(self, model: nn.Module) -> nn.Module:
         """Divide the model among the ranks."""
-        fully_shard(model)
+        if self._way == "ddp":  # each has all of it
+            return DistributedDataParallel(model)
+        mesh = None
+        if self._way == "hsdp":  # between two, and copied to the other pairs
+            shape = dist.get_world_size() // 2, 2
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard"))
+        fully_shard(model, mesh=mesh)
         return model
 
     def train(self, step: int, *, stop: bool) -> tuple[float, bool]:

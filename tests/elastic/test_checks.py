@@ -62,12 +62,6 @@ def test_of_two_nodes_the_one_whose_own_probe_fails_is_faulty() -> None:
     assert sorted(verdict.suspects) == [0]
 
 
-def test_of_three_nodes_each_can_be_found() -> None:
-    for faulty in range(3):
-        verdict, _ = run([0, 1, 2], {faulty})
-        assert list(verdict.faulty) == [faulty], verdict
-
-
 def test_a_connection_between_healthy_nodes_is_reported_and_nobody_thrown_out() -> None:
     results = [GroupResult((0, 1), True), GroupResult((2, 3), True), GroupResult((1, 2), False)]
     verdict = evaluate(range(4), results)

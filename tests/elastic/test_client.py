@@ -102,21 +102,6 @@ class Time:
 
 
 class TestUrlFile:
-    def test_a_master_that_comes_back_elsewhere_is_found(self, tmp_path: Path) -> None:
-        file = tmp_path / "url"
-        with wire(always_well) as first:
-            file.write_text(first.url + "\n")
-            client = Client(str(file))
-            client.status()
-        with pytest.raises(MasterError, match="does not answer"):
-            client.status()
-        with wire(always_well) as second:
-            file.write_text(second.url)
-            client.status()
-            client.status()
-            assert client.url == second.url
-            assert second.names == ["status", "status"]
-
     def test_one_that_refuses_because_it_is_another_job_s_is_left(self, tmp_path: Path) -> None:
         file = tmp_path / "url"
         with wire(always_well, status=401) as other, wire(always_well) as own:

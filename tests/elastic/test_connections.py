@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ from remesh.elastic.protocol import PROTOCOL_VERSION
 from remesh.elastic.server import QUIET_SECONDS, RepeatFilter, ServerOptions
 from remesh.errors import MasterError
 from tests.elastic.agents import SilentAgent, patient_status, serving
-from tests.elastic.cluster import REMESH
+from tests.elastic.cluster import MasterProcess
 from tests.waiting import wait_until
 
 CHECK = b"POST /v%d/check HTTP/1.1\r\nHost: x\r\n" % PROTOCOL_VERSION
@@ -49,14 +49,10 @@ def test_nodes_beat_beside_more_half_open_connections_than_the_master_may_have(
     tmp_path: Path, body: bool
 ) -> None:
     """The master may have 100 files open, and 300 connections never say what they want."""
-    command = " ".join([*REMESH, "master", "--port", "0", "--heartbeat-timeout", "600"])
-    with (tmp_path / "log").open("wb") as log:
-        master = subprocess.Popen(
-            ["bash", "-c", f"ulimit -n 100; exec {command}"], stdout=subprocess.PIPE, stderr=log
-        )
+    options = ("--port", "0", "--heartbeat-timeout", "600")
+    master = MasterProcess(tmp_path, *options, limit="ulimit -n 100")
     try:
-        assert master.stdout is not None
-        url = master.stdout.readline().decode().strip()
+        url = master.url
         agent = SilentAgent(url, 0)
         agent.say_join()
         with half_open(url, 300, body=body):
@@ -72,25 +68,17 @@ def test_nodes_beat_beside_more_half_open_connections_than_the_master_may_have(
                 with half_open(url, 300, body=body):
                     assert patient_status(watching).phase == "waiting"
         agent.session.end(0.0)
-        master.kill()
     finally:
         master.kill()
-        master.communicate()
-    said = (tmp_path / "log").read_text().splitlines()
+    said = master.log().splitlines()
     assert len(said) < 20, said
     assert any("too many connections are open" in line for line in said)
 
 
 def num_requests(client: Client) -> int:
     """How often the master has been asked; the one that wants to know included."""
-    import http.client
-
-    parts = urlsplit(client.url)
-    with contextlib.closing(
-        http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=120)
-    ) as wire:
-        wire.request("GET", "/metrics")
-        text = wire.getresponse().read().decode()
+    with urllib.request.urlopen(f"{client.url}/metrics", timeout=120) as reply:
+        text = reply.read().decode()
     (line,) = [line for line in text.splitlines() if line.startswith("remesh_requests_total ")]
     return int(float(line.split()[1]))
 
@@ -127,7 +115,7 @@ def test_what_agents_send_is_counted_by_itself() -> None:
     """Others behind the same address ask too often."""
     # A bucket for one request, which is full again after five seconds.
     options = ServerOptions(max_requests_per_second=0.2)
-    with serving(options=options, heartbeat_timeout=600.0) as served:
+    with serving(options=options) as served:
         while served.get("status")[0] == 200:
             pass
         served.agent(0).say_join()

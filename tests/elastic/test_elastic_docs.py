@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from remesh.elastic import handler, status
+from remesh.elastic import handler
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.launch import make_parser
 from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_REPLACE
-from remesh.elastic.metrics import render_metrics
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command
 
@@ -63,44 +60,6 @@ def test_exit_codes() -> None:
     table = PAGE.partition("## Exit codes")[2].partition("##")[0]
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
     assert codes == [0, 1, EXIT_REPLACE, EXIT_DRAINED]
-
-
-def documented(prefix: str) -> Iterator[str]:
-    for cell in re.findall(r"^\| (`remesh_[^|]*) \|", PAGE, re.MULTILINE):
-        yield from re.findall(rf"({prefix}[a-z_]+)", cell)
-
-
-def test_metrics() -> None:
-    rank = {"rank": 0, "step": 1, "age": 0.0, "step_seconds": 1.0, "slow": None, "behind": False}
-    now = msgspec.convert(
-        {
-            "time": 1.0,
-            "began": 0.0,
-            "ended": None,
-            "phase": "running",
-            "reason": "",
-            "round": 1,
-            "num_restarts": 0,
-            "min_nodes": 1,
-            "max_nodes": 1,
-            "node_unit": 1,
-            "max_restarts": 3,
-            "restart_budget": "",
-            "nodes": [],
-            "goodput": 0.5,
-            "step": 1,
-            "step_age": 0.5,
-            "saved_step": 1,
-            "ranks": [rank],
-            "failures": [],
-            "stacks": {},
-            "history": [],
-        },
-        status.Status,
-    )
-    text = render_metrics(now, 1, journal_failing=False).decode()
-    given = set(re.findall(r"^(remesh_[a-z_]+)[{ ]", text, re.MULTILINE))
-    assert given == set(documented("remesh_"))
 
 
 def test_options_of_the_handler() -> None:

@@ -60,7 +60,7 @@ def test_a_node_that_has_finished_ends_as_the_job_does(
 
 def test_without_an_answer_of_the_master_the_end_is_not_known(tmp_path: Path) -> None:
     with Pair(tmp_path, "--master-patience", "3") as cluster:
-        cluster.kill_master()
+        cluster.master.kill()
         assert cluster.exit_code(1) == EXIT_JOB_FAILED
         # The master may have died before the agent knew that it has its message, or after.
         said = "how the job ends is not known: .*(has not answered|does not answer)"

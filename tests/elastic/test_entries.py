@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,20 +28,32 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Agent:
-    """The agent of this process; `play` has to run beside it."""
+    """The agent of this process, which takes what the process says until it is closed."""
 
     def __init__(self, sockets: ProcessSockets) -> None:
         self._sockets = sockets
         self._is_over = threading.Event()
         self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._playing = threading.Thread(target=self._play)
+        self._playing.start()
 
-    def play(self) -> None:
-        """Take what the process says until it is `over`."""
+    def _play(self) -> None:
         while not self._is_over.wait(0.005):
             self.report()
 
-    def over(self) -> None:
+    def close(self) -> None:
+        """End when all that goes on beside the process has ended well."""
+        for thread in self._threads:
+            thread.join(60)
         self._is_over.set()
+        self._playing.join()
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def beside(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function while the process goes on."""
+        self._threads.append(threading.Thread(target=function, args=args))
+        self._threads[-1].start()
 
     def report(self) -> Report | None:
         with self._lock:
@@ -59,16 +71,17 @@ class Agent:
 
     def wait_out(self, number: int) -> Report:
         """Wait until the process has left by an order."""
-        wait_until(lambda: self._is_out(number), "the process is out")
-        report = self.report()
-        assert report is not None
-        return report
+        found: list[Report] = []
 
-    def _is_out(self, number: int) -> bool:
-        report = self.report()
-        return report is not None and report.is_out and report.number == number
+        def is_out() -> bool:
+            report = self.report()
+            found[:] = [report] if report is not None else []
+            return report is not None and report.is_out and report.number == number
 
-    def change_world(self, number: int, rank: str) -> None:
+        wait_until(is_out, "the process is out")
+        return found[0]
+
+    def change_world(self, number: int = 1, rank: str = "0") -> None:
         """Order the process out and in again."""
         self.send(LeaveWorld(number))
         self.wait_out(number)
@@ -81,22 +94,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
         monkeypatch.setenv(name, "0")
     with contextlib.closing(ProcessSockets(str(tmp_path), 1)) as sockets:
         monkeypatch.setenv("REMESH_AGENT_SOCKET", sockets.path_of(0))
-        made = Agent(sockets)
-        playing = threading.Thread(target=made.play)
-        playing.start()
-        yield made
-        made.over()
-        playing.join()
-
-
-@pytest.fixture
-def beside() -> Iterator[list[threading.Thread]]:
-    """Threads that play the agent, which have to end well."""
-    threads: list[threading.Thread] = []
-    yield threads
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+        with contextlib.closing(Agent(sockets)) as made:
+            yield made
 
 
 def test_without_an_agent_the_function_is_called_once() -> None:
@@ -110,17 +109,14 @@ def test_without_an_agent_the_function_is_called_once() -> None:
     assert calls == [False]
 
 
-def test_the_function_is_entered_again_from_a_hang_in_python(
-    agent: Agent, beside: list[threading.Thread]
-) -> None:
+def test_the_function_is_entered_again_from_a_hang_in_python(agent: Agent) -> None:
     ranks, made = [], []
 
     def train(job: TrainingJob) -> int:
         job.keep("data", lambda: made.append(1))
         ranks.append(os.environ["RANK"])
         if job.entries == 0:
-            beside.append(threading.Thread(target=agent.change_world, args=(1, "5")))
-            beside[0].start()
+            agent.beside(agent.change_world, 1, "5")
             time.sleep(3600)
         return job.entries
 
@@ -130,17 +126,13 @@ def test_the_function_is_entered_again_from_a_hang_in_python(
     assert agent.report() is None  # nothing of it is left that an agent would go by
 
 
-def test_a_process_may_call_run_again_after_a_change_of_the_world(
-    agent: Agent, beside: list[threading.Thread]
-) -> None:
+def test_a_process_may_call_run_again_after_a_change_of_the_world(agent: Agent) -> None:
     reports = []
 
     def train(_job: TrainingJob) -> str:
         reports.append(agent.report())
         if len(reports) in (1, 3):
-            change = (len(reports), str(len(reports)))
-            beside.append(threading.Thread(target=agent.change_world, args=change))
-            beside[-1].start()
+            agent.beside(agent.change_world, len(reports), str(len(reports)))
             time.sleep(3600)
         return os.environ["RANK"]
 
@@ -148,17 +140,14 @@ def test_a_process_may_call_run_again_after_a_change_of_the_world(
     assert reports[2] == Report(number=2)
 
 
-def test_a_function_that_lost_a_peer_waits_for_the_order(
-    agent: Agent, beside: list[threading.Thread]
-) -> None:
+def test_a_function_that_lost_a_peer_waits_for_the_order(agent: Agent) -> None:
     def play() -> None:
         assert agent.wait_out(0).error.startswith("RuntimeError: ")
-        agent.change_world(1, "1")
+        agent.change_world()
 
     def train(job: TrainingJob) -> int:
         if job.entries == 0:
-            beside.append(threading.Thread(target=play))
-            beside[0].start()
+            agent.beside(play)
             raise RuntimeError("[gloo] Connection closed by peer")
         return job.entries
 
@@ -166,7 +155,7 @@ def test_a_function_that_lost_a_peer_waits_for_the_order(
 
 
 def test_the_function_is_entered_when_rank_0_has_made_the_store(
-    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entries, "STORE_SECONDS", 60.0)
     steps = []
@@ -189,8 +178,7 @@ def test_the_function_is_entered_when_rank_0_has_made_the_store(
 
         def train(job: TrainingJob) -> None:
             if job.entries == 0:
-                beside.append(threading.Thread(target=play))
-                beside[0].start()
+                agent.beside(play)
                 raise RuntimeError("[gloo] Connection closed by peer")
             steps.append("entered")
 
@@ -211,9 +199,7 @@ def test_a_process_prepares_once_before_its_first_entry(agent: Agent) -> None:
     assert calls == ["prepare", "train"]
 
 
-def test_a_process_prepares_before_its_node_joins(
-    agent: Agent, beside: list[threading.Thread]
-) -> None:
+def test_a_process_prepares_before_its_node_joins(agent: Agent) -> None:
     ranks: list[str] = []
 
     def play() -> None:
@@ -225,23 +211,33 @@ def test_a_process_prepares_before_its_node_joins(
         ranks.append(os.environ["RANK"])
 
     agent.begin(LeaveWorld(7))
-    beside.append(threading.Thread(target=play))
-    beside[0].start()
+    agent.beside(play)
     run(note_rank, prepare=note_rank)
     assert ranks == ["0", "3"]
 
 
-def test_an_error_of_the_user_ends_the_process(agent: Agent) -> None:
+@pytest.mark.parametrize(
+    ("error", "world_size"),
+    [
+        pytest.param(LookupError("no such sample"), "2", id="the user's"),
+        # The only process has no peer that it could lose.
+        pytest.param(ConnectionRefusedError("Connection refused"), "1", id="of one process"),
+    ],
+)
+def test_an_error_of_the_user_ends_the_process(
+    error: Exception, world_size: str, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(_job: TrainingJob) -> None:
-        raise LookupError("no such sample")
+        raise error
 
-    with pytest.raises(LookupError, match="no such sample"):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(type(error), match=str(error)):
         run(train)
     assert agent.report() is None
 
 
 def test_an_error_after_an_order_that_was_not_noticed_ends_no_process(
-    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entries._ReentrantRunner, "_listen", lambda _self: None)
 
@@ -252,37 +248,21 @@ def test_an_error_after_an_order_that_was_not_noticed_ends_no_process(
     def train(job: TrainingJob) -> int:
         if job.entries == 0:
             agent.send(LeaveWorld(1))
-            beside.append(threading.Thread(target=play))
-            beside[0].start()
+            agent.beside(play)
             raise LookupError("what a peer would have sent")
         return job.entries
 
     assert run(train) == 1
 
 
-def test_the_only_process_has_no_peer_that_it_could_lose(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(_job: TrainingJob) -> None:
-        raise ConnectionRefusedError("[Errno 111] Connection refused")
-
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConnectionRefusedError):
-        run(train)
-    assert agent.report() is None
-
-
-def test_a_change_ends_at_the_boundary_before_the_function_is_left(
-    agent: Agent, beside: list[threading.Thread]
-) -> None:
+def test_a_change_ends_at_the_boundary_before_the_function_is_left(agent: Agent) -> None:
     reached = []
 
     def train(job: TrainingJob) -> None:
         if job.entries:
             return
         job.is_changing = True
-        beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
-        beside[0].start()
+        agent.beside(agent.change_world)
         wait_until(lambda: job.must_leave, "an order")
         reached.append("changed")
         job.end_change()
@@ -293,22 +273,21 @@ def test_a_change_ends_at_the_boundary_before_the_function_is_left(
 
 
 def test_a_change_that_does_not_end_is_interrupted(
-    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("remesh.elastic.entries.CHANGE_SECONDS", 0.1)
+    monkeypatch.setattr(entries, "CHANGE_SECONDS", 0.1)
 
     def train(job: TrainingJob) -> None:
         if job.entries == 0:
             job.is_changing = True
-            beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
-            beside[0].start()
+            agent.beside(agent.change_world)
             time.sleep(3600)
 
     run(train)
 
 
 def test_an_error_while_the_function_is_left_is_not_the_last_attempt(
-    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[int] = []
 
@@ -320,8 +299,7 @@ def test_an_error_while_the_function_is_left_is_not_the_last_attempt(
 
     def train(job: TrainingJob) -> None:
         if job.entries == 0:
-            beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
-            beside[0].start()
+            agent.beside(agent.change_world)
             time.sleep(3600)
 
     monkeypatch.setattr(entries, "break_collectives", break_at_last)
@@ -329,14 +307,13 @@ def test_an_error_while_the_function_is_left_is_not_the_last_attempt(
 
 
 def test_what_hangs_while_the_function_is_left_is_interrupted_again(
-    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("remesh.elastic.entries.RAISE_AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr(entries, "RAISE_AGAIN_SECONDS", 0.2)
 
     def train(job: TrainingJob) -> None:
         if job.entries == 0:
-            beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
-            beside[0].start()
+            agent.beside(agent.change_world)
             try:
                 time.sleep(3600)
             except WorldChangedError:

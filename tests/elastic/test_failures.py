@@ -44,11 +44,8 @@ def test_kinds(message: str, exit_code: int, kind: Kind) -> None:
     assert classify(failure(0, message, exit_code=exit_code), PATTERNS) is kind
 
 
-def test_the_log_is_searched_too() -> None:
+def test_the_log_is_searched_too_and_patterns_can_be_given() -> None:
     assert classify(failure(0, log="NVRM: Xid (PCI:0000:41:00): 79"), PATTERNS) is Kind.NODE
-
-
-def test_patterns_can_be_extended() -> None:
     patterns = Patterns(node=(r"fan of slot \d+ stopped",))
     assert classify(failure(0, "fan of slot 3 stopped"), patterns) is Kind.NODE
 
@@ -62,34 +59,35 @@ def test_the_root_cause_comes_before_what_it_caused_even_if_its_clock_is_late() 
     assert [f.rank for f in ordered] == [5, 1, 0, 2]
 
 
-class TestDecisions:
-    def test_the_only_process_has_no_peer_that_it_could_lose(self) -> None:
-        refused = [failure(0, "ConnectionRefusedError: [Errno 111] Connection refused")]
-        for num_ranks, charged in ((1, True), (2, False)):
-            decision = decide(
-                refused, num_charged=0, max_restarts=1, num_ranks=num_ranks, patterns=PATTERNS
-            )
-            assert (decision.charged, "others" in decision.reason) == (charged, not charged)
+REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused"
 
-    def test_a_broken_machine_is_replaced(self) -> None:
-        decision = decide(
-            [failure(0, "Connection reset by peer"), failure(1, "uncorrectable ECC error")],
-            num_charged=0,
-            max_restarts=3,
-            num_ranks=2,
-            patterns=PATTERNS,
-        )
-        assert (decision.action, decision.charged) == (FailureAction.REPLACE, False)
 
-    def test_memory_is_named(self) -> None:
-        decision = decide(
-            [failure(0, "CUDA out of memory")],
-            num_charged=0,
-            max_restarts=1,
-            num_ranks=1,
-            patterns=PATTERNS,
-        )
-        assert "memory ran out" in decision.reason
+@pytest.mark.parametrize(
+    ("messages", "num_ranks", "action", "charged", "says"),
+    [
+        pytest.param([REFUSED], 1, FailureAction.RESTART, True, "", id="there is no peer to lose"),
+        pytest.param([REFUSED], 2, FailureAction.RESTART, False, "others", id="a peer was lost"),
+        pytest.param(
+            ["Connection reset by peer", "uncorrectable ECC error"],
+            2,
+            FailureAction.REPLACE,
+            False,
+            "",
+            id="a machine is broken",
+        ),
+        pytest.param(
+            ["CUDA out of memory"], 1, FailureAction.RESTART, True, "memory ran out", id="memory"
+        ),
+    ],
+)
+def test_decisions(
+    messages: list[str], num_ranks: int, action: FailureAction, charged: bool, says: str
+) -> None:
+    failures = [failure(rank, message) for rank, message in enumerate(messages)]
+    made = decide(failures, num_charged=0, max_restarts=1, num_ranks=num_ranks, patterns=PATTERNS)
+    assert (made.action, made.charged) == (action, charged)
+    assert says in made.reason
+    assert ("others" in made.reason) is (says == "others")
 
 
 def test_starts_that_keep_failing_follow_ever_later() -> None:

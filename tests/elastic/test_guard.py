@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,38 +97,39 @@ def test_a_process_that_still_gives_its_memory_back_has_not_ended(tmp_path: Path
         training.communicate()
 
 
-def run_wrapper(directory: Path, script: str, processes: int) -> Command:
-    """Start an agent whose processes are those of a wrapper script."""
+@contextlib.contextmanager
+def run_wrapper(directory: Path, script: str, processes: int) -> Iterator[Command]:
+    """An agent whose processes are those of a wrapper script; at the end, none of them lives."""
     wrapper = directory / "wrapper.sh"
     wrapper.write_text(f"#!/bin/bash\n{script}\n")
     wrapper.chmod(0o755)
-    return Command(
+    agent = Command(
         [*REMESH, "run", "--nproc-per-node", str(processes), "--no-python", str(wrapper)],
         directory / "output",
         environment={"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(directory)},
         directory=directory,
     )
+    try:
+        yield agent
+    finally:
+        agent.kill()
+        agent.wait()
+        for file in directory.glob("pid-?"):
+            kill(int(file.read_text()))
 
 
 def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -> None:
     # The environment of rank 1 is hidden, so it has to notice by itself.
     train = f'"{sys.executable}" "{ORPHAN}" "{tmp_path}"'
-    apart = '[ "$RANK" = 0 ] || apart="setsid --wait"'
-    agent = run_wrapper(tmp_path, f"{apart}\n$apart {train}\necho ended", 2)
-    files = [tmp_path / "pid-0", tmp_path / "pid-1"]
-    pids: list[int] = []
-    try:
+    script = f'[ "$RANK" = 0 ] || apart="setsid --wait"\n$apart {train}\necho ended'
+    with run_wrapper(tmp_path, script, 2) as agent:
+        files = [tmp_path / "pid-0", tmp_path / "pid-1"]
         wait_until(lambda: all(file.exists() for file in files), "both processes")
         pids = [int(file.read_text()) for file in files]
         agent.kill()
         agent.wait()
         wait_until(lambda: not any(map(is_alive, pids)), "the end of both processes")
         assert (tmp_path / "noticed").exists()
-    finally:
-        agent.kill()
-        agent.wait()
-        for pid in pids:
-            kill(pid)
 
 
 TWICE = """
@@ -135,15 +138,15 @@ from pathlib import Path
 from tests.waiting import is_alive, wait_until
 
 directory, world = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-first = directory / "0"
+first = directory / "pid-0"
 if os.environ["RANK"] == "1":
-    wait_until(Path(directory, str(world)).exists, "the training of rank 0")
+    wait_until(Path(directory, f"pid-{world}").exists, "the training of rank 0")
     sys.exit(1 - world)
 if world:
     (directory / "outlived").write_text(str(is_alive(int(first.read_text()))))
 new = directory / "new"
 new.write_text(str(os.getpid()))
-new.rename(directory / str(world))
+new.rename(directory / f"pid-{world}")
 while world == 0:
     signal.pause()
 """
@@ -157,34 +160,20 @@ def test_a_training_in_a_session_of_its_own_ends_before_the_next_begins(
 ) -> None:
     script = tmp_path / "twice.py"
     script.write_text(TWICE)
-    agent = run_wrapper(tmp_path, apart.format(f'"{sys.executable}" "{script}" "{tmp_path}"'), 2)
-    try:
+    train = apart.format(f'"{sys.executable}" "{script}" "{tmp_path}"')
+    with run_wrapper(tmp_path, train, 2) as agent:
         assert agent.wait(500) == 0, (tmp_path / "output").read_text()
         assert (tmp_path / "outlived").read_text() == "False"
-    finally:
-        agent.kill()
-        agent.wait()
-        for world in ("0", "1"):
-            if (tmp_path / world).exists():
-                kill(int((tmp_path / world).read_text()))
 
 
 def test_what_makes_its_manager_after_the_end_of_its_agent_ends_too(tmp_path: Path) -> None:
     # The wrapper ends, and its agent with it, when the training runs, in a session of its own and
     # with an environment that is hidden.
-    abandoned = tmp_path / f"{SOCKETS}abandoned"
-    abandoned.mkdir()
+    (tmp_path / f"{SOCKETS}abandoned").mkdir()
     train = f'setsid "{sys.executable}" "{ORPHAN}" "{tmp_path}" late'
-    agent = run_wrapper(tmp_path, f"read < <({train})", 1)
-    pids: list[int] = []
-    try:
+    with run_wrapper(tmp_path, f"read < <({train})", 1) as agent:
         assert agent.wait(120) == 0
-        pids = [int((tmp_path / "pid-0").read_text())]
+        pid = int((tmp_path / "pid-0").read_text())
         assert not list(tmp_path.glob(f"{SOCKETS}*"))  # neither its own nor that of a dead one
-        wait_until(lambda: not is_alive(pids[0]), "the end of the training")
+        wait_until(lambda: not is_alive(pid), "the end of the training")
         assert (tmp_path / "noticed").exists()
-    finally:
-        agent.kill()
-        agent.wait()
-        for pid in pids:
-            kill(pid)

@@ -15,7 +15,7 @@ from tests.waiting import is_alive, wait_until
 
 @contextmanager
 def start(on_excluded: str) -> Iterator[Served]:
-    with serving(heartbeat_timeout=600.0, on_excluded=on_excluded) as served:
+    with serving(on_excluded=on_excluded) as served:
         yield served
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from remesh.elastic.rendezvous import Change
 from remesh.elastic.session import Session
 from tests.campaigns.settings import dice_of, lengths
 from tests.elastic.agents import SETTINGS, SilentAgent, patient_status
-from tests.elastic.cluster import REMESH
+from tests.elastic.cluster import MasterProcess
 
 OF_TWO = msgspec.structs.replace(SETTINGS, max_nodes=2)
 BUDGET = 1_000_000
@@ -36,35 +35,11 @@ class LivingAgent(SilentAgent):
         return Beat(**self.sender())
 
 
-class Master:
-    """A master at one port, on one journal."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._port = "0"
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = ""
-
-    def start(self) -> None:
-        command = [*REMESH, "master", "--port", self._port, "--heartbeat-timeout", "600"]
-        command += ["--state", str(self._directory / "journal")]
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
-        assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().decode().strip()
-        self._port = self.url.rpartition(":")[2]
-        assert self._port, (self._directory / "log").read_text()
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.communicate()
-
-    def kill_again_and_again(self, count: int, rng: random.Random) -> None:
-        for _ in range(count):
-            time.sleep(rng.uniform(0.0, 0.5))
-            self.kill()
-            self.start()
+def kill_again_and_again(master: MasterProcess, count: int, rng: random.Random) -> None:
+    for _ in range(count):
+        time.sleep(rng.uniform(0.0, 0.5))
+        master.kill()
+        master.start()
 
 
 @pytest.mark.timeout(0)
@@ -73,10 +48,9 @@ def test_it_knows_what_it_had_said(
     tmp_path: Path, num_kills: int, covered: Callable[[str], None]
 ) -> None:
     """Each world is formed once, and each failure charged once, whenever it is killed."""
-    master = Master(tmp_path)
-    master.start()
+    master = MasterProcess(tmp_path, "--heartbeat-timeout", "600")
     rng = dice_of("killed masters", num_kills)
-    killing = threading.Thread(target=master.kill_again_and_again, args=(num_kills, rng))
+    killing = threading.Thread(target=kill_again_and_again, args=(master, num_kills, rng))
     agents = [LivingAgent(master.url, number) for number in (0, 1)]
     other, failing = agents
     number = 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import re
 import shlex
+import urllib.request
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import click
 import pytest
@@ -17,6 +15,7 @@ from remesh.cli import cli
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import JobEnded
 from remesh.elastic.rendezvous import Outcome
+from remesh.kubernetes.operator import Metrics
 from tests.elastic.agents import Served, serving
 
 yaml = pytest.importorskip("yaml")
@@ -26,31 +25,36 @@ DASHBOARD = json.loads((DOCS / "monitoring/dashboard.json").read_text())
 PAGE = (DOCS / "how-to/on-call.md").read_text()
 
 NAME = re.compile(r"\bremesh_\w+")
+EXPOSED = re.compile(r"^(remesh_\w+)", re.MULTILINE)
 
 
 def metrics_of(served: Served) -> str:
-    at = urlsplit(served.url)
-    assert at.hostname is not None
-    with contextlib.closing(http.client.HTTPConnection(at.hostname, at.port)) as wire:
-        wire.request("GET", "/metrics")
-        return wire.getresponse().read().decode()
+    with urllib.request.urlopen(f"{served.url}/metrics") as reply:
+        return str(reply.read().decode())
 
 
 @pytest.fixture(scope="module")
-def exposed() -> set[str]:
-    """The names of all metrics of a master whose job trains, and of the operator."""
-    with serving(heartbeat_timeout=600.0) as served:
+def of_master() -> set[str]:
+    """The names of all metrics of a master whose job trains."""
+    with serving() as served:
         served.join_all([0, 1])
         for step in (4, 5):
             progress = RankProgress(step=step, time=0.0, step_seconds=0.1, saved_step=4)
             served.beat(0, {0: progress, 1: progress})
-        text = metrics_of(served)
-    from remesh.kubernetes.operator import Metrics
+        return set(EXPOSED.findall(metrics_of(served)))
 
+
+@pytest.fixture(scope="module")
+def exposed(of_master: set[str]) -> set[str]:
+    """The same, and those of the operator."""
     metrics = Metrics()
     metrics.actions.labels("Delete")
-    text += metrics.render().decode()
-    return set(re.findall(r"^(remesh_\w+)", text, re.MULTILINE))
+    return of_master | set(EXPOSED.findall(metrics.render().decode()))
+
+
+def test_the_page_about_elastic_jobs_names_all_metrics_of_the_master(of_master: set[str]) -> None:
+    cells = re.findall(r"^\| (`remesh_[^|]*) \|", (DOCS / "elastic.md").read_text(), re.MULTILINE)
+    assert of_master == {name for cell in cells for name in NAME.findall(cell)}
 
 
 def expressions() -> dict[str, str]:
@@ -81,14 +85,13 @@ def test_rules_are_whole() -> None:
     assert jobs == set(re.findall(r"job_name: (\S+)", PAGE))
 
 
-def test_a_job_that_has_succeeded_is_told_from_one_that_does_not_train() -> None:
-    with serving(heartbeat_timeout=600.0) as served:
-        served.join_all([0, 1])
-        trains = metrics_of(served)
-        for number in (0, 1):
-            served.agent(number).leave(Outcome.SUCCEEDED)
-        served.agent(0).shown(JobEnded)
-        ended = metrics_of(served)
+def test_a_job_that_has_succeeded_is_told_from_one_that_does_not_train(served: Served) -> None:
+    served.join_all([0, 1])
+    trains = metrics_of(served)
+    for number in (0, 1):
+        served.agent(number).leave(Outcome.SUCCEEDED)
+    served.agent(0).shown(JobEnded)
+    ended = metrics_of(served)
     for metric, values in (("running", (1.0, 0.0)), ("succeeded", (0.0, 1.0))):
         for text, value in zip((trains, ended), values, strict=True):
             assert f"remesh_{metric} {value}\n" in text

@@ -12,7 +12,7 @@ import pytest
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.server import ServerOptions
 from tests.browser import BROWSER, browse
-from tests.elastic.agents import SETTINGS, serving
+from tests.elastic.agents import SETTINGS, Served, serving
 
 
 def text_of(document: str) -> str:
@@ -22,26 +22,25 @@ def text_of(document: str) -> str:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
-def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> None:
-    with serving(heartbeat_timeout=600.0) as served:
-        served.join_all([0, 1, 2], settings=msgspec.structs.replace(SETTINGS, min_nodes=3))
-        served.beat(0, {0: RankProgress(step=41, time=-0.1, saved_step=40)})
-        agent = served.agent(1)
-        failures = [
-            agent.failure(
-                rank,
-                exit_code,
-                time=10.0 - rank,
-                message=message,
-                log_tail="the last words",
-            )
-            for rank, exit_code, message in (
-                (2, -9, "ValueError: <script>document.title='taken'</script>"),
-                (3, 1, "RuntimeError: Connection closed by peer"),
-            )
-        ]
-        agent.report(*failures)
-        document = browse(served.url, tmp_path, "--dump-dom")
+def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path, served: Served) -> None:
+    served.join_all([0, 1, 2], settings=msgspec.structs.replace(SETTINGS, min_nodes=3))
+    served.beat(0, {0: RankProgress(step=41, time=-0.1, saved_step=40)})
+    agent = served.agent(1)
+    failures = [
+        agent.failure(
+            rank,
+            exit_code,
+            time=10.0 - rank,
+            message=message,
+            log_tail="the last words",
+        )
+        for rank, exit_code, message in (
+            (2, -9, "ValueError: <script>document.title='taken'</script>"),
+            (3, 1, "RuntimeError: Connection closed by peer"),
+        )
+    ]
+    agent.report(*failures)
+    document = browse(served.url, tmp_path, "--dump-dom")
     assert "<title>remesh: running</title>" in document
     seen = " ".join(text_of(document).split())
     for part in (

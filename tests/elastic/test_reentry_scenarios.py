@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,24 +20,18 @@ PATIENT = ("--reentry-timeout", "120")
 """A process of a slow machine is not given up."""
 
 
-def entries(cluster: Cluster) -> list[dict[str, Any]]:
-    """How processes entered the training function."""
-    return [entry for entry in cluster.said() if entry["kind"] == "start"]
-
-
 def assert_no_step_lost(cluster: Cluster) -> None:
     """Every step was made, by no process twice, and with the loss of an uninterrupted run.
 
     A process that was not ready in time takes over what another has made, and makes it not at all.
     """
-    made = [entry for entry in cluster.said() if entry["kind"] == "step"]
+    made = cluster.said("step")
     expected = fsdp_job.uninterrupted(cluster.step + 1)
     assert {one["step"] for one in made} == set(range(cluster.step + 1))
     assert len({(one["pid"], one["step"]) for one in made}) == len(made)
     for one in made:
         assert one["loss"] == pytest.approx(expected[one["step"]], rel=1e-4), one
-    resumes = [entry for entry in cluster.said() if entry["kind"] == "resume"]
-    assert all(entry["live"] or entry["memory"] for entry in resumes)
+    assert all(entry["live"] or entry["memory"] for entry in cluster.said("resume"))
 
 
 def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
@@ -54,13 +47,13 @@ def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
         cluster.until_trained(0, 1, round_after=before)
         status = cluster.status()
         # None of them has imported torch by itself.
-        assert all(one["warm"] for one in entries(cluster))
+        assert all(one["warm"] for one in cluster.said("start"))
         # The error of the user is charged, and so is the signal.
         assert [node.num_charged for node in status.nodes] == [0, 2]
         logs = [one.log_tail for failure in status.failures for one in failure.failures]
         assert any("an error of the user's" in text for text in logs)
         cluster.stop(0, 1)
-        assert [one["entries"] for one in entries(cluster) if one["pid"] == first] == [0, 1, 2]
+        assert [one["entries"] for one in cluster.said("start") if one["pid"] == first] == [0, 1, 2]
         assert_no_step_lost(cluster)
 
 
@@ -90,7 +83,7 @@ def test_a_kill_in_every_phase_loses_no_step(tmp_path: Path, num_rounds: int) ->
             for place, phase in enumerate(PHASES):
                 die(cluster, phase, 1 if phase == "recovery" else 1 + (place + number) % 2)
         cluster.stop(0)
-        assert len({one["pid"] for one in entries(cluster) if one["rank"] == 0}) == 1
+        assert len({one["pid"] for one in cluster.said("start") if one["rank"] == 0}) == 1
         assert_no_step_lost(cluster)
 
 
@@ -102,12 +95,12 @@ def test_a_part_that_is_lost_comes_from_the_snapshot_of_the_same_step(tmp_path: 
         before = cluster.until_trained(0, 1)
         pid = cluster.pid_of(0)
         # The first world may have been one of a single node, if the other one was slow to start.
-        alone = [one for one in entries(cluster) if one["pid"] == pid and one["size"] == 1]
+        alone = [one for one in cluster.said("start") if one["pid"] == pid and one["size"] == 1]
         die(cluster, "forward", 1)
         cluster.until_trained(0, 1, round_after=before)
         die(cluster, "backward", 1, victim="agent")
         cluster.stop(0)
-        sizes = [one["size"] for one in entries(cluster) if one["pid"] == pid]
+        sizes = [one["size"] for one in cluster.said("start") if one["pid"] == pid]
         assert sizes == [1] * len(alone) + [2, 2, 1]
         assert_no_step_lost(cluster)
 
@@ -133,11 +126,11 @@ def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
         assert [cluster.pid_of(rank) for rank in (1, 2)] == pids
         assert not list((tmp_path / "checkpoints").glob("step_*"))  # nothing was saved for it
         cluster.stop(0, 1, 2)
-        assert sorted({one["size"] for one in entries(cluster)}) == [2, 3]
+        assert sorted({one["size"] for one in cluster.said("start")}) == [2, 3]
         assert_no_step_lost(cluster)
         # Each process prepared once, before its node had joined.
-        prepared = {one["pid"]: one["rank"] for one in cluster.said() if one["kind"] == "prepare"}
-        assert prepared == {one["pid"]: -1 for one in entries(cluster)}
+        prepared = {one["pid"]: one["rank"] for one in cluster.said("prepare")}
+        assert prepared == {one["pid"]: -1 for one in cluster.said("start")}
         assert len(prepared) == 4
 
 
@@ -222,6 +215,6 @@ def test_kills_at_random_moments_lose_no_step(
                 cluster.kill_worker(rank)
             before = cluster.until_trained(0, 1, 2, round_after=before)
         cluster.stop(0, 1, 2)
-        assert len({one["pid"] for one in entries(cluster) if one["rank"] == 0}) == 1
+        assert len({one["pid"] for one in cluster.said("start") if one["rank"] == 0}) == 1
         assert_no_step_lost(cluster)
         covered(f"{num_kills} kills at random moments, {cluster.step + 1} steps, none lost")

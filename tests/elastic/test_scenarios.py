@@ -26,18 +26,11 @@ slow = pytest.mark.slow
 
 
 def assert_same_run(cluster: Cluster) -> None:
-    """No step is missing, and each had the loss of an uninterrupted run every time it was made.
-
-    The ranks of a world were told the same number of restarts.
-    """
-    starts = [entry for entry in cluster.said() if entry["kind"] == "start"]
-    restarts = {(entry["world"], entry["restarts"]) for entry in starts}
+    """The curve is that of an uninterrupted run; all ranks of a world count the same restarts."""
+    restarts = {(entry["world"], entry["restarts"]) for entry in cluster.said("start")}
     assert len(restarts) == len({world for world, _ in restarts})
     job = numpy_job if cluster.job == "numpy" else fsdp_job
-    losses, expected = cluster.losses(), job.uninterrupted(cluster.step + 1)
-    assert sorted(losses) == list(range(cluster.step + 1))
-    for step, values in losses.items():
-        assert values == pytest.approx([expected[step]] * len(values), rel=1e-4), f"step {step}"
+    cluster.assert_losses(job.uninterrupted(cluster.step + 1))
 
 
 def history(cluster: Cluster) -> str:
@@ -61,17 +54,6 @@ def test_a_killed_process_costs_a_restart_of_its_node_alone(tmp_path: Path) -> N
         assert_same_run(cluster)
 
 
-def test_the_world_shrinks_when_a_node_dies(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "1:2", silence=SILENCE_OF_THE_DEAD) as cluster:
-        cluster.start(0, 1)
-        before = cluster.until_trained(0, 1)
-        cluster.kill_agent(0)
-        cluster.until_trained(1, round_after=before)
-        cluster.stop(1)
-        assert [entry["size"] for entry in cluster.said() if entry["kind"] == "end"] == [1]
-        assert_same_run(cluster)
-
-
 @slow
 def test_four_nodes_shrink_to_two_when_one_dies_and_grow_back(tmp_path: Path) -> None:
     unit = ("--node-unit", "2")
@@ -85,7 +67,7 @@ def test_four_nodes_shrink_to_two_when_one_dies_and_grow_back(tmp_path: Path) ->
         cluster.start(0)
         cluster.until_trained(0, 1, 2, 3, round_after=before)
         cluster.stop(0, 1, 2, 3)
-        sizes = [entry["size"] for entry in cluster.said() if entry["kind"] == "start"]
+        sizes = [entry["size"] for entry in cluster.said("start")]
         assert sorted(set(sizes)) == [2, 4]
         assert_same_run(cluster)
 
@@ -95,14 +77,14 @@ def test_the_master_dies_while_nodes_join_and_while_they_train(tmp_path: Path) -
     with Cluster(tmp_path, "2:2") as cluster:
         cluster.start(0)
         cluster.until(lambda: [node.id for node in cluster.status().nodes] == [0])
-        cluster.kill_master()
+        cluster.master.kill()
         cluster.start(1)
-        cluster.start_master()
+        cluster.master.start()
         cluster.until_step(8)
-        cluster.kill_master()
+        cluster.master.kill()
         before = cluster.step
         cluster.until_step(before + 10)  # the training goes on without it
-        cluster.start_master()
+        cluster.master.start()
         status = cluster.status()
         assert status.round == 1
         assert [(node.id, node.state) for node in status.nodes] == [(0, "active"), (1, "active")]

@@ -17,37 +17,36 @@ from remesh.elastic import launch
 from remesh.elastic.client import Client
 from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Message
 from remesh.errors import MasterError
-from tests.elastic.agents import join_of, serving
-from tests.elastic.cluster import REMESH
+from tests.elastic.agents import Served, join_of
+from tests.elastic.cluster import REMESH, MasterProcess
 from tests.elastic.zygote import Command
 from tests.waiting import wait_until
 
-OPENSSL = shutil.which("openssl")
-SUBJECT = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """A certificate for the loopback address, and its key."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("no openssl")
+    certificate, key = directory / "cert.pem", directory / "key.pem"
+    command = [openssl, "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-newkey", "ec"]
+    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return certificate, key
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(OPENSSL is None, reason="no openssl")
 def test_a_job_over_https_with_a_token(tmp_path: Path) -> None:
-    certificate, key, token = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "token"
+    token = tmp_path / "token"
     token.write_text("secret\n")
-    assert OPENSSL is not None
-    subprocess.run(
-        [
-            *(OPENSSL, "req", "-x509", "-nodes", "-days", "2", *SUBJECT),
-            *("-newkey", "rsa:2048", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
+    certificate, key = make_certificate(tmp_path)
     options = ["--port", "0", "--token-file", str(token)]
     options += ["--tls-cert", str(certificate), "--tls-key", str(key)]
-    master = subprocess.Popen([*REMESH, "master", *options], stdout=subprocess.PIPE, text=True)
+    master = MasterProcess(tmp_path, *options)
     try:
-        assert master.stdout is not None
-        url = master.stdout.readline().strip()
+        url = master.url
         assert url.startswith("https://127.0.0.1:")
         client = Client(url, token="secret", tls_ca=str(certificate))
         assert client.status().phase == "waiting"
@@ -61,8 +60,7 @@ def test_a_job_over_https_with_a_token(tmp_path: Path) -> None:
         assert Command(command, output).wait(400) == 0, output.read_text()
         assert client.status().phase == "succeeded"
     finally:
-        master.terminate()
-        master.communicate()
+        master.kill()
 
 
 STAYS = """
@@ -121,21 +119,20 @@ def test_the_master_of_a_job_of_one_machine_is_for_its_user_alone(tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [-1, -(1 << 40)])
-def test_node_ids_begin_at_0(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_ids_begin_at_0(
+    number: int, capsys: pytest.CaptureFixture[str], served: Served
+) -> None:
     refused: tuple[Message, ...] = (
         join_of(0, node_id=number),
         join_of(0, num_processes=number),
         Beat(node_id=number, incarnation="i", round=1),
     )
-    with serving() as served:
-        for place, message in enumerate(refused):
-            session = served.agent(place).session
-            session.say(message)
-            with pytest.raises(
-                MasterError, match=r"`int` >= [01] - at `\$.(node_id|num_processes)`"
-            ):
-                session.wait(lambda newest: newest, 60.0)
-        assert served.get("status")[1]["phase"] == "waiting"
+    for place, message in enumerate(refused):
+        session = served.agent(place).session
+        session.say(message)
+        with pytest.raises(MasterError, match=r"`int` >= [01] - at `\$.(node_id|num_processes)`"):
+            session.wait(lambda newest: newest, 60.0)
+    assert served.get("status")[1]["phase"] == "waiting"
     with pytest.raises(SystemExit):
         launch.main(["--node-id", str(number), "train.py"])
     assert "is no node id; they begin at 0" in capsys.readouterr().err

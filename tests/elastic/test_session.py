@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from remesh.elastic.client import HINT, Client
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
+    HEARTBEAT_TIMEOUT,
     PROTOCOL_VERSION,
     Beat,
     Instruction,
@@ -38,9 +38,9 @@ from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.session import Session
 from remesh.errors import MasterError, StorageError
-from tests.elastic.agents import failure_of, join_of, serving
+from tests.elastic.agents import Served, failure_of, join_of, serving
 from tests.elastic.test_client import always_well, wire
-from tests.elastic.test_secure import OPENSSL, SUBJECT
+from tests.elastic.test_secure import make_certificate
 from tests.waiting import wait_until
 
 SETTINGS = Settings(min_nodes=2, max_nodes=2)
@@ -80,7 +80,7 @@ def talk(url: str, sent: list[bytes | str]) -> list[Instruction | Problem]:
 def test_what_is_no_message_ends_its_session_and_no_other(
     data: bytes | str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(heartbeat_timeout=600.0) as served, caplog.at_level(logging.WARNING):
+    with serving() as served, caplog.at_level(logging.WARNING):
         served.agent(0).say_join()
         served.agent(0).waiting()
         (problem,) = talk(served.url, [data])
@@ -102,55 +102,53 @@ def damaged(data: bytes, damages: list[tuple[int, int]]) -> bytes:
     return bytes(changed)
 
 
-def test_any_messages_harm_nothing() -> None:
-    with serving(heartbeat_timeout=600.0) as served:
-        sound = st.sampled_from(ENCODED)
+def test_any_messages_harm_nothing(served: Served) -> None:
+    sound = st.sampled_from(ENCODED)
 
-        @given(st.binary(max_size=100) | st.builds(damaged, sound, DAMAGES))
-        def play(data: bytes) -> None:
-            talk(served.url, [data, b"\xc1"])
+    @given(st.binary(max_size=100) | st.builds(damaged, sound, DAMAGES))
+    def play(data: bytes) -> None:
+        talk(served.url, [data, b"\xc1"])
 
-        play()
-        assert served.get("status")[0] == 200
+    play()
+    assert served.get("status")[0] == 200
 
 
-def test_any_bytes_after_the_upgrade_harm_nothing() -> None:
+@contextlib.contextmanager
+def upgraded(url: str, after: bytes = b"") -> Iterator[socket.socket]:
+    """A connection that has asked for a session, and sent some bytes after that."""
     head = f"GET /v{PROTOCOL_VERSION}/session HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
     head += "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     head += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    with serving(heartbeat_timeout=600.0) as served:
-        parts = urlsplit(served.url)
-
-        @given(st.binary(max_size=100))
-        def play(data: bytes) -> None:
-            with socket.create_connection((str(parts.hostname), parts.port or 0), 120) as wire:
-                wire.sendall(head.encode() + data)
-                wire.shutdown(socket.SHUT_WR)
-                with contextlib.suppress(ConnectionResetError):
-                    while wire.recv(1 << 16):
-                        pass
-
-        play()
-        assert served.get("status")[0] == 200
+    parts = urlsplit(url)
+    with socket.create_connection((str(parts.hostname), parts.port or 0), 120) as wire:
+        wire.sendall(head.encode() + after)
+        yield wire
 
 
-def test_one_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_bytes_after_the_upgrade_harm_nothing(served: Served) -> None:
+    @given(st.binary(max_size=100))
+    def play(data: bytes) -> None:
+        with upgraded(served.url, data) as wire:
+            wire.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while wire.recv(1 << 16):
+                    pass
+
+    play()
+    assert served.get("status")[0] == 200
+
+
+def test_one_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     monkeypatch.setattr("remesh.elastic.server.MAX_MESSAGE_BYTES", 1000)
-    with serving() as served:
-        assert talk(served.url, [bytes(2000)]) == []
+    assert talk(served.url, [bytes(2000)]) == []
 
 
-@pytest.mark.skipif(OPENSSL is None, reason="no openssl")
 def test_a_session_over_https(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate", tmp_path / "key"
-    assert OPENSSL is not None
-    command = [OPENSSL, "req", "-x509", "-nodes", "-days", "2", *SUBJECT, "-newkey", "ec"]
-    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    command += ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    certificate, key = make_certificate(tmp_path)
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificate, key)
-    with serving(options=ServerOptions(token="right", tls=tls)) as served:
+    options = ServerOptions(token="right", tls=tls)
+    with serving(options=options, heartbeat_timeout=HEARTBEAT_TIMEOUT) as served:
         for trusted, error in ((str(certificate), ""), (None, "is not trusted: .*certificate")):
             client = Client(served.url, token="right", tls_ca=trusted)
             with session_of(client) as session:
@@ -172,16 +170,6 @@ def session_of(client: Client, beat: Callable[[], Beat | None] = lambda: None) -
         yield session
     finally:
         session.end(0.0)
-
-
-def test_a_wrong_token_is_refused() -> None:
-    with (
-        serving(options=ServerOptions(token="right")) as served,
-        session_of(Client(served.url, token="wrong")) as session,
-    ):
-        session.say(JOIN)
-        with pytest.raises(MasterError, match="the token is missing or wrong"):
-            session.wait(lambda newest: newest, 60.0)
 
 
 class Fake:
@@ -401,16 +389,10 @@ class TestRepeats:
         assert f"the master is at {second.url} now; it was at {first.url}" in caplog.text
 
 
-def test_an_agent_that_does_not_read_is_not_waited_for() -> None:
-    with serving(heartbeat_timeout=600.0) as served:
-        parts = urlsplit(served.url)
-        head = f"GET /v{PROTOCOL_VERSION}/session HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
-        head += "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-        head += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-        with socket.create_connection((str(parts.hostname), parts.port or 0), 120) as wire:
-            wire.sendall(head.encode())
-            places = served.join_all([0, 1])
-            assert {place.round for place in places.values()} == {1}
+def test_an_agent_that_does_not_read_is_not_waited_for(served: Served) -> None:
+    with upgraded(served.url):
+        places = served.join_all([0, 1])
+        assert {place.round for place in places.values()} == {1}
 
 
 def waiting_node(url: str) -> NodeClient:

@@ -8,7 +8,6 @@ node, nodes die by them without a word to Slurm.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -26,6 +25,7 @@ from remesh.elastic.client import Client
 from tests.elastic.agents import patient_status
 from tests.elastic.cluster import TRAIN
 from tests.elastic.fsdp_job import uninterrupted
+from tests.elastic.training_log import TrainingLog
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -137,10 +137,8 @@ class Slurm:
         self.restore()
         for node in self.drained:
             self.ask("scontrol", "update", f"nodename={node}", "state=resume")
-        deadline = time.monotonic() + 60
-        while self.ask("squeue", "--noheader", "--jobs", ",".join(self.jobs), "--format", "%T"):
-            assert time.monotonic() < deadline, "the jobs do not end"
-            time.sleep(0.5)
+        left = ("squeue", "--noheader", "--jobs", ",".join(self.jobs), "--format", "%T")
+        until(lambda: not self.ask(*left), self.states)
 
 
 @pytest.fixture
@@ -162,17 +160,6 @@ def until(
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s: {status()}"
         time.sleep(0.3)
-
-
-def losses_in(directory: Path) -> dict[int, list[float]]:
-    """The losses of each step, once for each time that rank 0 made it."""
-    losses: dict[int, list[float]] = {}
-    for file in directory.glob("*.jsonl"):
-        for line in file.read_text().splitlines(keepends=True):
-            entry = json.loads(line) if line.endswith("\n") else {}
-            if entry.get("kind") == "step" and entry["rank"] == 0:
-                losses.setdefault(entry["step"], []).append(entry["loss"])
-    return losses
 
 
 class Job:
@@ -205,11 +192,8 @@ class Job:
         """Let the training end; check that all tasks end well and each step had its loss."""
         (self._directory / "stop").touch()
         until(lambda: self._slurm.states() == {"COMPLETED"}, self._slurm.states)
-        losses = losses_in(self._directory)
-        assert sorted(losses) == list(range(len(losses)))
-        expected = uninterrupted(len(losses))
-        for number, values in losses.items():
-            assert values == pytest.approx([expected[number]] * len(values), rel=1e-4)
+        log = TrainingLog(self._directory)
+        log.assert_losses(uninterrupted(log.step + 1))
 
 
 @pytest.mark.nightly
@@ -300,6 +284,6 @@ def test_at_the_time_limit_the_state_is_saved_and_the_job_goes_on_later(
     slurm.start_requeued(1)
     job.until_trained(0, 1, round_after=number)
     assert " Restarts=0 " in slurm.ask("scontrol", "show", "job", f"{array}_0")
-    losses = losses_in(tmp_path)
+    losses = TrainingLog(tmp_path).losses()
     assert max(map(len, losses.values())) == 1, "a step was lost"
     job.stop()

@@ -44,7 +44,7 @@ def cluster_of(
 
 def resumes(cluster: Cluster) -> list[dict[str, Any]]:
     """What each process resumed from, in the order of time."""
-    return [entry for entry in cluster.said() if entry["kind"] == "resume"]
+    return cluster.said("resume")
 
 
 def have_resumed(cluster: Cluster, num_processes: int) -> bool:

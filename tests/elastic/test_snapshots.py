@@ -6,7 +6,8 @@ import logging
 import math
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ class Job:
         return resumed, loaded
 
 
+MakeJob = Callable[..., Job]
+"""Makes a job, with options of the manager."""
+
+
+@pytest.fixture
+def make_job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> MakeJob:
+    return partial(Job, shm, monkeypatch)
+
+
 Played = tuple[Resumed | None, tuple[Any, int]]
 
 
@@ -115,10 +125,8 @@ def stored_steps(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("after", [[0, 0, 1, 1], [1, 0], [0, 1, 1], [0]])
-def test_a_job_resumes_from_memory_in_any_layout(
-    after: list[int], shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch)
+def test_a_job_resumes_from_memory_in_any_layout(after: list[int], make_job: MakeJob) -> None:
+    job = make_job()
     before = [0, 0, 0, 0] if after == [0] else [0, 0, 1, 1]
     assert all(resumed is None for resumed, _ in job.play(before, *range(1, 7)))
     assert stored_steps(job) == [4]
@@ -130,8 +138,8 @@ def test_a_job_resumes_from_memory_in_any_layout(
     assert remesh.Checkpoint(job.root / "step_00000006").verify().ok
 
 
-def test_the_metrics_and_the_run_go_on(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(shm, monkeypatch)
+def test_the_metrics_and_the_run_go_on(make_job: MakeJob) -> None:
+    job = make_job()
     job.play([0, 1], *range(1, 7))
     (resumed, _), _ = job.play([0, 1])
     assert resumed is not None
@@ -142,15 +150,15 @@ def test_the_metrics_and_the_run_go_on(shm: Path, monkeypatch: pytest.MonkeyPatc
     assert infos[1].metrics == {"loss": 6.0}
 
 
-def test_the_memory_holds_two_snapshots_at_most(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_holds_two_snapshots_at_most(make_job: MakeJob) -> None:
     most = 0
 
     def count(event: Event) -> None:
         nonlocal most
         if event.point == "save.file_finished":
-            most = max(most, len(list(shm.glob("node-*/*/step_*/data-*/*0.safetensors"))))
+            most = max(most, len(list(job.directory.glob("node-*/*/step_*/data-*/*0.safetensors"))))
 
-    job = Job(shm, monkeypatch, every=None, memory_every=2, on_event=count)
+    job = make_job(every=None, memory_every=2, on_event=count)
     job.play([0], *range(1, 10))
     assert most == 2
     assert {name.partition("/")[0] for name in job.files(0)} == {"step_00000006", "step_00000008"}
@@ -158,9 +166,9 @@ def test_the_memory_holds_two_snapshots_at_most(shm: Path, monkeypatch: pytest.M
 
 
 def test_a_lost_node_makes_a_snapshot_useless_and_the_reason_is_said(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_job: MakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(shm, monkeypatch)
+    job = make_job()
     job.play([0, 1, 2], *range(1, 7))
     with caplog.at_level(logging.WARNING, logger="remesh"):
         played = job.play([0, 2])
@@ -174,76 +182,70 @@ def test_a_lost_node_makes_a_snapshot_useless_and_the_reason_is_said(
     assert job.files(0) == job.files(2) == []  # of no use any more
 
 
-def test_replicas_make_up_for_a_lost_node(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_make_up_for_a_lost_node(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scattered, "PIECE_BYTES", 100)  # several pieces of unequal files
     monkeypatch.setattr(from_memory, "MESSAGE_BYTES", 250)
-    job = Job(shm, monkeypatch, memory_replicas=1)
+    job = make_job(memory_replicas=1)
     job.play([0, 1, 1, 2], *range(1, 7))
     assert_went_on(job.play([2, 0]), 6, from_memory=True)
 
 
-def test_a_single_node_has_nowhere_to_put_replicas(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch, memory_replicas=2)
+def test_a_single_node_has_nowhere_to_put_replicas(make_job: MakeJob) -> None:
+    job = make_job(memory_replicas=2)
     job.play([0, 0], 1, 2)
     assert_went_on(job.play([0, 0]), 2, from_memory=True)
 
 
-def test_a_node_that_joins_brings_nothing_and_gets_what_it_needs(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch)
+def test_a_node_that_joins_brings_nothing_and_gets_what_it_needs(make_job: MakeJob) -> None:
+    job = make_job()
     job.play([0, 1], *range(1, 6))
     assert_went_on(job.play([5, 1, 0]), 5, from_memory=True)
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "save.described",
-        "save.file_created",
-        "save.chunk_written",
-        "save.file_finished",
-        "save.parts_gathered",
-    ],
-)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_torn_snapshot_is_never_used(
-    point: str, rank: int, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch, every=None)
-    job.play([0, 1], 1, 2)
-    if (point, rank) == ("save.parts_gathered", 1):
-        return  # a moment of rank 0
+DEATHS = [
+    ("save.described", 0),
+    ("save.described", 1),
+    ("save.file_created", 0),
+    ("save.file_created", 1),
+    ("save.chunk_written", 0),
+    ("save.chunk_written", 1),
+    ("save.file_finished", 0),
+    ("save.file_finished", 1),
+    ("save.parts_gathered", 0),  # a moment of rank 0
+]
+
+
+@pytest.mark.parametrize(("point", "rank"), DEATHS)
+def test_a_torn_snapshot_is_never_used(point: str, rank: int, make_job: MakeJob) -> None:
+    make_job(every=None).play([0, 1], 1, 2)
 
     def die(event: Event) -> None:
         if event.point == point and event.rank == rank:
             raise KeyboardInterrupt  # nothing is tidied up
 
-    torn = Job(shm, monkeypatch, every=None, on_event=die)
+    torn = make_job(every=None, on_event=die)
     with pytest.raises((KeyboardInterrupt, remesh.errors.RemeshError)):
         torn.play([0, 1], 3)
-    job = Job(shm, monkeypatch, every=None)
+    job = make_job(every=None)
     assert_went_on(job.play([0, 1], 3, 4), 2, from_memory=True)
     assert_went_on(job.play([0, 1]), 4, from_memory=True)
 
 
-def test_one_record_is_enough(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_record_is_enough(make_job: MakeJob) -> None:
     """A rank that dies while records are put leaves a snapshot that is complete all the same."""
-    job = Job(shm, monkeypatch, every=None)
+    job = make_job(every=None)
     job.play([0, 1], 1, 2)
     (record,) = job.place(1).glob("*/step_00000002/remesh.json")
     record.unlink()
     assert_went_on(job.play([0, 1]), 1, from_memory=True)
 
 
-def test_damage_is_found_and_the_next_older_one_used(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch)
+def test_damage_is_found_and_the_next_older_one_used(make_job: MakeJob) -> None:
+    job = make_job()
     job.play([0, 1], *range(1, 6))
-    for file in shm.glob("node-*/*/step_00000005/data-*/00001.safetensors"):
+    for file in job.directory.glob("node-*/*/step_00000005/data-*/00001.safetensors"):
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
@@ -253,27 +255,25 @@ def test_damage_is_found_and_the_next_older_one_used(
     assert played[0][0].passed_over[0][0] == "step_00000005"
 
 
-def test_a_newer_stored_checkpoint_is_preferred(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Job(shm, monkeypatch, every=None).play([0], 1, 2)
-    Job(shm, monkeypatch, memory_every=None, every=1).play([0], 3, 4)
-    assert_went_on(Job(shm, monkeypatch).play([0]), 4, from_memory=False)
+def test_a_newer_stored_checkpoint_is_preferred(make_job: MakeJob) -> None:
+    make_job(every=None).play([0], 1, 2)
+    make_job(memory_every=None, every=1).play([0], 3, 4)
+    assert_went_on(make_job().play([0]), 4, from_memory=False)
 
 
-def test_other_roots_have_snapshots_of_their_own(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch)
+def test_other_roots_have_snapshots_of_their_own(make_job: MakeJob) -> None:
+    job = make_job()
     job.play([0], 1, 2)
-    other = Job(shm, monkeypatch)
-    other.root = shm / "other"
+    other = make_job()
+    other.root = job.directory / "other"
     assert other.play([0], 1)[0][0] is None
     assert_went_on(job.play([0]), 2, from_memory=True)
 
 
 def test_too_little_memory_ends_no_training(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_job: MakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(shm, monkeypatch)
+    job = make_job()
     job.place(1).parent.mkdir(exist_ok=True)
     job.place(1).write_text("in the way")
     with caplog.at_level(logging.WARNING, logger="remesh"):
@@ -285,9 +285,9 @@ def test_too_little_memory_ends_no_training(
 
 
 def test_without_an_agent_there_are_none(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(shm, monkeypatch)
+    job = make_job()
     monkeypatch.setattr(manager_module, "run_info", RunInfo)
     with caplog.at_level(logging.WARNING, logger="remesh"):
         job.play([0, 0], *range(1, 6))
@@ -296,18 +296,14 @@ def test_without_an_agent_there_are_none(
 
 
 @pytest.mark.parametrize("numbers", [{"memory_every": 0}, {"memory_replicas": -1}])
-def test_numbers_without_sense_are_refused(
-    numbers: dict[str, int], shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_without_sense_are_refused(numbers: dict[str, int], make_job: MakeJob) -> None:
     with pytest.raises(ValueError, match="must be a whole number"):
-        Job(shm, monkeypatch, **numbers).play([0])
+        make_job(**numbers).play([0])
 
 
 @pytest.mark.parametrize("num_replicas", [0, 1])
-def test_agents_store_the_newest_snapshot_together(
-    num_replicas: int, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch, memory_replicas=num_replicas)
+def test_agents_store_the_newest_snapshot_together(num_replicas: int, make_job: MakeJob) -> None:
+    job = make_job(memory_replicas=num_replicas)
     job.play([0, 1, 1], *range(1, 7))
     first, second = str(job.place(0)), str(job.place(1))
     place = str(job.root / "step_00000006")
@@ -321,14 +317,12 @@ def test_agents_store_the_newest_snapshot_together(
     assert store_newest(first, whole_only=False) == []  # it is there already
     assert remesh.Checkpoint(place).verify().ok
     assert not list(Path(place).glob("*/*.whole"))
-    stored_only = Job(shm, monkeypatch, memory_every=None)
+    stored_only = make_job(memory_every=None)
     assert_went_on(stored_only.play([0, 1]), 6, from_memory=False)
 
 
-def test_agents_store_nothing_of_which_a_part_is_lost(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch)
+def test_agents_store_nothing_of_which_a_part_is_lost(make_job: MakeJob) -> None:
+    job = make_job()
     job.play([0, 1, 2], *range(1, 7))
     assert [store_newest(str(job.place(n)), whole_only=False) for n in (0, 2)] == [[], []]
     assert stored_steps(job) == [4]
@@ -339,9 +333,9 @@ def test_agents_store_nothing_of_which_a_part_is_lost(
     "other", ["warmup", "step_500", "step_2000000000", "z", "step_00000006", "old/step_00000009"]
 )
 def test_checkpoints_of_others_in_the_root_keep_no_snapshot_from_being_stored(
-    other: str, shm: Path, monkeypatch: pytest.MonkeyPatch
+    other: str, make_job: MakeJob
 ) -> None:
-    job = Job(shm, monkeypatch)
+    job = make_job()
     job.play([0], *range(1, 7))
     remesh.save({"x": np.arange(3.0)}, job.root / other)
     (place,) = store_newest(str(job.place(0)), whole_only=False)
@@ -353,16 +347,14 @@ def test_checkpoints_of_others_in_the_root_keep_no_snapshot_from_being_stored(
     assert store_newest(str(job.place(0)), whole_only=False) == []  # it is there already
 
 
-def test_a_damaged_checkpoint_keeps_no_snapshot_from_being_stored(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(shm, monkeypatch, every=6)
+def test_a_damaged_checkpoint_keeps_no_snapshot_from_being_stored(make_job: MakeJob) -> None:
+    job = make_job(every=6)
     job.play([0], *range(1, 7))
     (job.root / "step_00000006" / "remesh.json").write_text("{}")
     (place,) = store_newest(str(job.place(0)), whole_only=False)
     assert place != str(job.root / "step_00000006")
     assert remesh.Checkpoint(place).verify().ok
-    resumed, _ = Job(shm, monkeypatch, memory_every=None).play([0])[0]
+    resumed, _ = make_job(memory_every=None).play([0])[0]
     assert resumed is not None
     assert resumed.info.path == place
 

@@ -16,10 +16,13 @@ from remesh.elastic.stacks import Stacks, stacks_file
 from remesh.errors import StorageError
 
 PROGRAM = """
-import sys, time
+import sys, threading, time
 from remesh.training.policies import OnSignals
 from remesh.training.watch import Watch
 import signal
+
+def waits_here():
+    time.sleep(600)
 
 def hangs_here():
     sys.stdout.write("ready\\n")
@@ -31,6 +34,7 @@ if sys.argv[2] == "wrapper":
     hangs_here()
 every = (OnSignals((signal.SIGUSR2,)),) if sys.argv[2] == "taken" else ()
 watch = Watch(every, sys.argv[1])
+threading.Thread(target=waits_here, daemon=True).start()
 hangs_here()
 """
 
@@ -70,7 +74,9 @@ def test_processes_are_asked_and_write_what_they_do(
             for rank, process in enumerate(processes)
         }
         found = Stacks(asked).take()
-        assert "hangs_here" in found.pop(7)
+        of_all_threads = found.pop(7)
+        assert "hangs_here" in of_all_threads
+        assert "waits_here" in of_all_threads
         assert found == dict.fromkeys((8, 9), "no stacks: the process does not write them")
         assert [process.poll() for process in processes] == [None] * 3
         free.kill()
@@ -84,32 +90,6 @@ def run_python(program: str, path: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_the_stacks_of_all_threads_are_written(tmp_path: Path) -> None:
-    program = """
-import os, sys, threading
-from remesh.elastic.stacks import STACK_SIGNAL, answer_stack_requests, stacks_file
-
-waits, stop = threading.Event(), threading.Event()
-
-def waits_here():
-    waits.set()
-    stop.wait()
-
-thread = threading.Thread(target=waits_here)
-thread.start()
-waits.wait()
-end = answer_stack_requests(sys.argv[1])
-os.kill(os.getpid(), STACK_SIGNAL)
-print(stacks_file(sys.argv[1]).read_text())
-end()
-assert not stacks_file(sys.argv[1]).exists()
-stop.set()
-"""
-    written = run_python(program, tmp_path / "0.socket")
-    assert "waits_here" in written
-    assert "<module>" in written
 
 
 @pytest.mark.parametrize(
@@ -135,10 +115,12 @@ os.kill(os.getpid(), signal.SIGUSR2)
 def test_a_handler_that_comes_later_is_kept(tmp_path: Path) -> None:
     program = """
 import os, signal, sys
-from remesh.elastic.stacks import answer_stack_requests
+from remesh.elastic.stacks import answer_stack_requests, stacks_file
 end = answer_stack_requests(sys.argv[1])
+assert stacks_file(sys.argv[1]).exists()
 signal.signal(signal.SIGUSR2, lambda *_: print('mine'))
 end()
+assert not stacks_file(sys.argv[1]).exists()
 os.kill(os.getpid(), signal.SIGUSR2)
 """
     assert run_python(program, tmp_path / "0.socket") == "mine\n"

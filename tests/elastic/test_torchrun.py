@@ -45,7 +45,7 @@ class Torchrun(Cluster):
 
     def places(self, size: int) -> dict[int, int]:
         """The rank of each node in the newest world of a size that has met."""
-        met = [entry for entry in self.said() if entry["kind"] == "met" and entry["size"] == size]
+        met = [entry for entry in self.said("met") if entry["size"] == size]
         numbers = {agent.pid: number for number, agent in self.agents.items()}
         return {
             numbers[entry["parent"]]: entry["rank"] for entry in met if entry["parent"] in numbers
@@ -59,8 +59,8 @@ def test_the_world_shrinks_and_grows_with_a_master_that_is_started_again(
     with Torchrun(tmp_path, "1:3", silence=SILENCE_OF_THE_DEAD, master=grace) as cluster:
         cluster.start(7, 3, 5)
         cluster.until(lambda: cluster.places(3) == {3: 0, 5: 1, 7: 2})
-        cluster.kill_master()
-        cluster.start_master()
+        cluster.master.kill()
+        cluster.master.start()
         assert cluster.status().round == 1, "the world goes on"
         cluster.kill_node(3)  # the one with rank 0, whose launcher has the store
         cluster.until(lambda: cluster.places(2) == {5: 0, 7: 1})
@@ -68,5 +68,5 @@ def test_the_world_shrinks_and_grows_with_a_master_that_is_started_again(
         cluster.until(lambda: cluster.places(3) == {4: 0, 5: 1, 7: 2})
         cluster.stop(4, 5, 7)
         assert cluster.status().phase == "succeeded"
-        ended = [entry["rank"] for entry in cluster.said() if entry["kind"] == "end"]
+        ended = [entry["rank"] for entry in cluster.said("end")]
         assert sorted(ended) == [0, 1, 2]

@@ -1,11 +1,12 @@
 """What the nodes of the tests train, kept by the Manager.
 
 `train.py DIRECTORY JOB [SECONDS [EVERY MEMORY_EVERY REPLICAS]]`. JOB is `numpy`, `fsdp` or one of
-`REENTRANT`. The losses are the same for every number of ranks. Each rank appends what it did to a
-file of its own. The training ends after the step in which a rank sees the file `stop`. A file
-`hang-RANK` lets a rank hang once, whom SIGTERM does not end: it leaves `terminated-RANK`.
-`fail-RANK` lets it raise an error. With `die-PHASE-RANK` it kills itself once in a phase of a step,
-of a save or of its recovery; its agent, if that file says `agent`.
+`REENTRANT`; `shards` is divided as `fsdp` is, and can be entered again. The losses are the same for
+every number of ranks. Each rank appends what it did to a file of its own. The training ends after
+the step in which a rank sees the file `stop`. A file `hang-RANK` lets a rank hang once, whom
+SIGTERM does not end: it leaves `terminated-RANK`. `fail-RANK` lets it raise an error. With
+`die-PHASE-RANK` it kills itself once in a phase of a step, of a save or of its recovery; its agent,
+if that file says `agent`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def train(entered: TrainingJob) -> None:
     every, memory_every, replicas = map(int, sys.argv[4:7] or (5, 0, 0))
     world = os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     name = hashlib.sha1("-".join([str(directory), *world]).encode()).hexdigest()
-    job: Any = importlib.import_module(f"tests.elastic.{sys.argv[2]}_job").Job(name)
+    way = sys.argv[2]
+    module = way if way in ("numpy", "variants") else "fsdp"
+    job: Any = importlib.import_module(f"tests.elastic.{module}_job").Job(name, way)
     log = (directory / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
     def say(**what: object) -> None:

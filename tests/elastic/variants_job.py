@@ -20,9 +20,9 @@ VARIANTS = ("batch norm", "dropout", "average", "accumulation", "in backward")
 class Job(fsdp_job.Job):
     """See `numpy_job.Job`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, way: str) -> None:
         self.variant = os.environ["TEST_VARIANT"]
-        super().__init__(name)
+        super().__init__(name, way)
         if self.variant == "average":
             whole: Any = self._model.module
             decay: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ loopback address (`pod.py`), and so does the operator.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import signal
@@ -19,17 +18,18 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from lightkube import ApiError, Client
 from lightkube.types import PatchType
 
-from remesh.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, SERVICES
-from remesh.kubernetes.manifests import NAME, manifests
-from remesh.kubernetes.observed import Pod, Role, parse_pod
-from remesh.kubernetes.resource import LABEL_JOB, ElasticJob, parse_job
+from remesh.kubernetes.manifests import manifests
+from remesh.kubernetes.operator import EVENTS, JOBS, PODS, SECRETS, SERVICES
+from remesh.kubernetes.reconcile import Action
+from remesh.kubernetes.resource import LABEL_JOB, ElasticJob, Pod, Role, parse_job, parse_pod
 from tests.elastic.cluster import REMESH, TRAIN, reserve_port
+from tests.elastic.training_log import TrainingLog
 from tests.kubernetes.controllers import jobs_of
 from tests.waiting import wait_until
 
@@ -38,9 +38,33 @@ MISSING = [name for name in (*NEEDED, "REMESH_TESTBED_K8S_DIR") if name not in o
 SHIM = Path(__file__).with_name("pod.py")
 GPUS = 8
 HEAD = "head"
+JOB = f"""
+apiVersion: remesh.dev/v1alpha1
+kind: ElasticJob
+spec:
+  replicas: 3
+  minReplicas: 2
+  nodeLostSeconds: 1
+  drainSeconds: 20
+  worker:
+    args: [--beat-seconds, "0.5", --last-call, "2"]
+    template:
+      spec:
+        containers:
+        - name: train
+          image: none
+          resources: {{limits: {{nvidia.com/gpu: {GPUS}, memory: 1Gi}}}}
+  master:
+    args: [--heartbeat-timeout, "6", --save-grace, "20"]
+    template:
+      spec:
+        nodeSelector: {{kubernetes.io/hostname: {HEAD}}}
+        containers: [{{name: master, image: none}}]
+"""
+"""A job of three workers that trains until the file `stop` is there."""
 
 
-class Bed:
+class Bed(TrainingLog):
     """Nodes, an account for the operator, operators and one job at a time.
 
     Args:
@@ -48,12 +72,13 @@ class Bed:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        super().__init__(directory)
         self.namespace = f"test-{uuid.uuid4().hex[:8]}"
         self.client = Client(namespace=self.namespace)
         self.nodes: set[str] = set()
         self.operators: list[subprocess.Popen[bytes]] = []
         self.port, self._reserved = reserve_port()
+        self._shim = [sys.executable, str(SHIM), str(directory)]
         self._config: Path
         self._created: set[str] = set()
 
@@ -124,7 +149,7 @@ class Bed:
         for each in manifests(image="none", namespace=self.namespace, watched=self.namespace):
             if each["kind"] not in rest:
                 self.apply(each)
-        self._config = self.config_of(NAME)
+        self._config = self.config_of("remesh-operator")
 
     def config_of(self, account: str) -> Path:
         """A KUBECONFIG with the rights of an account."""
@@ -162,54 +187,20 @@ class Bed:
 
     # Jobs ----------------------------------------------------------------------------------
 
-    def manifest(self, name: str, **spec: Any) -> dict[str, Any]:
-        """A job of three workers that trains until the file `stop` is there."""
-        shim = [sys.executable, str(SHIM), str(self.directory)]
-        template = {
-            "spec": {
-                "containers": [
-                    {
-                        "name": "train",
-                        "image": "none",
-                        "command": shim,
-                        "resources": {"limits": {"nvidia.com/gpu": GPUS, "memory": "1Gi"}},
-                    }
-                ]
-            }
-        }
-        master = {
-            "spec": {
-                "nodeSelector": {"kubernetes.io/hostname": HEAD},
-                "containers": [{"name": "master", "image": "none", "command": shim}],
-            }
-        }
-        values = {
-            "script": [str(TRAIN), str(self.directory), "numpy", "0.05"],
-            "replicas": 3,
-            "minReplicas": 2,
-            "nodeLostSeconds": 1,
-            "drainSeconds": 20,
-            "worker": {"args": ["--beat-seconds", "0.5", "--last-call", "2"], "template": template},
-            "master": {
-                "port": self.port,
-                "args": ["--heartbeat-timeout", "6", "--save-grace", "20"],
-                "template": master,
-            },
-        }
-        return {
-            "apiVersion": "remesh.dev/v1alpha1",
-            "kind": "ElasticJob",
-            "metadata": {"name": name},
-            "spec": values | spec,
-        }
-
     def submit(
-        self, name: str, *, mount: bool = True, master_args: list[str] | None = None, **spec: Any
+        self, name: str, *, mount: bool = True, failure_patterns: Path | None = None, **spec: Any
     ) -> None:
         """Submit a job, and mount its token as its kubelets would."""
-        manifest = self.manifest(name, **spec)
-        if master_args is not None:
-            manifest["spec"]["master"]["args"] = master_args
+        manifest = yaml.safe_load(JOB)
+        manifest["metadata"] = {"name": name}
+        for part in ("worker", "master"):
+            (container,) = manifest["spec"][part]["template"]["spec"]["containers"]
+            container["command"] = self._shim
+        script = [str(TRAIN), str(self.directory), "numpy", "0.05"]
+        manifest["spec"] |= {"script": script, **spec}
+        manifest["spec"]["master"]["port"] = self.port
+        if failure_patterns is not None:
+            manifest["spec"]["master"]["args"] += ["--failure-patterns", str(failure_patterns)]
         self.client.create(JOBS.from_dict(manifest))
         if mount:
             self.mount_token(name)
@@ -256,7 +247,7 @@ class Bed:
 
     def _adapted(self, spec: dict[str, Any]) -> dict[str, Any]:
         """The spec of a pod that the hollow kubelets can run."""
-        spec["containers"][0]["command"] = [sys.executable, str(SHIM), str(self.directory)]
+        spec["containers"][0]["command"] = self._shim
         for volume in spec["volumes"]:
             if volume.pop("persistentVolumeClaim", None):
                 volume["emptyDir"] = {}  # the scheduler looks for claims, and there are none
@@ -323,7 +314,8 @@ class Bed:
         """What operators have begun to do."""
         log = self.directory / "operator.log"
         text = log.read_text(errors="replace") if log.exists() else ""
-        return [line for line in text.splitlines() if "remesh.kubernetes.api: " in line]
+        kinds = "|".join(kind.__name__ for kind in get_args(Action))
+        return re.findall(rf" remesh\.kubernetes\.operator: \S+: (?:{kinds})\(.*", text)
 
     def until(self, name: str, what: str, holds: Callable[[], bool], seconds: float = 240) -> None:
         """Wait for a condition; fail with what is known of the job."""
@@ -341,44 +333,19 @@ class Bed:
     def until_trained(self, name: str, *ids: int) -> None:
         """Wait until these workers, and no others, train together and make steps."""
 
-        def size() -> int:
-            return self.last_step()[1]
+        def trains() -> bool:
+            return self.size() == len(ids)
 
         self.until(name, f"workers {ids} run", lambda: sorted(self.workers(name)) == sorted(ids))
-        self.until(name, f"{len(ids)} ranks train", lambda: size() == len(ids))
-        step = self.last_step()[0]
-        self.until(
-            name, f"steps with {ids}", lambda: self.last_step()[0] > step + 3 and size() == len(ids)
-        )
-
-    def last_step(self) -> tuple[int, int]:
-        """The newest step of any rank, and its number of ranks."""
-        newest = (0.0, -1, 0)
-        for file in self.directory.glob("*.jsonl"):
-            for line in file.read_text().splitlines(keepends=True)[-3:]:
-                entry = json.loads(line) if line.endswith("\n") else {}
-                if entry.get("kind") == "step":
-                    newest = max(newest, (entry["time"], entry["step"], entry["size"]))
-        return newest[1:]
-
-    def losses(self) -> dict[int, list[float]]:
-        """The losses of each step, once for each time that rank 0 made it."""
-        found: dict[int, list[float]] = {}
-        for file in self.directory.glob("*.jsonl"):
-            for line in file.read_text().splitlines(keepends=True):
-                entry = json.loads(line) if line.endswith("\n") else {}
-                if entry.get("kind") == "step" and entry["rank"] == 0:
-                    found.setdefault(entry["step"], []).append(entry["loss"])
-        return found
+        self.until(name, f"{len(ids)} ranks train", trains)
+        step = self.step
+        self.until(name, f"steps with {ids}", lambda: self.step > step + 3 and trains())
 
     def shared(self, name: str) -> list[str]:
         """What is left of a job besides its pods."""
         secrets = {each["metadata"]["name"] for each in self.client.list(SECRETS)}
         services = {each["metadata"]["name"] for each in self.client.list(SERVICES)}
         return sorted(secrets & {f"{name}-token"} | services & {f"{name}-master"})
-
-    def pod_log(self, pod: str) -> str:
-        return self.pod_file(pod, "log").read_text(errors="replace")
 
     def pod_file(self, pod: str, suffix: str) -> Path:
         name = f"{self.namespace}_{pod}.{suffix}"

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from remesh.kubernetes.api import ApiCluster, ConflictError
-from remesh.kubernetes.observed import MasterAnswer, Pod, Role, parse_pod
+from remesh.kubernetes.operator import ApiCluster, ConflictError
 from remesh.kubernetes.pods import make_pod
 from remesh.kubernetes.reconcile import (
     Action,
@@ -20,6 +19,7 @@ from remesh.kubernetes.reconcile import (
     DeletePod,
     Emit,
     HoldJob,
+    MasterAnswer,
     stalled,
 )
 from remesh.kubernetes.resource import (
@@ -28,10 +28,13 @@ from remesh.kubernetes.resource import (
     ElasticJob,
     JobStatus,
     Key,
+    Pod,
+    Role,
     Spec,
     Training,
     WorkerSpec,
     parse_job,
+    parse_pod,
     status_patch,
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.kubernetes.api import JOBS
+from remesh.kubernetes.operator import JOBS
 from remesh.kubernetes.resource import Phase
 from tests.elastic.cluster import broken_check
 from tests.elastic.numpy_job import uninterrupted
@@ -42,14 +42,7 @@ def finish(bed: Bed, name: str) -> None:
     """Let the training end; its losses are those of an uninterrupted run, and nothing is left."""
     (bed.directory / "stop").touch()
     bed.until(name, "the job succeeds", lambda: bed.job(name).status.phase is Phase.SUCCEEDED)
-    losses = bed.losses()
-    expected = uninterrupted(max(losses) + 1)
-    assert sorted(losses) == list(range(len(expected)))
-    assert all(
-        value == pytest.approx(expected[step], rel=1e-6)
-        for step, values in losses.items()
-        for value in values
-    )
+    bed.assert_losses(uninterrupted(bed.step + 1), rel=1e-6)
     delete(bed, name)
 
 
@@ -69,7 +62,7 @@ def test_a_node_dies_and_another_takes_its_place(bed: Bed) -> None:
     bed.until("train", "it runs", lambda: bed.job("train").status.phase is Phase.RUNNING)
     lost = bed.workers("train")[1]
     bed.kill_node(lost)
-    bed.until("train", "two ranks train", lambda: bed.last_step()[1] == 2)
+    bed.until("train", "two ranks train", lambda: bed.size() == 2)
     bed.start_node("gpu4")
     bed.until_trained("train", 0, 2, 3)
     assert bed.job("train").status.replacements == 0
@@ -83,8 +76,7 @@ def test_masters_operators_memory_and_hosts_fail(bed: Bed) -> None:
     first = bed.start_operator()
     patterns = bed.directory / "patterns.json"
     patterns.write_text('{"node": ["an error of the user\'s"]}')
-    options = ["--heartbeat-timeout", "6", "--failure-patterns", str(patterns)]
-    bed.submit("train", maxMemory="2Gi", master_args=options)
+    bed.submit("train", maxMemory="2Gi", failure_patterns=patterns)
     bed.until_trained("train", 0, 1, 2)
 
     bed.delete_pod("train-master-0")
@@ -152,7 +144,7 @@ def test_an_operator_is_killed_after_every_action(bed: Bed) -> None:
     until_killed("a token", lambda: "train-token" in bed.shared("train"))
     bed.mount_token("train")
     until_killed("workers run", lambda: sorted(bed.workers("train")) == [0, 1, 2])
-    bed.until("train", "three ranks train", lambda: bed.last_step()[1] == 3)
+    bed.until("train", "three ranks train", lambda: bed.size() == 3)
     bed.patch("train", {"suspend": True})
     until_killed("suspended", lambda: bed.pods("train") == [])
     assert bed.job("train").status.phase is Phase.SUSPENDED
@@ -168,10 +160,10 @@ def test_a_job_trains_on_the_nodes_there_are_and_ends_with_an_error(bed: Bed) ->
     start(bed, "gpu1", "gpu2")
     bed.start_operator()
     bed.submit("train", maxRestarts=0)
-    bed.until("train", "two ranks train", lambda: bed.last_step()[1] == 2)
+    bed.until("train", "two ranks train", lambda: bed.size() == 2)
     assert len(bed.pods("train")) == 4, "the pod of the third worker is pending"
     bed.start_node("gpu3")
-    bed.until("train", "three ranks train", lambda: bed.last_step()[1] == 3)
+    bed.until("train", "three ranks train", lambda: bed.size() == 3)
     (bed.directory / "fail-0").touch()
     bed.until("train", "it fails", lambda: bed.job("train").status.phase is Phase.FAILED)
     status = bed.job("train").status
@@ -187,16 +179,12 @@ def test_workers_of_a_job_without_the_operator(bed: Bed, example: str) -> None:
     (bed.directory / "token").write_text("a token of the test")
     bed.apply_example("master.yaml")
     bed.apply_example(example)
-    wait_until(lambda: bed.last_step()[1] == 3, "three ranks train", 240)
+    wait_until(lambda: bed.size() == 3, "three ranks train", 240)
     bed.end_pod("run")
     wait_until(lambda: bed.num_ended("failed") == 1, "a worker fails", 240)
-    step = bed.last_step()[0]
+    step = bed.step
 
-    def is_whole() -> bool:
-        newest, size = bed.last_step()
-        return size == 3 and newest > step + 3
-
-    wait_until(is_whole, "three ranks train again", 240)
+    wait_until(lambda: bed.size() == 3 and bed.step > step + 3, "three ranks train again", 240)
     (bed.directory / "stop").touch()
     wait_until(lambda: bed.num_ended("succeeded") == 3, "the Job is complete", 240)
     losses = bed.losses()

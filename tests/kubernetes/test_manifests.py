@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,16 @@ from click.testing import CliRunner
 from remesh.cli import cli
 from remesh.elastic.launch import make_parser
 from remesh.errors import ClusterError
-from remesh.kubernetes import reconcile, resource
-from remesh.kubernetes.manifests import DEFINITION, JOB_RULES, SPEC, STATUS
-from remesh.kubernetes.observed import Role
+from remesh.kubernetes import resource
+from remesh.kubernetes.manifests import SPEC, STATUS, manifests
+from remesh.kubernetes.operator import KEY_SECRET
 from remesh.kubernetes.pods import make_pod, make_secret, make_service, token_of
 from remesh.kubernetes.resource import (
     Checkpoint,
     ExcludedHost,
     JobStatus,
     MasterSpec,
+    Role,
     Tls,
     WorkerSpec,
     parse_quantity,
@@ -110,7 +110,13 @@ def structural(schema: dict[str, Any]) -> None:
 def test_the_schema_is_structural() -> None:
     structural(SPEC)
     structural(STATUS)
-    assert DEFINITION["metadata"]["name"] == "elasticjobs.remesh.dev"
+    definition = manifests(image="i", namespace="n")[0]
+    assert definition["metadata"]["name"] == f"{resource.PLURAL}.{resource.GROUP}"
+    (version,) = definition["spec"]["versions"]
+    assert version["name"] == resource.VERSION
+    properties = version["schema"]["openAPIV3Schema"]["properties"]
+    assert properties["spec"].items() >= SPEC.items()
+    assert properties["status"] == STATUS
 
 
 def test_manifests_are_printed_and_written(tmp_path: Path) -> None:
@@ -144,10 +150,14 @@ def test_manifests_are_printed_and_written(tmp_path: Path) -> None:
 
 
 def test_the_operator_reads_no_secrets_and_changes_no_pods() -> None:
-    verbs = {name: set(rule["verbs"]) for rule in JOB_RULES for name in rule["resources"]}
+    made = manifests(image="i", namespace="n")
+    own, of_jobs = (each["rules"] for each in made if each["kind"] in ("Role", "ClusterRole"))
+    verbs = {name: set(rule["verbs"]) for rule in of_jobs for name in rule["resources"]}
     assert verbs["secrets"] == {"create", "delete"}
     assert verbs["pods"] == {"list", "watch", "create", "delete"}
-    assert not any("*" in rule["verbs"] + rule["resources"] for rule in JOB_RULES)
+    assert not any("*" in rule["verbs"] + rule["resources"] for rule in (*own, *of_jobs))
+    (reads,) = [rule for rule in own if "get" in rule["verbs"]]
+    assert reads["resourceNames"] == [KEY_SECRET]
 
 
 def test_pods_follow_the_restricted_profile() -> None:
@@ -295,8 +305,3 @@ def test_manifests_without_the_operator_have_options_that_exist(name: str) -> No
 def test_every_field_is_on_the_page() -> None:
     table = PAGE.partition("## Fields")[2].partition("\n## ")[0]
     assert [name for name in SPEC["properties"] if f"`{name}`" not in table] == []
-
-
-def test_modules_of_the_operator_do_without_torch() -> None:
-    sources = Path(inspect.getfile(reconcile)).parent.glob("*.py")
-    assert all("import torch" not in file.read_text() for file in sources)

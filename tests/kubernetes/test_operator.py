@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import datetime
 from typing import Any, cast
 
@@ -19,11 +20,18 @@ from remesh.elastic.liveness import Liveness
 from remesh.elastic.status import RoundFailures, status_of
 from remesh.errors import ClusterError
 from remesh.kubernetes import operator
-from remesh.kubernetes.api import EVENTS, JOBS, ApiCluster
-from remesh.kubernetes.observed import MasterAnswer, Pod, Role, seen_of_master
-from remesh.kubernetes.operator import Masters, Metrics, Operator
-from remesh.kubernetes.reconcile import STALLED, Action
-from remesh.kubernetes.resource import ElasticJob, JobStatus, Key, Phase, Tls
+from remesh.kubernetes.operator import (
+    EVENTS,
+    JOBS,
+    ApiCluster,
+    Ask,
+    Masters,
+    Metrics,
+    Operator,
+    seen_of_master,
+)
+from remesh.kubernetes.reconcile import STALLED, Action, MasterAnswer
+from remesh.kubernetes.resource import ElasticJob, JobStatus, Key, Phase, Pod, Role, Tls
 from tests.kubernetes.simulated import START, Cluster, make_job
 
 pytestmark = pytest.mark.timeout(300)
@@ -74,6 +82,19 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+@contextlib.asynccontextmanager
+async def operating(clusters: Clusters, ask: Ask, metrics: Metrics) -> AsyncIterator[None]:
+    """An operator that looks after both jobs."""
+    operator = Operator(clusters, ask, metrics)
+    clusters.wake = operator.wake
+    try:
+        for name in clusters.of:
+            operator.wake(Key("ml", name))
+        yield
+    finally:
+        await operator.close()
+
+
 def num_errors(metrics: Metrics) -> float:
     families = text_string_to_metric_families(metrics.render().decode())
     samples = [sample for family in families for sample in family.samples]
@@ -102,19 +123,13 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
 
     async def trial() -> None:
         nonlocal is_broken
-        looking = Operator(clusters, ask, metrics)
-        clusters.wake = looking.wake
-        try:
-            looking.wake(Key("ml", "bad"))
+        async with operating(clusters, ask, metrics):
             await until(lambda: num_errors(metrics) >= 3)
             assert clusters.conditions("bad")[STALLED] == text
             assert bad.events == [text], "shown once, however often it fails"
-            looking.wake(Key("ml", "good"))
             await until(lambda: len(good.living()) == 3)
             is_broken = False
             await until(lambda: STALLED not in clusters.conditions("bad") and bad.living())
-        finally:
-            await looking.close()
 
     asyncio.run(trial())
 
@@ -131,32 +146,18 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
 def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reason: str) -> None:
     clusters = Clusters()
     clusters.of["bad"] = bad = Cluster(job(**spec))
-    running = {
-        name: Pod(
-            name=f"{name}-master-0",
-            role=Role.MASTER,
-            index=0,
-            phase="Running",
-        )
-        for name in clusters.of
-    }
 
     async def trial() -> None:
         async with aiohttp.ClientSession() as session:
             masters = Masters(session, b"k", "127.0.0.1")
 
             async def ask(asked: ElasticJob, _pods: tuple[Pod, ...]) -> MasterAnswer | None:
-                return await masters.ask(asked, (running[asked.name],))
+                running = Pod(name="m", role=Role.MASTER, index=0, phase="Running")
+                return await masters.ask(asked, (running,))
 
-            looking = Operator(clusters, ask, Metrics())
-            clusters.wake = looking.wake
-            try:
-                for name in clusters.of:
-                    looking.wake(Key("ml", name))
+            async with operating(clusters, ask, Metrics()):
                 await until(lambda: clusters.conditions("bad").get("Failed"))
                 await until(lambda: len(clusters.of["good"].living()) == 3)
-            finally:
-                await looking.close()
 
     asyncio.run(trial())
     assert bad.job is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any
@@ -12,11 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from remesh.kubernetes.api import ConflictError
-from remesh.kubernetes.observed import MasterAnswer, Pod, Role
-from remesh.kubernetes.operator import Pass, reconcile_once
+from remesh.kubernetes.operator import ConflictError, Pass, reconcile_once
 from remesh.kubernetes.pods import pod_name
-from remesh.kubernetes.resource import FINISHED, ElasticJob, JobStatus, Phase
+from remesh.kubernetes.reconcile import MasterAnswer
+from remesh.kubernetes.resource import FINISHED, ElasticJob, JobStatus, Phase, Pod, Role
 from tests.kubernetes.simulated import KEY, Cluster, make_job, make_master, make_spec
 
 RUNNING = make_master(phase="running", reason="round 1", round=1, step=7, saved_step=5)
@@ -28,30 +28,25 @@ class Bench:
     def __init__(self, *, hosts: int = 4, **spec: Any) -> None:
         self.cluster = Cluster(make_job(**spec), hosts=hosts)
         self.master: MasterAnswer | None = None
+        self.settle()
 
     async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> MasterAnswer | None:
         return self.master
 
-    def look(self) -> Pass | None:
+    def look(self) -> None:
         steps = reconcile_once(self.cluster, KEY, self.ask, lambda: self.cluster.now)
-        while True:
-            try:
+        with contextlib.suppress(StopIteration):
+            while True:
                 steps.send(None)
-            except StopIteration as done:
-                found = done.value
-                assert found is None or isinstance(found, Pass)
-                return found
 
-    def settle(self, *, place: bool = True) -> None:
+    def settle(self) -> None:
         """Look, and let the cluster do its part, until nothing is to be done."""
         for _ in range(50):
-            before = (self.cluster.job, {name: str(pod) for name, pod in self.cluster.pods.items()})
+            before = self.cluster.job, str(self.cluster.pods)
             self.look()
-            if place:
-                self.cluster.place()
-                self.cluster.sweep()
-            after = (self.cluster.job, {name: str(pod) for name, pod in self.cluster.pods.items()})
-            if before == after:
+            self.cluster.place()
+            self.cluster.sweep()
+            if before == (self.cluster.job, str(self.cluster.pods)):
                 return
         raise AssertionError("the operator finds something to do for ever")
 
@@ -60,14 +55,27 @@ class Bench:
         assert self.cluster.job is not None
         return self.cluster.job.status
 
-    def ids(self) -> list[int]:
-        return sorted(pod.index for pod in self.cluster.living())
+    def ids(self, role: Role = Role.WORKER) -> list[int]:
+        return sorted(pod.index for pod in self.cluster.living(role))
 
-    def worker(self, index: int) -> str:
-        return pod_name(KEY.name, Role.WORKER, index)
+    def hosts(self) -> dict[int, str]:
+        return {pod.index: pod.host for pod in self.cluster.living()}
 
-    def end(self, index: int, code: int, reason: str = "Error") -> None:
-        self.cluster.end(self.worker(index), code, reason)
+    def holds(self, condition: str) -> bool:
+        return {each.type: each.status for each in self.status.conditions}[condition] == "True"
+
+    def end(
+        self, index: int, code: int, reason: str = "Error", *, role: Role = Role.WORKER
+    ) -> None:
+        self.cluster.end(pod_name(KEY.name, role, index), code, reason)
+        self.settle()
+
+    def hear(self, master: MasterAnswer | None) -> None:
+        self.master = master
+        self.settle()
+
+    def change(self, **spec: Any) -> None:
+        self.cluster.change(spec=make_spec(**spec))
         self.settle()
 
     def wait(self, seconds: float) -> None:
@@ -78,45 +86,67 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     made = Bench()
-    made.settle()
-    made.master = RUNNING
-    made.settle()
+    made.hear(RUNNING)
     return made
 
 
-def condition(status: JobStatus, kind: str) -> str:
-    return next(each.status for each in status.conditions if each.type == kind)
-
-
 def test_a_job_gets_its_master_and_workers(bench: Bench) -> None:
-    assert bench.ids() == [0, 1, 2]
-    assert [pod.index for pod in bench.cluster.living(Role.MASTER)] == [0]
+    assert (bench.ids(), bench.ids(Role.MASTER)) == ([0, 1, 2], [0])
     assert bench.cluster.shared
     assert bench.status.phase is Phase.RUNNING
     assert (bench.status.replicas, bench.status.training and bench.status.training.step) == (3, 7)
-    assert condition(bench.status, "Training") == "True"
-    assert condition(bench.status, "Degraded") == "False"
+    assert (bench.holds("Training"), bench.holds("Degraded")) == (True, False)
 
 
-def test_a_replacement_gets_a_number_of_its_own(bench: Bench) -> None:
-    bench.end(1, 137)
-    assert bench.ids() == [0, 2, 3]
-    bench.cluster.delete(bench.worker(0))
-    bench.settle()
-    assert bench.ids() == [2, 3, 4]
-    assert bench.status.replacements == 0, "nothing is charged for pods that are stopped"
-
-
-def test_a_failure_is_charged_and_waited_for_until_the_budget_is_used_up() -> None:
-    bench = Bench(max_replacements=2)
-    bench.settle()
-    bench.end(0, 1)
-    assert bench.ids() == [1, 2], "the replacement waits a second"
+@pytest.mark.parametrize(
+    ("code", "reason", "charged", "excludes"),
+    [
+        pytest.param(137, "Error", 0, False, id="killed"),
+        pytest.param(143, "Error", 0, False, id="stopped"),
+        pytest.param(1, "Evicted", 0, False, id="evicted"),
+        pytest.param(1, "Error", 1, False, id="failed"),
+        pytest.param(137, "OOMKilled", 1, False, id="out of memory"),
+        pytest.param(75, "Error", 0, True, id="its machine is broken"),
+        pytest.param(1, "UnexpectedAdmissionError", 0, True, id="its device is refused"),
+    ],
+)
+def test_a_worker_that_ends_is_replaced(
+    code: int, reason: str, charged: int, excludes: bool, bench: Bench
+) -> None:
+    host = bench.hosts()[1]
+    bench.end(1, code, reason)
+    assert bench.ids() == ([0, 2] if charged else [0, 2, 3]), "a failure is waited for"
     bench.wait(1)
-    assert bench.ids() == [1, 2, 3]
+    assert bench.ids() == [0, 2, 3], "a number is used once"
+    assert bench.status.replacements == charged
+    assert [each.host for each in bench.status.excluded_hosts] == [host] * excludes
+    bench.change(suspend=True)
+    bench.change()
+    assert bench.ids() == [4, 5, 6]
+    assert (host in bench.hosts().values()) is not excludes, "remembered for the job"
+
+
+@pytest.mark.parametrize("code", [2, 126, 127, 128])
+def test_a_command_that_cannot_run_stops_the_job(code: int, bench: Bench) -> None:
+    bench.end(0, code)
+    assert bench.status.phase is Phase.FAILED
+    assert "check script and args" in bench.status.reason
+    assert bench.ids(Role.MASTER) == []
+
+
+def test_a_pod_that_is_deleted_is_replaced_and_nothing_is_charged(bench: Bench) -> None:
+    bench.cluster.delete(pod_name(KEY.name, Role.WORKER, 0))
+    bench.settle()
+    assert (bench.ids(), bench.status.replacements) == ([1, 2, 3], 0)
+
+
+def test_failures_are_replaced_ever_later_until_the_budget_is_used_up() -> None:
+    bench = Bench(max_replacements=2)
+    bench.end(0, 1)
+    bench.wait(1)
     bench.end(1, 1)
     bench.wait(1)
-    assert bench.ids() == [2, 3], "and the next one two"
+    assert bench.ids() == [2, 3], "the second replacement waits two seconds"
     bench.wait(1)
     bench.end(2, 1)
     assert bench.status.phase is Phase.FAILED
@@ -124,63 +154,45 @@ def test_a_failure_is_charged_and_waited_for_until_the_budget_is_used_up() -> No
     assert bench.ids() == []
 
 
-def test_a_broken_host_is_not_used_again(bench: Bench) -> None:
-    host = next(pod.host for pod in bench.cluster.living() if pod.index == 1)
-    bench.end(1, 75)
-    assert bench.ids() == [0, 2, 3]
-    assert [each.host for each in bench.status.excluded_hosts] == [host]
-    assert host not in {pod.host for pod in bench.cluster.living()}
-    bench.cluster.change(spec=make_spec(suspend=True))
-    bench.settle()
-    bench.cluster.change(spec=make_spec())
-    bench.settle()
-    assert bench.ids() == [4, 5, 6]
-    assert host not in {pod.host for pod in bench.cluster.living()}, "remembered for the job"
-
-
 def test_memory_grows_up_to_its_limit() -> None:
-    bench = Bench(max_memory="2Gi")
-    bench.settle()
+    bench, gib = Bench(max_memory="2Gi"), 1 << 30
     for index in (0, 1):  # both ran out of the same memory
-        bench.cluster.end(bench.worker(index), 137, "OOMKilled")
+        bench.cluster.end(pod_name(KEY.name, Role.WORKER, index), 137, "OOMKilled")
     bench.settle()
-    gib = 1 << 30
-    assert bench.status.memory == gib * 3 // 2
-    assert {pod.index: pod.memory for pod in bench.cluster.living()} == {
-        2: gib,
-        3: gib * 3 // 2,
-        4: gib * 3 // 2,
-    }
+    more = gib * 3 // 2
+    assert bench.status.memory == more
+    memory = {pod.index: pod.memory for pod in bench.cluster.living()}
+    assert memory == {2: gib, 3: more, 4: more}
     bench.end(3, 137, "OOMKilled")
-    assert bench.status.memory == 2 * gib
-    assert bench.status.replacements == 0
+    assert (bench.status.memory, bench.status.replacements) == (2 * gib, 0)
     bench.end(5, 137, "OOMKilled")
     assert (bench.status.memory, bench.status.replacements) == (2 * gib, 1), "now it is charged"
 
 
-def test_a_command_that_cannot_run_stops_the_job(bench: Bench) -> None:
-    bench.end(0, 127)
-    assert bench.status.phase is Phase.FAILED
-    assert "check script and args" in bench.status.reason
-    assert bench.cluster.living(Role.MASTER) == []
-
-
-def test_an_error_of_the_user_stops_the_job(bench: Bench) -> None:
-    bench.master = make_master(phase="failed", reason="no restart left")
-    bench.end(0, 1)
-    assert (bench.status.phase, bench.status.reason) == (Phase.FAILED, "no restart left")
-    assert condition(bench.status, "Failed") == "True"
-    assert bench.worker(0) in bench.cluster.pods, "its log can be read"
-
-
-def test_a_job_succeeds_when_its_master_says_so(bench: Bench) -> None:
-    bench.end(1, 0, "Completed")
+@pytest.mark.parametrize(
+    ("ends", "master", "phase"),
+    [
+        pytest.param({0: 1}, "failed", Phase.FAILED, id="an error of the user's"),
+        pytest.param({1: 0}, "failed", Phase.FAILED, id="a worker has ended too early"),
+        pytest.param({1: 0}, "succeeded", Phase.SUCCEEDED, id="the others still train"),
+    ],
+)
+def test_a_job_ends_as_its_master_says(
+    ends: dict[int, int], master: str, phase: Phase, bench: Bench
+) -> None:
+    for index, code in ends.items():
+        bench.end(index, code)
     assert bench.status.phase is Phase.RUNNING
-    assert bench.ids() == [0, 2], "the others still train, and the one that is done is not replaced"
-    bench.master = make_master(phase="succeeded", reason="done")
-    bench.settle()
-    assert (bench.status.phase, bench.status.reason) == (Phase.SUCCEEDED, "done")
+    assert not set(ends) & set(bench.ids()), "one that is done is not replaced"
+    bench.hear(make_master(phase=master, reason="why"))
+    assert (bench.status.phase, bench.status.reason) == (phase, "why")
+    assert (bench.holds("Failed"), bench.holds("Complete")) == (
+        phase is Phase.FAILED,
+        phase is Phase.SUCCEEDED,
+    )
     assert bench.status.finished is not None
+    ended = {pod_name(KEY.name, Role.WORKER, index) for index in ends}
+    assert ended <= bench.cluster.pods.keys(), "their logs can be read"
 
 
 def test_a_job_succeeds_without_its_master_when_all_workers_have(bench: Bench) -> None:
@@ -195,84 +207,64 @@ def test_a_job_succeeds_without_its_master_when_all_workers_have(bench: Bench) -
     assert bench.status.phase is Phase.SUCCEEDED
 
 
-def test_a_worker_that_ended_too_early_does_not_end_a_job_that_fails(bench: Bench) -> None:
-    bench.end(1, 0, "Completed")
-    bench.master = make_master(phase="failed", reason="no restart left")
-    bench.settle()
-    assert (bench.status.phase, bench.status.reason) == (Phase.FAILED, "no restart left")
-
-
 def test_the_master_is_replaced(bench: Bench) -> None:
-    bench.cluster.end(pod_name(KEY.name, Role.MASTER, 0), 1)
-    bench.settle()
+    bench.end(0, 1, role=Role.MASTER)
     bench.wait(1)
-    assert [pod.index for pod in bench.cluster.living(Role.MASTER)] == [1]
+    assert bench.ids(Role.MASTER) == [1]
     assert bench.ids() == [0, 1, 2], "the workers go on"
 
 
-def test_a_job_trains_on_the_hosts_there_are_and_its_other_pods_wait() -> None:
-    bench = Bench(hosts=2)
-    bench.settle()
-    bench.master = RUNNING
+@pytest.mark.parametrize(
+    ("hosts", "phase", "reason"),
+    [
+        (2, Phase.RUNNING, "round 1"),
+        (1, Phase.PENDING, "1 workers run, 2 are needed"),
+    ],
+)
+def test_pods_that_cannot_be_placed_wait(hosts: int, phase: Phase, reason: str) -> None:
+    bench = Bench(hosts=hosts)
+    bench.hear(RUNNING if hosts > 1 else None)
     bench.wait(600)
-    assert (bench.ids(), bench.status.replicas) == ([0, 1, 2], 2)
-    assert bench.status.phase is Phase.RUNNING
-    assert condition(bench.status, "Degraded") == "True"
+    assert (bench.ids(), bench.status.replicas) == ([0, 1, 2], hosts)
+    assert (bench.status.phase, bench.status.reason) == (phase, reason)
+    assert bench.holds("Degraded")
     bench.cluster.hosts = 3
     bench.settle()
     assert (bench.ids(), bench.status.replicas) == ([0, 1, 2], 3)
 
 
-def test_a_job_with_too_few_hosts_waits() -> None:
-    bench = Bench(hosts=1)
-    bench.settle()
-    bench.wait(600)
-    assert bench.ids() == [0, 1, 2]
-    assert bench.status.phase is Phase.PENDING
-    assert "1 workers run, 2 are needed" in bench.status.reason
-
-
 def test_a_user_scales_a_job(bench: Bench) -> None:
-    bench.cluster.change(spec=make_spec(replicas=4))
-    bench.settle()
+    bench.change(replicas=4)
     assert bench.ids() == [0, 1, 2, 3]
-    bench.cluster.change(spec=make_spec(replicas=2))
-    bench.settle()
+    bench.change(replicas=2)
     assert bench.ids() == [0, 1]
 
 
 def test_a_suspended_job_saves_before_its_master_goes(bench: Bench) -> None:
     bench.cluster.change(spec=make_spec(suspend=True))
     bench.look()
-    assert bench.ids() == []
-    assert len(bench.cluster.living(Role.MASTER)) == 1, "the workers still drain"
+    assert (bench.ids(), bench.ids(Role.MASTER)) == ([], [0]), "the workers still drain"
     bench.settle()
     assert bench.cluster.pods == {}
     assert bench.status.phase is Phase.SUSPENDED
-    bench.cluster.change(spec=make_spec())
-    bench.settle()  # the master that is reached is still the old one's answer
+    bench.change()  # the master that is reached is still the old one's answer
     assert (bench.ids(), bench.status.epoch) == ([3, 4, 5], 1)
-    assert f"{'u1'}-1.json" in str(bench.cluster.pods[pod_name(KEY.name, Role.MASTER, 1)])
+    assert "u1-1.json" in str(bench.cluster.pods[pod_name(KEY.name, Role.MASTER, 1)])
 
 
 def test_a_deleted_job_leaves_nothing(bench: Bench) -> None:
     bench.cluster.change(deleting=True)
     bench.look()
-    assert len(bench.cluster.living(Role.MASTER)) == 1
+    assert bench.ids(Role.MASTER) == [0]
     bench.settle()
     assert (bench.cluster.job, bench.cluster.pods, bench.cluster.shared) == (None, {}, False)
 
 
 def test_pods_of_a_lost_node_do_not_keep_a_deleted_job(bench: Bench) -> None:
     bench.cluster.change(deleting=True)
-    for _ in range(3):
+    for seconds in (100, 100, 100, 0, 0, 0, 100, 100, 100):
         bench.look()  # no kubelet does its part
-        bench.cluster.now += timedelta(seconds=100)
-    for _ in range(3):
-        bench.look()
-    for _ in range(3):
-        bench.look()
-        bench.cluster.now += timedelta(seconds=100)
+        bench.cluster.now += timedelta(seconds=seconds)
     assert bench.cluster.job is None
 
 
@@ -286,7 +278,6 @@ def test_pods_of_a_lost_node_do_not_keep_a_deleted_job(bench: Bench) -> None:
 )
 def test_a_spec_that_is_not_valid_fails(spec: dict[str, Any], text: str) -> None:
     bench = Bench(**spec)
-    bench.settle()
     assert bench.status.phase is Phase.FAILED
     assert text in bench.status.reason
     assert bench.cluster.pods == {}

@@ -12,8 +12,6 @@ import click
 
 from remesh.cli import output
 
-DEFAULT_IMAGE = "remesh:latest"
-
 
 @click.command(
     epilog=output.example(
@@ -22,7 +20,7 @@ DEFAULT_IMAGE = "remesh:latest"
         "remesh manifests --image registry.example/remesh:1 --kustomize deploy/base",
     )
 )
-@click.option("--image", default=DEFAULT_IMAGE, help="Image of the operator.")
+@click.option("--image", default="remesh:latest", help="Image of the operator.")
 @click.option("--namespace", default="remesh", help="Where the operator runs.")
 @click.option("--watch", metavar="NAMESPACE", help="Let it see jobs of this namespace only.")
 @click.option(
@@ -87,13 +85,15 @@ def operator(
     """
     with output.needs("this command", "kubernetes"):
         from remesh.kubernetes import operator as running
-    options = running.OperatorOptions(
-        namespace=namespace, metrics_port=metrics_port, master_host=master_host
-    )
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s"
     )
     for noisy in ("httpx2", "kopf", "httpcore2"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    identity = os.environ.get("POD_NAME") or socket.gethostname()
-    running.main(own_namespace=own_namespace, identity=identity, options=options)
+    running.main(
+        namespace=namespace,
+        own_namespace=own_namespace,
+        metrics_port=metrics_port,
+        master_host=master_host,
+        identity=os.environ.get("POD_NAME") or socket.gethostname(),
+    )

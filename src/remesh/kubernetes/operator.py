@@ -1,4 +1,4 @@
-"""The operator's process: what it watches, when it reconciles a job, what it shows of itself.
+"""The operator's process: its requests to the API server, and when it reconciles a job.
 
 kopf watches jobs and pods and calls a handler for each event, which only wakes the task of the job.
 That task makes a pass over the job (`reconcile_once`), then waits until it is woken, until the time
@@ -23,17 +23,21 @@ import base64
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import aiohttp
+import httpx2
 import kopf
 import msgspec
 from aiohttp import web
-from lightkube import AsyncClient
+from lightkube import ApiError, AsyncClient
+from lightkube.core.exceptions import ConfigError
+from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
+from lightkube.types import PatchType
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -46,27 +50,51 @@ from prometheus_client import (
 from remesh.elastic.protocol import PROTOCOL_VERSION
 from remesh.elastic.status import Status
 from remesh.errors import ClusterError
-from remesh.kubernetes.api import (
-    CONFLICT,
-    SECRETS,
-    ApiCluster,
-    ConflictError,
-    errors_of,
-    read,
+from remesh.kubernetes.pods import (
+    Manifest,
+    make_event,
+    make_pod,
+    make_secret,
+    make_service,
+    master_url,
+    secret_name,
+    service_name,
+    token_of,
 )
-from remesh.kubernetes.manifests import KEY_SECRET
-from remesh.kubernetes.observed import MAX_MESSAGE, MasterAnswer, Pod, Role, seen_of_master
-from remesh.kubernetes.pods import master_url, token_of
-from remesh.kubernetes.reconcile import Decision, reconcile
+from remesh.kubernetes.reconcile import (
+    STALLED,
+    Action,
+    CreatePod,
+    CreateShared,
+    Decision,
+    DeletePod,
+    Emit,
+    HoldJob,
+    MasterAnswer,
+    reconcile,
+    stalled,
+)
 from remesh.kubernetes.resource import (
+    FINALIZER,
     FINISHED,
     GROUP,
+    KIND,
     LABEL_JOB,
+    LARGEST_INTEGER,
+    MAX_MESSAGE,
     PLURAL,
     VERSION,
     ElasticJob,
+    FailureEntry,
+    JobStatus,
     Key,
     Phase,
+    Pod,
+    Role,
+    Training,
+    parse_job,
+    parse_pod,
+    status_patch,
 )
 
 log = logging.getLogger(__name__)
@@ -82,6 +110,138 @@ ASK_SECONDS = 5.0
 RETRY_SECONDS = (0.5, 30.0)
 """First and longest pause after a request that failed."""
 
+_MAX_TIME = 253402300799.0
+"""The end of the year 9999, in seconds since the epoch: the last time that a status can hold."""
+
+JOBS = create_namespaced_resource(GROUP, VERSION, KIND, PLURAL)
+PODS = create_namespaced_resource("", "v1", "Pod", "pods")
+SERVICES = create_namespaced_resource("", "v1", "Service", "services")
+SECRETS = create_namespaced_resource("", "v1", "Secret", "secrets")
+EVENTS = create_namespaced_resource("", "v1", "Event", "events")
+NOT_FOUND, CONFLICT = 404, 409
+KEY_SECRET = "remesh-operator-key"  # noqa: S105 - its name
+
+
+class ConflictError(Exception):
+    """The job was written by another since it was read."""
+
+
+@contextlib.contextmanager
+def errors_of(what: str, *, ignore: int | None = None, guarded: bool = False) -> Iterator[None]:
+    """Turn errors of a request into ClusterError, but for one HTTP status that is none here.
+
+    A guarded write holds only if the job has not changed: if it has, that is a ConflictError.
+    """
+    try:
+        yield
+    except ApiError as error:
+        if guarded and error.status.code in (CONFLICT, NOT_FOUND):
+            raise ConflictError from error
+        if error.status.code != ignore:
+            raise ClusterError(f"cannot {what}: {error.status.message}") from error
+    except ConfigError as error:
+        raise ClusterError(f"no cluster is known: {error}; set KUBECONFIG") from error
+    except httpx2.HTTPError as error:
+        why = str(error) or type(error).__name__
+        raise ClusterError(f"cannot {what}: the API server is not reached: {why}") from error
+
+
+async def read(
+    client: AsyncClient, kind: type[GenericNamespacedResource], namespace: str, name: str
+) -> dict[str, Any] | None:
+    """An object; None if there is none of this name."""
+    with errors_of(f"read {name}"):
+        try:
+            return dict(await client.get(kind, name, namespace=namespace))
+        except ApiError as error:
+            if error.status.code == NOT_FOUND:
+                return None
+            raise
+
+
+class ApiCluster:
+    """The requests of the operator to the API server."""
+
+    def __init__(self, client: AsyncClient, key: bytes, identity: str) -> None:
+        self._client = client
+        self._key = key
+        self._identity = identity
+
+    async def read_job(self, key: Key) -> ElasticJob | None:
+        """A job as it is now; None if there is none."""
+        found = await read(self._client, JOBS, key.namespace, key.name)
+        return None if found is None else parse_job(found)
+
+    async def list_pods(self, key: Key) -> tuple[Pod, ...]:
+        """The pods of a job as they are now."""
+        labels: Any = {LABEL_JOB: key.name}
+        with errors_of(f"list the pods of job {key.name}"):
+            listed = self._client.list(PODS, namespace=key.namespace, labels=labels)
+            pods = [parse_pod(found) async for found in listed]
+        return tuple(pod for pod in pods if pod is not None)
+
+    async def write_status(self, job: ElasticJob, status: JobStatus) -> ElasticJob:
+        """Write the status, and return the job after it; ConflictError if another has written."""
+        body = {"status": status_patch(job.status, status)}
+        return parse_job(await self._patch(JOBS.Status, job.key, body, job.version))
+
+    async def perform(self, job: ElasticJob, action: Action) -> None:
+        """Carry out an action; no error if it was done, ConflictError as for `write_status`."""
+        log.info("%s/%s: %s", job.namespace, job.name, action)
+        match action:
+            case HoldJob(held):
+                if not held:
+                    # Not left to the garbage collector: a job of this name may follow at once.
+                    await self._delete(SERVICES, job, service_name(job.name))
+                    await self._delete(SECRETS, job, secret_name(job.name))
+                names = [name for name in job.finalizers if name != FINALIZER]
+                body = {"metadata": {"finalizers": names + [FINALIZER] * held}}
+                await self._patch(JOBS, job.key, body, job.version)
+            case CreateShared():
+                await self._create(SERVICES, make_service(job))
+                await self._create(SECRETS, make_secret(job, token_of(self._key, job)))
+            case CreatePod(role, index):
+                await self._create(PODS, make_pod(job, role, index))
+            case DeletePod(name, force):
+                await self._delete(PODS, job, name, grace_period=0 if force else None)
+            case Emit():
+                await self._create(EVENTS, make_event(job.key, job.uid, action, self._identity))
+
+    async def show_problem(self, key: Key, text: str) -> None:
+        """Show on a job, as a condition and an event, that the operator cannot go on with it.
+
+        The job may be one that cannot be read as such.
+        """
+        data = await read(self._client, JOBS, key.namespace, key.name)
+        if data is None:
+            return
+        conditions = stalled((data.get("status") or {}).get("conditions"), text, _now())
+        await self._patch(JOBS.Status, key, {"status": {"conditions": conditions}})
+        uid, told = data["metadata"].get("uid", ""), Emit(STALLED, text, warning=True)
+        await self._create(EVENTS, make_event(key, uid, told, self._identity))
+
+    async def _patch(self, kind: Any, key: Key, body: Manifest, version: str | None = None) -> Any:
+        """Change a job; with a version, only if it still has that one."""
+        part = "the status of " if kind is JOBS.Status else ""
+        if version is not None:
+            body.setdefault("metadata", {})["resourceVersion"] = version
+        with errors_of(f"write {part}job {key.name}", guarded=version is not None):
+            return await self._client.patch(
+                kind, key.name, body, namespace=key.namespace, patch_type=PatchType.MERGE
+            )
+
+    async def _create(self, kind: type[GenericNamespacedResource], manifest: Manifest) -> None:
+        name = manifest["metadata"].get("name", "")
+        with errors_of(f"create {manifest['kind']} {name}", ignore=CONFLICT):
+            await self._client.create(kind.from_dict(manifest))
+
+    async def _delete(
+        self, kind: type[GenericNamespacedResource], job: ElasticJob, name: str, **options: Any
+    ) -> None:
+        with errors_of(f"delete {name}", ignore=NOT_FOUND):
+            await self._client.delete(kind, name, namespace=job.namespace, **options)
+
+
 Ask = Callable[[ElasticJob, tuple[Pod, ...]], Awaitable[MasterAnswer | None]]
 """Asks the master of a job; None if it is not reached."""
 
@@ -90,8 +250,6 @@ _decode = msgspec.json.Decoder(Status).decode
 
 class Metrics:
     """The operator's counts of itself, for Prometheus."""
-
-    content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self.phases: dict[Key, Phase] = {}
@@ -113,7 +271,11 @@ class Metrics:
 
 
 class Masters:
-    """Asks masters for their status."""
+    """Asks masters for their status.
+
+    Args:
+        host: Where masters are reached; by default by the names of their services.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, key: bytes, host: str | None) -> None:
         self._session = session
@@ -122,28 +284,53 @@ class Masters:
 
     async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> MasterAnswer | None:
         """The answer of a job's master; None if it does not run or is not reached."""
-        running = any(
-            pod.is_running and pod.role is Role.MASTER and pod.index == job.status.master
-            for pod in pods
-        )
-        if not running:
+        masters = {pod.index: pod for pod in pods if pod.role is Role.MASTER}
+        pod = masters.get(job.status.master)
+        if pod is None or not pod.is_running:
             return None
         url = f"{master_url(job, self._host)}/v{PROTOCOL_VERSION}/status"
         headers = {"Authorization": f"Bearer {token_of(self._key, job)}"}
         try:
             trust = (None if job.spec.tls is None else job.spec.tls.trust()) or True
             async with self._session.get(url, headers=headers, ssl=trust) as reply:
-                text = await reply.read()
-                if reply.status != web.HTTPOk.status_code:
-                    log.info("%s: HTTP status %d", url, reply.status)
-                    return None
-                return seen_of_master(_decode(text), job.status.epoch, _now())
+                reply.raise_for_status()
+                return seen_of_master(_decode(await reply.read()), job.status.epoch, _now())
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             log.info("%s: %s", url, error)
-            return None
         except (ClusterError, ValueError) as error:  # its answer, or its certificates in the spec
             log.warning("%s: %s", url, error)
-            return None
+        return None
+
+
+def seen_of_master(status: Status, epoch: int, now: datetime) -> MasterAnswer:
+    """The part of a master's status that the operator uses."""
+    times = [record.time for record in status.failures[:5]]
+    counts = [status.round, status.step or 0, status.saved_step or 0, status.goodput or 0.0]
+    are_times = all(0 <= time <= _MAX_TIME for time in times)
+    if not are_times or any(abs(count) > LARGEST_INTEGER for count in counts):
+        numbers = ", ".join(str(number)[:40] for number in (*counts, *times))
+        raise ClusterError(f"the master's answer is not used: a number of {numbers} is too large")
+    errors = []
+    for record in status.failures[:5]:
+        where, what, message = record.cause, "", ""
+        if not record.cause and record.failures:
+            first = record.failures[0]
+            where = f"rank {first.rank} on node {first.node_id}, round {record.round}"
+            what = first.signal or f"exit code {first.exit_code}"
+            message = (first.message or first.log_tail)[-MAX_MESSAGE:]
+        time, where = datetime.fromtimestamp(record.time, UTC), where[:MAX_MESSAGE]
+        what = what[:MAX_MESSAGE]
+        errors.append(FailureEntry(time=time, where=where, what=what, message=message))
+    training = Training(
+        time=now,
+        phase=status.phase[:MAX_MESSAGE],
+        reason=status.reason[:MAX_MESSAGE],
+        round=status.round,
+        step=status.step,
+        saved_step=status.saved_step,
+        goodput=status.goodput,
+    )
+    return MasterAnswer(epoch=epoch, training=training, errors=tuple(errors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,47 +483,18 @@ def _settings() -> kopf.OperatorSettings:
     return settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorOptions:
-    """The options of an operator."""
-
-    namespace: str | None = None  # the only namespace whose jobs it sees; None: all
-    metrics_port: int = 0  # where `/metrics` and `/healthz` are served; 0: nowhere
-    master_host: str | None = None
-    """Where masters are reached; by default by the names of their services."""
-
-
-async def run_operator(cluster: ApiCluster, key: bytes, options: OperatorOptions) -> None:
-    """Serve metrics and look after jobs."""
-    metrics = Metrics()
-    timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
-    async with contextlib.AsyncExitStack() as stack:
-        if options.metrics_port:
-            await stack.enter_async_context(_served(metrics, options.metrics_port))
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        masters = Masters(session, key, options.master_host)
-        operator = Operator(cluster, masters.ask, metrics)
-        stack.push_async_callback(operator.close)
-        await kopf.operator(
-            registry=_registry(operator),
-            settings=_settings(),
-            clusterwide=options.namespace is None,
-            namespaces=[] if options.namespace is None else [options.namespace],
-        )
-
-
 @contextlib.asynccontextmanager
-async def _served(metrics: Metrics, port: int) -> Any:
+async def _served(metrics: Metrics, port: int) -> AsyncIterator[None]:
+    """Serve `/metrics` and `/healthz`."""
 
     async def show(_request: web.Request) -> web.StreamResponse:
-        return web.Response(body=metrics.render(), headers={"Content-Type": metrics.content_type})
+        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def live(_request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok")
 
     app = web.Application()
-    app.router.add_get("/metrics", show)
-    app.router.add_get("/healthz", live)
+    app.add_routes([web.get("/metrics", show), web.get("/healthz", live)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -364,20 +522,43 @@ async def read_key(client: AsyncClient, namespace: str) -> bytes:
     raise ClusterError(f"secret {namespace}/{KEY_SECRET} comes and goes")
 
 
-def main(*, own_namespace: str | None, identity: str, options: OperatorOptions) -> None:
-    """Run an operator until it is stopped."""
+def main(
+    *,
+    namespace: str | None,
+    own_namespace: str | None,
+    metrics_port: int,
+    master_host: str | None,
+    identity: str,
+) -> None:
+    """Run an operator until it is stopped.
+
+    Args:
+        namespace: The only namespace whose jobs it sees; None for all.
+        own_namespace: Where its key is; None for that of its account.
+        metrics_port: Where `/metrics` and `/healthz` are served; 0 for nowhere.
+        master_host: Where masters are reached; None for the names of their services.
+        identity: Its name in the events that it makes.
+    """
 
     async def run() -> None:
-        with errors_of("connect"):
-            client = AsyncClient()
-        try:
-            await operate(client)
-        finally:
-            await client.close()
-
-    async def operate(client: AsyncClient) -> None:
-        key = await read_key(client, own_namespace or client.namespace)
-        await run_operator(ApiCluster(client, key, identity), key, options)
+        metrics, timeout = Metrics(), aiohttp.ClientTimeout(total=ASK_SECONDS)
+        async with contextlib.AsyncExitStack() as stack:
+            with errors_of("connect"):
+                client = AsyncClient()
+            stack.push_async_callback(client.close)
+            key = await read_key(client, own_namespace or client.namespace)
+            if metrics_port:
+                await stack.enter_async_context(_served(metrics, metrics_port))
+            session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+            masters = Masters(session, key, master_host)
+            operator = Operator(ApiCluster(client, key, identity), masters.ask, metrics)
+            stack.push_async_callback(operator.close)
+            await kopf.operator(
+                registry=_registry(operator),
+                settings=_settings(),
+                clusterwide=namespace is None,
+                namespaces=[] if namespace is None else [namespace],
+            )
 
     with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
         asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The objects that the operator creates for a job: pods, the master's service, the token's secret.
+"""The objects that the operator creates for a job: pods, the master's service, a secret, events.
 
 The template of a user is completed, never overruled: what it says of security, volumes or
 tolerations stays. What it does not say follows the "restricted" profile of Kubernetes: no root, a
@@ -12,9 +12,10 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
-from remesh.kubernetes.observed import Role
+from remesh.kubernetes.reconcile import Emit
 from remesh.kubernetes.resource import (
     GROUP,
     KIND,
@@ -23,6 +24,9 @@ from remesh.kubernetes.resource import (
     LABEL_ROLE,
     VERSION,
     ElasticJob,
+    Key,
+    Role,
+    first_container,
 )
 
 Manifest = dict[str, Any]
@@ -103,7 +107,8 @@ def make_pod(job: ElasticJob, role: Role, index: int) -> Manifest:
     given = template.get("spec") or {}
     containers = [dict(each) for each in given.get("containers") or [{}]]
     containers[0] = _main_container(job, role, index, containers[0])
-    containers = [_secured(each) for each in containers]
+    for each in containers:
+        each["securityContext"] = {**CONTAINER_SECURITY, **(each.get("securityContext") or {})}
     volumes = [{"name": name, **source} for name, _, source in _volumes(job, role)]
     drain = MASTER_STOP_SECONDS if is_master else job.spec.drain_seconds + STOP_SECONDS
     spec: Manifest = {
@@ -138,65 +143,71 @@ def make_pod(job: ElasticJob, role: Role, index: int) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
+def make_event(key: Key, uid: str, told: Emit, host: str) -> Manifest:
+    """An event of the operator at `host`, for those who look at a job."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{key.name}-", "namespace": key.namespace},
+        "involvedObject": {**_reference(key.name, uid), "namespace": key.namespace},
+        "reason": told.reason,
+        "message": told.message[:1024],
+        "type": "Warning" if told.warning else "Normal",
+        "source": {"component": "remesh-operator", "host": host},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }
+
+
+def _reference(name: str, uid: str) -> Manifest:
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": name, "uid": uid}
+
+
 def _metadata(job: ElasticJob, name: str) -> Manifest:
+    owner = {**_reference(job.name, job.uid), "controller": True, "blockOwnerDeletion": True}
     return {
         "name": name,
         "namespace": job.namespace,
         "labels": {LABEL_JOB: job.name, "app.kubernetes.io/managed-by": "remesh-operator"},
-        "ownerReferences": [
-            {
-                "apiVersion": f"{GROUP}/{VERSION}",
-                "kind": KIND,
-                "name": job.name,
-                "uid": job.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+        "ownerReferences": [owner],
     }
 
 
 def _main_container(job: ElasticJob, role: Role, index: int, given: Mapping[str, Any]) -> Manifest:
     """The container that runs the master, or a worker's part of the training."""
-    is_master = role is Role.MASTER
-    container: Manifest = {"name": role.value, "command": ["remesh"], **given}
-    if "image" not in container:
-        containers = (job.spec.worker.template.get("spec") or {}).get("containers") or [{}]
-        container["image"] = containers[0].get("image", "")
-    container["args"] = _master_args(job) if is_master else _worker_args(job, index)
+    image = first_container(job.spec.worker.template.get("spec") or {}).get("image", "")
+    container: Manifest = {"name": role.value, "image": image, "command": ["remesh"]}
+    if role is Role.MASTER:
+        container |= _master_defaults(job.spec.master.port)
+    container |= given
+    container["args"] = _master_args(job) if role is Role.MASTER else _worker_args(job, index)
     container["env"] = [*_variables(job, role), *(given.get("env") or [])]
     mounts = [
         {"name": name, "mountPath": path, **({"readOnly": True} if "secret" in source else {})}
         for name, path, source in _volumes(job, role)
     ]
     container["volumeMounts"] = [*(given.get("volumeMounts") or []), *mounts]
-    if is_master:
-        _complete_master(job, container)
-    else:
-        _complete_worker(job, container)
-    return container
-
-
-def _complete_master(job: ElasticJob, container: Manifest) -> None:
-    container.setdefault(
-        "resources",
-        {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
-    )
-    container.setdefault("ports", [{"name": "http", "containerPort": job.spec.master.port}])
-    probe = {"tcpSocket": {"port": job.spec.master.port}, "periodSeconds": 2}
-    container.setdefault("readinessProbe", probe)
-
-
-def _complete_worker(job: ElasticJob, container: Manifest) -> None:
-    if job.status.memory is not None:
+    if role is Role.WORKER and job.status.memory is not None:
         resources = {kind: dict(values) for kind, values in container["resources"].items()}
         for kind in ("limits", "requests"):
             if "memory" in resources.get(kind, {}):
                 resources[kind]["memory"] = str(job.status.memory)
         container["resources"] = resources
-    if job.spec.checkpoint is not None and job.spec.checkpoint.secret is not None:
-        source = {"secretRef": {"name": job.spec.checkpoint.secret}}
+    checkpoint = job.spec.checkpoint
+    if role is Role.WORKER and checkpoint is not None and checkpoint.secret is not None:
+        source = {"secretRef": {"name": checkpoint.secret}}
         container["envFrom"] = [*(container.get("envFrom") or []), source]
+    return container
+
+
+def _master_defaults(port: int) -> Manifest:
+    return {
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+        "ports": [{"name": "http", "containerPort": port}],
+        "readinessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 2},
+    }
 
 
 def _variables(job: ElasticJob, role: Role) -> list[Manifest]:
@@ -256,11 +267,6 @@ def _claimed(claim: str | None) -> Manifest:
     if claim is None:
         return {"emptyDir": {}}
     return {"persistentVolumeClaim": {"claimName": claim}}
-
-
-def _secured(container: Manifest) -> Manifest:
-    context = {**CONTAINER_SECURITY, **(container.get("securityContext") or {})}
-    return {**container, "securityContext": context}
 
 
 def _tolerations(job: ElasticJob, given: list[Manifest]) -> list[Manifest]:

@@ -19,6 +19,10 @@ and the agent of a lost machine that comes back never meets another one with its
 pending, and the master lets the others train if they are enough.
 
 Suspending and deleting stop the workers first: they save while the master still runs.
+
+**Ends of pods.** Why a pod has ended follows from its exit code, one of those of `remesh run`
+(docs/elastic.md), and from what Kubernetes says of it. The agent tells the master whether the job
+has failed, so an exit code of 1 in a job that has not is the failure of one pod.
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, TypeAlias
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from remesh.kubernetes.observed import Cause, Ending, MasterAnswer, Pod, Role, classify, memory_of
+from remesh.elastic.lifecycle import EXIT_REPLACE
 from remesh.kubernetes.resource import (
     FINALIZER,
     FINISHED,
@@ -44,7 +49,11 @@ from remesh.kubernetes.resource import (
     Holds,
     JobStatus,
     Phase,
+    Pod,
+    Role,
+    Training,
     Worker,
+    memory_of,
     parse_quantity,
     problem_of,
 )
@@ -62,6 +71,45 @@ END_SECONDS = 30.0
 MEMORY_FACTOR = 1.5
 TRAINING_SECONDS = 30.0
 """Time between two writes of the status that tell nothing but the progress of the training."""
+
+HARDWARE_CODES = (EXIT_REPLACE, 201, 202)
+USAGE_CODES = (2, 126, 127, 128)
+"""Wrong options; a command that cannot be run, or is not there, or was not started."""
+STOPPED_CODES = (130, 137, 143)
+"""SIGINT, SIGKILL, SIGTERM."""
+HARDWARE_REASONS = ("UnexpectedAdmissionError",)
+"""The kubelet's reason when a device that was promised to the pod is not usable."""
+STOPPED_REASONS = (
+    "Evicted",
+    "Preempting",
+    "Preempted",
+    "NodeLost",
+    "NodeShutdown",
+    "Shutdown",
+    "Terminated",
+    "DeadlineExceeded",
+    "ContainerStatusUnknown",
+)
+
+
+class Cause(StrEnum):
+    """The cause of the end of a pod."""
+
+    SUCCEEDED = "Succeeded"
+    OUT_OF_MEMORY = "OutOfMemory"
+    HARDWARE = "HardwareFailed"
+    STOPPED = "Stopped"
+    USAGE = "NotStarted"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterAnswer:
+    """The answer of a job's master."""
+
+    epoch: int  # `JobStatus.epoch` of the job when it was asked
+    training: Training  # how far the training is
+    errors: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +150,13 @@ class Emit:
 
 
 Action: TypeAlias = HoldJob | CreateShared | CreatePod | DeletePod | Emit
+
+
+class Ending(NamedTuple):
+    """The end of a pod: its cause, and what is known, in words."""
+
+    cause: Cause
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +264,8 @@ def _start(this: _Draft) -> None:
     """Note when the job began; let no wait last longer because the clock was set back."""
     status = this.status
     if status.started is None:
-        this.set(started=this.now, selector=selector_of(this.job))
+        labels = f"{LABEL_JOB}={this.job.name},{LABEL_ROLE}={Role.WORKER}"
+        this.set(started=this.now, selector=labels)
     for name in ("replaced_at", "master_failed_at"):
         time = getattr(status, name)
         if time is not None and time > this.now:
@@ -237,12 +293,9 @@ def _finish(this: _Draft, phase: Phase, reason: str) -> None:
 
 def _clean(this: _Draft) -> None:
     """Delete the pods of a finished job that its policy does not keep; workers first."""
-    policy = this.job.spec.clean_policy
-    if policy is CleanPolicy.NONE:
-        return
-    living = this.living_workers()
-    if living and _ends_by_itself(this):
-        return  # the workers learn of it from the master
+    policy, living = this.job.spec.clean_policy, this.living_workers()
+    if policy is CleanPolicy.NONE or (living and _ends_by_itself(this)):
+        return  # the workers learn of the end from the master
     unwanted = [pod for pod in this.pods if policy is CleanPolicy.ALL or not pod.has_ended]
     this.delete(living or unwanted)
 
@@ -282,20 +335,15 @@ def _resume(this: _Draft) -> None:
 
 
 def _run(this: _Draft) -> None:
-    problem = problem_of(this.job.spec)
-    if problem:
+    if problem := problem_of(this.job.spec):
         _finish(this, Phase.FAILED, f"the spec is not valid: {problem}")
-        return
-    if this.master is not None and this.master.training.has_ended:
+    elif this.master is not None and this.master.training.has_ended:
         training = this.master.training
         succeeded = training.phase == "succeeded"
         _finish(this, Phase.SUCCEEDED if succeeded else Phase.FAILED, training.reason)
-        return
-    for step in (_check_workers, _check_master, _place):
-        step(this)
-        if this.status.phase in FINISHED:
-            return
-    _keep_logs(this)
+    for step in (_check_workers, _check_master, _place, _keep_logs):
+        if this.status.phase not in FINISHED:
+            step(this)
 
 
 def _check_workers(this: _Draft) -> None:
@@ -304,80 +352,80 @@ def _check_workers(this: _Draft) -> None:
     Those that have succeeded stay. That of one says nothing of the others: the master knows, or all
     have succeeded in the end.
     """
-    pods, kept, num_succeeded = this.of(Role.WORKER), [], 0
+    spec, pods, kept, num_succeeded = this.job.spec, this.of(Role.WORKER), [], 0
     for worker in this.status.workers:
         pod = pods.get(worker.id)
-        ending = _ending_of(worker, pod)
-        has_succeeded = ending is not None and ending.cause is Cause.SUCCEEDED
-        num_succeeded += has_succeeded
-        if ending is None or has_succeeded:
-            kept.append(msgspec.structs.replace(worker, seen=worker.seen or pod is not None))
+        ending = _ending_of(worker.seen, pod)
+        if ending is None or ending.cause is Cause.SUCCEEDED:
+            num_succeeded += ending is not None
+            kept.append(Worker(id=worker.id, seen=worker.seen or pod is not None))
             continue
         _take_off(this, worker.id, pod, ending)
         if this.status.phase in FINISHED:
             return
     this.set(workers=tuple(kept))
-    if kept and num_succeeded >= max(len(kept), this.job.spec.replicas):
+    if kept and num_succeeded >= max(len(kept), spec.replicas):
         _finish(this, Phase.SUCCEEDED, "the processes of all nodes succeeded")
-        return
-    if this.status.replacements > this.job.spec.max_replacements:
-        most = this.job.spec.max_replacements
+    elif this.status.replacements > spec.max_replacements:
         last = this.status.failures[0]
-        _finish(
-            this,
-            Phase.FAILED,
-            f"more than {most} workers failed (maxReplacements); the last one: {last.where}: "
-            f"{last.message}",
-        )
+        text = f"more than {spec.max_replacements} workers failed (maxReplacements); the last one"
+        _finish(this, Phase.FAILED, f"{text}: {last.where}: {last.message}")
 
 
-def _ending_of(worker: Worker, pod: Pod | None) -> Ending | None:
-    """The end of a worker's pod; None if it has not ended."""
+def _ending_of(seen: bool, pod: Pod | None) -> Ending | None:
+    """The end of a pod; None if it has not ended, or is yet to be created."""
     if pod is None:
-        return Ending(Cause.STOPPED, "its pod was deleted") if worker.seen else None
-    if pod.has_ended:
-        return classify(pod)
-    return None if pod.expires is None else Ending(Cause.STOPPED, "its pod is being deleted")
+        return Ending(Cause.STOPPED, "its pod was deleted") if seen else None
+    if not pod.has_ended:
+        return None if pod.expires is None else Ending(Cause.STOPPED, "its pod is being deleted")
+    code, reason = pod.exit_code, pod.reason
+    text = reason if code is None else f"exit code {code}" + (f" ({reason})" if reason else "")
+    text = ": ".join(filter(None, (text, pod.message)))
+    return Ending(_cause_of(pod), text or "no reason is known")
+
+
+def _cause_of(pod: Pod) -> Cause:
+    code, reason = pod.exit_code, pod.reason
+    if reason == "OOMKilled":
+        return Cause.OUT_OF_MEMORY
+    if reason in HARDWARE_REASONS or code in HARDWARE_CODES:
+        return Cause.HARDWARE
+    if reason in STOPPED_REASONS:
+        return Cause.STOPPED
+    if code == 0 or (code is None and pod.phase == "Succeeded"):
+        return Cause.SUCCEEDED
+    if code in USAGE_CODES:
+        return Cause.USAGE
+    return Cause.STOPPED if code in STOPPED_CODES else Cause.FAILED
 
 
 def _take_off(this: _Draft, index: int, pod: Pod | None, ending: Ending) -> None:
     """Act on the end of a worker's pod, besides its replacement."""
-    on_host = f" on {pod.host}" if pod is not None and pod.host else ""
-    where = f"worker {index}{on_host}"
-    text = f"{where}: {ending.text}"
-    match ending.cause:
-        case Cause.USAGE:
-            this.failed(where, ending)
-            _finish(this, Phase.FAILED, f"{text}; its command cannot run: check script and args")
-        case Cause.HARDWARE:
-            this.failed(where, ending)
-            if pod is not None:
-                _exclude(this, pod.host, ending.text)
-        case Cause.OUT_OF_MEMORY:
-            this.failed(where, ending)
-            if not _raise_memory(this, where, pod):
-                _charge(this, text)
-        case Cause.FAILED:
-            this.failed(where, ending)
-            _charge(this, text)
-        case Cause.STOPPED:
-            this.emit("WorkerStopped", f"{text}; it is replaced, nothing is charged")
-
-
-def _charge(this: _Draft, text: str) -> None:
-    number, most = this.status.replacements + 1, this.job.spec.max_replacements
-    this.set(replacements=number, replaced_at=this.now)
-    this.emit("WorkerFailed", f"{text}; {number} of {most} replacements are charged", warning=True)
+    host = "" if pod is None else pod.host
+    where = f"worker {index}" + (f" on {host}" if host else "")
+    text, most = f"{where}: {ending.text}", this.job.spec.max_replacements
+    if ending.cause is Cause.STOPPED:
+        this.emit("WorkerStopped", f"{text}; it is replaced, nothing is charged")
+        return
+    this.failed(where, ending)
+    if ending.cause is Cause.USAGE:
+        _finish(this, Phase.FAILED, f"{text}; its command cannot run: check script and args")
+    elif ending.cause is Cause.HARDWARE:
+        _exclude(this, host, ending.text)
+    elif ending.cause is Cause.FAILED or not _raise_memory(this, where, pod):
+        number = this.status.replacements + 1
+        this.set(replacements=number, replaced_at=this.now)
+        text = f"{text}; {number} of {most} replacements are charged"
+        this.emit("WorkerFailed", text, warning=True)
 
 
 def _exclude(this: _Draft, host: str, reason: str) -> None:
     """Remember that a host is faulty."""
     known = {each.host for each in this.status.excluded_hosts}
-    if not this.job.spec.exclude_faulty_hosts or not host or host in known:
-        return
-    entry = ExcludedHost(host=host, reason=reason, time=this.now)
-    this.set(excluded_hosts=(*this.status.excluded_hosts, entry))
-    this.emit("HostExcluded", f"no pod of this job will use {host}: {reason}", warning=True)
+    if this.job.spec.exclude_faulty_hosts and host and host not in known:
+        entry = ExcludedHost(host=host, reason=reason, time=this.now)
+        this.set(excluded_hosts=(*this.status.excluded_hosts, entry))
+        this.emit("HostExcluded", f"no pod of this job will use {host}: {reason}", warning=True)
 
 
 def _raise_memory(this: _Draft, where: str, pod: Pod | None) -> bool:
@@ -402,7 +450,7 @@ def _check_master(this: _Draft) -> None:
     """Count a master that has ended, and choose the number of the next."""
     status = this.status
     pod = this.of(Role.MASTER).get(status.master)
-    ending = _ending_of(Worker(id=status.master, seen=status.master_seen), pod)
+    ending = _ending_of(status.master_seen, pod)
     if ending is None:
         this.set(master_seen=pod is not None)
         return
@@ -410,8 +458,8 @@ def _check_master(this: _Draft) -> None:
     if has_failed:
         this.failed("master", ending)
     if ending.cause is Cause.USAGE:
-        reason = f"the master cannot run: {ending.text}; check master.args"
-        _finish(this, Phase.FAILED, reason)
+        text = f"the master cannot run: {ending.text}; check master.args"
+        _finish(this, Phase.FAILED, text)
         return
     this.set(
         master=status.master + 1,
@@ -460,12 +508,10 @@ def _keep_logs(this: _Draft) -> None:
     """Delete the ended pods but for the newest, whose logs may be wanted."""
     listed = {each.id for each in this.status.workers}
     for role in Role:
-        ended = [
-            pod
-            for pod in this.of(role).values()
-            if pod.has_ended and (role is Role.MASTER or pod.index not in listed)
-        ]
-        ended.sort(key=lambda pod: pod.index)
+        pods = sorted(this.of(role).items())
+        ended = [pod for _, pod in pods if pod.has_ended]
+        if role is Role.WORKER:
+            ended = [pod for pod in ended if pod.index not in listed]
         this.delete(ended[:-MAX_ENDED])
 
 
@@ -506,11 +552,6 @@ def stalled(conditions: object, text: str, now: datetime) -> list[Any]:
     return [*others, msgspec.to_builtins(made)]
 
 
-def selector_of(job: ElasticJob) -> str:
-    """The labels of the workers of a job, as a selector."""
-    return f"{LABEL_JOB}={job.name},{LABEL_ROLE}={Role.WORKER}"
-
-
 def _describe(this: _Draft) -> None:
     """Show how many workers run, and the phase and the conditions that follow."""
     job, workers = this.job, tuple(this.of(Role.WORKER).values())
@@ -519,25 +560,28 @@ def _describe(this: _Draft) -> None:
     if this.status.phase not in (*FINISHED, Phase.SUSPENDED):
         phase, reason = _phase(job, running, workers, this.master)
         this.set(phase=phase, reason=reason)
-    status, phase = this.status, this.status.phase
+    phase, reason = this.status.phase, this.status.reason
     degraded = phase in (Phase.PENDING, Phase.RUNNING) and running < job.spec.replicas
     few = f"{running} of {job.spec.replicas} workers run" + _why_waiting(workers)
+    failed = phase is Phase.FAILED
     values = {
-        "Training": (phase is Phase.RUNNING, phase.value, status.reason),
+        "Training": (phase is Phase.RUNNING, phase.value, reason),
         "Degraded": (degraded, "TooFewWorkers" if degraded else "AllWorkers", few),
         "Suspended": (phase is Phase.SUSPENDED, phase.value, ""),
         "Complete": (phase is Phase.SUCCEEDED, phase.value, ""),
-        "Failed": (
-            phase is Phase.FAILED,
-            phase.value,
-            status.reason if phase is Phase.FAILED else "",
-        ),
+        "Failed": (failed, phase.value, reason if failed else ""),
     }
-    old = {each.type: each for each in status.conditions}
-    conditions = tuple(
-        _condition(old.get(kind), kind, *value, this.now) for kind, value in values.items()
-    )
-    this.set(conditions=conditions)
+    since = {(each.type, each.status): each.last_transition_time for each in this.status.conditions}
+    conditions = []
+    for kind, (holds, why, message) in values.items():
+        known: Holds = "True" if holds else "False"
+        time = since.get((kind, known), this.now)
+        conditions.append(
+            Condition(
+                type=kind, status=known, reason=why, message=message, last_transition_time=time
+            )
+        )
+    this.set(conditions=tuple(conditions))
 
 
 def _phase(
@@ -547,13 +591,13 @@ def _phase(
     training = None if master is None else master.training
     if training is not None and training.phase in ("running", "hanging"):
         return Phase.RUNNING, training.reason
-    if job.spec.fitting(running) and (training is None or training.phase == "checking"):
-        text = "the master is not reached" if training is None else training.reason
+    if not job.spec.fitting(running):
+        text = f"{running} workers run, {job.spec.fewest} are needed"
+        return Phase.PENDING, text + _why_waiting(workers)
+    text = "the master is not reached" if training is None else training.reason
+    if training is None or training.phase == "checking":
         return (Phase.PENDING if job.status.phase is Phase.PENDING else Phase.RUNNING), text
-    if training is not None and job.spec.fitting(running):
-        return Phase.PENDING, training.reason
-    text = f"{running} workers run, {job.spec.fewest} are needed"
-    return Phase.PENDING, text + _why_waiting(workers)
+    return Phase.PENDING, text
 
 
 def _why_waiting(workers: Sequence[Pod]) -> str:
@@ -561,13 +605,3 @@ def _why_waiting(workers: Sequence[Pod]) -> str:
     waiting = [pod for pod in workers if pod.phase == "Pending" and pod.expires is None]
     texts = [pod.message or pod.reason for pod in waiting if pod.message or pod.reason]
     return f"; {texts[0]}" if texts else ""
-
-
-def _condition(
-    old: Condition | None, kind: str, holds: bool, reason: str, message: str, now: datetime
-) -> Condition:
-    status: Holds = "True" if holds else "False"
-    time = now if old is None or old.status != status else old.last_transition_time
-    return Condition(
-        type=kind, status=status, reason=reason, message=message, last_transition_time=time
-    )

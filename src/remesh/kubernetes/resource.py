@@ -28,12 +28,12 @@ FINALIZER = f"{GROUP}/pods"
 LABEL_JOB = f"{GROUP}/job"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_INDEX = f"{GROUP}/index"
-MAX_NAME_LENGTH = 48
-"""The names of pods and of the service begin with the name of the job."""
 MAX_WORKERS = 10_000
 """Workers of a job: its status, which lists them, has to fit into an object of the API server."""
 LARGEST_INTEGER = (1 << 63) - 1
 """Of those that the API server stores."""
+MAX_MESSAGE = 1024
+"""Characters of a message that are kept in the status of a job."""
 
 
 class Phase(StrEnum):
@@ -278,6 +278,38 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     failures: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
 
+class Role(StrEnum):
+    """The purpose of a pod."""
+
+    MASTER = "master"
+    WORKER = "worker"
+
+
+class Pod(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod of a job."""
+
+    name: str
+    role: Role  # what it is for
+    index: int  # its node id, or the number of the master
+    host: str = ""  # the Kubernetes node that it is bound to; empty before
+    phase: str = "Pending"  # as in its status
+    reason: str = ""  # why it is in that phase, or why its container waits
+    message: str = ""  # the same in a sentence
+    exit_code: int | None = None  # of its first container; None while that runs
+    expires: datetime | None = None  # when it is expected to be gone, if it is to be deleted
+    memory: int | None = None  # bytes that its first container may use
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its container does not run and will not again."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def is_running(self) -> bool:
+        """True if its container runs, and nothing is known to end it."""
+        return self.phase == "Running" and self.expires is None
+
+
 class Key(NamedTuple):
     """Where a job is."""
 
@@ -323,6 +355,54 @@ def parse_job(data: Mapping[str, Any]) -> ElasticJob:
         raise ClusterError(
             f"{where} is not valid: {error}; apply the output of `remesh manifests` of this version"
         ) from error
+
+
+def parse_pod(data: Mapping[str, Any]) -> Pod | None:
+    """A pod from the JSON of the API server; None if its labels are not those of a job's pod."""
+    meta, status = data["metadata"], data.get("status") or {}
+    labels = meta.get("labels") or {}
+    role, index = labels.get(LABEL_ROLE, ""), labels.get(LABEL_INDEX, "")
+    if role not in tuple(Role) or not index.isdecimal():
+        return None
+    containers = status.get("containerStatuses") or [{}]
+    state = containers[0].get("state") or {}
+    ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
+    expires = meta.get("deletionTimestamp")
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    unscheduled = conditions.get("PodScheduled") or {}
+    if unscheduled.get("status") == "True":
+        unscheduled = {}
+    return Pod(
+        name=meta["name"],
+        role=Role(role),
+        index=int(index),
+        host=(data.get("spec") or {}).get("nodeName") or "",
+        phase=status.get("phase") or "Pending",
+        reason=_first(ended, waiting, status, unscheduled, key="reason"),
+        message=_first(ended, waiting, status, unscheduled, key="message")[:MAX_MESSAGE],
+        exit_code=ended.get("exitCode"),
+        expires=None if expires is None else datetime.fromisoformat(expires),
+        memory=memory_of(data.get("spec") or {}),
+    )
+
+
+def _first(*places: Mapping[str, Any], key: str) -> str:
+    return next((str(place[key]) for place in places if place.get(key)), "")
+
+
+def first_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first container of a pod; an empty one if it has none."""
+    containers: list[Mapping[str, Any]] = pod_spec.get("containers") or [{}]
+    return containers[0]
+
+
+def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
+    """The bytes of memory that the first container of a pod may use; None if it has no limit."""
+    limits = (first_container(pod_spec).get("resources") or {}).get("limits") or {}
+    try:
+        return parse_quantity(limits["memory"]) if "memory" in limits else None
+    except ValueError:
+        return None  # the API server refuses such a pod
 
 
 def status_patch(old: JobStatus, new: JobStatus) -> dict[str, Any]:
