@@ -70,6 +70,19 @@ def pause() -> Generator[None, None, None]:
     yield
 
 
+def merge(data: dict[str, Any], patch: dict[str, Any]) -> None:
+    """Apply a JSON merge patch, as the API server does."""
+    for name, value in patch.items():
+        if isinstance(value, dict):
+            if not isinstance(data.get(name), dict):
+                data[name] = {}
+            merge(data[name], value)
+        elif value is None:
+            data.pop(name, None)
+        else:
+            data[name] = value
+
+
 @dataclass
 class Cluster(ApiCluster):
     """What the API server stores, and the world around it."""
@@ -99,9 +112,8 @@ class Cluster(ApiCluster):
         self._check(job)
         assert self.job is not None
         if status != self.job.status:
-            # As the API server stores it: what is null is not there.
-            data = msgspec.to_builtins(self.job.status) | status_patch(self.job.status, status)
-            data = {key: value for key, value in data.items() if value is not None}
+            data = msgspec.to_builtins(self.job.status)
+            merge(data, status_patch(self.job.status, status))
             stored = msgspec.convert(data, JobStatus)
             assert stored == status
             self.written.append(stored)

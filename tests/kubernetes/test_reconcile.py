@@ -233,6 +233,12 @@ def test_pods_that_cannot_be_placed_wait(hosts: int, phase: Phase, reason: str) 
     assert (bench.ids(), bench.status.replicas) == ([0, 1, 2], 3)
 
 
+def test_what_the_master_says_no_more_is_not_shown(bench: Bench) -> None:
+    bench.hear(make_master(phase="waiting", reason="too few nodes"))
+    bench.hear(make_master(phase="running"))
+    assert bench.status.training == make_master(phase="running").training
+
+
 def test_a_user_scales_a_job(bench: Bench) -> None:
     bench.change(replicas=4)
     assert bench.ids() == [0, 1, 2, 3]
@@ -389,9 +395,13 @@ class Everything(RuleBasedStateMachine):
             )
             self.cluster.change(spec=spec)
 
-    @rule(epoch=st.integers(0, 1), phase=st.sampled_from(["running", "waiting", "lost"]))
-    def hear_master(self, epoch: int, phase: str) -> None:
-        self.master = None if phase == "lost" else make_master(epoch, phase=phase, reason=phase)
+    @rule(
+        epoch=st.integers(0, 1),
+        phase=st.sampled_from(["running", "waiting", "lost"]),
+        reason=st.sampled_from(["", "why"]),
+    )
+    def hear_master(self, epoch: int, phase: str, reason: str) -> None:
+        self.master = None if phase == "lost" else make_master(epoch, phase=phase, reason=reason)
 
     @precondition(lambda self: len(self.cluster.written) > 8)
     @rule(outcome=st.sampled_from(["succeeded", "failed"]))

@@ -197,7 +197,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     """The pod has existed. A pod that was seen and is missing was deleted."""
 
 
-class ExcludedHost(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class ExcludedHost(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """A Kubernetes node on which the job starts no pods any more."""
 
     host: str
@@ -408,21 +408,21 @@ def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
 def status_patch(old: JobStatus, new: JobStatus) -> dict[str, Any]:
     """The fields in which a status differs, as a JSON merge patch: null removes a field.
 
-    Empty texts are left out: they mean the same, and the schema of old API servers refuses them.
+    Empty texts are removed: they mean the same, and the schema of old API servers refuses them.
     """
     before, after = msgspec.to_builtins(old), msgspec.to_builtins(new)
     return {
-        name: None if value == "" else _without_empty(value)
+        name: _without_empty(value)
         for name, value in after.items()
         if value != before[name] or name == "phase"
     }
 
 
 def _without_empty(value: Any) -> Any:
-    """A JSON value without the empty texts in its objects."""
+    """A value for a merge patch: also in an object, an empty text would keep the old one."""
     if isinstance(value, dict):
-        return {name: _without_empty(each) for name, each in value.items() if each != ""}
-    return [_without_empty(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _without_empty(each) for name, each in value.items()}
+    return None if value == "" else value
 
 
 _UNITS = {
