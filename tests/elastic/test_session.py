@@ -8,7 +8,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -173,20 +173,20 @@ def session_of(client: Client, beat: Callable[[], Beat | None] = lambda: None) -
 
 
 class Fake:
-    """A master that takes messages, and says what the test says."""
+    """A master that answers each message with the next of its replies, or again with the last.
 
-    def __init__(self, says: Callable[[Message], Any], port: int = 0) -> None:
-        self._says = says
+    A reply is the content of an instruction, an instruction or a problem; None ends the session.
+    """
+
+    def __init__(self, *replies: Any) -> None:
+        self._replies = list(replies)
         self.heard: list[Message] = []
         self.num_sessions = 0
+        self.url = ""
         self._ready = threading.Event()
         self._over: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
-        self._port = port
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-        self._thread.start()
-        self._ready.wait()
-        self.url = f"http://127.0.0.1:{self._port}"
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
     async def _session(self, request: aiohttp.web.Request) -> aiohttp.web.WebSocketResponse:
         wire = aiohttp.web.WebSocketResponse()
@@ -194,33 +194,30 @@ class Fake:
         self.num_sessions += 1
         async for message in wire:
             self.heard.append(msgspec.msgpack.decode(message.data, type=Message))
-            said = self._says(self.heard[-1])
-            if said is None:
+            reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
+            if reply is None:
                 break
-            await wire.send_bytes(msgspec.msgpack.encode(said))
+            if not isinstance(reply, Instruction | Problem):
+                reply = Instruction(number=len(self.heard), content=reply)
+            await wire.send_bytes(msgspec.msgpack.encode(reply))
         return wire
 
-    async def _main(self) -> None:
+    async def _serve(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         app = aiohttp.web.Application()
         app.router.add_get(f"/v{PROTOCOL_VERSION}/session", self._session)
-        async with self._serving(app):
-            self._ready.set()
-            await self._over.wait()
-
-    @contextlib.asynccontextmanager
-    async def _serving(self, app: aiohttp.web.Application) -> AsyncIterator[None]:
         runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = aiohttp.web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True)
+        site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        self._port = site.port
-        try:
-            yield
-        finally:
-            await runner.cleanup()
+        self.url = f"http://127.0.0.1:{site.port}"
+        self._ready.set()
+        await self._over.wait()
+        await runner.cleanup()
 
     def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,27 +225,9 @@ class Fake:
         self._thread.join()
 
 
-def numbered(*contents: Any) -> Callable[[Message], Instruction]:
-    """Says these contents one after the other, and the last again and again."""
-    left = list(contents)
-    number = 0
-
-    def says(_message: Message) -> Instruction:
-        nonlocal number
-        number += 1
-        return Instruction(number=number, content=left.pop(0) if len(left) > 1 else left[0])
-
-    return says
-
-
 class TestRepeats:
     def test_what_holds_is_said_again_in_a_new_session(self) -> None:
-        broken = iter([None, None])
-
-        def says(message: Message) -> Instruction | None:
-            return next(broken, Instruction(number=1, content=WAITS))
-
-        with Fake(says) as master, session_of(Client(master.url)) as session:
+        with Fake(None, None, WAITS) as master, session_of(Client(master.url)) as session:
             session.say(JOIN)
             assert session.wait(lambda newest: newest.content, 60.0) == WAITS
             session.say(BEAT, holds=False)
@@ -272,10 +251,7 @@ class TestRepeats:
             wait_until(lambda: master.heard[-2:] == [failed, JOIN], "both in another session")
 
     def test_what_does_not_hold_is_said_once(self) -> None:
-        def says(_message: Message) -> Instruction | None:
-            return None if len(master.heard) == 2 else Instruction(number=1, content=WAITS)
-
-        with Fake(says) as master, session_of(Client(master.url)) as session:
+        with Fake(WAITS, None, WAITS) as master, session_of(Client(master.url)) as session:
             session.say(JOIN)
             session.wait(lambda newest: newest, 60.0)
             session.say(BEAT, holds=False)
@@ -287,33 +263,35 @@ class TestRepeats:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr("remesh.elastic.session.PAUSE", 3600.0)
-        with (
-            Fake(lambda _message: Problem("later", again=True)) as master,
-            caplog.at_level(logging.WARNING),
-        ):
-            session = Session(Client(master.url), lambda: None, lambda: 3600.0)
-            session.say(JOIN)
-            wait_until(lambda: "later; trying again" in caplog.text, "the end of the session")
-            session.hurry()
-            wait_until(lambda: master.num_sessions == 2, "another session")
-            session.end(0.0)
+        away = Problem("later", again=True)
+        with Fake(away) as master, caplog.at_level(logging.WARNING):
+            with session_of(Client(master.url)) as session:
+                session.say(JOIN)
+                wait_until(lambda: "later; trying again" in caplog.text, "the end of the session")
+                session.hurry()
+                wait_until(lambda: master.num_sessions == 2, "another session")
             assert master.num_sessions <= 3  # the end may begin one
 
-    def test_instructions_of_another_master_may_have_lower_numbers(self) -> None:
-        said = iter([Instruction(number=5, content=WAITS), None])
-
-        def says(_message: Message) -> Instruction | None:
-            return next(said, Instruction(number=3, content=Waiting(0, "anew")))
-
-        with Fake(says) as master, session_of(Client(master.url)) as session:
-            session.say(JOIN)
-            assert session.wait(lambda newest: newest, 60.0).number == 5
-            session.say(BEAT, holds=False)
-            found = session.wait(lambda newest: newest if newest.number == 3 else None, 60.0)
-            assert found.content == Waiting(0, "anew")
+    @pytest.mark.parametrize(
+        ("replies", "number"),
+        [
+            pytest.param((5, 3, 7), 7, id="an older one replaces no newer one"),
+            pytest.param((5, None, 3), 3, id="another master may count from a lower one on"),
+        ],
+    )
+    def test_numbers_of_instructions(self, replies: tuple[int | None, ...], number: int) -> None:
+        said = [
+            each and Instruction(number=each, content=Waiting(0, str(each))) for each in replies
+        ]
+        with Fake(*said) as master, session_of(Client(master.url)) as session:
+            for place in range(3):
+                session.say(BEAT, holds=place == 0)
+                wait_until(lambda: len(master.heard) > place, "the message")  # noqa: B023
+            found = session.wait(lambda one: one if one.number == number else None, 60.0)
+            assert found.content == Waiting(0, str(number))
 
     def test_text_that_cannot_be_sent_is_an_error_of_its_sender(self) -> None:
-        with Fake(numbered(WAITS)) as master, session_of(Client(master.url)) as session:
+        with Fake(WAITS) as master, session_of(Client(master.url)) as session:
             with pytest.raises(MasterError, match="Join cannot be sent"):
                 session.say(msgspec.structs.replace(JOIN, name="x\udcff"))
             session.say(JOIN)
@@ -330,22 +308,8 @@ class TestRepeats:
         with pytest.raises(MasterError, match=r"the session with the master is lost: .*injected"):
             session.wait(lambda newest: newest, 60.0)
 
-    def test_an_older_instruction_replaces_no_newer_one(self) -> None:
-        numbers = iter([5, 3, 7])
-
-        def says(_message: Message) -> Instruction:
-            number = next(numbers)
-            return Instruction(number=number, content=Waiting(0, str(number)))
-
-        with Fake(says) as master, session_of(Client(master.url)) as session:
-            for number in range(3):
-                session.say(BEAT, holds=False)
-                wait_until(lambda: len(master.heard) > number, "the message")  # noqa: B023
-            found = session.wait(lambda one: one if one.number == 7 else None, 60.0)
-            assert found.content == Waiting(0, "7")
-
     def test_what_is_said_before_the_end_is_confirmed(self) -> None:
-        with Fake(numbered(WAITS)) as master:
+        with Fake(WAITS) as master:
             session = Session(Client(master.url), lambda: None, lambda: 3600.0)
             session.say(LEAVE)
             assert session.end(60.0)
@@ -375,12 +339,12 @@ class TestRepeats:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         file = tmp_path / "url"
-        with Fake(numbered(WAITS)) as first:
+        with Fake(WAITS) as first:
             file.write_text(first.url)
             session = Session(Client(str(file)), lambda: None, lambda: 3600.0)
             session.say(JOIN)
             session.wait(lambda newest: newest, 60.0)
-        with Fake(numbered(WAITS)) as second, caplog.at_level(logging.WARNING):
+        with Fake(WAITS) as second, caplog.at_level(logging.WARNING):
             file.write_text(second.url)
             wait_until(lambda: "the master answers again, after" in caplog.text, "the session")
             assert second.heard == [JOIN]
@@ -422,7 +386,7 @@ def test_a_node_that_goes_in_any_case_has_little_patience(
         asked.append(seconds)
         return end(session, 0.0) or True
 
-    with Fake(numbered(QUICK)) as master:
+    with Fake(QUICK) as master:
         node = waiting_node(master.url)
         monkeypatch.setattr(Session, "end", end_at_once)
         node.leave(outcome, "")
@@ -452,7 +416,7 @@ class TestBeats:
             return Beat(**fields)
 
         monkeypatch.setattr("remesh.elastic.node.Beat", make_beat)
-        with Fake(numbered(QUICK)) as master, caplog.at_level(logging.WARNING):
+        with Fake(QUICK) as master, caplog.at_level(logging.WARNING):
             node = waiting_node(master.url)
             wait_until(lambda: len(beats_of(master)) >= 2, "heartbeats after those that failed")
             node.close()
@@ -461,7 +425,7 @@ class TestBeats:
         assert said.exc_info is not None
 
     def test_each_says_that_the_next_follows_in_a_quarter_of_the_time_for_silence(self) -> None:
-        with Fake(numbered(QUICK)) as master:
+        with Fake(QUICK) as master:
             node = waiting_node(master.url)
             wait_until(lambda: len(beats_of(master)) >= 3, "three heartbeats")
             node.close()
