@@ -13,7 +13,6 @@ import torch
 
 import remesh
 from remesh import RemeshError, ShardedTensor
-from remesh.core.geometry import Box
 from remesh.exchange import Exchange
 from remesh.sharding import Part
 from remesh.transform import TensorInfo
@@ -92,28 +91,3 @@ def _run_cases(exchange: Exchange, folder: Path) -> int:
 
 def test_all_cases(tmp_path: Path) -> None:
     assert run_processes(2, _run_cases, tmp_path) == [len(CASES)] * 2
-
-
-def test_boxes_of_ranks_are_a_partition() -> None:
-    """The test itself must not lose anything: all parts together are the tensor."""
-
-    class Rank:
-        def __init__(self, rank: int, world_size: int) -> None:
-            self.rank, self.world_size = rank, world_size
-
-    array = setting_of(CASES["fused_ffn_tp2_to_tp1"]).arrays["w"]
-    for pieces, world_size, axis in (
-        ((1, 2), 2, None),
-        ((1, 2), 4, None),
-        ((1, 2), 1, None),
-        ((1, 1), 4, 1),
-        ((1, 1), 4, 0),
-    ):
-        info = TensorInfo("float32", array.shape, pieces)
-        held = [
-            _held(Rank(rank, world_size), info, "w", array, axis)  # type: ignore[arg-type]
-            for rank in range(world_size)
-        ]
-        boxes = [part.box for tensor in held if tensor.is_main_replica for part in tensor.parts]
-        assert sum(box.size for box in boxes) == array.size
-        assert all(Box.whole(array.shape).contains(box) for box in boxes)

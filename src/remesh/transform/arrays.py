@@ -17,6 +17,7 @@ import numpy as np
 
 from remesh.core.dtypes import BY_NAME
 from remesh.core.sharded import dtype_name
+from remesh.core.strided import Layout, shared_pairs
 from remesh.errors import TransformError
 from remesh.transform.rearrange import Permute
 from remesh.transform.resolve import Region, Resolved
@@ -198,31 +199,25 @@ def _numpy_converted(block: Array, dtype: str, region: Region) -> Array:
 
 def _apart_from(tensors: Mapping[str, Array], targets: Iterable[Array]) -> Mapping[str, Array]:
     """The source arrays, copied where a target lies in the same memory."""
-    spans = sorted(span for target in targets if (span := _span(target)) is not None)
-    starts = np.array([start for start, _ in spans], dtype=np.int64)
-    # How far the targets reach that begin at or before each start.
-    reach = np.maximum.accumulate(np.array([stop for _, stop in spans], dtype=np.int64))
+    taken = [layout for target in targets if (layout := _layout(target)) is not None]
+    sources = [(name, at) for name, array in tensors.items() if (at := _layout(array)) is not None]
+    layouts = [*taken, *(layout for _, layout in sources)]
+    pairs = shared_pairs(layouts, lambda one, two: (one < len(taken)) == (two < len(taken)))
     result = dict(tensors)
-    for name, array in tensors.items():
-        start, stop = _span(array) or (0, 0)
-        before = int(np.searchsorted(starts, stop)) - 1
-        if before >= 0 and reach[before] > start:
-            result[name] = array.detach().clone() if _is_torch(array) else array.copy()
+    for _, number in pairs:
+        name = sources[number - len(taken)][0]
+        array = tensors[name]
+        result[name] = array.detach().clone() if _is_torch(array) else array.copy()
     return result
 
 
-def _span(array: Array) -> tuple[int, int] | None:
-    """First and one past the last byte of an array; None if it has none."""
-    if not hasattr(array, "shape") or 0 in array.shape:
-        return None
-    if _is_torch(array):
-        start, size = array.data_ptr(), array.element_size()
-        strides = [stride * size for stride in array.stride()]
-    elif isinstance(array, np.ndarray):
-        start, size = array.__array_interface__["data"][0], array.itemsize
-        strides = list(array.strides)
-    else:
-        return None
-    reach = [stride * (extent - 1) for stride, extent in zip(strides, array.shape, strict=True)]
-    low = start + sum(step for step in reach if step < 0)
-    return low, start + sum(step for step in reach if step > 0) + size
+def _layout(array: Array) -> Layout | None:
+    """Where the elements of an array lie; None if it has none."""
+    if _is_torch(array) and array.numel():
+        size = array.element_size()
+        strides = tuple(stride * size for stride in array.stride())
+        return Layout(str(array.device), array.data_ptr(), tuple(array.shape), strides, size)
+    if isinstance(array, np.ndarray) and array.size:
+        address = array.__array_interface__["data"][0]
+        return Layout("cpu", address, array.shape, array.strides, array.itemsize)
+    return None

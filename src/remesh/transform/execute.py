@@ -23,7 +23,6 @@ from remesh.transform.expressions import (
 from remesh.transform.operators import Ends, Operand
 from remesh.transform.optimizer_state import States
 from remesh.transform.rearrange import inverse_order, take
-from remesh.transform.renames import Renaming
 from remesh.transform.syntax import Problem, Span, nearest
 from remesh.transform.tensor_info import Infos, TensorInfo
 from remesh.transform.wildcards import Step
@@ -142,7 +141,7 @@ class Bindings:
         # `ends` has the targets of results, by the place of the statement and the name.
         self._sources = sources
         self._ends = ends
-        self._made_by: dict[str, Step | Renaming] = {}
+        self.made_by: dict[str, Step] = {}  # the step that assigned a name
         self.values: dict[str, Node] = {}
         # By name, the number of the statement.
         self.added: dict[str, int] = {}  # names that keep their initial value
@@ -150,32 +149,9 @@ class Bindings:
         self.unread: dict[str, None] = {}  # names bound to something that no statement has read
         self.read: dict[str, None] = {}  # sources that a statement has read
 
-    def rename(self, renames: Mapping[str, str | None]) -> None:
-        """Delete the sources that become None, then give the others new names, all at once."""
-        in_order = sorted(renames.items(), key=lambda pair: pair[1] is not None)
-        for number, (old, new) in enumerate(in_order, 1):
-            renaming = Renaming(number, old, new)
-            leaf = self._sources.leaf(old)
-            if leaf is None:
-                problem = self._no_source(old)
-                raise renaming.step().error(str(problem), problem.span, problem.hints)
-            if new is None:
-                self.deleted[old] = number
-                continue
-            self.deleted.pop(new, None)
-            self.values[new] = leaf
-            self._made_by[new] = renaming
-            self.unread[new] = None
-            self.read[old] = None
-
-    def step_of(self, name: str) -> Step:
-        """The step that assigned a name."""
-        made = self._made_by[name]
-        return made.step() if isinstance(made, Renaming) else made
-
     def error(self, name: str, message: str, hints: Sequence[str] = ()) -> TransformError:
         """An error where a name was assigned."""
-        step = self.step_of(name)
+        step = self.made_by[name]
         span = next((o.origin.span for o in step.right if o.name == name), None)
         return step.error(message, span, hints)
 
@@ -191,7 +167,7 @@ class Bindings:
             for operand, value in zip(step.right, values, strict=True):
                 name = operand.name
                 self.values[name] = value
-                self._made_by[name] = step
+                self.made_by[name] = step
                 self.unread[name] = None
                 self.added.pop(name, None)
                 self.deleted.pop(name, None)

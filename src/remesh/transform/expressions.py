@@ -3,21 +3,19 @@
 Executing statements computes nothing: it builds, for every name, a small graph of nodes whose
 leaves are source tensors. Each node knows its shape and dtype.
 
-To find the regions of sources that a box of a tensor consists of, the graph is walked from the
-tensor down to its leaves, with a *view*: a box of the current node, and how its axes lie in the
-tensor that was asked about. A concatenation passes on the parts of the box that its parts have, a
-slice shifts the box, a permutation permutes it. At a leaf, the box is what to read and the view
-says where it goes. The cost depends on how many pieces are asked for, never on the size of tensors,
-and parts outside the box are never visited.
+To find the regions of sources that a box of a tensor consists of, a node asks those that it is made
+of for the boxes that make up its own, and says of what they answer where it goes in itself. A
+concatenation asks for the parts of the box that its parts have, a slice shifts the box, a
+permutation permutes it. The cost depends on how many pieces are asked for, never on the size of
+tensors, and parts outside the box are never visited.
 
-Only a reshape that moves elements between axes needs more: what is found below it is mapped up
-again, cut where a box below is no box above.
+A reshape may make several boxes of one; so what is found below it is cut where a box below is no
+box above.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +31,7 @@ from remesh.transform.rearrange import (
     inverse,
     inverse_order,
     matching_boxes,
+    permuted,
     take,
     trace,
 )
@@ -51,64 +50,9 @@ class Origin(NamedTuple):
     dtypes: tuple[str, ...]  # element types that its elements are converted to, in this order
     is_check: bool  # whether the place is already filled by another piece, which must be equal
 
-
-class View(NamedTuple):
-    """A box of a node and how it lies in the tensor that was asked for."""
-
-    offset: Shape  # offset of the box in the node
-    extents: Shape  # shape of the box in the node
-    order: Shape
-    """For each axis of the tensor, which axis of the node it is; -1 if the node has no such axis,
-    which then has extent 1."""
-    shift: Shape  # for each axis of the tensor, what is added to the offset in the node
-    dtypes: tuple[str, ...]
-    """Element types that elements of the node are converted to, in this order."""
-    is_check: bool  # see `Origin`
-
-    def with_axis(self, axis: int, offset: int, extent: int, moved: int) -> View:
-        """Another range of one axis, which lies `moved` further on in the tensor."""
-        offsets, extents, order, shift, dtypes, is_check = self
-        if axis in order:
-            place = order.index(axis)
-            shift = (*shift[:place], shift[place] + moved, *shift[place + 1 :])
-        return View(
-            (*offsets[:axis], offset, *offsets[axis + 1 :]),
-            (*extents[:axis], extent, *extents[axis + 1 :]),
-            order,
-            shift,
-            dtypes,
-            is_check,
-        )
-
-    def unpermuted(self, order: Shape) -> View:
-        """The view of a node that is permuted by `order`."""
-        back = inverse_order(order)
-        return View(
-            take(self.offset, back),
-            take(self.extents, back),
-            tuple(axis if axis < 0 else order[axis] for axis in self.order),
-            self.shift,
-            self.dtypes,
-            self.is_check,
-        )
-
-    def with_axes(self, axes: Shape, num_axes: int) -> View:
-        """The view of a node that has other axes of extent 1; see `Reshaped.axes`."""
-        offset, extents = [0] * num_axes, [1] * num_axes
-        for axis, child_axis in enumerate(axes):
-            if child_axis >= 0:
-                offset[child_axis], extents[child_axis] = self.offset[axis], self.extents[axis]
-        order = tuple(axis if axis < 0 else axes[axis] for axis in self.order)
-        return View(tuple(offset), tuple(extents), order, self.shift, self.dtypes, self.is_check)
-
-    def place(self, box: Box) -> Box:
-        """The box of the tensor that a box of the node is."""
-        offset, extents = box.offset, box.shape
-        pairs = zip(self.order, self.shift, strict=True)
-        return Box(
-            tuple(by if axis < 0 else offset[axis] + by for axis, by in pairs),
-            tuple(1 if axis < 0 else extents[axis] for axis in self.order),
-        )
+    def moved(self, steps: Rearrangement, box: Box) -> Origin:
+        """The same box of the source, which goes elsewhere."""
+        return Origin(self.leaf, self.source_box, steps, box, self.dtypes, self.is_check)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -134,20 +78,12 @@ class Node:
         """The same of other nodes, as many and of the same shapes."""
         raise NotImplementedError
 
-    def walk(self, view: View, found: list[Origin]) -> None:
-        """Add the pieces of sources that make up the box of a view."""
-        raise NotImplementedError
-
     def origins(self, box: Box) -> list[Origin]:
-        """The pieces of sources that make up a box of this tensor.
+        """The pieces of sources that make up a box, which is not empty, of this tensor.
 
         The boxes of pieces that are not checks are disjoint and cover the box exactly.
         """
-        found: list[Origin] = []
-        if 0 not in box.shape:
-            axes = tuple(range(box.ndim))
-            self.walk(View(box.offset, box.shape, axes, (0,) * box.ndim, (), False), found)
-        return found
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,11 +96,8 @@ class Leaf(Node):
     def children(self) -> tuple[Node, ...]:
         return ()
 
-    def walk(self, view: View, found: list[Origin]) -> None:
-        source_box = Box(view.offset, view.extents)
-        box = view.place(source_box)
-        steps = _rearrangement(view.order, len(view.extents), box.shape)
-        found.append(Origin(self, source_box, steps, box, view.dtypes, view.is_check))
+    def origins(self, box: Box) -> list[Origin]:
+        return [Origin(self, box, (), box, (), is_check=False)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,17 +115,19 @@ class Concatenated(Node):
     def with_children(self, children: tuple[Node, ...]) -> Node:
         return replace(self, parts=children)
 
-    def walk(self, view: View, found: list[Origin]) -> None:
+    def origins(self, box: Box) -> list[Origin]:
         axis, starts = self.axis, self.starts
-        begin = view.offset[axis]
-        end = begin + view.extents[axis]
+        begin, end = box.offset[axis], box.offset[axis] + box.shape[axis]
         number = bisect.bisect_right(starts, begin) - 1
+        found = []
         while number < len(starts) and starts[number] < end:
             part, start = self.parts[number], starts[number]
             low, high = max(begin, start), min(end, start + part.shape[axis])
             number += 1
             if low < high:
-                part.walk(view.with_axis(axis, low - start, high - low, start), found)
+                inner = _with_range(box, axis, low - start, high - low)
+                found += _moved(part.origins(inner), axis, start)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,10 +151,10 @@ class Sliced(_OfOne):
     axis: int
     start: int
 
-    def walk(self, view: View, found: list[Origin]) -> None:
+    def origins(self, box: Box) -> list[Origin]:
         axis, start = self.axis, self.start
-        offset, extent = view.offset[axis] + start, view.extents[axis]
-        self.node.walk(view.with_axis(axis, offset, extent, -start), found)
+        inner = _with_range(box, axis, box.offset[axis] + start, box.shape[axis])
+        return _moved(self.node.origins(inner), axis, -start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,38 +163,27 @@ class Permuted(_OfOne):
 
     order: tuple[int, ...]
 
-    def walk(self, view: View, found: list[Origin]) -> None:
-        self.node.walk(view.unpermuted(self.order), found)
+    def origins(self, box: Box) -> list[Origin]:
+        order, step = self.order, Permute(self.order)
+        return [
+            origin.moved(
+                append(origin.steps, step, origin.source_box.shape), permuted(origin.box, order)
+            )
+            for origin in self.node.origins(permuted(box, inverse_order(order)))
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reshaped(_OfOne):
-    """The node's elements, in row-major order, in another shape.
+    """The node's elements, in row-major order, in another shape."""
 
-    If only axes of extent 1 came or went, `axes` says which axis of the node each axis is, -1
-    being a new one; otherwise it is None.
-    """
-
-    axes: tuple[int, ...] | None
-
-    def walk(self, view: View, found: list[Origin]) -> None:
-        child = self.node
-        if self.axes is not None:
-            child.walk(view.with_axes(self.axes, len(child.shape)), found)
-            return
-        box = Box(view.offset, view.extents)
-        for outer, inner in matching_boxes(box, self.shape, child.shape):
-            for below in child.origins(inner):
-                for origin in _mapped_up(below, inner, outer):
-                    place = view.place(origin.box)
-                    steps = origin.steps
-                    for step in _rearrangement(view.order, origin.box.ndim, place.shape):
-                        steps = append(steps, step, origin.source_box.shape)
-                    dtypes = (*origin.dtypes, *view.dtypes)
-                    is_check = origin.is_check or view.is_check
-                    found.append(
-                        Origin(origin.leaf, origin.source_box, steps, place, dtypes, is_check)
-                    )
+    def origins(self, box: Box) -> list[Origin]:
+        return [
+            origin
+            for outer, inner in matching_boxes(box, self.shape, self.node.shape)
+            for below in self.node.origins(inner)
+            for origin in _mapped_up(below, inner, outer)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,8 +192,11 @@ class Converted(_OfOne):
 
     dtype: str
 
-    def walk(self, view: View, found: list[Origin]) -> None:
-        self.node.walk(view._replace(dtypes=(self.dtype, *view.dtypes)), found)
+    def origins(self, box: Box) -> list[Origin]:
+        return [
+            origin._replace(dtypes=(*origin.dtypes, self.dtype))
+            for origin in self.node.origins(box)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,22 +209,30 @@ class Tied(Node):
     def children(self) -> tuple[Node, ...]:
         return self.nodes
 
-    def walk(self, view: View, found: list[Origin]) -> None:
-        self.nodes[0].walk(view, found)
-        for other in self.nodes[1:]:
-            other.walk(view._replace(is_check=True), found)
+    def origins(self, box: Box) -> list[Origin]:
+        found = self.nodes[0].origins(box)
+        others = (origin for other in self.nodes[1:] for origin in other.origins(box))
+        return [*found, *(origin._replace(is_check=True) for origin in others)]
 
 
-@functools.lru_cache(maxsize=1024)
-def _rearrangement(order: Shape, num_axes: int, extents: Shape) -> Rearrangement:
-    """The steps from a block of `num_axes` axes to the shape `extents`; see `View.order`."""
-    kept = [axis for axis in order if axis >= 0]
-    steps: list[Permute | Reshape] = []
-    if kept != sorted(kept):
-        steps.append(Permute((*kept, *sorted(set(range(num_axes)) - set(kept)))))
-    if len(kept) < max(num_axes, len(order)):
-        steps.append(Reshape(extents))
-    return tuple(steps)
+def _with_range(box: Box, axis: int, start: int, extent: int) -> Box:
+    """A box with another range of one axis."""
+    offset, shape = box.offset, box.shape
+    return Box(
+        (*offset[:axis], start, *offset[axis + 1 :]), (*shape[:axis], extent, *shape[axis + 1 :])
+    )
+
+
+def _moved(origins: list[Origin], axis: int, by: int) -> list[Origin]:
+    """Origins that go to a place further on along an axis."""
+    if not by:
+        return origins
+    moved = []
+    for origin in origins:
+        box = origin.box
+        place = _with_range(box, axis, box.offset[axis] + by, box.shape[axis])
+        moved.append(origin.moved(origin.steps, place))
+    return moved
 
 
 def _mapped_up(origin: Origin, inner: Box, outer: Box) -> Iterator[Origin]:
@@ -305,11 +240,15 @@ def _mapped_up(origin: Origin, inner: Box, outer: Box) -> Iterator[Origin]:
 
     `inner` and `outer` hold the same elements in the same order, in the node and in the result.
     """
+    if origin.box == inner:
+        steps = append(origin.steps, Reshape(outer.shape), origin.source_box.shape)
+        yield origin.moved(steps, outer)
+        return
     place = origin.box.relative_to(inner)
     for within, result in matching_boxes(place, inner.shape, outer.shape):
         if within == place:
             steps = append(origin.steps, Reshape(result.shape), origin.source_box.shape)
-            yield origin._replace(steps=steps, box=result.shift(outer.offset))
+            yield origin.moved(steps, result.shift(outer.offset))
             continue
         for smaller in _cut(origin, within.shift(inner.offset)):
             yield from _mapped_up(smaller, inner, outer)
@@ -374,15 +313,7 @@ def reshape(node: Node, shape: Shape) -> Node:
         node = node.node
     if shape == node.shape:
         return node
-    return Reshaped(shape, node.dtype, node.depth + 1, node, _kept_axes(node.shape, shape))
-
-
-def _kept_axes(old: Shape, new: Shape) -> tuple[int, ...] | None:
-    axes = [axis for axis, extent in enumerate(old) if extent != 1]
-    if tuple(old[axis] for axis in axes) != tuple(extent for extent in new if extent != 1):
-        return None
-    remaining = iter(axes)
-    return tuple(-1 if extent == 1 else next(remaining) for extent in new)
+    return Reshaped(shape, node.dtype, node.depth + 1, node)
 
 
 def convert(node: Node, dtype: str) -> Node:

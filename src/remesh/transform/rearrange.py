@@ -128,11 +128,25 @@ def matching_boxes(box: Box, shape: Shape, other_shape: Shape) -> list[tuple[Box
     """
     if box.size == 0:
         return []
+    axes = _same_axes(shape, other_shape)
+    if axes is not None:
+        offset = tuple(0 if axis is None else box.offset[axis] for axis in axes)
+        return [(box, Box(offset, tuple(1 if axis is None else box.shape[axis] for axis in axes)))]
     groups = []
     for (a, b), (c, d) in _groups(shape, other_shape):
         part = Box(box.offset[a:b], box.shape[a:b])
         groups.append(_match_group(part, shape[a:b], other_shape[c:d]))
     return [(_product(pairs, 0), _product(pairs, 1)) for pairs in itertools.product(*groups)]
+
+
+@functools.lru_cache(maxsize=256)
+def _same_axes(shape: Shape, other_shape: Shape) -> tuple[int | None, ...] | None:
+    """For each axis of the other shape, None or the same axis; None if others than 1 differ."""
+    axes = [axis for axis, extent in enumerate(shape) if extent != 1]
+    if take(shape, axes) != tuple(extent for extent in other_shape if extent != 1):
+        return None
+    remaining = iter(axes)
+    return tuple(None if extent == 1 else next(remaining) for extent in other_shape)
 
 
 def _product(pairs: Sequence[tuple[Box, Box]], side: int) -> Box:
@@ -168,13 +182,6 @@ def _groups(
 
 def _match_group(box: Box, shape: Shape, other_shape: Shape) -> list[tuple[Box, Box]]:
     """`matching_boxes` within one group of axes."""
-    inner = [axis for axis, extent in enumerate(shape) if extent != 1]
-    other_inner = [axis for axis, extent in enumerate(other_shape) if extent != 1]
-    if take(shape, inner) == take(other_shape, other_inner):
-        offset, extents = [0] * len(other_shape), [1] * len(other_shape)
-        for axis, other_axis in zip(inner, other_inner, strict=True):
-            offset[other_axis], extents[other_axis] = box.offset[axis], box.shape[axis]
-        return [(box, Box(tuple(offset), tuple(extents)))]
     starts, length = flat_runs(shape, box)
     return [
         pair

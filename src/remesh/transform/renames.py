@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from remesh.errors import TransformError
 from remesh.transform.operators import Operand, Rename
@@ -109,27 +109,24 @@ def _read_dict(renames: Mapping[object, object]) -> Statements | Renames | Rule:
 # ---------------------------------------------------------------------------------------------
 
 
-class Renaming(NamedTuple):
-    """One of the renames that happen all at once, or a deletion."""
+def rename_steps(renames: Renames) -> tuple[Step, ...]:
+    """The steps of renames, which happen all at once as those of one statement do."""
+    in_order = sorted(renames.items(), key=lambda pair: pair[1] is not None)
+    steps = []
+    for number, (old, new) in enumerate(in_order, 1):
+        statement = _rename_statement(number, old, new)
+        right = () if new is None else (Operand(new, statement.right[0]),)
+        steps.append(Step((Operand(old, statement.left[0]),), right, statement, 0, ()))
+    return tuple(steps)
 
-    number: int  # its place among them, from 1
-    old: str
-    new: str | None
 
-    def statement(self) -> Statement:
-        """What a text would say for it."""
-        left, source = _written(self.old, 0)
-        right, target = _written(self.new, len(left) + len(" -> "))
-        text = f"{left} -> {right}"
-        whole = Span(0, len(text))
-        return Statement(self.number, text, whole, (source,), (target,), Rename(), whole)
-
-    def step(self) -> Step:
-        """The same as a step, for errors."""
-        statement = self.statement()
-        left = Operand(self.old, statement.left[0])
-        right = () if self.new is None else (Operand(self.new, statement.right[0]),)
-        return Step((left,), right, statement, 0, ())
+def _rename_statement(number: int, old: str, new: str | None) -> Statement:
+    """What a text would say for a rename, or for a deletion."""
+    left, source = _written(old, 0)
+    right, target = _written(new, len(left) + len(" -> "))
+    text = f"{left} -> {right}"
+    whole = Span(0, len(text))
+    return Statement(number, text, whole, (source,), (target,), Rename(), whole)
 
 
 def check_renames(renames: Renames) -> None:
@@ -163,7 +160,7 @@ def rename_statements(renames: Renames) -> Statements:
         *sources.items(),
         *((sources.get(old, old), new) for old, new in renames.items() if new is not None),
     ]
-    return tuple(Renaming(number, *pair).statement() for number, pair in enumerate(pairs, 1))
+    return tuple(_rename_statement(number, *pair) for number, pair in enumerate(pairs, 1))
 
 
 def _written(name: str | None, start: int) -> tuple[str, Name]:

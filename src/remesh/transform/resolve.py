@@ -40,7 +40,7 @@ from remesh.transform.expressions import (
 )
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.rearrange import Rearrangement, shape_after, trace
-from remesh.transform.renames import Renames
+from remesh.transform.renames import Renames, rename_steps
 from remesh.transform.statements import Statements
 from remesh.transform.syntax import Name, listing
 from remesh.transform.tensor_info import Infos, TensorInfo
@@ -281,16 +281,15 @@ class Resolver:
 
     def execute(self) -> Bindings:
         """Expand and execute all statements."""
-        if not isinstance(self.program, tuple):
-            bindings = Bindings(self.sources, {})
-            bindings.rename(self.program)
-            return bindings
-        states = self.sources.states
-        expander = Expander(
-            dict.fromkeys([*self.infos, *states.by_parameter]),
-            None if self.given_targets is None else self.parameter_targets,
-        )
-        groups = [expander.expand(statement) for statement in self.program]
+        if isinstance(self.program, tuple):
+            states = self.sources.states
+            expander = Expander(
+                dict.fromkeys([*self.infos, *states.by_parameter]),
+                None if self.given_targets is None else self.parameter_targets,
+            )
+            groups = [expander.expand(statement) for statement in self.program]
+        else:
+            groups = [rename_steps(self.program)]
         bindings = Bindings(self.sources, self.ends_of(groups))
         for steps in groups:
             bindings.execute(steps)
@@ -472,7 +471,7 @@ class Resolver:
         bindings = self.bindings
         number = bindings.added.get(source) or bindings.deleted.get(source)
         if source in bindings.values:
-            number = bindings.step_of(source).statement.number
+            number = bindings.made_by[source].statement.number
         if number is not None:
             raise bindings.error(
                 parameter,
