@@ -28,8 +28,9 @@ predicts further ahead. Parameters are bfloat16; AdamW works on fp32 master copi
   number generator and the step are bit for bit equal to the slices of the whole tensors. Ranks are
   threads, and rows that FSDP2 would keep as DTensors are described by hand.
 * `T`: the same, and real processes trained in the first layout and saved. They continued in the
-  first layout and, after a load, in the second, with the same losses (to 1e-5). Loaded back into
-  the first layout, the state was bit for bit the same. These tests use torch's own FSDP2.
+  first layout and, after a load, in the second, with the same losses. Loaded back into the first
+  layout, the state was bit for bit the same. Here each rank is a process that steps its part of
+  the optimizer, rows are cut by torch's own FSDP2, and every process computes the whole model.
 * `x`: the conversion failed.
 
 The row is the layout that was saved, the column the layout that was loaded.

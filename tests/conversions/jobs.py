@@ -1,19 +1,15 @@
 """One rank of a training job in a layout: what it holds, what it saves, how it trains.
 
-Parameters are bfloat16 and the optimizer works on fp32 master copies of them. A step draws the
-batch of the whole job from a generator that all ranks have, computes in fp32, rounds the mean
-gradient once to bfloat16, and rounds the master copies to the parameters. So all layouts compute
-the same, up to the order in which fp32 numbers are added.
+Parameters are bfloat16 and the optimizer works on fp32 master copies of them.
 
-Without links to other ranks a job cannot train, but it holds and saves the same; then parameters
-whose rows are cut are flat slices here where they are DTensors in a real job.
+Without processes a job cannot train, but it holds and saves the same; then parameters whose rows
+are cut are flat slices here where they are DTensors in a real job.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import remesh
@@ -37,102 +33,39 @@ from tests.conversions.layouts import (
     numbers_of_shard,
     whole_shapes,
 )
-from tests.conversions.links import Link
-from tests.conversions.model import Chunk, Cut, RowCut, Shape
+from tests.conversions.model import Chunk, Cut, Shape
 
 ALIGNMENT = 4
 """Parameters begin at multiples of this in a flat buffer."""
 
 
 @dataclass(frozen=True)
-class Links:
-    """A rank's ends of the groups of its job.
+class Group:
+    """The processes of a job, and those that cut rows of parameters; None if none do."""
 
-    Attributes:
-        job: All ranks of the job.
-        tp: Those that cut tensors.
-        ep: Those that share the experts.
-        data: Those with other rows of the batch.
-        copies: Of these, those with the same experts.
-        kv: Of the tensor-parallel ones, those with copies of the same key-value heads.
-        stages: Those with the other chunks of the same pipeline.
-        ends: Of these the first and the last, if both have the embedding.
-        mesh: Of the ranks that cut rows of parameters; None if nobody does.
-    """
-
-    job: Link
-    tp: Link
-    ep: Link
-    data: Link
-    copies: Link
-    kv: Link
-    stages: Link
-    ends: Link
+    ranks: dist.ProcessGroup
     mesh: DeviceMesh | None
 
     @classmethod
-    def of(cls, layout: Layout, shape: Shape, rank: int) -> Links | None:
-        """Make the groups of a job, which all processes do together; None if this has no part."""
-
-        def link(same: Callable[[int, int, int], object]) -> Link:
-            members: dict[object, list[int]] = {}
-            for other in range(layout.world_size):
-                members.setdefault(same(*layout.coordinates(other)), []).append(other)
-            own = Link()
-            for key, ranks in members.items():
-                if key is not None and len(ranks) > 1:
-                    group = dist.new_group(ranks)
-                    own = Link(group) if rank in ranks else own
-            return own
-
-        num_cuts = min(layout.tp, shape.num_kv_heads)
-        last = layout.pp - 1 if shape.tied or shape.predicts_ahead else 0
-        data = link(lambda p, d, t: (p, t))
-        meshes: list[Link] = []
-        if layout.kind == "hsdp":
-            meshes = [link(lambda p, d, t: d % 2), link(lambda p, d, t: d // 2)]
-        job = Link(dist.new_group(range(layout.world_size)))
-        links = cls(
-            job,
-            link(lambda p, d, t: (p, d)),
-            link(lambda p, d, t: (p, d // layout.ep, t)),
-            data,
-            link(lambda p, d, t: (p, d % layout.ep, t)),
-            link(lambda p, d, t: (p, d, t * num_cuts // layout.tp)),
-            link(lambda p, d, t: (d, t)),
-            link(lambda p, d, t: (d, t) if p in (0, last) else None),
-            _mesh(layout, data, meshes) if rank < layout.world_size else None,
-        )
-        return links if rank < layout.world_size else None
-
-
-def _mesh(layout: Layout, data: Link, pairs: list[Link]) -> DeviceMesh | None:
-    if layout.kind == "fsdp":
-        assert data.group is not None
-        return DeviceMesh.from_group(data.group, "cpu", mesh_dim_names=("fsdp",))
-    if layout.kind == "hsdp":
-        groups = [pair.group for pair in pairs if pair.group is not None]
-        grid = torch.arange(layout.world_size).view(-1, 2)
-        names = ("replicate", "shard")
-        return DeviceMesh.from_group(groups, "cpu", mesh=grid, mesh_dim_names=names)
-    return None
+    def of(cls, layout: Layout) -> Group:
+        """Make the groups of a job, which all processes do together."""
+        ranks = torch.arange(layout.world_size)
+        mesh = None
+        if layout.kind == "fsdp":
+            mesh = DeviceMesh("cpu", ranks.view(-1, layout.tp), mesh_dim_names=("fsdp", "tp"))
+        elif layout.kind == "hsdp":
+            mesh = DeviceMesh("cpu", ranks.view(-1, 2), mesh_dim_names=("replicate", "shard"))
+        return cls(dist.new_group(ranks.tolist()), mesh)
 
 
 @dataclass(eq=False)
 class Local:
-    """A parameter of a rank under its global name.
+    """A parameter of a rank under its global name."""
 
-    Attributes:
-        name: The global name.
-        parameter: What is in the module: a tensor, or a DTensor.
-        numbers: Of the elements of this rank's shard, before rows are cut.
-        splits: How remesh is told of the shard.
-    """
-
-    name: str
-    parameter: torch.Tensor
-    numbers: torch.Tensor
-    splits: tuple[Any, ...]
+    name: str  # the global name
+    parameter: torch.Tensor  # what is in the module: a tensor, or a DTensor
+    numbers: torch.Tensor  # of the elements of this rank's shard, before rows are cut
+    splits: tuple[Any, ...]  # how remesh is told of the shard
 
 
 @dataclass(eq=False)
@@ -145,12 +78,12 @@ class Slot:
 
 @dataclass(eq=False)
 class Job:
-    """One rank of a job; `links` only in a job that trains."""
+    """One rank of a job; `group` only in a job that trains."""
 
     layout: Layout
     shape: Shape
     rank: int
-    links: Links | None = None
+    group: Group | None = None
     step: int = 0
     generator: torch.Generator = field(default_factory=torch.Generator)
     chunks: dict[int, Chunk] = field(init=False)
@@ -172,7 +105,7 @@ class Job:
             for name, parameter in chunk.named_parameters():
                 known = global_name(name, chunk)
                 owner = chunk.get_submodule(name.rpartition(".")[0])
-                cuts = owner.splits if isinstance(owner, Cut | RowCut) else {}
+                cuts = owner.splits if isinstance(owner, Cut) else {}
                 split = cuts.get(name.rpartition(".")[2])
                 numbers = numbers_of_shard(known, wholes[known], self.shape, chunk.place)
                 assert numbers.shape == parameter.shape
@@ -183,10 +116,7 @@ class Job:
         self._make_optimizer()
 
     def _chunk(self, number: int) -> Chunk:
-        place = self.layout.place(self.rank, number, self.shape)
-        if self.links is not None:
-            place = dataclasses.replace(place, tp=self.links.tp, ep=self.links.ep)
-        chunk = Chunk(self.shape, place)
+        chunk = Chunk(self.shape, self.layout.place(self.rank, number, self.shape))
         for parameter in chunk.parameters():
             parameter.data = parameter.data.bfloat16()
         return chunk
@@ -207,7 +137,7 @@ class Job:
     def _row_shard(self) -> int:
         return self.layout.coordinates(self.rank)[1] % self.layout.num_row_shards
 
-    def _own_numbers(self, local: Local) -> torch.Tensor:
+    def own_numbers(self, local: Local) -> torch.Tensor:
         """Of the elements of a parameter that this rank keeps."""
         if not self.layout.cuts_parameters:
             return local.numbers.flatten()
@@ -215,15 +145,16 @@ class Job:
         return rows.flatten()
 
     def _cut_rows(self) -> None:
-        if self.links is None:
+        if self.group is None:
             for local in self.locals:
-                size = self._own_numbers(local).numel()
+                size = self.own_numbers(local).numel()
                 local.parameter = torch.zeros(size, dtype=torch.bfloat16)
             return
-        policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        assert self.group.mesh is not None
+        mesh = self.group.mesh["fsdp"] if self.layout.kind == "fsdp" else self.group.mesh
         (chunk,) = self.chunks.values()
         for part in (*chunk.layers, chunk):
-            fully_shard(part, mesh=self.links.mesh, mp_policy=policy)
+            fully_shard(part, mesh=mesh)
         for local, parameter in zip(self.locals, chunk.parameters(), strict=True):
             local.parameter = parameter
 
@@ -245,8 +176,8 @@ class Job:
             if layout.kind == "zero-parameter" and number % self.num_owners != self.owner:
                 continue
             master = nn.Parameter(local.parameter.detach().float())
-            self.slots.append(Slot(master, [(local.name, 0, self._own_numbers(local))]))
-            by_hand = layout.cuts_parameters and self.links is None
+            self.slots.append(Slot(master, [(local.name, 0, self.own_numbers(local))]))
+            by_hand = layout.cuts_parameters and self.group is None
             meant[master] = self._slice(local, master) if by_hand else local.parameter
         optimizer = torch.optim.AdamW(meant, lr=3e-3)
         self.optimizer = DescribedOptimizer(optimizer, meant, own_key=MASTER)
@@ -285,7 +216,7 @@ class Job:
         }
 
     def _model_state(self) -> Any:
-        if self.layout.cuts_parameters and self.links is None:
+        if self.layout.cuts_parameters and self.group is None:
             shards = {}
             for local in self.locals:
                 assert isinstance(local.parameter, torch.Tensor)
@@ -311,7 +242,7 @@ class Job:
         found = []
         for local in self.locals:
             elements = memory(local.parameter)
-            found.append(Held(f"model.{local.name}", elements, self._own_numbers(local)))
+            found.append(Held(f"model.{local.name}", elements, self.own_numbers(local)))
         for chunk in self.chunks.values():
             for name, buffer in chunk.named_buffers():
                 key = f"model.{global_name(name, chunk)}"

@@ -24,26 +24,17 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is cut. Ranks count along tensor parallelism first, then data, then stages.
+    """How a job is cut. Ranks count along tensor parallelism first, then data, then stages."""
 
-    Attributes:
-        name: Its name in the matrix.
-        data: Data-parallel ranks; `ep` of them share the experts.
-        tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
-        ep: Expert-parallel ranks.
-        chunks: Chunks of layers that a stage has.
-        kind: What data-parallel ranks do with parameters and optimizer state: keep copies, cut
-            rows of both, cut rows among pairs, or cut the optimizer's by parameter or flattened.
-    """
-
-    name: str
-    data: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    chunks: int = 1
+    name: str  # its name in the matrix
+    data: int = 1  # data-parallel ranks; `ep` of them share the experts
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline stages
+    ep: int = 1  # expert-parallel ranks
+    chunks: int = 1  # chunks of layers that a stage has
     kind: Literal["copies", "fsdp", "hsdp", "zero-parameter", "zero-flat"] = "copies"
+    """What data-parallel ranks do with parameters and optimizer state: keep copies, cut rows of
+    both, cut rows among pairs, or cut the optimizer's by parameter or flattened."""
 
     @property
     def world_size(self) -> int:
@@ -75,7 +66,7 @@ class Layout:
         return range(start, shape.all_layers if chunk == total - 1 else stop)
 
     def place(self, rank: int, chunk: int, shape: Shape) -> Place:
-        """The place of a chunk in the model, without links to other ranks."""
+        """The place of a chunk in the model."""
         _, data, tp = self.coordinates(rank)
         return Place(
             tp_rank=tp,
@@ -196,17 +187,11 @@ def numbers_of_rows(numbers: torch.Tensor, rank: int, num_ranks: int) -> torch.T
 
 @dataclass(frozen=True)
 class Held:
-    """Elements that a rank holds.
+    """Elements that a rank holds."""
 
-    Attributes:
-        key: What of: a tensor of the model, or of the state of a parameter.
-        elements: The memory, one dim.
-        numbers: For each the number of the global element, or -1.
-    """
-
-    key: str
-    elements: torch.Tensor
-    numbers: torch.Tensor
+    key: str  # what of: a tensor of the model, or of the state of a parameter
+    elements: torch.Tensor  # the memory, one dim
+    numbers: torch.Tensor  # for each the number of the global element, or -1
 
     def fill(self, whole: torch.Tensor) -> None:
         real = self.numbers >= 0

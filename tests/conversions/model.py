@@ -1,4 +1,4 @@
-"""A small mixture-of-experts transformer, cut by hand, that really trains.
+"""A small mixture-of-experts transformer, cut by hand, that trains where it is whole.
 
 Grouped-query attention with a packed query, key and value projection, experts with packed gate and
 up projections behind a router with a bias that no gradient moves, an odd number of layers and,
@@ -7,13 +7,13 @@ embedding unless it is `untied`.
 
 A `Chunk` is what a pipeline stage holds: all of the model, or some of its layers. It is built for
 one tensor-parallel rank and some of the experts, and says what it holds by `sharded_state_dict`.
-All computes with whatever is in its parameters; who trains in fp32 puts fp32 copies there.
+Only a chunk that is the whole model computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from remesh.adapters import (
     rename_shards,
 )
 from remesh.core.sharded import ShardedTensor
-from tests.conversions.links import Link
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,6 @@ class Place:
     layers: range = range(0)
     has_embedding: bool = True
     has_head: bool = True
-    tp: Link = field(default=Link())
-    ep: Link = field(default=Link())
 
     def split(self, dim: int, *blocks: Block) -> Split:
         return Split(dim, self.tp_rank, self.tp_size, blocks)
@@ -90,30 +87,10 @@ class Cut(nn.Module):
         )
 
 
-class RowCut(nn.Module):
-    """A projection back to the hidden size, of whose inputs this rank has some."""
-
-    def __init__(self, shape: Shape, place: Place, columns: int, *, bias: bool) -> None:
-        super().__init__()
-        self.tp = place.tp
-        self.splits = {"weight": place.split(1)}
-        self.weight = nn.Parameter(torch.zeros(shape.hidden, columns // place.tp_size))
-        self.bias = nn.Parameter(torch.zeros(shape.hidden)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.tp.sum(functional.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
-
-    def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
-        return build_sharded_state_dict(
-            self.state_dict(), self.splits, prefix, shard=0, num_shards=1
-        )
-
-
 class Attention(nn.Module):
     def __init__(self, shape: Shape, place: Place) -> None:
         super().__init__()
-        self.tp, self.size = place.tp, shape.head_size
+        self.size = shape.head_size
         self.num_heads = shape.num_heads // place.tp_size
         self.num_kv_heads = max(shape.num_kv_heads // place.tp_size, 1)
         kv = Block(shape.num_kv_heads * self.size, num_units=shape.num_kv_heads)
@@ -121,10 +98,11 @@ class Attention(nn.Module):
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.size
         both = {"weight": packed, "bias": packed}
         self.qkv = Cut(rows, shape.hidden, both, bias=shape.bias)
-        self.out = RowCut(shape, place, shape.num_heads * self.size, bias=shape.bias)
+        columns = self.num_heads * self.size
+        self.out = Cut(shape.hidden, columns, {"weight": place.split(1)}, bias=shape.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.tp.copy(x)).unflatten(-1, (-1, self.size)).transpose(1, 2)
+        heads = self.qkv(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
         repeats = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
@@ -151,14 +129,14 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Some of the experts, which get the tokens of all expert-parallel ranks."""
+    """Some of the experts."""
 
     router_bias: torch.Tensor
     num_tokens: torch.Tensor
 
     def __init__(self, shape: Shape, place: Place) -> None:
         super().__init__()
-        self.shape, self.place = shape, place
+        self.shape = shape
         self.first = place.ep_rank * shape.num_experts // place.ep_size
         self.router = nn.Linear(shape.hidden, shape.num_experts, bias=False)
         self.register_buffer("router_bias", torch.zeros(shape.num_experts))
@@ -172,13 +150,10 @@ class Mixture(nn.Module):
         best = (scores.detach() + self.router_bias).topk(self.shape.num_chosen).indices
         chosen = torch.zeros_like(scores.detach()).scatter(1, best, 1.0)
         self.num_tokens = chosen.sum(0)
-        tp, ep = self.place.tp, self.place.ep
-        tokens = ep.gather_rows(tp.copy(tokens))
-        weights = ep.gather_rows(tp.copy(scores * chosen))
-        result = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts, self.first):
+        weights, result = scores * chosen, torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
             result = result + weights[:, number, None] * expert(tokens)
-        return tp.sum(ep.scatter_rows(result)).view(x.shape)
+        return result.view(x.shape)
 
     def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
         base = f"{prefix}experts."
@@ -218,31 +193,18 @@ class Chunk(nn.Module):
             if shape.tied and self.embeds:
                 self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor | None, words: torch.Tensor) -> torch.Tensor:
-        """What the next chunk gets or, behind the head, the mean loss."""
-        if self.place.has_embedding:
-            x = self._embedded(words)
-        assert x is not None
-        number_ahead = self.shape.num_layers
-        for number, layer in zip(self.place.layers, self.layers, strict=True):
-            if number < number_ahead:
-                x = layer(x)
-        if not self.place.has_head:
-            return x
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """The mean loss of the whole model."""
+        x = functional.embedding(words, self.embedding.weight)
+        for layer in self.layers[: self.shape.num_layers]:
+            x = layer(x)
         loss = self._loss(x[:, :-1], words[:, 1:])
         if self.shape.predicts_ahead:
-            further = self.layers[-1](x[:, :-2] + self._embedded(words[:, 1:-1]))
+            ahead = functional.embedding(words[:, 1:-1], self.embedding.weight)
+            further = self.layers[-1](x[:, :-2] + ahead)
             loss = loss + 0.25 * self._loss(further, words[:, 2:])
         return loss
 
-    def _embedded(self, words: torch.Tensor) -> torch.Tensor:
-        weight = self.embedding.weight
-        own = words - self.place.tp_rank * len(weight)
-        is_own = (own >= 0) & (own < len(weight))
-        found = functional.embedding(own.where(is_own, 0), weight)
-        return self.place.tp.sum(found * is_own[..., None])
-
     def _loss(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        scores = self.place.tp.join_columns(self.head(self.place.tp.copy(self.norm(x))))
-        scores = scores[..., : self.shape.vocabulary]
+        scores = self.head(self.norm(x))[..., : self.shape.vocabulary]
         return functional.cross_entropy(scores.flatten(0, 1), words.flatten())

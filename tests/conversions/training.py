@@ -1,29 +1,33 @@
-"""A step of training in any layout, on real process groups, as plainly as it can be written.
+"""A step of training that is the same in any layout: what ranks hold is put together and cut again.
 
-Every rank computes its chunks for its rows of the batch, with fp32 copies of the parameters, passes
-activations on to the next stage and gradients back, and adds up its gradients with those who hold
-the same parameters: key-value heads that tensor-parallel ranks have copies of, the embedding that
-the first and the last stage share, and everything among data-parallel ranks. Where rows of
-parameters are cut, FSDP2 does the casting and the adding.
+A step draws the batch of the whole job from a generator that all ranks have. Every rank computes
+the loss of the whole model in fp32, and takes from its gradient, rounded once to bfloat16, what it
+holds of the optimizer. The optimizer steps over that, and the master copies, put together, are
+rounded to the parameters.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.func import functional_call
 
-from tests.conversions.jobs import Job, Links
-from tests.conversions.layouts import MASTER, whole_shapes
-from tests.conversions.model import Mixture
+from tests.conversions.jobs import Job, memory
+from tests.conversions.layouts import (
+    BY_NAME,
+    MASTER,
+    Held,
+    global_name,
+    put_together,
+    random_state,
+    whole_shapes,
+)
+from tests.conversions.model import Chunk, Mixture
 
 BATCH, NUM_WORDS = 4, 6
 ROUTER_RATE = 0.0625
-
-Gradients = dict[torch.Tensor, torch.Tensor]
-"""Those of parameters."""
 
 
 def start(job: Job, seed: int) -> None:
@@ -40,161 +44,61 @@ def start(job: Job, seed: int) -> None:
 
 
 def train(job: Job, num_steps: int) -> list[float]:
-    """Train; the mean loss of each step on ranks that have the last chunk, else nothing."""
-    losses = []
-    for _ in range(num_steps):
-        loss = train_step(job)
-        if loss is not None:
-            losses.append(loss)
-    return losses
+    """Train; the loss of each step."""
+    return [_train_step(job) for _ in range(num_steps)]
 
 
-def train_step(job: Job) -> float | None:
-    links = linked(job)
-    batch = torch.randint(job.shape.vocabulary, (BATCH, NUM_WORDS), generator=job.generator)
-    words = batch.chunk(links.data.size)[links.data.rank]
-    run = rows_cut if job.layout.cuts_parameters else copies_kept
-    loss, gradients = run(job, words)
-    update(job, gradients)
-    balance(job)
-    job.step += 1
-    if loss is None:
-        return None
-    return float(links.data.summed(loss.detach()) / links.data.size)
-
-
-def linked(job: Job) -> Links:
-    assert job.links is not None
-    return job.links
-
-
-def rows_cut(job: Job, words: torch.Tensor) -> tuple[torch.Tensor | None, Gradients]:
-    loss: torch.Tensor = job.module(None, words)
+def _train_step(job: Job) -> float:
+    words = torch.randint(job.shape.vocabulary, (BATCH, NUM_WORDS), generator=job.generator)
+    model = _whole_model(job)
+    loss: torch.Tensor = model(words)
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {}
-    for local in job.locals:
-        assert local.parameter.grad is not None
-        gradients[local.parameter] = local.parameter.grad
-        local.parameter.grad = None
-    return loss, gradients
-
-
-def copies_kept(job: Job, words: torch.Tensor) -> tuple[torch.Tensor | None, Gradients]:
-    copies = {
-        number: {
-            name: parameter.detach().float().requires_grad_()
-            for name, parameter in chunk.named_parameters()
-        }
-        for number, chunk in job.chunks.items()
-    }
-    loss = through_chunks(job, copies, words)
-    gradients = {}
-    found = [
-        copy.grad if copy.grad is not None else torch.zeros_like(copy)
-        for of_chunk in copies.values()
-        for copy in of_chunk.values()
-    ]
-    for local, gradient in zip(job.locals, found, strict=True):
-        gradients[local.parameter] = added_up(job, local.name, gradient)
-    return loss, gradients
-
-
-def through_chunks(
-    job: Job, copies: dict[int, dict[str, torch.Tensor]], words: torch.Tensor
-) -> torch.Tensor | None:
-    """All chunks forward and backward; the loss where the last one is."""
-    stages = linked(job).stages
-    last = job.layout.pp * job.layout.chunks - 1
-    between = torch.empty(*words.shape, job.shape.hidden)
-    passed = []
-    loss = None
-    for number, chunk in job.chunks.items():
-        x = received(job, number - 1, between).requires_grad_() if number else None
-        y = functional_call(chunk, copies[number], (x, words))
-        passed.append((number, x, y))
-        if number == last:
-            loss = y
-        else:
-            dist.send(y.detach().contiguous(), group=stages.group, group_dst=owner(job, number + 1))
-    for number, x, y in reversed(passed):
-        if number == last:
-            y.backward()
-        else:
-            y.backward(received(job, number + 1, between))
-        if x is not None:
-            assert x.grad is not None
-            gradient = x.grad.contiguous()
-            dist.send(gradient, group=stages.group, group_dst=owner(job, number - 1))
-    return loss
-
-
-def owner(job: Job, chunk: int) -> int:
-    return chunk % job.layout.pp
-
-
-def received(job: Job, chunk: int, like: torch.Tensor) -> torch.Tensor:
-    x = torch.empty_like(like)
-    dist.recv(x, group=linked(job).stages.group, group_src=owner(job, chunk))
-    return x
-
-
-def added_up(job: Job, name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """The mean gradient of a parameter over the batch, from that of this rank's loss."""
-    links, shape = linked(job), job.shape
-    if "qkv" in name and links.kv.size > 1:
-        own_heads = shape.num_heads * shape.head_size // job.layout.tp
-        gradient[own_heads:] = links.kv.summed(gradient[own_heads:])
-    if name == "embedding.weight" and links.stages.size > 1:
-        gradient = links.ends.summed(gradient)
-    # The experts have had the tokens of all expert-parallel ranks already.
-    sharers = links.copies if "experts" in name else links.data
-    return sharers.summed(gradient) / links.data.size
-
-
-def update(job: Job, gradients: Gradients) -> None:
-    """Step the optimizer over the master copies, and round these to the parameters."""
-    if job.layout.kind == "zero-flat":
-        update_flat(job, gradients)
-        return
-    meant = job.optimizer.stands_for
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        gradients[name] = parameter.grad.flatten().bfloat16().float()
     for slot in job.slots:
-        parameter = meant[slot.tensor]
-        assert isinstance(parameter, torch.Tensor)
-        slot.tensor.grad = gradients[parameter].bfloat16().float()
+        slot.tensor.grad = torch.zeros_like(slot.tensor)
+        elements = memory(slot.tensor.grad)
+        for name, first, numbers in slot.stretches:
+            own = elements[first : first + len(numbers)]
+            Held(name, own, numbers).fill(gradients[name])
     job.optimizer.optimizer.step()
+    masters = _whole_state(job)
+    for local in job.locals:
+        held = Held(local.name, memory(local.parameter), job.own_numbers(local))
+        held.fill(masters[f"{local.name}.{MASTER}"].bfloat16())
+    _balance(job, model)
+    job.step += 1
+    return loss.item()
+
+
+def _whole_state(job: Job) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and master copies, of what all ranks hold."""
+    assert job.group is not None
+    held: list[Any] = [None] * job.layout.world_size
+    dist.all_gather_object(held, job.held(moments=False), group=job.group.ranks)
+    like = random_state(job.shape, 0)
+    wanted = {one.key for own in held for one in own}
+    return put_together(held, {key: like[key] for key in like if key in wanted})
+
+
+def _whole_model(job: Job) -> Chunk:
+    model = Chunk(job.shape, BY_NAME["dp1"].place(0, 0, job.shape))
+    whole = _whole_state(job)
     with torch.no_grad():
-        for slot in job.slots:
-            parameter = meant[slot.tensor]
-            assert isinstance(parameter, torch.Tensor)
-            parameter.copy_(slot.tensor)
-    if job.layout.kind == "zero-parameter":
-        for number, local in enumerate(job.locals):
-            data = local.parameter.detach().float()  # gloo does not know every dtype
-            dist.broadcast(data, group=linked(job).copies.group, group_src=number % job.num_owners)
-            local.parameter.detach().copy_(data)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.copy_(whole[f"model.{name}"].view(tensor.shape))
+    return model
 
 
-def update_flat(job: Job, gradients: Gradients) -> None:
-    owners = linked(job).copies
-    (slot,) = job.slots
-    size = len(slot.tensor)
-    whole = torch.zeros(size * owners.size)
-    places = list(zip(job.locals, job.offsets, strict=True))
-    for local, offset in places:
-        gradient = gradients[local.parameter].flatten()
-        whole[offset : offset + len(gradient)] = gradient
-    slot.tensor.grad = whole[owners.rank * size : (owners.rank + 1) * size].bfloat16().float()
-    job.optimizer.optimizer.step()
-    masters = torch.cat(owners.all_of(slot.tensor.detach()))
-    for local, offset in places:
-        own = masters[offset : offset + local.parameter.numel()]
-        local.parameter.detach().copy_(own.view(local.parameter.shape))
-
-
-def balance(job: Job) -> None:
+def _balance(job: Job, model: Chunk) -> None:
     """Move the router's bias towards experts that had fewer tokens than the mean."""
+    for mixture in model.modules():
+        if isinstance(mixture, Mixture):
+            num_tokens = mixture.num_tokens
+            mixture.router_bias += ROUTER_RATE * (num_tokens.mean() - num_tokens).sign()
+    moved = dict(model.named_buffers())
     for chunk in job.chunks.values():
-        for mixture in chunk.modules():
-            if isinstance(mixture, Mixture):
-                num_tokens = linked(job).data.summed(mixture.num_tokens)
-                mixture.router_bias += ROUTER_RATE * (num_tokens.mean() - num_tokens).sign()
+        for name, buffer in chunk.named_buffers():
+            buffer.copy_(moved[global_name(name, chunk)])
