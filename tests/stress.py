@@ -18,14 +18,13 @@ import contextlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 NUM_PROCESSORS = len(os.sched_getaffinity(0))
@@ -35,20 +34,6 @@ def burn() -> None:
     """Keep a processor busy."""
     while True:
         pass
-
-
-@contextlib.contextmanager
-def burners(count: int) -> Iterator[None]:
-    """Processes that burn processors."""
-    processes = [multiprocessing.Process(target=burn, daemon=True) for _ in range(count)]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def descendants(pid: int) -> list[int]:
@@ -83,26 +68,21 @@ def pause(pid: int, longest: float, is_over: threading.Event) -> None:
 
 def run_once(words: Sequence[str], longest: float) -> tuple[list[str], str]:
     """Run the tests once; those that failed, and what pytest wrote."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--numprocesses", str(3 * NUM_PROCESSORS), *words]
     is_over = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="remesh-stress-") as directory:
-        report = Path(directory, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["--numprocesses", str(3 * NUM_PROCESSORS), "--junitxml", str(report), *words]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            thread = threading.Thread(target=pause, args=(process.pid, longest, is_over))
-            if longest > 0:
-                thread.start()
-            output, _ = process.communicate()
-            is_over.set()
-            if longest > 0:
-                thread.join()
-        if not report.exists():
-            return ["pytest itself"], output
-        cases = ET.parse(report).getroot().iter("testcase")
-        failed = [case for case in cases if {"failure", "error"} & {part.tag for part in case}]
-    return [f"{case.get('classname')}::{case.get('name')}" for case in failed], output
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        thread = threading.Thread(target=pause, args=(process.pid, longest, is_over))
+        if longest > 0:
+            thread.start()
+        output, _ = process.communicate()
+        is_over.set()
+        if longest > 0:
+            thread.join()
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    return failed or ["pytest itself"] * (process.returncode not in {0, 5}), output
 
 
 def main() -> None:
@@ -112,14 +92,15 @@ def main() -> None:
     parser.add_argument("--pauses", type=float, default=2.0, help="longest pause of a process")
     options, words = parser.parse_known_args()
     counts: Counter[str] = Counter()
-    with burners(NUM_PROCESSORS):
-        for number in range(1, options.rounds + 1):
-            failed, output = run_once(words, options.pauses)
-            counts.update(failed)
-            summary = output.strip().rpartition("\n")[2]
-            print(f"round {number} of {options.rounds}: {summary}", flush=True)  # noqa: T201
-            if failed:
-                print(output, flush=True)  # noqa: T201
+    for _ in range(NUM_PROCESSORS):
+        multiprocessing.Process(target=burn, daemon=True).start()
+    for number in range(1, options.rounds + 1):
+        failed, output = run_once(words, options.pauses)
+        counts.update(failed)
+        summary = output.strip().rpartition("\n")[2]
+        print(f"round {number} of {options.rounds}: {summary}", flush=True)  # noqa: T201
+        if failed:
+            print(output, flush=True)  # noqa: T201
     for name, count in counts.most_common():
         print(f"{count:4} of {options.rounds}  {name}")  # noqa: T201
     if not counts:

@@ -2,6 +2,11 @@
 
 docs/glossary.md has the words to use. The pages are checked, and all texts in the sources of the
 package: docstrings, help, messages and log lines. Comments are not.
+
+The first line of an error or warning says what is wrong, and is short; where, and what to do,
+follow on further lines. The texts are measured in the sources; of what is filled in, a name or a
+number of `ASSUMED` characters is assumed. Drop-ins say what the systems say in whose place they
+stand.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "remesh"
 
 BANNED = {
     r"whoever|whomever|nobody|somebody|anybody|everybody": "name the rank, process or caller",
@@ -67,3 +73,49 @@ def test_texts_of_the_package_are_in_plain_english() -> None:
 def test_the_glossary_names_the_words_to_avoid() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert "## Words to avoid" in glossary
+
+
+MAX_FIRST_LINE = 100
+ASSUMED = "x" * 10
+
+
+def text_of(node: ast.expr) -> str:
+    """A message with `ASSUMED` in place of what is filled in."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr():
+            parts = (part if isinstance(part, ast.Constant) else None for part in node.values)
+            return "".join(ASSUMED if part is None else str(part.value) for part in parts)
+        case ast.BinOp(op=ast.Add()):
+            return text_of(node.left) + text_of(node.right)
+    return ASSUMED
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of what is raised, and of warnings and errors of the log."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise(exc=ast.Call(args=[first, *others])):
+                texts = [one for one in (first, *others[:1]) if not isinstance(one, ast.Name)]
+                if texts:
+                    yield node.lineno, text_of(texts[0])
+            case ast.Call(
+                func=ast.Attribute(value=log, attr="warning" | "error"), args=[first, *_]
+            ):
+                if "log" in ast.unparse(log).lower():
+                    text = re.sub(r"%[-+ 0-9.]*[sdfgrx]", ASSUMED, text_of(first))
+                    yield node.lineno, text
+
+
+def test_first_lines_are_short() -> None:
+    found = [
+        (path.relative_to(SOURCE), line, text.splitlines()[0])
+        for path in sorted(SOURCE.rglob("*.py"))
+        if "compat" not in path.relative_to(SOURCE).parts
+        for line, text in messages(ast.parse(path.read_text()))
+        if text
+    ]
+    assert len(found) > 600
+    long = [f"{path}:{line}: {text}" for path, line, text in found if len(text) > MAX_FIRST_LINE]
+    assert long == []

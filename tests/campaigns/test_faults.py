@@ -154,10 +154,10 @@ def test_a_rank_that_stalls_does_not_hold_the_others(number: int, tmp_path: Path
     point = dice.choice(mine if rank else [*mine, "save.parts_gathered", "save.index_written"])
     released = threading.Event()
 
-    def stall(seconds: float) -> None:
-        assert released.wait(seconds)
+    def stall() -> None:
+        assert released.wait(100)
 
-    faults = FaultInjector(sleep=stall).stall_at(rank, point, 100)
+    faults = FaultInjector().call_at(rank, point, stall)
     others = {f"part-{one:05d}.msgpack" for one in range(1, NUM_RANKS) if one != rank}
 
     def on_event(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Faults on order: a rank that fails at a named moment.
+"""Faults on order: a rank that fails, or does something else, at a named moment.
 
 A `FaultInjector` is handed to `save` or `load` as `on_event`. It looks up each event by rank and
 point, and carries out what was planned for it, once. Threads of one process share an injector;
@@ -10,12 +10,9 @@ Faults of the storage itself are in `tests.support.faulty_storage`.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Self
 
 from remesh.events import Event
 
@@ -24,66 +21,35 @@ class InjectedError(Exception):
     """The exception of an injected fault; deliberately none of remesh's exceptions."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fail:
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class _Kill:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Stall:
-    seconds: float
-
-
-_Fault: TypeAlias = _Fail | _Kill | _Stall
-
-
+@dataclass(slots=True, eq=False)
 class FaultInjector:
-    """Listens to events and makes chosen ranks fail, die or stall at chosen points.
+    """Listens to events and makes chosen ranks fail at chosen points.
 
     The methods that plan a fault return the injector, so that they chain. One fault can be planned
     for each rank and point; it happens the first time that the point is reached.
-
-    Attributes:
-        seen: Rank and point of each event, in order, up to and with the last.
     """
 
-    def __init__(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.seen: list[tuple[int, str]] = []
-        self._faults: dict[tuple[int, str], _Fault] = {}
-        self._sleep = sleep
+    seen: list[tuple[int, str]] = field(default_factory=list)
+    """Rank and point of each event, in order, up to and with the last."""
+    _faults: dict[tuple[int, str], InjectedError | Callable[[], object]] = field(
+        default_factory=dict
+    )
 
-    def fail_at(self, rank: int, point: str) -> FaultInjector:
+    def fail_at(self, rank: int, point: str) -> Self:
         """Raise an `InjectedError` there."""
-        error = InjectedError(f"injected at {point} on rank {rank}")
-        return self._plan(rank, point, _Fail(error))
+        return self.call_at(rank, point, InjectedError(f"injected at {point} on rank {rank}"))
 
-    def kill_at(self, rank: int, point: str) -> FaultInjector:
-        """Kill the process there by SIGKILL: nothing is flushed, closed or reported."""
-        return self._plan(rank, point, _Kill())
-
-    def stall_at(self, rank: int, point: str, seconds: float) -> FaultInjector:
-        """Sleep there."""
-        return self._plan(rank, point, _Stall(seconds))
+    def call_at(self, rank: int, point: str, fault: InjectedError | Callable[[], object]) -> Self:
+        """Call a function there, or raise an error."""
+        assert (rank, point) not in self._faults, f"rank {rank} has a fault at {point} already"
+        self._faults[rank, point] = fault
+        return self
 
     def __call__(self, event: Event) -> None:
         """Note an event and let the fault that is planned for it happen."""
         self.seen.append((event.rank, event.point))
-        match self._faults.pop((event.rank, event.point), None):
-            case _Fail(error):
-                raise error
-            case _Kill():
-                os.kill(os.getpid(), signal.SIGKILL)
-            case _Stall(seconds):
-                self._sleep(seconds)
-            case None:
-                pass
-
-    def _plan(self, rank: int, point: str, fault: _Fault) -> FaultInjector:
-        assert (rank, point) not in self._faults, f"rank {rank} has a fault at {point} already"
-        self._faults[rank, point] = fault
-        return self
+        fault = self._faults.pop((event.rank, event.point), None)
+        if isinstance(fault, InjectedError):
+            raise fault
+        if fault is not None:
+            fault()

@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from remesh.errors import NoSpaceError, StorageError
-from remesh.storage import Buffer, FileSystemSpace, Storage, Writer
+from remesh.storage import Buffer, FileSystemSpace, Storage, StorageView, Writer
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _NEVER = 1 << 62
@@ -33,28 +33,19 @@ class Fail:
     """Matching calls raise."""
 
     operation: str
-    """Name of the operation."""
-    path: str = "*"
-    """Pattern of paths, as in a shell."""
-    number: int = errno.EIO
-    """The error number: `errno.ENOSPC` and `errno.EDQUOT` become `NoSpaceError`, any other number
-    (usually `errno.EIO`) a `StorageError`."""
-    skip: int = 0
-    """How many matching calls go well first."""
-    times: int | None = None
-    """How many fail after that; None for all."""
+    path: str = "*"  # pattern of paths, as in a shell
+    number: int = errno.EIO  # ENOSPC and EDQUOT make a `NoSpaceError`, others a `StorageError`
+    skip: int = 0  # how many matching calls go well first
+    times: int | None = None  # how many fail after that; None for all
 
 
 @dataclass(frozen=True, slots=True)
 class FlipBit:
     """One bit of each matching file is wrong."""
 
-    path: str
-    """Pattern of paths."""
-    position: int
-    """Byte of the file."""
-    bit: int = 0
-    """Bit of the byte, 0 the lowest."""
+    path: str  # pattern of paths
+    position: int  # byte of the file
+    bit: int = 0  # of the byte, 0 the lowest
     when: Literal["written", "read"] = "read"
     """`"written"`: the wrong bit is stored. `"read"`: it is stored right and read wrong."""
 
@@ -63,36 +54,27 @@ class FlipBit:
 class Truncate:
     """Readers find the end of each matching file too early."""
 
-    path: str
-    """Pattern of paths."""
-    num_bytes: int
-    """Where it ends."""
+    path: str  # pattern of paths
+    num_bytes: int  # where it ends
 
 
 StorageFault: TypeAlias = Fail | FlipBit | Truncate
 
 
-class FaultyStorage(Storage):
+class FaultyStorage(StorageView):
     """A storage with faults, over one without.
-
-    Args:
-        inner: The storage that does the work.
-        faults: The faults.
 
     Attributes:
         calls: Operation and path ("" where there is none) of each call, in order.
     """
 
     def __init__(self, inner: Storage, faults: Sequence[StorageFault]) -> None:
+        super().__init__(inner)
         self.calls: list[tuple[str, str]] = []
         self._inner = inner
         self._faults = tuple(faults)
         self._lock = threading.Lock()
         self._num_matches = dict.fromkeys((f for f in faults if isinstance(f, Fail)), 0)
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
 
     def list(self, prefix: str = "") -> list[str]:
         self.meet("list")
@@ -137,12 +119,7 @@ class FaultyStorage(Storage):
         return self._inner.space()
 
     def meet(self, operation: str, path: str = "") -> None:
-        """Note a call, and let the faults that it matches happen.
-
-        Raises:
-            NoSpaceError: If a `Fail` says so.
-            StorageError: Likewise.
-        """
+        """Note a call, and let the faults that it matches happen."""
         self.calls.append((operation, path))
         for fault in self._faults:
             if not isinstance(fault, Fail) or fault.operation != operation:

@@ -28,25 +28,21 @@ class Returned(Generic[T_co]):
     """The rank's function returned."""
 
     value: T_co
-    """The returned value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
     """The rank's function raised."""
 
-    error: BaseException
-    """The exception; in a process that could not send it, a `RankFailedError` in its place."""
+    error: BaseException  # a `RankFailedError` in place of one that could not be sent
     traceback: str
-    """Its traceback on that rank, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
     """The rank's process ended without a result."""
 
-    exit_code: int
-    """As in `subprocess`: negative for a signal."""
+    exit_code: int  # as in `subprocess`: negative for a signal
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -59,24 +55,17 @@ class TimedOut:
     """The rank still ran when the time was up."""
 
     seconds: float
-    """The time that it had."""
-    traceback: str = ""
-    """Where it was, as text, if that could be seen."""
+    traceback: str = ""  # where it was, if that could be seen
 
 
 Outcome: TypeAlias = Returned[T] | Raised | Died | TimedOut
-"""How a rank ended."""
 
 
 def returned_values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     """The return values of the ranks, if all returned.
 
-    Args:
-        outcomes: One for each rank.
-
-    Raises:
-        BaseException: The exception that began the failure, with notes on all ranks that failed.
-        RankDiedError: If that was no exception.
+    Else it raises the exception that began the failure, or a `RankDiedError` if that was none, with
+    notes on all ranks that failed.
     """
     values = []
     failures: dict[int, Raised | Died | TimedOut] = {}

@@ -57,17 +57,10 @@ def run_processes(
 ) -> list[T]:
     """Run a function once for each rank, in processes; what it returned, in rank order.
 
-    Args:
-        world_size: Number of ranks.
-        fn: A function of a module; called as `fn(exchange, *args)` with a `TorchGroup` of the
-            default process group, which is gloo's.
-        *args: Must pickle, as must what `fn` returns.
-        timeout: Seconds for the whole job, and for each of torch's collectives.
-
-    Raises:
-        BaseException: The exception that began a failure, with notes on the ranks that failed
-            and their tracebacks.
-        RankDiedError: If a rank was killed, exited or did not end.
+    It is a function of a module, and called as `fn(exchange, *args)` with a `TorchGroup` of the
+    default process group, which is gloo's. Arguments and results must pickle. The timeout, in
+    seconds, is that of the whole job, and of each of torch's collectives. See `returned_values` for
+    what it raises.
     """
     return returned_values(_run(world_size, fn, args, timeout=timeout, grace=_GRACE))
 

@@ -25,15 +25,9 @@ def run_ranks(
 ) -> list[T]:
     """Run a function once for each rank, in threads; what it returned, in rank order.
 
-    Args:
-        world_size: Number of ranks.
-        fn: Called as `fn(exchange, *args)`, the exchange being a `ThreadExchange`.
-        *args: The same objects for every rank.
-        timeout: Seconds for the whole job.
-
-    Raises:
-        BaseException: The exception that began a failure, with notes on the ranks that failed.
-        RankDiedError: If a rank did not end.
+    It is called as `fn(exchange, *args)`, the exchange being a `ThreadExchange`, with the same
+    objects on every rank. The timeout, in seconds, is that of the whole job. See `returned_values`
+    for what it raises.
     """
     return returned_values(run_ranks_outcomes(world_size, fn, *args, timeout=timeout))
 
