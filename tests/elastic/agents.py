@@ -131,13 +131,12 @@ class SilentAgent:
     def report(self, *failures: ProcessFailure) -> Stop | Rejected | JobEnded:
         """Report failures; what follows from them."""
 
-        def ends_world(newest: Any) -> Stop | Rejected | JobEnded | None:
+        def end_of_world(newest: Any) -> Any:
             content = newest.content
             return content if isinstance(content, Stop | Rejected | JobEnded) else None
 
         self.session.say(ReportFailures(**self.sender(), failures=failures))
-        found = self.session.wait(ends_world, PATIENCE)
-        assert isinstance(found, Stop | Rejected | JobEnded)
+        found: Stop | Rejected | JobEnded = self.session.wait(end_of_world, PATIENCE)
         return found
 
     def failure(self, rank: int, exit_code: int = -9, **changes: Any) -> ProcessFailure:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from remesh.elastic import lifecycle
-from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, begin, step
+from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, Tell, begin, step
 from remesh.elastic.process_socket import Act, EnterWorld, LeaveWorld, Report, Request, next_act
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
@@ -40,10 +40,6 @@ HEALTHY = Seen(living=frozenset({0, 1}), content=world(1))
 ABLE = {0: Report(number=4), 1: Report(number=4)}
 
 
-def kinds(actions: list[Action]) -> list[str]:
-    return [type(action).__name__ for action in actions]
-
-
 def test_ranks_wait_without_a_save_only_if_all_can_go_on() -> None:
     grows = replace(HEALTHY, content=world(1, save=True, grow=True))
     cases: list[tuple[dict[int, Report], Request]] = [
@@ -54,7 +50,7 @@ def test_ranks_wait_without_a_save_only_if_all_can_go_on() -> None:
     for reports, asked in cases:
         state, actions = step(TRAINS, replace(grows, reports=reports), 0.0)
         assert actions[0] == lifecycle.Hold(asked)
-        assert kinds(step(state, replace(grows, reports=reports), 0.0)[1]) == ["BeatNow"]
+        assert step(state, replace(grows, reports=reports), 0.0)[1] == [Tell.BEAT]
         assert step(state, HEALTHY, 0.0)[1] == [lifecycle.Hold(None)]
 
 
@@ -69,7 +65,7 @@ def at_step(saved: int | None, *waits: bool) -> dict[int, RankProgress]:
 def test_a_node_drains_when_all_its_ranks_wait() -> None:
     drains = replace(HEALTHY, drains=True, progress=at_step(7, True, False))
     state, actions = step(TRAINS, drains, 5.0)
-    assert actions == [lifecycle.AnnounceDrain(60.0), lifecycle.Hold("save-and-hold")]
+    assert actions == [Tell.DRAIN, lifecycle.Hold("save-and-hold")]
     assert step(state, drains, 64.0) == (state, [])
     (left,) = step(state, replace(drains, progress=at_step(7, True, True)), 64.0)[1]
     assert left == lifecycle.Exit(143, "SIGTERM, saved at step 7", Outcome.DRAINED)
@@ -85,7 +81,7 @@ def test_ranks_that_wait_for_growth_save_before_their_node_drains() -> None:
     waits = replace(grows, progress=at_step(4, True, True))
     state, _ = step(TRAINS, waits, 0.0)
     state, actions = step(state, replace(waits, drains=True), 1.0)
-    assert actions == [lifecycle.AnnounceDrain(60.0), lifecycle.Hold("save-and-hold")]
+    assert actions == [Tell.DRAIN, lifecycle.Hold("save-and-hold")]
     assert step(state, replace(waits, drains=True), 2.0) == (state, [])
     saved = replace(waits, drains=True, progress=at_step(7, True, True))
     (left,) = step(state, saved, 3.0)[1]
@@ -130,7 +126,7 @@ def test_pauses_grow_until_a_start_makes_a_step() -> None:
         assert actions == [lifecycle.End(frozenset({1}), signal.SIGTERM)]
         ended = replace(failed, living=frozenset())
         state, actions = step(state, ended, 0.0)
-        assert actions == [lifecycle.ReportFailures()]
+        assert actions == [Tell.FAILURES]
         assert step(state, ended, 0.0) == (state, [])
         state, (join,) = step(state, replace(ended, content=restart, stop=restart), 0.0)
         assert isinstance(join, lifecycle.JoinRound)
@@ -152,7 +148,7 @@ def test_pauses_grow_until_a_start_makes_a_step() -> None:
 def test_what_follows_from_failures(seen: Seen, code: int | None) -> None:
     state, _ = step(TRAINS, Seen(content=world(1), has_failed=True), 0.0)
     state, actions = step(state, Seen(content=world(1)), 0.0)
-    assert actions == [lifecycle.ReportFailures()]
+    assert actions == [Tell.FAILURES]
     assert step(state, Seen(content=world(1)), LATE) == (state, [])
     (then,) = step(state, seen, LATE)[1]
     found = then.code if isinstance(then, lifecycle.Exit) else None
@@ -288,14 +284,14 @@ def do(job: Job, number: int, action: Action) -> Job:  # noqa: C901 - one case a
                     assert not process.lives
                     now = Process(process.able, "starts", node.round)
                 job = job.with_process(number, rank, now)
-        case lifecycle.ReportFailures():
+        case Tell.FAILURES:
             if node.round == job.round and not job.is_stopped and job.outcome is None:
                 if job.num_charged == MAX_RESTARTS:
                     job = job._replace(outcome=Outcome.FAILED)
                 else:
                     job = job._replace(num_charged=job.num_charged + 1)
                 job = job._replace(is_stopped=True)
-        case lifecycle.Finish():
+        case Tell.FINISH:
             if node.round == job.round and not job.is_stopped:
                 job = job._replace(finished=job.finished | {number})
                 if len(job.finished) == len(job.nodes):

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from remesh.elastic import guard, lifecycle
 from remesh.elastic.failures import MAX_MESSAGE, ProcessFailure
 from remesh.elastic.handler import Handler
-from remesh.elastic.lifecycle import Action, Limits, Phase, Seen
+from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, Tell
 from remesh.elastic.process_socket import EnterWorld, Instruction, LeaveWorld, ProcessSockets
 from remesh.elastic.processes import Processes, message_of, tail_of
 from remesh.elastic.rendezvous import Outcome
@@ -155,15 +155,15 @@ class Agent:
                 self._enter(order, out)
             case lifecycle.Hold(wanted):
                 self._sockets.request(wanted)
-            case lifecycle.ReportFailures():
+            case Tell.FAILURES:
                 self._report()
             case lifecycle.Exit():
                 self._exit(action)
-            case lifecycle.BeatNow():
+            case Tell.BEAT:
                 self._node.beat_now()
-            case lifecycle.AnnounceDrain(seconds):
-                self._node.drain(seconds, "SIGTERM")
-            case lifecycle.Finish():
+            case Tell.DRAIN:
+                self._node.drain(self._state.limits.drain, "SIGTERM")
+            case Tell.FINISH:
                 self._node.finish("its processes ended")
 
     def _join(self, pause: float) -> None:

@@ -133,22 +133,13 @@ class Hold(msgspec.Struct, frozen=True):
     request: Request | None
 
 
-class BeatNow(msgspec.Struct, frozen=True):
-    """Send the next heartbeat at once."""
+class Tell(StrEnum):
+    """Tell the master something."""
 
-
-class ReportFailures(msgspec.Struct, frozen=True):
-    """Report the failed processes."""
-
-
-class AnnounceDrain(msgspec.Struct, frozen=True):
-    """Tell the master that the node leaves soon."""
-
-    seconds: float
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """Tell the master that the processes have succeeded."""
+    FAILURES = "failures"  # the processes that have failed
+    FINISH = "finish"  # that the processes have succeeded
+    DRAIN = "drain"  # that the node leaves soon
+    BEAT = "beat"  # the next heartbeat, at once
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -159,19 +150,7 @@ class Exit(msgspec.Struct, frozen=True):
     outcome: Outcome | None = None  # with which the node leaves the job, if it has to say so
 
 
-Action: TypeAlias = (
-    Prepare
-    | OrderToLeave
-    | End
-    | JoinRound
-    | Enter
-    | Hold
-    | BeatNow
-    | ReportFailures
-    | AnnounceDrain
-    | Finish
-    | Exit
-)
+Action: TypeAlias = Prepare | OrderToLeave | End | JoinRound | Enter | Hold | Tell | Exit
 Next: TypeAlias = tuple[State, list[Action]]
 
 
@@ -193,7 +172,7 @@ def step(state: State, seen: Seen, now: float) -> Next:
         case Phase.TRAIN if seen.has_failed:
             return _leave(replace(state, has_failed=True), seen, now)
         case Phase.TRAIN if not seen.living:
-            return replace(state, phase=Phase.FINISHED), [Finish()]
+            return replace(state, phase=Phase.FINISHED), [Tell.FINISH]
         case Phase.TRAIN:
             return _train(state, seen, now)
         case Phase.FINISHED:
@@ -254,7 +233,7 @@ def _join(state: State, seen: Seen) -> Next:
     pause = 0.0
     if state.has_failed:
         if not state.is_reported:
-            return replace(state, is_reported=True), [ReportFailures()]
+            return replace(state, is_reported=True), [Tell.FAILURES]
         if isinstance(seen.content, JobEnded | Rejected):
             return state, [exit_of(seen.content)]
         # The master has not received the failures yet, unless it stops this world.
@@ -279,7 +258,7 @@ def _train(state: State, seen: Seen, now: float) -> Next:
     if seen.drains:
         if not state.is_announced:
             state = replace(state, is_announced=True)
-            actions.append(AnnounceDrain(state.limits.drain))
+            actions.append(Tell.DRAIN)
         state = _hold(state, "save-and-hold", now, actions)
         if _is_saved(state, seen, now):
             return state, [*actions, _drained(state, seen, now)]
@@ -292,7 +271,7 @@ def _train(state: State, seen: Seen, now: float) -> Next:
             wanted = "hold" if (may_grow or grows) and all_go_on else "save-and-hold"
         state = _hold(state, wanted, now, actions)
         if may_grow and _is_saved(state, seen, now):
-            actions.append(BeatNow())  # the other ranks wait as well, or will soon
+            actions.append(Tell.BEAT)  # the other ranks wait as well, or will soon
     if seen.stop is not None and not (grows and not _is_saved(state, seen, now)):
         # Processes that hang do not react to SIGTERM.
         hangs = seen.stop.change is Change.HANG
