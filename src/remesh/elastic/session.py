@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import threading
 import time
@@ -78,11 +77,9 @@ class Session:
 
     @property
     def silence(self) -> float:
-        """Seconds since the last session; 0 while there is one, infinite if none can follow."""
+        """Seconds since the last session has ended; 0 while there is one."""
         since = self._down_since
-        if since is None:
-            return 0.0
-        return math.inf if self._is_final else time.monotonic() - since
+        return 0.0 if since is None else time.monotonic() - since
 
     def say(self, message: Message, *, holds: bool = True) -> None:
         """Send a message; it `holds` if a later session has to repeat it.
