@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+import remesh
+from remesh.catalog import CheckpointInfo
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -35,3 +38,11 @@ def load_example(name: str) -> ModuleType:
         sys.modules[full_name] = module  # where dataclasses look their module up
         spec.loader.exec_module(module)
     return sys.modules[full_name]
+
+
+def latest(directory: Path) -> CheckpointInfo:
+    """The newest checkpoint of an example's run."""
+    below = directory / "checkpoints"  # that of Hugging Face has files of its own beside them
+    with remesh.Manager(below if below.exists() else directory) as manager:
+        assert manager.latest is not None
+        return manager.latest

@@ -1,25 +1,56 @@
-"""The examples whose loop is their own: killed, resumed on other ranks, compared with one run."""
+"""The examples: interrupted, resumed on as many ranks or others, compared with one long run."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 import remesh
+from remesh.errors import CheckpointError
 from remesh.exchange import Exchange
-from tests.support import Died, run_processes, run_processes_outcomes
-from tests.training.example import PowerCutError, load_example, wait_for_last_saves
+from tests.support import Died, Outcome, Returned, run_processes, run_processes_outcomes
+from tests.training.example import PowerCutError, latest, load_example, wait_for_last_saves
 
-Weights = dict[str, torch.Tensor]
+pytestmark = [
+    # Of Lightning and for its users, in this order: on machines with Slurm, on loaders without
+    # workers, and what torch says to Lightning. The last is of Hugging Face's Trainer, on machines
+    # without an accelerator.
+    pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
 
 
-def weights_of(model: torch.nn.Module) -> Weights:
-    """The whole weights, by names without wrappers."""
+@dataclass(frozen=True)
+class Ended:
+    """A launch that came to its end, on this rank."""
+
+    num_steps: int
+    weights: dict[str, torch.Tensor]  # whole, by names without wrappers
+    samples: dict[int, list[int]] = field(default_factory=dict)  # of each step of this launch
+    others: Any = None  # what else must be the same after an interruption
+
+
+Launch = Callable[[Path, int, int | None], Ended]
+"""Trains in a directory, saves every so many steps, and is interrupted at a step if one is given.
+"""
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         name.removeprefix("module."): (
             value.full_tensor() if isinstance(value, DTensor) else value
@@ -28,114 +59,196 @@ def weights_of(model: torch.nn.Module) -> Weights:
     }
 
 
-def assert_close(ours: Weights, theirs: Weights) -> None:
-    """Equal up to the order of additions, which depends on the number of ranks."""
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
+def plain_loop(directory: Path, every: int, cut_at: int | None = None) -> Ended:
+    return _own_loop("plain_loop", directory, every, cut_at)
 
 
-def assert_equal(ours: Weights, theirs: Weights) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+def killed_loop(directory: Path, every: int, cut_at: int | None = None) -> Ended:
+    return _own_loop("plain_loop", directory, every, cut_at, is_killed=True)
 
 
-def steps_in(directory: Path) -> list[int]:
-    with remesh.Manager(directory) as manager:
-        return [info.step for info in manager.checkpoints]
+def accelerate(directory: Path, every: int, cut_at: int | None = None) -> Ended:
+    pytest.importorskip("accelerate")
+    return _own_loop("accelerate_loop", directory, every, cut_at)
 
 
-# ---------------------------------------------------------------------------------------------
-# A plain loop
-# ---------------------------------------------------------------------------------------------
+def _own_loop(
+    name: str, directory: Path, every: int, cut_at: int | None, *, is_killed: bool = False
+) -> Ended:
+    example = load_example(name)
+    samples: dict[int, list[int]] = {}
 
-
-def plain(
-    exchange: Exchange | None, directory: str, kill_at: int | None = None
-) -> tuple[Weights, dict[int, list[int]]]:
-    """One launch on this rank: the weights in the end, and the samples of each step."""
-    example = load_example("plain_loop")
-    seen: dict[int, list[int]] = {}
-
-    def on_step(step: int, samples: list[int], _loss: float) -> None:
-        seen[step] = samples
-        if step == kill_at and exchange is not None:
+    def on_step(step: int, own: list[int], _loss: float = 0.0) -> None:
+        samples[step] = own
+        if step == cut_at and is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        if step == kill_at:
-            raise PowerCutError
-
-    model = example.train(example.parse_args(["--directory", directory]), on_step)
-    return weights_of(model), seen
-
-
-def test_a_plain_loop_goes_on_as_the_same_run(tmp_path: Path) -> None:
-    whole, samples = plain(None, str(tmp_path / "whole"))
-    with pytest.raises(PowerCutError):
-        plain(None, str(tmp_path / "cut"), 11)
-    resumed, seen = plain(None, str(tmp_path / "cut"))
-    assert_equal(whole, resumed)
-    assert seen == {step: samples[step] for step in range(10, 17)}
-    assert steps_in(tmp_path / "cut") == [15, 16]
-
-
-@pytest.mark.slow
-def test_a_plain_loop_survives_a_kill_and_another_number_of_ranks(tmp_path: Path) -> None:
-    whole, samples = plain(None, str(tmp_path / "whole"))
-    outcomes = run_processes_outcomes(2, plain, str(tmp_path / "cut"), 8)
-    assert Died(-signal.SIGKILL) in outcomes
-    assert steps_in(tmp_path / "cut")[-1] in (3, 6)
-
-    resumed = run_processes(4, plain, str(tmp_path / "cut"))
-    for weights, _ in resumed:
-        assert_close(whole, weights)
-    last = samples[16]
-    assert sorted(i for _, seen in resumed for i in seen[16]) == sorted(last)
-
-
-# ---------------------------------------------------------------------------------------------
-# Accelerate
-# ---------------------------------------------------------------------------------------------
-
-
-def accelerate(
-    exchange: Exchange | None, directory: str, cut_at: int | None = None
-) -> tuple[Weights, dict[int, list[int]]]:
-    """One launch on this rank: the weights in the end, and the samples of each step."""
-    rank, world_size = (exchange.rank, exchange.world_size) if exchange else (0, 1)
-    if world_size > 1:  # where Accelerate looks; the process group is there already
-        wait_for_last_saves(pytest.MonkeyPatch())
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    example = load_example("accelerate_loop")
-    seen: dict[int, list[int]] = {}
-
-    def on_step(step: int, samples: list[int]) -> None:
-        seen[step] = samples
         if step == cut_at:
             raise PowerCutError
 
-    try:
-        model = example.train(example.parse_args(["--directory", directory]), on_step)
-    except PowerCutError:
-        return {}, seen
-    return weights_of(model), seen
+    args = example.parse_args(["--directory", str(directory), "--every", str(every)])
+    model = example.train(args, on_step)
+    return Ended(max(samples), weights_of(model), samples)
 
 
-def test_accelerate_goes_on_as_the_same_run(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    whole, samples = accelerate(None, str(tmp_path / "whole"))
-    assert accelerate(None, str(tmp_path / "cut"), 8)[0] == {}
-    resumed, seen = accelerate(None, str(tmp_path / "cut"))
-    assert_equal(whole, resumed)
-    assert seen == {step: samples[step] for step in range(7, 17)}
+def huggingface(directory: Path, every: int, cut_at: int | None = None) -> Ended:
+    pytest.importorskip("transformers")
+    example = load_example("huggingface_trainer")
+
+    class Data(example.Counting):  # type: ignore[misc, name-defined]
+        """The example's data, of which each step reads four samples."""
+
+        num_read = 0
+
+        def __getitem__(self, index: int) -> Any:
+            if self.num_read == 4 * (cut_at or 1000):
+                raise PowerCutError
+            self.num_read += 1
+            return super().__getitem__(index)
+
+    words = ["--directory", str(directory), "--every", str(every)]
+    trainer = example.train(example.parse_args(words), Data())
+    losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+    # A loss is logged of the steps since the last one, also if the launch began in between.
+    others = losses[2], losses[8], trainer.lr_scheduler.state_dict()
+    return Ended(trainer.state.global_step, weights_of(trainer.model), others=others)
+
+
+def lightning(
+    directory: Path, every: int, cut_at: int | None = None, words: tuple[str, ...] = ()
+) -> Ended:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class PowerCut(pl.Callback):  # type: ignore[misc, name-defined]
+        """Ends a run when a step begins."""
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == cut_at:
+                raise PowerCutError
+
+    example = load_example("lightning_callback")
+    words = ("--directory", str(directory), "--every", str(every), *words)
+    model = example.train(example.parse_args([*words]), PowerCut())
+    trainer = model.trainer
+    others = trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
+    return Ended(trainer.global_step, weights_of(model), others=others)
+
+
+@pytest.mark.parametrize(
+    ("launch", "every", "cut_at", "saved"),
+    [
+        pytest.param(plain_loop, 3, 11, 9, id="plain loop"),
+        pytest.param(accelerate, 3, 8, 6, id="Accelerate"),
+        pytest.param(huggingface, 3, 4, 3, id="Trainer, middle of an epoch"),
+        pytest.param(huggingface, 4, 4, 4, id="Trainer, end of an epoch", marks=pytest.mark.slow),
+        pytest.param(lightning, 3, 7, 6, id="Lightning, middle of an epoch"),
+        pytest.param(lightning, 4, 10, 8, id="Lightning, end of an epoch", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_run_is_the_same_run(
+    tmp_path: Path, launch: Launch, every: int, cut_at: int, saved: int
+) -> None:
+    whole = launch(tmp_path / "whole", 3, None)
+    with pytest.raises(PowerCutError):
+        launch(tmp_path / "cut", every, cut_at)
+    assert latest(tmp_path / "cut").step == saved
+
+    resumed = launch(tmp_path / "cut", every, None)
+    assert resumed.weights.keys() == whole.weights.keys()
+    for name, value in whole.weights.items():
+        assert torch.equal(value, resumed.weights[name]), name
+    assert resumed.others == whole.others
+    assert resumed.samples == {step: own for step, own in whole.samples.items() if step > saved}
+    infos = [latest(tmp_path / root) for root in ("whole", "cut")]
+    assert [info.step for info in infos] == [whole.num_steps] * 2 == [resumed.num_steps] * 2
+    losses = [info.metrics.get("loss") for info in infos]
+    assert losses[0] == losses[1]
+    assert (losses[0] is None) == (launch is plain_loop)  # which saves its last step by itself
+
+
+def on_rank(
+    exchange: Exchange, launch: Launch, directory: Path, cut_at: int | None
+) -> Ended | None:
+    """A launch on one of several ranks; None if it was interrupted."""
+    rank, world_size = str(exchange.rank), str(exchange.world_size)
+    # Where frameworks look; the process group is there already.
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    warnings.simplefilter("ignore")
+    wait_for_last_saves(pytest.MonkeyPatch())
+    with suppress(PowerCutError):
+        return launch(directory, 3, cut_at)
+    return None
 
 
 @pytest.mark.slow
-def test_accelerate_on_two_processes_goes_on_on_one(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    first = run_processes(2, accelerate, str(tmp_path), 8)
-    _, seen = accelerate(None, str(tmp_path))
-    assert min(seen) == 7
-    in_epoch = [i for _, steps in first for step in range(1, 7) for i in steps[step]]
-    assert sorted(in_epoch + seen[7] + seen[8]) == list(range(64))
+@pytest.mark.parametrize(
+    ("launch", "outcome", "world_size"),
+    [(killed_loop, Died(-signal.SIGKILL), 4), (accelerate, Returned(None), 1)],
+)
+def test_a_run_of_two_ranks_goes_on_on_others(
+    tmp_path: Path, launch: Launch, outcome: Outcome[None], world_size: int
+) -> None:
+    whole = launch(tmp_path / "whole", 3, None)
+    cut = tmp_path / "cut"
+    assert outcome in run_processes_outcomes(2, on_rank, launch, cut, 8)
+    saved = latest(cut).step
+    assert saved in ((3, 6) if launch is killed_loop else (6,))
+
+    resumed = run_processes(world_size, on_rank, launch, cut, None)
+    for step in range(saved + 1, whole.num_steps + 1):
+        samples = [sample for own in resumed if own is not None for sample in own.samples[step]]
+        assert sorted(samples) == sorted(whole.samples[step])
+    if launch is killed_loop:  # the other one has dropout
+        for own in resumed:
+            assert own is not None
+            # The order of additions depends on the number of ranks.
+            torch.testing.assert_close(own.weights, whole.weights, rtol=1e-4, atol=1e-5)
+
+
+def sharded_lightning(directory: Path, every: int, cut_at: int | None) -> Ended:
+    return lightning(directory, every, cut_at, ("--shard",))
+
+
+@pytest.mark.slow
+def test_shards_of_two_ranks_are_resumed_by_one_process(tmp_path: Path) -> None:
+    run_processes(2, on_rank, sharded_lightning, tmp_path, 4)
+    saved = latest(tmp_path)
+    assert (saved.step, saved.world_size) == (3, 2)
+    pieces = remesh.Checkpoint(saved.path).index.pieces("model.layers.0.weight")
+    assert [piece.box.shape for piece in pieces] == [(8, 8), (8, 8)]
+    assert lightning(tmp_path, 3).num_steps == 3 + 2 + 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
+    """Lightning computes the gradients in a closure of the optimizer, where the peer is missed."""
+    pytest.importorskip("lightning.pytorch")
+    from tests.training.reentered_lightning import DIES_AFTER
+
+    remesh_run = [str(Path(sys.executable).with_name("remesh")), "run", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("reentered_lightning.py")
+    done = subprocess.run(
+        [*remesh_run, "--reentry-timeout", "120", str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ended = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    ended.sort(key=lambda one: one["rank"])
+    same = {"live": True, "from": DIES_AFTER, "step": 8}
+    assert ended == [{"rank": 0, "entries": 1} | same, {"rank": 1, "entries": 0} | same]
+
+
+def test_a_checkpoint_that_is_none_of_the_trainer_s_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    example = load_example("huggingface_trainer")
+    with remesh.Manager(tmp_path) as manager:
+        callback = example.RemeshCallback(manager)
+        assert callback.resume_point() is None
+        manager.save(1, {"step": 1})
+        manager.wait()
+        with pytest.raises(CheckpointError, match="holds no state of a Trainer"):
+            callback.resume_point()

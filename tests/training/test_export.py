@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import json
 import zipfile
@@ -27,7 +26,6 @@ from remesh.formats.whole_tensors import (
     WholeFile,
     WholeFiles,
     decode_files,
-    file_names,
     give_to_ranks,
     split_into_files,
 )
@@ -35,7 +33,6 @@ from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import Buffer, LocalStorage, MemoryStorage
 from remesh.storage.local import LocalWriter
-from remesh.training import export
 from remesh.training.export import export_weights
 from tests.support import Fail, FaultyStorage, run_processes, run_ranks
 
@@ -90,10 +87,6 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(export).failed == 0
-
-
 # ---------------------------------------------------------------------------------------------
 # Plans
 # ---------------------------------------------------------------------------------------------
@@ -118,14 +111,6 @@ def test_files_hold_every_tensor_once_and_no_more_than_the_limit(
         sizes = [BY_NAME[tensor.dtype].itemsize for tensor in file]
         assert sizes == sorted(sizes, reverse=True)
     assert len(split_into_files(tensors, None)) == (1 if tensors else 0)
-
-
-def test_the_names_of_files() -> None:
-    assert file_names("model", ".safetensors", 1) == ["model.safetensors"]
-    assert file_names("m", ".safetensors", 2) == [
-        "m-00001-of-00002.safetensors",
-        "m-00002-of-00002.safetensors",
-    ]
 
 
 # ---------------------------------------------------------------------------------------------

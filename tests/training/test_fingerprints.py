@@ -136,25 +136,6 @@ def test_all_of_the_state_of_an_optimizer_is_looked_at() -> None:
     assert then.changed(optimizer) == "state.state.0.lists.0"
 
 
-def test_changed_modules_are_walked_anew() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
-    prints = Fingerprints()
-    then = prints.take(model)
-    model.append(torch.nn.Linear(3, 3))
-    assert len(prints.take(model).versions) == 2 * len(then.versions)
-
-
-def test_modules_that_have_left_the_state_are_forgotten() -> None:
-    prints = Fingerprints()
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
-    seen = weakref.ref(model)
-    prints.take(model)
-    for _ in range(2):
-        prints.take(model := torch.nn.Sequential(torch.nn.Linear(3, 3)))
-    gc.collect()
-    assert seen() is None
-
-
 def test_shards_of_a_state_are_found() -> None:
     data = torch.ones(4)
     state: Any = [ShardedTensor.at_offset("rows", data, (8,), (4,))]

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import remesh
+from remesh.elastic.training_job import TrainingJob
+from remesh.exchange import Alone
 from remesh.training import ResumableBatchSampler, ResumableSampler
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -25,6 +27,7 @@ from tests.training.example import load_example  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model"),
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
 ]
 
@@ -50,7 +53,6 @@ def test_an_epoch_has_the_same_length_wherever_it_begins(
     assert len(list(loader)) == length - num_done
 
 
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model")
 @pytest.mark.parametrize("is_first", [True, False])
 def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
     tmp_path: Path, is_first: bool, caplog: pytest.LogCaptureFixture
@@ -85,3 +87,61 @@ def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
     if is_first:
         remesh.load({"model": model}, tmp_path / saved[0])
         torch.testing.assert_close(list(model.parameters()), trained, rtol=0, atol=0)
+
+
+class Averaged:
+    """One process that trains with averages and evaluates with them, as Lightning's callback does.
+
+    It enters its function again.
+    """
+
+    def __init__(self, job: TrainingJob, root: Path) -> None:
+        torch.manual_seed(0)
+        self.model = load_example("lightning_callback").Regression()
+        self.trainer = pl.Trainer(accelerator="cpu", logger=False)
+        self.averaging = pl.callbacks.WeightAveraging()
+        self.averaging.setup(self.trainer, self.model, "fit")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "averages": self.averaging._average_model,
+        }
+        self.manager = remesh.Manager(root, group=Alone(), job=job)
+
+    def make_step(self, step: int) -> None:
+        self.model.layers(torch.ones(2, 8)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.averaging._average_model.update_parameters(self.model)
+        self.manager.step(step, self.state)
+
+    def values(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+@pytest.mark.parametrize("is_evaluating", [False, True])
+def test_averages_are_not_taken_for_the_trained_weights(
+    tmp_path: Path, is_evaluating: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = TrainingJob(is_reentrant=True)
+    before = Averaged(job, tmp_path)
+    for step in (1, 2, 3):
+        before.make_step(step)
+    before.manager.save(3, before.state)
+    before.manager.wait()
+    expected = before.values()
+    before.averaging.on_validation_epoch_start(before.trainer, before.model)
+    averages = before.values()
+    if not is_evaluating:
+        before.averaging.on_validation_epoch_end(before.trainer, before.model)
+    before.manager.abandon("the world changes")
+
+    entered = Averaged(job, tmp_path)
+    resumed = entered.manager.resume(entered.state)
+    assert resumed is not None
+    assert (resumed.step, resumed.live) == (3, not is_evaluating)
+    assert ("step 3 is not taken from memory: state.model." in caplog.text) == is_evaluating
+    torch.testing.assert_close(entered.values(), expected, rtol=0, atol=0)
+    entered.averaging.on_validation_epoch_start(entered.trainer, entered.model)
+    torch.testing.assert_close(entered.values(), averages, rtol=0, atol=0)

@@ -45,10 +45,8 @@ from remesh.training.manager import Manager
 from remesh.training.policies import (
     EverySeconds,
     EverySteps,
-    KeepBest,
     KeepEvery,
     KeepLast,
-    KeepPolicy,
     OnRequest,
     OnSignals,
     SavePolicy,
@@ -154,33 +152,18 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     assert {"w", "manager.rng.python", "manager.rng.numpy"} <= set(checkpoint.index)
 
 
-def test_plain_values_are_replaced_in_the_state_itself(tmp_path: Path) -> None:
-    with Manager(tmp_path, group=Alone()) as manager:
-        manager.save(3, {"epoch": 2, "seen": [1, 2]})
-        state = {"epoch": 0, "seen": []}
-        resumed = manager.resume(state)
-    assert state == {"epoch": 2, "seen": [1, 2]}
-    assert resumed is not None
-    assert {"epoch", "seen"} <= set(resumed.report.restored)
-
-
 def test_the_last_step_is_saved_at_the_end(tmp_path: Path) -> None:
-    def play(exchange: ThreadExchange, root: str, fails: bool, **options: Any) -> None:
+    def play(exchange: ThreadExchange, root: str, **options: Any) -> None:
         with Manager(tmp_path / root, every=4, group=exchange, **options) as manager:
             for step in range(1, 7):
                 manager.step(step, state_of(step, exchange), metrics={"loss": float(step)})
-            if fails:
-                raise ValueError("no clean end")
 
-    run_ranks(2, play, "clean", False)
-    assert names(tmp_path / "clean") == ["0004", "0006"]
-    [_, last] = catalog.list_checkpoints(open_storage(tmp_path / "clean"))
+    run_ranks(2, play, "asked for")
+    assert names(tmp_path / "asked for") == ["0004", "0006"]
+    [_, last] = catalog.list_checkpoints(open_storage(tmp_path / "asked for"))
     assert last.metrics == {"loss": 6.0}
-    run_ranks(2, partial(play, save_at_end=False), "not asked for", False)
+    run_ranks(2, partial(play, save_at_end=False), "not asked for")
     assert names(tmp_path / "not asked for") == ["0004"]
-    with pytest.raises(ValueError, match="no clean end"):
-        run_ranks(2, play, "failed", True)
-    assert names(tmp_path / "failed") in ([], ["0004"])  # the save in flight may have been cut off
 
 
 def test_on_demand_policies_save_nothing_at_the_end(tmp_path: Path) -> None:
@@ -309,8 +292,17 @@ def test_after_an_option_was_refused_the_root_has_a_manager_as_before(tmp_path: 
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
-    train(tmp_path, 2, keep=np.int64(1))
-    assert names(tmp_path) == ["0002"]
+    def play(exchange: ThreadExchange) -> None:
+        number: Any = np.int64  # which type checkers do not take for an int
+        with Manager(tmp_path, every=number(2), keep=number(1), group=exchange) as manager:
+            for step in map(number, (1, 2, 3)):
+                assert manager.step(step, state_of(step, exchange)) == (step == 2)
+            loss: Any = np.float32(0.5)
+            manager.save(number(5), state_of(5, exchange), metrics={"loss": loss})
+
+    run_ranks(2, play)
+    assert names(tmp_path) == ["0005"]
+    assert catalog.list_checkpoints(open_storage(tmp_path))[0].metrics == {"loss": 0.5}
 
 
 def test_the_name_of_the_manager_is_refused(tmp_path: Path) -> None:
@@ -476,15 +468,16 @@ def test_a_failure_to_remove_is_raised_and_the_checkpoint_stays(
     assert names(tmp_path) == ["0001", "0002"]
 
 
-def test_an_exception_in_the_block_is_not_replaced(tmp_path: Path) -> None:
+def test_an_exception_in_the_block_is_not_replaced_and_saves_nothing_more(tmp_path: Path) -> None:
     def divide(manager: Manager) -> None:
         with manager:
-            manager.step(1, state_of(1))
+            for step in (1, 2, 3):
+                manager.step(step, state_of(step))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        divide(Manager(tmp_path, every=1, group=Alone()))
-    assert names(tmp_path) == ["0001"]
+        divide(Manager(tmp_path, every=2, group=Alone()))
+    assert names(tmp_path) == ["0002"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -711,22 +704,6 @@ def test_in_a_bucket() -> None:
 # ---------------------------------------------------------------------------------------------
 # What is kept
 # ---------------------------------------------------------------------------------------------
-
-
-def test_policies_are_united(tmp_path: Path) -> None:
-    keep: list[KeepPolicy] = [KeepLast(2), KeepEvery(5), KeepBest("loss", "min")]
-    losses = {1: 9.0, 2: 0.5, 3: 8.0, 4: 7.0, 5: 6.0, 6: 5.0, 7: 4.0, 8: 3.0}
-    with Manager(tmp_path, every=EverySteps(1), keep=keep, group=Alone()) as manager:
-        for step, loss in losses.items():
-            manager.step(step, state_of(step), metrics={"loss": loss})
-        manager.wait()
-        assert names(tmp_path) == ["0002", "0005", "0007", "0008"]
-        reasons = {
-            decision.info.step: decision.reasons for decision in manager.retention_decisions()
-        }
-    assert reasons[2] == ("among the best 1 by loss:min",)
-    assert reasons[5] == ("every 5 steps",)
-    assert reasons[8] == ("the newest good one", "among the last 2")
 
 
 def test_pinned_held_and_foreign_checkpoints_stay(tmp_path: Path) -> None:

@@ -174,6 +174,18 @@ def test_the_best_by_a_metric() -> None:
     assert kept(KeepLast(2)) == [5, 6]
 
 
+def test_policies_are_united() -> None:
+    infos = [plain(step, loss) for step, loss in enumerate([9.0, 0.5, 8.0, 7.0, 6.0, 5.0, 4.0], 1)]
+    policies: list[KeepPolicy] = [KeepLast(2), KeepEvery(5), KeepBest("loss", "min")]
+    decisions = decide_retention(infos, policies, run="", now=0.0)
+    assert {one.info.step: one.reasons for one in decisions if one.is_kept} == {
+        2: ("among the best 1 by loss:min",),
+        5: ("every 5 steps",),
+        6: ("among the last 2",),
+        7: ("the newest good one", "among the last 2"),
+    }
+
+
 def test_a_damaged_newest_does_not_cost_the_last_good_one() -> None:
     infos = [plain(1), plain(2), plain(3, problem="bytes flipped")]
     decisions = decide_retention(infos, [KeepLast(1)], run="", now=0.0)

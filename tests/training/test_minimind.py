@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,29 +14,14 @@ import torch
 import remesh
 from remesh.exchange import Exchange
 from tests.support import run_processes
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "minimind.py"
+from tests.training.example import EXAMPLES, PowerCutError, load_example
 
 Steps = list[tuple[int, int, list[int]]]
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("minimind_example", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-class PowerCutError(Exception):
-    """The power went out."""
-
-
 def _train(_exchange: Exchange, directory: str, stop_at: int, words: tuple[str, ...]) -> Steps:
     """One start of the script on this rank: its finished steps until it is interrupted."""
-    minimind = example()
+    minimind = load_example("minimind")
     done: Steps = []
 
     def on_step(epoch: int, step: int, samples: list[int]) -> None:
@@ -67,7 +50,7 @@ def test_interrupted_on_two_ranks_and_resumed_on_four(tmp_path: Path, step: int)
     before = samples_of(first, step)
     assert len(set(before)) == len(before) == step * 2 * 16
 
-    found = example().load_run(str(tmp_path / "full_sft_8_resume.pth"), 4)
+    found = load_example("minimind").load_run(str(tmp_path / "full_sft_8_resume.pth"), 4)
     assert (found["step"], found["epoch"], found["world_size"]) == (step // 2, 0, 2)
 
     second = run_processes(4, _train, str(tmp_path), 0, (*words, "--from-resume"))
@@ -90,7 +73,7 @@ def test_interrupted_on_two_ranks_and_resumed_on_four(tmp_path: Path, step: int)
 
 
 def test_both_modes_of_one_call(tmp_path: Path) -> None:
-    minimind = example()
+    minimind = load_example("minimind")
     config = minimind.LMConfig(16, use_moe=True)
     assert minimind.lm_checkpoint(config, weight="pretrain", save_dir=str(tmp_path)) is None
 
@@ -136,7 +119,7 @@ def test_both_modes_of_one_call(tmp_path: Path) -> None:
 
 
 def test_the_id_of_a_tracked_run_is_kept(tmp_path: Path) -> None:
-    minimind = example()
+    minimind = load_example("minimind")
     run = type("Run", (), {"__module__": "wandb.sdk.wandb_run", "id": "abc123"})()
     run.project = run.entity = "p"
     model = minimind.LanguageModel(minimind.LMConfig(4))
@@ -155,20 +138,12 @@ def test_the_id_of_a_tracked_run_is_kept(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
     words = ["--hidden-size", "8", "--num-samples", "640", "--save-interval", "5"]
-    minimind = example()
+    minimind = load_example("minimind")
     minimind.train(minimind.parse_args([*words, "--save-dir", str(tmp_path / "checkpoints")]))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch += ["-m", "remesh.elastic.script", str(EXAMPLES / "minimind.py")]
     done = subprocess.run(
-        [
-            *launch,
-            "-m",
-            "remesh.elastic.script",
-            str(SCRIPT),
-            *words,
-            "--from-resume",
-            "--epochs",
-            "2",
-        ],
+        [*launch, *words, "--from-resume", "--epochs", "2"],
         check=False,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

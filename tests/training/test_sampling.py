@@ -1,22 +1,24 @@
-"""Samplers that go on where others stopped: on other world sizes, with other batch sizes."""
+"""Positions in data that go on: on other world sizes, with other batch sizes and loaders."""
 
 from __future__ import annotations
 
-import doctest
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import remesh
-from remesh.errors import StateError
-from remesh.exchange import ThreadExchange
-from remesh.training import sampling
+from remesh.errors import MismatchError, StateError
+from remesh.exchange import Exchange, ThreadExchange
 from remesh.training.sampling import (
+    PerRankState,
     ResumableBatchSampler,
     ResumableSampler,
     SampleOrder,
@@ -24,26 +26,19 @@ from remesh.training.sampling import (
     key_of,
     shuffled,
 )
-from tests.support import run_ranks
+from tests.support import run_processes, run_ranks
+
+OLD_WARNING = "ignore:'set_vital' is deprecated:UserWarning"
+"""torchdata 0.11 calls a function that torch 2.13 wants to drop."""
+
+NUMBERS: Any = range(60)
+"""A data set: the numbers from 0 on."""
 
 GOLDEN = (
     [5, 2, 8, 6, 0, 4, 9, 7, 1, 3],
     [5, 3, 7, 9, 6, 1, 2, 0, 8, 4],
     [425491361735, 371254173053, 177993449586],
 )
-
-
-class Numbers(Dataset[int]):
-    """The numbers from 0 on."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def samplers(
@@ -58,10 +53,6 @@ def samplers(
         )
         for rank in range(world_size)
     ]
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(sampling).failed == 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -100,6 +91,33 @@ def test_an_order_is_continued_anywhere() -> None:
         whole = list(order.samples(2, 0))
         assert list(order.samples(2, 39_000)) == whole[39_000:]
         assert sorted(whole) == list(range(40_000))
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_the_order_of_a_distributed_sampler_goes_on_with_other_ranks(epoch: int) -> None:
+    order = SampleOrder("torch_randperm", 23, seed=9)
+
+    def ranks(world_size: int) -> list[ResumableSampler]:
+        found = []
+        for rank in range(world_size):
+            ours = ResumableSampler(order, rank=rank, world_size=world_size)
+            ours.set_epoch(epoch)
+            found.append(ours)
+            theirs: DistributedSampler[int] = DistributedSampler(
+                NUMBERS[:23], num_replicas=world_size, rank=rank, seed=9
+            )
+            theirs.set_epoch(epoch)
+            assert list(ours)[:7] == list(theirs)[:7]
+            ours.load_state_dict(ours.state_dict())
+        return found
+
+    first, second = ranks(2), ranks(3)
+    seen = [next(share) for share in map(iter, first) for _ in range(4)]
+    first[0].advance(8)
+    for sampler in second:
+        sampler.load_state_dict(first[0].state_dict())
+        seen += list(sampler)
+    assert sorted(seen) == list(range(23))
 
 
 def test_orders_have_limits() -> None:
@@ -230,10 +248,22 @@ def test_single_samples_without_batches() -> None:
     assert [len(list(rank)) for rank in dropped] == [3, 3, 3]
 
 
+def stateful_loader(*args: Any, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import (  # type: ignore[import-untyped]
+        StatefulDataLoader,
+    )
+
+    return StatefulDataLoader(*args, **options)
+
+
+@pytest.mark.filterwarnings(OLD_WARNING)
+@pytest.mark.parametrize("make", [DataLoader, stateful_loader])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_loader_fetches_ahead_does_not_count(num_workers: int) -> None:
+def test_what_a_loader_fetches_ahead_does_not_count(
+    make: Callable[..., Any], num_workers: int
+) -> None:
     (batches,) = samplers(60, 1, 5)
-    loader = DataLoader(Numbers(60), batch_sampler=batches, num_workers=num_workers)
+    loader = make(NUMBERS, batch_sampler=batches, num_workers=num_workers)
     seen: list[int] = []
     for number, batch in enumerate(loader):
         if number == 4:
@@ -245,7 +275,7 @@ def test_what_a_loader_fetches_ahead_does_not_count(num_workers: int) -> None:
     ranks = samplers(60, 2, 4)
     for rank in ranks:
         rank.load_state_dict(state)
-        loader = DataLoader(Numbers(60), batch_sampler=rank)
+        loader = make(NUMBERS, batch_sampler=rank, num_workers=num_workers)
         assert len(loader) == 5
         for batch in loader:
             seen += batch.tolist()
@@ -331,15 +361,6 @@ def test_a_finished_epoch_is_not_begun_again_silently() -> None:
     assert len(list(resumed)) == 2
 
 
-def test_going_back_to_the_epoch_under_way_keeps_the_position() -> None:
-    (batches,) = samplers(10, 1, 5)
-    first = next(iter(batches))
-    batches.advance()
-    batches.set_epoch(0)
-    (second,) = list(batches)
-    assert sorted(first + second) == list(range(10))
-
-
 # ---------------------------------------------------------------------------------------------
 # Skipping
 # ---------------------------------------------------------------------------------------------
@@ -359,9 +380,84 @@ def test_skipping_leaves_out_the_first_batches(
 
 def test_skipping_in_a_loader() -> None:
     theirs: DistributedSampler[int] = DistributedSampler(
-        Numbers(20), num_replicas=2, rank=1, shuffle=False
+        NUMBERS[:20], num_replicas=2, rank=1, shuffle=False
     )
-    loader = DataLoader(Numbers(20), batch_sampler=SkipBatchSampler(theirs, 4, 1))
+    loader = DataLoader(NUMBERS[:20], batch_sampler=SkipBatchSampler(theirs, 4, 1))
     assert [batch.tolist() for batch in loader] == [[9, 11, 13, 15], [17, 19]]
     with pytest.raises(ValueError, match="skip_batches at least 0, got 4 and -1"):
         SkipBatchSampler(range(3), 4, -1)
+
+
+# ---------------------------------------------------------------------------------------------
+# State that is a rank's own
+# ---------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[int]):
+    """Data without numbers, which knows where it is."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start, self.size, self.at = start, size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.size:
+            self.at += 1
+            yield self.start + self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
+    def run(exchange: ThreadExchange, is_new: bool, missing: Any = "error") -> int:
+        rank, world_size = exchange.rank, exchange.world_size
+        data = Stream(100 * rank, 50)
+        state = {"data": PerRankState(data, rank=rank, world_size=world_size)}
+        if is_new:
+            data.at = 10 + rank
+            remesh.save(state, tmp_path / "c", group=exchange)
+        else:
+            remesh.load(state, tmp_path / "c", missing=missing, group=exchange)
+        return data.at
+
+    assert run_ranks(3, run, True) == [10, 11, 12]
+    assert run_ranks(3, run, False) == [10, 11, 12]
+    with pytest.raises(MismatchError, match=r"not stored:\s+data.rank . of 2.at"):
+        run_ranks(2, run, False)
+    with pytest.raises(MismatchError, match=r"not stored:\s+data.rank . of 4.at"):
+        run_ranks(4, run, False)
+    with pytest.raises(StateError, match=r"(?s)Stream was saved by 3 ranks, .* this job has 4"):
+        run_ranks(4, run, False, "keep")
+
+
+def test_objects_without_state_are_refused() -> None:
+    with pytest.raises(StateError, match=r"builtins\.list has no state_dict"):
+        PerRankState([])  # type: ignore[arg-type]
+
+
+def _stateful_job(exchange: Exchange, directory: str, stop_after: int) -> list[int]:
+    """Trains on a stream of each rank's own; saves after some batches, or goes on to the end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+        loader = stateful_loader(Stream(100 * exchange.rank, 24), batch_size=4, num_workers=0)
+        state = {"loader": PerRankState(loader)}
+        if not stop_after:
+            remesh.load(state, directory)
+        seen: list[int] = []
+        for number, batch in enumerate(loader, 1):
+            seen += batch.tolist()
+            if number == stop_after:
+                remesh.save(state, directory)
+                break
+    return seen
+
+
+def test_the_state_of_a_stateful_loader_is_its_ranks_own(tmp_path: Path) -> None:
+    directory = str(tmp_path / "c")
+    first = run_processes(2, _stateful_job, directory, 2)
+    second = run_processes(2, _stateful_job, directory, 0)
+    for rank in range(2):
+        assert first[rank] + second[rank] == list(range(100 * rank, 100 * rank + 24))

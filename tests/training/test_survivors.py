@@ -9,15 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import remesh
-from remesh.catalog import ManagerNote
 from remesh.checkpoint.copies import sample_ranges
 from remesh.core.sharded import ShardedTensor
 from remesh.elastic.training_job import TrainingJob
@@ -34,7 +31,6 @@ from remesh.training import (
 )
 from remesh.training import manager as manager_module
 from remesh.training.policies import EverySeconds
-from remesh.training.survivors import Offer, has_all_roles, steps_on_offer
 from tests.support import run_ranks
 
 
@@ -191,13 +187,15 @@ def test_ranks_that_go_on_lose_no_step(tmp_path: Path, after: list[int | None]) 
     assert not list(tmp_path.iterdir())
 
 
+def optimize(world: World, _rank: int) -> None:
+    """Left after a step of the optimizer, and before the boundary."""
+    world.forward().backward()  # type: ignore[no-untyped-call] # of torch
+    world.optimizer.step()
+
+
 def test_a_rank_that_was_changing_its_tensors_takes_those_of_another(tmp_path: Path) -> None:
     def leave(world: World, rank: int) -> None:
-        if rank == 1:
-            in_forward(world, rank)
-        else:
-            world.forward().backward()  # type: ignore[no-untyped-call] # of torch
-            world.optimizer.step()
+        (in_forward if rank == 1 else optimize)(world, rank)
 
     found = change(tmp_path, before=2, after=[0, 1], leave=leave)
     assert_resumed(found, live=True)
@@ -223,17 +221,7 @@ class _Dead:
         raise ConnectionError("the others are gone")
 
 
-def test_nothing_is_taken_when_all_were_changing_their_tensors(tmp_path: Path) -> None:
-    def leave(world: World, _rank: int) -> None:
-        world.manager.save(3, world.state)
-        world.forward().backward()  # type: ignore[no-untyped-call] # of torch
-        world.optimizer.step()
-
-    found = change(tmp_path, before=2, after=[0, 1], leave=leave)
-    assert_resumed(found, live=False)
-
-
-def swap_in_averages(world: World) -> None:
+def swap_in_averages(world: World, _rank: int = 0) -> None:
     for own, average in zip(world.model.parameters(), world.average.parameters(), strict=True):
         own.data.copy_(average.data + 1)
 
@@ -253,6 +241,7 @@ def of_teacher() -> torch.Tensor:
     ("write", "name"),
     [
         (swap_in_averages, "model.0.weight"),
+        (lambda world: world.average.update_parameters(world.model), "average.module.0.weight"),
         (lambda world: world.teacher.weight.numpy().fill(1), "teacher.weight"),
         (lambda world: setattr(world.teacher.weight, "data", of_teacher()), "teacher.weight"),
         (lambda world: world.teacher.weight.data.mul_(0.5).add_(of_teacher()), "teacher.weight"),
@@ -293,12 +282,25 @@ def test_tensors_that_were_written_past_the_optimizer_are_not_taken(
     assert f"step 3 is not taken from memory: {what}" in caplog.text
 
 
-def test_a_step_that_memory_does_not_give_comes_from_storage(tmp_path: Path) -> None:
-    def leave(world: World, _rank: int) -> None:
+@pytest.mark.parametrize(
+    ("leave", "sizes"),
+    [
+        pytest.param(optimize, {"before": 2}, id="all were changing their tensors"),
+        pytest.param(swap_in_averages, {"before": 2}, id="tensors were written"),
+        pytest.param(in_forward, {"before": 4, "num_copies": 2}, id="a part is gone"),
+    ],
+)
+def test_a_step_that_memory_does_not_give_comes_from_storage(
+    tmp_path: Path, leave: Callable[[World, int], None], sizes: dict[str, int]
+) -> None:
+    def save_and_leave(world: World, rank: int) -> None:
         world.manager.save(3, world.state)
-        swap_in_averages(world)
+        leave(world, rank)
 
-    assert_resumed(change(tmp_path, before=2, after=[0, 1], leave=leave), step=3, live=False)
+    found = change(tmp_path, after=[0, 1], leave=save_and_leave, **sizes)
+    for resumed in assert_resumed(found, step=3, live=False):
+        reasons = [reason for _, reason in resumed.passed_over if "does not give step 3" in reason]
+        assert len(reasons) == ("num_copies" in sizes)
 
 
 def test_averages_that_were_swapped_out_again_have_changed_nothing(tmp_path: Path) -> None:
@@ -365,45 +367,25 @@ def test_what_is_cut_is_taken_if_copies_of_all_parts_go_on(tmp_path: Path) -> No
     assert_same([world.rows for _, world, _ in found], [torch.full((12, 2), 3.0)] * 2)
 
 
-def test_a_part_that_is_gone_is_looked_for_in_storage(tmp_path: Path) -> None:
-    def leave(world: World, rank: int) -> None:
-        world.manager.save(3, world.state)
-        in_forward(world, rank)
-
-    found = change(tmp_path, before=4, after=[0, 1], leave=leave, num_copies=2)
-    for resumed in assert_resumed(found, live=False):
-        assert "does not give step 3" in resumed.passed_over[0][1]
-
-
-@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("stored", ["", "whole", "damaged"])
 def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
-    tmp_path: Path, is_saved: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: str
 ) -> None:
     caplog.set_level("INFO", "remesh")
 
     def leave(world: World, rank: int) -> None:
-        if is_saved:
+        if stored:
             world.manager.save(3, world.state)
+        if stored == "damaged":
+            for file in tmp_path.glob("*/data-*/0*.safetensors"):
+                file.unlink(missing_ok=True)
         in_forward(world, rank)
 
     found = change(tmp_path, before=2, after=[None, 1], leave=leave)
-    assert_resumed(found, live=True, same_random=is_saved)
+    assert_resumed(found, live=True, same_random=stored == "whole")
     seeded = "seeded anew on all ranks: numpy, python, torch (not stored)" in caplog.text
-    assert seeded == (not is_saved)
-
-
-def test_random_numbers_that_no_source_gives_are_seeded_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def leave(world: World, rank: int) -> None:
-        world.manager.save(3, world.state)
-        for file in tmp_path.glob("*/data-*/0*.safetensors"):
-            file.unlink(missing_ok=True)
-        in_forward(world, rank)
-
-    found = change(tmp_path, before=2, after=[None, 1], leave=leave)
-    assert_resumed(found, live=True, same_random=False)
-    assert "random numbers: " in caplog.text
+    assert seeded == (not stored)
+    assert ("random numbers: " in caplog.text) == (stored == "damaged")
 
 
 @pytest.mark.parametrize(
@@ -548,22 +530,6 @@ def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) 
         job.must_leave = False
 
 
-def offer(step: int, role: list[int]) -> Offer:
-    return Offer(ManagerNote(step=step, run="r", role_grid=(("dp", 2), ("tp", 2))), role)
-
-
-offers = st.lists(st.none() | st.builds(offer, st.integers(0, 5), st.just([0, 0])), max_size=8)
-
-
-@given(offers)
-def test_steps_are_offered_newest_first_with_all_their_ranks(offers: list[Offer | None]) -> None:
-    found = steps_on_offer(offers)
-    assert list(found) == sorted(found, reverse=True)
-    held = {rank: one for ranks in found.values() for rank, one in ranks.items()}
-    assert held == {rank: one for rank, one in enumerate(offers) if one is not None}
-    assert all(one.note.step == step for step, ranks in found.items() for one in ranks.values())
-
-
 @pytest.mark.parametrize("how", ["positional", "by name"])
 def test_a_closure_is_a_part_of_the_step_that_changes_nothing(tmp_path: Path, how: str) -> None:
     """As Lightning steps: forward and backward pass are called by the optimizer."""
@@ -587,9 +553,3 @@ def test_a_closure_is_a_part_of_the_step_that_changes_nothing(tmp_path: Path, ho
     assert [changing for changing, _ in seen] == [False] + [True] * (len(seen) - 1)
     assert len({value for _, value in seen}) > 1
     assert not job.boundary.is_clean
-
-
-def test_random_numbers_go_on_only_if_every_role_is_there() -> None:
-    roles = [offer(1, [dp, tp]) for dp in (0, 1) for tp in (0, 1)]
-    assert has_all_roles(roles)
-    assert not has_all_roles(roles[:3] + roles[:1])

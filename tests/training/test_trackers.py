@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 import remesh
 from remesh.catalog import TrackerRun
-from remesh.training import trackers
 from remesh.training.trackers import resume_arguments, run_id_of
 
 
@@ -27,10 +26,6 @@ def through_a_checkpoint(run: TrackerRun | None, directory: Path) -> TrackerRun:
     state: dict[str, Any] = {"tracker": TrackerRun("", "").to_value()}
     remesh.load(state, directory)
     return TrackerRun.from_value(state["tracker"])
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(trackers).failed == 0
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -50,38 +45,38 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [event.step for event in curves.Scalars("loss")] == [5, 6]
 
 
-def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "begin", "end", "options"),
+    [
+        ("wandb", "init", "finish", {"project": "small", "mode": "offline"}),
+        ("swanlab", "init", "finish", {"project": "small", "mode": "offline", "log_dir": "logs"}),
+        ("mlflow", "start_run", "end_run", {}),
+    ],
+)
+def test_a_run_is_found_and_opened_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    begin: str,
+    end: str,
+    options: dict[str, str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")  # seconds, for its process to start
-    import wandb
-
-    assert run_id_of(wandb) is None
-    first = wandb.init(project="small", mode="offline")
-    found = run_id_of(first)
-    assert run_id_of(wandb) == found
+    # The small distribution of MLflow has no other store without a server.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    module: Any = importlib.import_module(name)
+    assert run_id_of(module) is None
+    found = run_id_of(getattr(module, begin)(**options))
+    assert run_id_of(module) == found
     run = through_a_checkpoint(found, tmp_path / "c")
-    first.finish()
-    assert (run.tracker, run.project) == ("wandb", "small")
-    second = wandb.init(mode="offline", **resume_arguments(run, step=5))
-    assert run_id_of(second) == run
-    second.finish()
-
-
-def test_swanlab(tmp_path: Path) -> None:
-    import swanlab  # type: ignore[import-untyped]
-
-    assert run_id_of(swanlab) is None
-    first = swanlab.init(project="small", mode="offline", log_dir=str(tmp_path / "logs"))
-    found = run_id_of(first)
-    assert run_id_of(swanlab) == found
-    run = through_a_checkpoint(found, tmp_path / "c")
-    swanlab.finish()
-    assert (run.tracker, run.run_id) == ("swanlab", first.id)
-    again = {"mode": "offline", "log_dir": str(tmp_path / "logs"), "project": "small"}
-    second = swanlab.init(**again, **resume_arguments(run))
-    assert run_id_of(second) == run
-    swanlab.finish()
+    getattr(module, end)()
+    assert (run.tracker, run.project) == (name, "small" if name == "wandb" else "")
+    again = getattr(module, begin)(**(options | resume_arguments(run, step=5)))
+    assert run_id_of(again) == run
+    getattr(module, end)()
 
 
 def test_a_swanlab_run_that_a_server_knows() -> None:
@@ -96,23 +91,6 @@ def test_a_swanlab_run_that_a_server_knows() -> None:
         "project": "small",
         "workspace": "me",
     }
-
-
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The small distribution of MLflow has no other store without a server.
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    import mlflow
-
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    assert run_id_of(mlflow) is None
-    first = mlflow.start_run()
-    found = run_id_of(first)
-    assert run_id_of(mlflow) == found
-    run = through_a_checkpoint(found, tmp_path / "c")
-    mlflow.end_run()
-    assert run == TrackerRun("mlflow", first.info.run_id)
-    with mlflow.start_run(**resume_arguments(run)) as second:
-        assert run_id_of(second) == run
 
 
 def test_what_derives_from_a_tracker_counts_as_one(tmp_path: Path) -> None:

@@ -15,10 +15,14 @@ def ask(tmp_path: Path) -> Path:
     return tmp_path / "ask"
 
 
+@pytest.fixture
+def watch(ask: Path) -> Watch:
+    return Watch([OnRequest(str(ask))], "")
+
+
 def test_an_empty_file_asks_for_a_save_once_it_cannot_be_one_that_is_being_written(
-    ask: Path,
+    watch: Watch, ask: Path
 ) -> None:
-    watch = Watch([OnRequest(str(ask))], "")
     ask.touch()
     assert watch.asked() == ("", None)
     assert watch.asked() == (f"request in {ask}", "save")
@@ -26,16 +30,14 @@ def test_an_empty_file_asks_for_a_save_once_it_cannot_be_one_that_is_being_writt
     assert not ask.exists()
 
 
-def test_a_file_read_while_it_is_written_asks_for_what_is_written(ask: Path) -> None:
-    watch = Watch([OnRequest(str(ask))], "")
+def test_a_file_read_while_it_is_written_asks_for_what_is_written(watch: Watch, ask: Path) -> None:
     with ask.open("w") as file:
         assert watch.asked() == ("", None)
         file.write("save-and-stop")
     assert watch.asked() == (f"request in {ask}", "save-and-stop")
 
 
-def test_an_empty_file_that_was_removed_is_new_when_it_comes_again(ask: Path) -> None:
-    watch = Watch([OnRequest(str(ask))], "")
+def test_an_empty_file_that_was_removed_is_new_when_it_comes_again(watch: Watch, ask: Path) -> None:
     ask.touch()
     assert watch.asked() == ("", None)
     ask.unlink()
@@ -46,9 +48,8 @@ def test_an_empty_file_that_was_removed_is_new_when_it_comes_again(ask: Path) ->
 
 @pytest.mark.parametrize("first", [None, "save"])
 def test_what_is_asked_for_while_a_save_begins_is_not_taken_for_answered(
-    ask: Path, first: str | None
+    watch: Watch, ask: Path, first: str | None
 ) -> None:
-    watch = Watch([OnRequest(str(ask))], "")
     if first:
         ask.write_text(first)
     assert watch.asked()[1] == first
@@ -72,8 +73,7 @@ def test_a_signal_that_comes_while_a_save_begins_is_not_taken_for_answered() -> 
         watch.close()
 
 
-def test_a_request_to_wait_is_removed_by_its_sender(ask: Path) -> None:
-    watch = Watch([OnRequest(str(ask))], "")
+def test_a_request_to_wait_is_removed_by_its_sender(watch: Watch, ask: Path) -> None:
     ask.write_text("save-and-hold")
     assert watch.asked() == (f"request in {ask}", "save-and-hold")
     watch.answered()
@@ -82,8 +82,7 @@ def test_a_request_to_wait_is_removed_by_its_sender(ask: Path) -> None:
     assert not watch.holds()
 
 
-def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(ask: Path) -> None:
-    watch = Watch([OnRequest(str(ask))], "")
+def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(watch: Watch, ask: Path) -> None:
     ask.write_text("hold")
     assert watch.asked() == (f"request in {ask}", "save-and-hold")
     # The save in flight goes on.

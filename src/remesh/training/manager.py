@@ -181,7 +181,6 @@ class Manager:
     ) -> None:
         check_flag("Manager", "background", background)
         check_flag("Manager", "save_at_end", save_at_end)
-        check_flag("Manager", "verify_replicas", verify_replicas)
         check_seconds("Manager", "deadline", deadline)
         if arena_bytes is not None:
             check_count("Manager", "arena_bytes", arena_bytes, 1)
@@ -303,7 +302,7 @@ class Manager:
             WorldChangedError: If the training function is going to be entered again.
         """
         self._check_open("step")
-        _check_step("step", step, state)
+        step = _check_step("step", step, state)
         fingerprint = self._mark(step, state, metrics)
         if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
             self._last = _LastStep(step, state, metrics, fingerprint)
@@ -347,7 +346,7 @@ class Manager:
             RemeshError: As `step`.
         """
         self._check_open("save")
-        _check_step("save", step, state)
+        step = _check_step("save", step, state)
         self._begin(step, state, metrics, metadata, "asked for")
 
     def wait(self) -> None:
@@ -723,15 +722,17 @@ def _close_earlier(place: _Place) -> None:
         older.abandon("was replaced by a later Manager of the same root")
 
 
-def _check_step(call: str, step: object, state: object) -> None:
-    """Refuse anything but a number of steps and a state, in this order."""
-    if not _is_integer(step):
-        if _is_integer(state):
+def _check_step(call: str, step: object, state: object) -> int:
+    """The step; anything but a number of steps and a state, in this order, is refused."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        problem = f"the step is a number of steps, and not a {type(step).__name__}"
+        if hasattr(state, "__index__"):
             problem = f"step and state are swapped; write manager.{call}(step, state)"
-        else:
-            problem = f"the step is a number of steps, and not a {type(step).__name__}"
-        raise StateError(f"Manager.{call}: {problem}.")
+        raise StateError(f"Manager.{call}: {problem}.") from None
     _check_state(call, state)
+    return number
 
 
 def _check_state(call: str, state: object) -> None:
@@ -747,11 +748,3 @@ def _check_state(call: str, state: object) -> None:
             f"Manager.{call}: the state is a dict or a module, and not a {type(state).__name__}\n"
             'Name its parts: {"model": model, "optimizer": optimizer}.'
         )
-
-
-def _is_integer(value: object) -> bool:
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True

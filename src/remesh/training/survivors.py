@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,21 +110,6 @@ class Offer(msgspec.Struct, frozen=True):
     unsaved_seconds: float = 0.0  # see `Source`
 
 
-def steps_on_offer(offers: Sequence[Offer | None]) -> dict[int, dict[int, Offer]]:
-    """The ranks that offer each step and their offers, from the newest step to the oldest."""
-    steps: dict[int, dict[int, Offer]] = defaultdict(dict)
-    for rank, offer in enumerate(offers):
-        if offer is not None:
-            steps[offer.note.step][rank] = offer
-    return dict(sorted(steps.items(), reverse=True))
-
-
-def has_all_roles(offers: Sequence[Offer]) -> bool:
-    """True if the random numbers of every role of a boundary are there."""
-    num_roles = math.prod(size for _, size in offers[0].note.role_grid)
-    return len({tuple(offer.role) for offer in offers}) == num_roles
-
-
 class SurvivorState:
     """The memory of this process, from entry to entry; the job holds the boundary."""
 
@@ -172,7 +157,7 @@ class SurvivorState:
         self._job.end_change()
 
     def find(self) -> list[Source]:
-        """The offers of the ranks, the newest first. Collective."""
+        """The steps that ranks offer. Collective."""
         boundary, state, own = self._job.boundary, None, None
         if boundary is not None and boundary.is_clean and self.is_on:
             try:
@@ -183,14 +168,19 @@ class SurvivorState:
                 role = [coordinate for coordinate, _ in boundary.roles.own.values()]
                 own = Offer(boundary.note, role, time.monotonic() - boundary.saved_at)
         replies = run_on_all(self._exchange, lambda: msgspec.msgpack.encode(own))
-        offers = [msgspec.msgpack.decode(reply, type=Offer | None) for reply in replies]
-        return [self._source(offered, state) for offered in steps_on_offer(offers).values()]
+        steps: dict[int, dict[int, Offer]] = defaultdict(dict)
+        for rank, reply in enumerate(replies):
+            offer = msgspec.msgpack.decode(reply, type=Offer | None)
+            if offer is not None:
+                steps[offer.note.step][rank] = offer
+        return [self._source(offers, state) for offers in steps.values()]
 
     def _source(self, offers: Mapping[int, Offer], state: Any) -> Source:
         """A step as `Manager.resume` wants it, with the ranks that offer it."""
         note = next(iter(offers.values())).note
-        if not has_all_roles([*offers.values()]):
-            note = msgspec.structs.replace(note, streams=())
+        num_roles = math.prod(size for _, size in note.role_grid)
+        if len({tuple(offer.role) for offer in offers.values()}) < num_roles:
+            note = msgspec.structs.replace(note, streams=())  # not those of every role are there
         info = CheckpointInfo(
             name=step_name(note.step),
             path=f"live memory of {len(offers)} ranks",
