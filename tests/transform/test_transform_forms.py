@@ -190,7 +190,7 @@ def test_tie_compares_bits() -> None:
     np.testing.assert_array_equal(tie.apply({"a": same, "b": same.copy()})["c"], same)
     for one, other in ((0.0, -0.0), (1.0, 2.0)):
         target = {"c": np.full(2, 9, np.float32)}
-        t = {"a": np.array([3, one], np.float32), "b": np.float32([3, other])}
+        t = {"a": np.array([3, one], np.float32), "b": np.array([3, other], np.float32)}
         with pytest.raises(TransformError, match="1 of 2 elements differ"):
             tie.apply(t, target)
         assert target["c"].tolist() == [9, 9]
