@@ -18,7 +18,7 @@ from remesh.core.memory import CarrierArray
 from remesh.core.strided import Layout
 from remesh.pipeline import FileLayout, FilePiece, one_file
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
-from remesh.pipeline.stage import Filled, StagedWriter, Stager
+from remesh.pipeline.stage import Filled, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.storage import Buffer, MemoryStorage
 
@@ -143,7 +143,7 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
     header = bytes(range(256)) * 16
     piece = FilePiece(DeviceMemory(source), (size,), BY_NAME["float64"], len(header))
     num_bytes = len(header) + source.nbytes
-    layout = FileLayout(header, [piece], [len(header)], num_bytes)
+    layout = FileLayout(header, [piece], num_bytes)
     arena = Arena(num_chunks * CHUNK_SIZE, CHUNK_SIZE)
     storage = MemoryStorage()
     expected = np.frombuffer(header + source.tobytes(), np.uint8)
@@ -152,26 +152,16 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
         start = filled.number * CHUNK_SIZE
         found = filled.chunk.buffer[: filled.num_bytes]
         np.testing.assert_array_equal(found, expected[start : start + filled.num_bytes])
-        writer.put(filled)
+        writer.write(filled.number, filled.data)
+        arena.give(filled.chunk)
 
     stager = Stager(layout, arena, Queue)
     assert stager.fits == (num_chunks == 7)
-    writer = StagedWriter(arena.give, at_once=not stager.fits)
-
-    def write() -> None:
-        writer.write(
-            lambda: ChunkWriter(storage, one_file("file", num_bytes), num_bytes),
-            lambda _size: None,
-            stager.cancel,
-        )
-
-    thread = threading.Thread(target=write)
-    thread.start()
+    writer = ChunkWriter(storage, one_file("file", num_bytes), num_bytes)
     staged: list[int] = []
     stager.stage(check_and_put, staged.append)
     source[:] = -1.0  # what comes after must not reach what is stored
-    writer.end()
-    thread.join(120)
+    writer.finish()
     assert sum(staged) == num_bytes
     assert storage.read("file") == expected.tobytes()
     assert arena.num_bytes <= num_chunks * CHUNK_SIZE

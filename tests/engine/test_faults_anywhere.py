@@ -447,7 +447,7 @@ STEPS = {protocol._attempt.__code__, BackgroundSave.stage.__code__, SaveWriter.s
 TOLD_BY = ("remesh.exchange.", "remesh.events", "tests.support.")
 """Modules whose functions are what failures are made and told with."""
 
-TELLS = ("StagedWriter.end", "SaveWriter.end_staging")
+TELLS = ("StagedChunks.end", "SaveWriter.end_staging")
 """How the names of the functions end that tell the background thread of a failure."""
 
 

@@ -240,7 +240,7 @@ class RemoteWriter:
             self._lent.discard(slot)
         self._trainer.free(slot)
 
-    def see(self, point: str, num_bytes: int) -> None:
+    def see(self, point: str, num_bytes: int = 0) -> None:
         """A listener that fails gives the save up, if it still can be."""
         try:
             self._trainer.see(point, num_bytes)

@@ -202,7 +202,7 @@ class BackgroundSave:
                         now, phase="writing" if now.num_bytes else "committing"
                     )
 
-    def see(self, point: str, num_bytes: int) -> None:
+    def see(self, point: str, num_bytes: int = 0) -> None:
         """Follow an event of the save."""
         with self._lock:
             now = self._progress

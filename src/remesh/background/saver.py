@@ -15,7 +15,6 @@ exchange, so it reaches every rank, even if only one of them knew.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -31,7 +30,7 @@ from remesh.background.process import RemoteWriter, WriterProcess
 from remesh.background.save import BackgroundSave, SaveHandle
 from remesh.background.writer import SaveWriter, WriteTask
 from remesh.checkpoint.agree import PlanCache, RankSavePlan, SaveOptions, agree
-from remesh.checkpoint.arguments import check_choice, check_count, check_order
+from remesh.checkpoint.arguments import check_choice, check_count
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.local import (
     describe_local,
@@ -40,26 +39,22 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.report import SaveReport
-from remesh.checkpoint.saving import check_options, save_agreed
+from remesh.checkpoint.saving import check_options, open_place, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore, timed
-from remesh.exchange import Exchange, run_on_all
+from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.writer import Part
 from remesh.pipeline import Compress
 from remesh.pipeline.arena import Arena
-from remesh.pipeline.collect import CollectingStager
-from remesh.pipeline.stage import Stager
+from remesh.pipeline.collect import stager_of
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
 from remesh.storage import (
     Storage,
     is_local,
-    open_storage,
 )
-
-_LOGGER = logging.getLogger("remesh")
 
 ARENA_SHARE = 0.5
 """Part of the available memory that the arenas of a machine take at most, if nothing is said."""
@@ -148,11 +143,10 @@ class Saver:
         self._on_event = on_event
         self._cache = PlanCache()
         self._in_flight: list[SaveHandle] = []
-        self._warming: threading.Thread | None = None
         self._using = threading.Lock()  # held while a save of `save_async` begins, or memory goes
         self._idle: threading.Timer | None = None
         self._process: WriterProcess | None = None
-        self._arena = self._new_arena()
+        self._arena = Arena(arena_bytes or CHUNK_SIZE, CHUNK_SIZE, shared=self._has_process)
         if self._has_process:
             self._live_process()
         if state is not None:
@@ -201,7 +195,7 @@ class Saver:
         devices = device_staging(tensors.memories)
         if devices is not None:
             self._arena.pin_with(devices[0])
-        self._warm_beside(num_bytes)
+        self._arena.warm_beside(num_bytes)
 
     def save(
         self,
@@ -255,17 +249,13 @@ class Saver:
     ) -> SaveOptions:
         usual = self._options
         how = {**usual.format_options, **(format_options or {})}
-        options = replace(usual, overwrite=overwrite, metadata=metadata or {}, format_options=how)
-        check_options(options)
-        return options
+        return replace(usual, overwrite=overwrite, metadata=metadata or {}, format_options=how)
 
     def _begin(
         self, state: Any, path: Any, options: SaveOptions, group: Any, on_event: OnEvent
     ) -> SaveHandle:
-        check_order("save_async", state, path)
-        begun = time.monotonic()
-        exchange = exchange_of(group)
-        storage = open_storage(path)
+        begun, exchange = time.monotonic(), exchange_of(group)
+        storage = run_each(exchange, lambda: open_place("save_async", state, path, options))
         emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
 
         def make_room() -> None:
@@ -300,7 +290,7 @@ class Saver:
         self._in_flight.append(save.handle)
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.
-        self._warm_beside(mine.stream.layout.num_bytes, lambda: wait([save.handle]))
+        self._arena.warm_beside(mine.stream.layout.num_bytes, lambda: wait([save.handle]))
         return save.handle
 
     def wait(self) -> None:
@@ -320,13 +310,10 @@ class Saver:
         try:
             self.wait()
         finally:
-            if self._warming is not None:
-                self._warming.join()
             if self._process is not None:
                 self._process.close()
                 self._process = None
             self._arena.close()
-            self._arena = self._new_arena()
 
     def _start(
         self,
@@ -359,11 +346,7 @@ class Saver:
         if devices is not None:
             pin, copies = devices
             self._arena.pin_with(pin)
-        stager = (
-            Stager(stream.layout, self._arena, copies)
-            if stream.collection is None
-            else CollectingStager(stream.collection, stream.layout, self._arena, copies)
-        )
+        stager = stager_of(stream.layout, self._arena, copies, stream.collection)
 
         def remember(parts: Sequence[Part]) -> SaveReport:
             self._cache.history = mine.committed(storage, parts)
@@ -378,25 +361,6 @@ class Saver:
         save.start(writer, daemon=self._at_exit == "abort")
         return save
 
-    def _warm_beside(self, num_bytes: int, after: Callable[[], object] | None = None) -> None:
-        """Get memory for a file ready in the background, unless it is or that is under way."""
-        if self._arena.is_warm(num_bytes) or (self._warming and self._warming.is_alive()):
-            return
-
-        def warm() -> None:
-            if after is not None:
-                after()
-            self._arena.warm(num_bytes)
-
-        warming = threading.Thread(target=warm, name="remesh-warm", daemon=True)
-        try:
-            warming.start()
-        except (RuntimeError, MemoryError) as error:
-            # The save that needs the memory gets it by itself, only later.
-            _LOGGER.warning("memory for the next save is not made ready ahead: %s", error)
-        else:
-            self._warming = warming
-
     def _rest_later(self) -> None:
         """Give the memory back when no save has begun for `IDLE_SECONDS`."""
         if self._idle is not None:
@@ -409,12 +373,10 @@ class Saver:
 
     def _rest(self) -> None:
         with self._using:
-            is_warming = self._warming is not None and self._warming.is_alive()
-            if is_warming or not all(handle.done() for handle in self._in_flight):
+            if self._arena.is_warming or not all(handle.done() for handle in self._in_flight):
                 self._rest_later()
             else:
                 self._arena.close()
-                self._arena = self._new_arena()
 
     def _wait_for_turn(self, url: str) -> None:
         """Wait until another save may begin; raise the failure of one that had to be waited for.
@@ -446,9 +408,6 @@ class Saver:
         if self._process is None:
             self._process = WriterProcess(self._arena.file, CHUNK_SIZE)
         return self._process
-
-    def _new_arena(self) -> Arena:
-        return Arena(self._arena_bytes or CHUNK_SIZE, CHUNK_SIZE, shared=self._has_process)
 
     def _set_budget(self, num_bytes: int) -> None:
         """Let the arena hold a rank's share of all saves in flight, if the machine has room."""
@@ -532,7 +491,6 @@ def save_async(  # noqa: PLR0913 - each option stands for itself
         format_options=dict(format_options or {}),
         compress=compress,
     )
-    check_options(options)
     saver = _saver_of(group)
     with saver._using:  # noqa: SLF001 - of this module, as what follows
         handle = saver._begin(state, path, options, group, on_event)  # noqa: SLF001

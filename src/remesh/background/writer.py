@@ -9,7 +9,6 @@ arena and never imports torch. So nothing here knows of tensors or of the traine
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from remesh.background.status_files import Participant, StatusFiles
 from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.commit import write_and_commit
 from remesh.checkpoint.unchanged import remove_paths
+from remesh.events import Emit
 from remesh.formats.writer import Part, as_written
 from remesh.pipeline import StreamFiles
 from remesh.pipeline.arena import Chunk
-from remesh.pipeline.stage import Filled, StagedWriter
-from remesh.pipeline.write import ChunkWriter
+from remesh.pipeline.stage import Filled, StagedChunks, write_staged
 from remesh.storage import Storage
 
 
@@ -46,8 +45,7 @@ class Trainer:
 
     free: Callable[[int], None]  # a slot of the arena is free again
     stop_staging: Callable[[], None]  # the files are given up
-    see: Callable[[str, int], None]
-    """An event of `remesh.events.SAVE_POINTS`, with its bytes; what it raises fails the save."""
+    see: Emit  # an event of `remesh.events.SAVE_POINTS`; what it raises fails the save
     end: Callable[[BaseException | None, Sequence[Part]], None]
     """The save has failed, or is committed; then the parts say what this rank wrote."""
 
@@ -70,28 +68,24 @@ class SaveWriter:
         self._chunk = chunk
         self._trainer = trainer
         self._status = StatusFiles(storage, task)
-        self._writer = StagedWriter(lambda chunk: trainer.free(chunk.slot), at_once=task.at_once)
-        self.staged = threading.Event()  # the trainer stages no more, well or not
-        self._staging_error: BaseException | None = None
+        self._staged = StagedChunks(
+            lambda chunk: trainer.free(chunk.slot), trainer.stop_staging, at_once=task.at_once
+        )
+        self.staged = self._staged.ended  # the trainer stages no more, well or not
 
     def fill(self, number: int, num_bytes: int, slot: int) -> None:
         """Chunk `number` of the stream is in a slot of the arena."""
-        self._writer.put(Filled(number, num_bytes, self._chunk(slot)))
+        self._staged.put(Filled(number, num_bytes, self._chunk(slot)))
 
     def end_staging(self, error: BaseException | None) -> None:
         """No further chunk comes; the error says why, if not all is staged."""
-        self._staging_error = error
-        if error is not None:
-            self._writer.cancel()
-        self._writer.end()
-        self.staged.set()
+        self._staged.end(error)
 
     def cancel(self, error: BaseException | None) -> None:
         """Give the save up, because of an error if there is one."""
-        text = f"the save to {self._storage.url} was cancelled"
-        self._status.give_up(error or CancelledError(text))
-        self._writer.cancel()
-        self._trainer.stop_staging()
+        error = error or CancelledError(f"the save to {self._storage.url} was cancelled")
+        self._status.give_up(error)
+        self._staged.cancel(error)
 
     def run(self) -> None:
         """See the save through to its end, and tell the trainer's side of it."""
@@ -107,7 +101,11 @@ class SaveWriter:
         task = self.task
         try:
             return write_and_commit(
-                self._status.run_joined, self._storage, task.global_plan, self._write, self._emit
+                self._status.run_joined,
+                self._storage,
+                task.global_plan,
+                self._write,
+                self._trainer.see,
             )
         except BaseException as error:
             if not self._status.has_begun:
@@ -120,27 +118,24 @@ class SaveWriter:
     def _write(self) -> list[Part]:
         """Write this rank's files; what it says of them."""
         task = self.task
-        written = None
-        if task.files.paths:
-            written = self._writer.write(
-                self._create,
-                partial(self._trainer.see, "save.chunk_written"),
-                self._trainer.stop_staging,
-            )
-        self.staged.wait()
-        if self._staging_error is not None:
-            raise self._staging_error
+        if not task.files.paths:
+            self._staged.stage(lambda _: None, lambda _: None)  # others may still collect from here
+            self._status.check()
+            self._storage.sync()
+            return list(task.kept)
+        written = write_staged(
+            self._storage,
+            task.files,
+            task.num_bytes,
+            self._staged,
+            give=lambda chunk: self._trainer.free(chunk.slot),
+            on_chunk=partial(self._trainer.see, "save.chunk_written"),
+            begin=self._create,
+        )
         self._status.check()
         self._storage.sync()
-        if written is None:
-            return list(task.kept)
         self._trainer.see("save.file_finished", task.num_bytes)
         return [*task.kept, *map(as_written, task.parts, written)]
 
-    def _emit(self, point: str, num_bytes: int = 0) -> None:
-        self._trainer.see(point, num_bytes)
-
-    def _create(self) -> ChunkWriter:
-        task = self.task
-        self._trainer.see("save.file_created", task.num_bytes)
-        return ChunkWriter(self._storage, task.files, task.num_bytes)
+    def _create(self) -> None:
+        self._trainer.see("save.file_created", self.task.num_bytes)

@@ -61,7 +61,7 @@ from remesh.core.state import Description
 from remesh.core.tables import BoxTable
 from remesh.errors import CoverageError, NameCollisionError, StateError, StorageError
 from remesh.events import Emit
-from remesh.exchange import Exchange, run_joined, run_on_all
+from remesh.exchange import Exchange, run_each, run_joined
 from remesh.formats import huggingface, native
 from remesh.formats.native import ValuesDocument
 from remesh.formats.table import writer_of
@@ -311,11 +311,10 @@ def _compare_and_plan(
     planned: list[RankSavePlan] = []
     probe = _probe_path(assigned.save_id)
 
-    def plan_files() -> bytes:
+    def plan_files() -> None:
         if assigned.checks_place and exchange.rank:
             check_visible(storage, exchange.rank, probe)
         planned.append(_plan_rank(exchange, storage, mine, options, assigned, cache))
-        return b""
 
     try:
         if assigned.compares:
@@ -324,7 +323,7 @@ def _compare_and_plan(
             compare_copies(
                 exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes
             )
-        run_on_all(exchange, plan_files)
+        run_each(exchange, plan_files)
     except BaseException:
         for own in planned:
             own.remove_kept(storage)

@@ -28,17 +28,17 @@ from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport, open_source
-from remesh.checkpoint.saving import check_options, save_agreed
+from remesh.checkpoint.saving import save_agreed
 from remesh.checkpoint.transformed import renamed_lists, renamed_path, renamed_sequences
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
-from remesh.core.index import Index, StoredTensor
+from remesh.core.index import StoredTensor
 from remesh.core.sharded import ArrayLike, Part, ShardedObject
 from remesh.core.state import Description, Path, Role, TensorEntry
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
-from remesh.exchange import Alone, Exchange, run_on_one
+from remesh.exchange import Alone, Exchange, run_each, run_on_one
 from remesh.formats import native
 from remesh.formats.table import FORMATS, Contents, Source, writer_of
 from remesh.formats.writer import Writer
@@ -128,21 +128,27 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     started = time.monotonic()
     if not is_place(path):
         raise StateError(f"convert: path must name a place, not {type(path).__name__}")
-    writer, program = writer_of(format), as_transform(transform)
-    contents, stored, url = open_source(source)
-    contents, target = _chosen(contents, only), open_storage(path)
-    if url == target.url:
-        raise StateError(f"{url}: source and destination are one place; convert to another")
+    writer, program, target = writer_of(format), as_transform(transform), open_storage(path)
+    exchange = Alone() if group is None else exchange_of(group)
+
+    def describe() -> tuple[Contents, Description]:
+        contents, stored, url = open_source(source)
+        contents = _chosen(contents, only)
+        if url == target.url:
+            raise StateError(f"{url}: source and destination are one place; convert to another")
+        resolved = None if program is None else _resolve(contents, program)
+        stored = dataclasses.replace(stored, index=contents.index, resolved=resolved)
+        owners = None if program is None else program.owners
+        description = describe_stored(contents, stored, owners)
+        if format != native.FORMAT_NAME:
+            _import_torch_for(description)
+            _warn_of_unchecked(description, url, format)
+        return contents, description
+
+    contents, description = run_each(exchange, describe)
     if metadata is None and contents.record is not None and format == native.FORMAT_NAME:
         metadata = contents.record.metadata
-    resolved = None if program is None else _resolve(contents, program)
-    stored = dataclasses.replace(stored, index=contents.index, resolved=resolved)
-    description = describe_stored(contents, stored, None if program is None else program.owners)
-    if format != native.FORMAT_NAME:
-        _import_torch_for(description)
-        _warn_of_unchecked(description, url, format)
     num_values = len(description.values) + len(description.merged_lists) + len(description.objects)
-    exchange = Alone() if group is None else exchange_of(group)
     options = SaveOptions(
         overwrite=overwrite,
         metadata=metadata or {},
@@ -152,33 +158,38 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         format_options=format_options or {},
         compress=compress,
     )
-    check_options(options)
     save_agreed(description, target, options, group=exchange, on_event=on_event, is_shown=True)
-    index, verified = _read_again(target, writer, exchange)
+    num_tensors, num_bytes, verified = _read_again(target, writer, exchange)
     return ConversionReport(
         contents.format,
         format,
-        len(index.tensors),
+        num_tensors,
         num_values,
-        sum(index[name].num_bytes for name in index),
+        num_bytes,
         verified,
         tuple(description.unchecked),
         time.monotonic() - started,
     )
 
 
-def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[Index, VerifyReport]:
-    """The result of reading a new checkpoint again."""
-    row = next(row for row in FORMATS if writer in row.writers)
-    written = Checkpoint(Source(target, format=row.name))
-    found = run_on_one(exchange, lambda: msgspec.json.encode(written.verify()))
-    report = msgspec.json.decode(found, type=VerifyReport)
-    if not report.ok:
-        raise CorruptCheckpointError(
-            f"{written}: what was read again is not what was written; remesh verify lists the "
-            "damage\nThe source is as it was: convert it again, or to another disk."
-        )
-    return written.index, report
+def _read_again(
+    target: Storage, writer: Writer, exchange: Exchange
+) -> tuple[int, int, VerifyReport]:
+    """Read a new checkpoint again on rank 0: its tensors, their bytes, and what was found."""
+
+    def read() -> bytes:
+        row = next(row for row in FORMATS if writer in row.writers)
+        written = Checkpoint(Source(target, format=row.name))
+        report, index = written.verify(), written.index
+        if not report.ok:
+            raise CorruptCheckpointError(
+                f"{written}: what was read again is not what was written; remesh verify lists the "
+                "damage\nThe source is as it was: convert it again, or to another disk."
+            )
+        num_bytes = sum(index[name].num_bytes for name in index)
+        return msgspec.json.encode((len(index.tensors), num_bytes, report))
+
+    return msgspec.json.decode(run_on_one(exchange, read), type=tuple[int, int, VerifyReport])
 
 
 def _refuse_unread(description: Description) -> None:

@@ -56,7 +56,7 @@ from remesh.core.index import Index
 from remesh.core.strided import Layout
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
-from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.exchange import Exchange, run_each, run_on_all, run_on_one
 from remesh.formats.decoding import decoded
 from remesh.formats.native import ValuesDocument, retry_if_replaced, unless_replaced
 from remesh.formats.place import Place
@@ -140,30 +140,34 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         StorageError: If the storage fails.
         ExchangeError: If a rank died, or reading took longer than `timeout`.
     """
-    check_order("load", state, path)
-    check_choice("load", "missing", missing, ("error", "keep"))
-    check_choice("load", "unexpected", unexpected, ("ignore", "error"))
-    check_flag("load", "cast", cast)
-    check_target("load", state)
-    for pattern, policy in (resize or {}).items():
-        check_choice("load", f"resize[{pattern!r}]", policy, get_args(Policy))
-    started = time.monotonic()
-    exchange = exchange_of(group)
-    place = place_of(path)
-    storage = place.storage
+    started, exchange = time.monotonic(), exchange_of(group)
+
+    def check() -> tuple[Place, LoadOptions]:
+        check_order("load", state, path)
+        check_choice("load", "missing", missing, ("error", "keep"))
+        check_choice("load", "unexpected", unexpected, ("ignore", "error"))
+        check_flag("load", "cast", cast)
+        check_target("load", state)
+        for pattern, policy in (resize or {}).items():
+            check_choice("load", f"resize[{pattern!r}]", policy, get_args(Policy))
+        policies = missing == "keep", unexpected == "error"
+        return place_of(path), LoadOptions(*policies, cast, as_transform(transform), resize or {})
+
+    place, options = run_each(exchange, check)
+    storage, makes = place.storage, options.transform is not None
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
-    rules = as_transform(transform)
-    options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})
     assign = _assign_for(share_reads, exchange, storage)
 
     def load_once() -> RestoreReport:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
             stored = open_shared(exchange, place)
-            target = target_of(exchange, state, stored, is_transformed=rules is not None)
-            stored = with_parameter_names(
-                exchange, target, stored, is_transformed=rules is not None
-            )
-            emit("load.opened")
+
+            def choose_target() -> Any:
+                emit("load.opened")
+                return target_of(state, stored, is_transformed=makes)
+
+            target = run_each(exchange, choose_target)
+            stored = with_parameter_names(exchange, target, stored, is_transformed=makes)
 
             def read(reads: RankReads, on_read: OnRead) -> bool:
                 todo = reads.index, reads.plan, reads.destinations
@@ -236,7 +240,7 @@ def plan_into(
     [mine] = plans
     compares = any(compares for compares, _, _ in replies)
     if compares:
-        run_on_all(exchange, lambda: _compare(mine, read))
+        run_each(exchange, lambda: _compare(mine, read))
     names = list(stored)
     asked = np.zeros(len(names), np.bool_)  # by any rank
     for _, bits, _ in replies:
@@ -254,12 +258,11 @@ def plan_into(
     return dataclasses.replace(mine, report=report), compares
 
 
-def _compare(plan: RankLoadPlan, read: Read) -> bytes:
+def _compare(plan: RankLoadPlan, read: Read) -> None:
     """Read and compare what a plan needs to have equal. Collective."""
     read(plan.comparing, lambda _size: None)
     problems = dict.fromkeys(problem for problem, is_equal in plan.checks if not is_equal())
     refuse(plan.stored, Findings(conflicts=list(problems)))
-    return b""
 
 
 def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit) -> RestoreReport:
@@ -267,7 +270,6 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
 
     Returns this rank's report, without the time that the load took.
     """
-    emit("load.planned", plan.report.bytes_needed)
     sizes: list[int] = []
     shared = False
 
@@ -275,24 +277,25 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
         sizes.append(size)
         emit("load.run_read", size)
 
+    def prepare() -> None:
+        for act in plan.before:
+            act()
+        finish_device_work(to.memory for to in plan.filling.destinations)
+        emit("load.planned", plan.report.bytes_needed)
+
     def fill() -> bytes:
         nonlocal shared
-        finish_device_work(to.memory for to in plan.filling.destinations)
-        for fill_new in plan.before:
-            fill_new()
         shared = read(plan.filling, count)
         for fill_new in plan.after:
             fill_new()
         emit("load.read")
         return msgspec.msgpack.encode((plan.report.bytes_needed, sum(sizes)))
 
-    def put_back() -> bytes:
-        plan.description.rebuild(plan)
-        return b""
-
     try:
+        # What may fail on one rank alone comes before ranks wait for each other's bytes.
+        run_each(exchange, prepare)
         replies = run_on_all(exchange, fill)
-        run_on_all(exchange, put_back)
+        run_each(exchange, lambda: plan.description.rebuild(plan))
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise

@@ -36,7 +36,7 @@ from remesh.core.state import (
 )
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import NameCollisionError, StateError
-from remesh.exchange import Alone, Exchange, run_on_all
+from remesh.exchange import Alone, Exchange
 from remesh.pipeline import machine
 from remesh.pipeline.arena import Pin
 
@@ -80,21 +80,13 @@ def describe_weights(state: Any) -> Description:
     return description
 
 
-def target_of(
-    exchange: Exchange, state: Any, stored: Iterable[str], *, is_transformed: bool
-) -> Any:
-    """What a load fills of a state: its adapters, if files of peft are stored. Collective."""
-    targets = [state]
+def target_of(state: Any, stored: Iterable[str], *, is_transformed: bool) -> Any:
+    """What a load fills of a state: of a model of peft the adapters, if these are files of peft."""
+    if "peft" not in sys.modules:
+        return state
+    from remesh.adapters.peft import adapter_target
 
-    def choose() -> bytes:
-        if "peft" in sys.modules:
-            from remesh.adapters.peft import adapter_target
-
-            targets[0] = adapter_target(state, stored, is_transformed=is_transformed)
-        return b""
-
-    run_on_all(exchange, choose)
-    return targets[0]
+    return adapter_target(state, stored, is_transformed=is_transformed)
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
@@ -160,11 +152,6 @@ class DeviceInUse(msgspec.Struct, frozen=True):
     """Its name on this rank, such as `cuda:0`; `cpu` is the host; empty if there are none."""
     identity: str = ""  # equal on ranks that use the same one
 
-    @property
-    def kind(self) -> str:
-        """Its name without its number."""
-        return self.name.partition(":")[0]
-
 
 def device_in_use(memories: Iterable[Memory]) -> DeviceInUse:
     """The device on which most bytes of some memories lie."""
@@ -190,14 +177,13 @@ def agree_on_devices(exchange: Exchange, in_use: Sequence[DeviceInUse]) -> Devic
     They do if all ranks have most of their bytes on devices of one kind (`in_use`, in rank order),
     no two on the same one, and the group has a backend that moves them.
     """
-    kinds = {one.kind for one in in_use}
+    kinds = {one.name.partition(":")[0] for one in in_use}
     if kinds & {"", "cpu"} or len(kinds) > 1:
         return None
     if len({one.identity for one in in_use}) < len(in_use):
         return None
     name = in_use[exchange.rank].name
-    is_alone = exchange.world_size == 1
-    if not is_alone and not exchange.connect(name):
+    if exchange.world_size > 1 and not exchange.connect(name):
         return None
     from remesh.adapters.memory import TorchDevice
 

@@ -125,7 +125,7 @@ class RankLoadPlan:
     stored: StoredState  # what is stored
     names: Names  # the same by the names of the state
     filling: RankReads  # what is read into the tensors of the state
-    before: Sequence[Callable[[], None]]  # what fills new elements of larger tensors before that
+    before: Sequence[Callable[[], None]]  # what is done before, such as to fill new elements
     after: Sequence[Callable[[], None]]  # and with what is read
     comparing: RankReads  # what is read to be compared, before anything in the state is touched
     checks: Sequence[Check]  # what has to be equal then

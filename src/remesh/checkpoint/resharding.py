@@ -242,13 +242,16 @@ class Resharder:
             return None
         assert last is not None
         [(tensors, target)] = held
-        self._emit("save.described")
-        finish_device_work(tensors.memories)
-        if self._exchange.rank == 0:
-            self._emit("save.planned")
+
+        def begin() -> None:
+            self._emit("save.described")
+            finish_device_work(tensors.memories)
+            if self._exchange.rank == 0:
+                self._emit("save.planned")
+
         _, transfer = self._transfers[-1]
-        given = tensors.given(self._cache.rows)
-        plan = dataclasses.replace(last[0], description=target)
+        given, before = tensors.given(self._cache.rows), [begin, *last[0].before]
+        plan = dataclasses.replace(last[0], description=target, before=before)
         read = partial(self._read, given, lambda _reads: transfer)
         return fill_planned(plan, self._exchange, read, self._emit)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, get_args
 
@@ -29,11 +29,11 @@ from remesh.checkpoint.report import SaveReport
 from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
-from remesh.exchange import run_joined
+from remesh.exchange import run_each, run_joined
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.formats.writer import Part, as_written
-from remesh.pipeline import Compress, write_collected, write_stream
+from remesh.pipeline import Compress, write_stream
 from remesh.pipeline.source import stored_copies
 from remesh.storage import Storage, open_storage
 
@@ -112,12 +112,18 @@ def save(  # noqa: PLR0913 - each option stands for itself
         format_options=format_options or {},
         compress=compress,
     )
-    check_options(options)
     return save_agreed(state, path, options, group=group, on_event=on_event, is_shown=True)
 
 
+def open_place(call: str, state: Any, path: Any, options: SaveOptions) -> Storage:
+    """Check what the caller of a save asked for, and open the place that it goes to."""
+    check_order(call, state, path)
+    check_options(options)
+    return open_storage(path)
+
+
 def check_options(options: SaveOptions) -> None:
-    """Check what the caller of a save asked for."""
+    """Check the options of a save."""
     check_flag("save", "overwrite", options.overwrite)
     check_flag("save", "verify_replicas", options.verify_replicas)
     check_buffers(options.buffers)
@@ -159,15 +165,12 @@ def save_agreed(
 
     `earlier` is that of `agree`.
     """
-    check_order("save", state, path)
     started, cache = time.monotonic(), cache or PlanCache()
     exchange = exchange_of(group)
-    storage = open_storage(path)
+    storage = run_each(exchange, lambda: open_place("save", state, path, options))
     moments = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
-    with ExitStack() as shown:
-        emit = moments
-        if is_shown:
-            emit = shown.enter_context(showing(moments, "saving", exchange.rank, storage.url))
+    bar = showing(moments, "saving", exchange.rank, storage.url)
+    with bar if is_shown else nullcontext(moments) as emit:
         mine = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
         join, write_mine = partial(run_joined, exchange), partial(write, storage, mine, emit)
         try:
@@ -190,15 +193,16 @@ def write(storage: Storage, mine: RankSavePlan, emit: Emit) -> list[Part]:
     if stream.collection is None and not stream.files.paths:
         storage.sync()
         return list(mine.kept)
-    num_bytes, copies = stream.layout.num_bytes, stored_copies(mine.tensors.memories)
-    begin = partial(emit, "save.file_created", num_bytes)
-    todo = storage, stream.files, stream.layout
-    on_chunk = partial(emit, "save.chunk_written")
-    if stream.collection is not None:
-        written = write_collected(*todo, stream.collection, on_chunk, copies, begin=begin)
-    else:
-        begin()
-        written = write_stream(*todo, on_chunk, copies)
+    num_bytes = stream.layout.num_bytes
+    written = write_stream(
+        storage,
+        stream.files,
+        stream.layout,
+        partial(emit, "save.chunk_written"),
+        stored_copies(mine.tensors.memories),
+        collection=stream.collection,
+        begin=partial(emit, "save.file_created", num_bytes),
+    )
     storage.sync()
     emit("save.file_finished", num_bytes)
     return [*mine.kept, *map(as_written, stream.parts, written)]

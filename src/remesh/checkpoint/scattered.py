@@ -49,7 +49,7 @@ from remesh.errors import (
     FormatVersionError,
 )
 from remesh.events import Emit
-from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
+from remesh.exchange import Exchange, run_each, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.formats.writer import Part, SmallFile
 from remesh.pipeline import Destination, read_together
@@ -157,13 +157,13 @@ def save_scattered(
         remove_own(storage, mine.save_id, mine.paths)
         raise
     # If that fails, the files stay: on another node the checkpoint may be committed already.
-    run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))
+    run_each(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))
     emit("save.done")
 
 
 def _put_small_files(
     storage: Storage, small: bytes, nodes: Nodes, exchange: Exchange, emit: Emit
-) -> bytes:
+) -> None:
     """The first rank of each node: commit."""
     if nodes.is_first(exchange.rank):
         *others, (mark, content) = msgspec.msgpack.decode(small, type=list[SmallFile])
@@ -172,7 +172,6 @@ def _put_small_files(
         emit("save.before_commit")
         storage.put(mark, content, overwrite=True)
         emit("save.committed")
-    return b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,27 +210,24 @@ def _copy_files(
     writers: list[Writer] = []
     with ExitStack() as stack:
 
-        def create() -> bytes:
+        def create() -> None:
             for row in taken:
                 writers.append(storage.create(stored[row].path, stored[row].num_bytes))
                 stack.callback(writers[-1].abort)
-            return b""
 
-        def copy() -> bytes:
+        def copy() -> None:
             to = [Destination((0,), _WrittenFile(writer)) for writer in writers]
             assign = _assign_to(index, owners)
             read_together(
                 exchange, storage, index, plan, to, assign=assign, on_read=lambda _size: None
             )
-            return b""
 
-        def finish() -> bytes:
+        def finish() -> None:
             for writer in writers:
                 writer.finish()
-            return b""
 
         for step in (create, copy, finish):
-            run_on_all(exchange, step)
+            run_each(exchange, step)
 
 
 def _assign_to(index: Index, owners: Sequence[int]) -> Assign:
@@ -343,7 +339,7 @@ def load_scattered(
             "checkpoint, or keep replicas"
         )
     stored = _open(storage, found, nodes, exchange)
-    emit("load.opened")
+    run_each(exchange, lambda: emit("load.opened"))
     owners = [_owner(number, found, nodes) for number in range(len(found.holders))]
     all_have_all = all(len(holders) == len(nodes.ranks) for holders in found.holders)
     assign = None if all_have_all else _assign_to(stored.index, owners)

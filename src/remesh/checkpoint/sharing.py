@@ -19,7 +19,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -109,23 +108,14 @@ def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, u
 
 def check_visible(storage: Storage, rank: int, path: str) -> None:
     """Check that a rank sees a file that rank 0 has put."""
-    if not _is_visible(storage, path):
-        raise NotSharedError(
-            f"{_shortened(storage.url)}: rank {rank} does not see what rank 0 writes "
-            f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
-            "disks of the nodes are not shared, even if they have the same path on every node."
-        )
-
-
-def _is_visible(storage: Storage, path: str) -> bool:
-    """True if a file is there, or soon is."""
     started, wait = time.monotonic(), 0.01
-    while True:
-        with suppress(CheckpointNotFoundError):
-            storage.size(path)
-            return True
+    while not storage.exists(path):
         if time.monotonic() - started + wait > PATIENCE_SECONDS:
-            return False
+            raise NotSharedError(
+                f"{_shortened(storage.url)}: rank {rank} does not see what rank 0 writes "
+                f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
+                "disks of the nodes are not shared, even if they have the same path on every node."
+            )
         time.sleep(wait)
         wait = min(2 * wait, 2.0)
 

@@ -112,7 +112,7 @@ def lay_out(
             element_bytes=element_bytes,
         )
     return RankStream(
-        FileLayout(header, pieces, [piece.position for piece in pieces], end),
+        FileLayout(header, pieces, end),
         files,
         _parts_of(frames, numbers),
     )
@@ -165,7 +165,7 @@ def _lay_out_shared(frames: Sequence[Frame], tensors: LocalTensors) -> RankStrea
             ranges.append((number, end, positions, num_elements * dtype.itemsize))
             end += box.size * dtype.itemsize
     pieces = _without_gaps(pieces)
-    layout = FileLayout(b"", pieces, [piece.position for piece in pieces], end)
+    layout = FileLayout(b"", pieces, end)
     counts = [len(positions) for _, _, positions, _ in ranges]
     num_bytes = np.repeat(np.array([size for *_, size in ranges], np.int64), counts)
     starts = [start + size * np.arange(len(runs)) for _, start, runs, size in ranges]

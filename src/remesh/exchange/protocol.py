@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ from remesh.errors import (
 
 Bytes = npt.NDArray[np.uint8]
 Buffers = Sequence[Bytes]
+
+T = TypeVar("T")
 
 
 class Exchange(ABC):
@@ -202,6 +204,18 @@ def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
     replies = exchange.all_gather(reply)
     _raise_first(replies, own)
     return [data[1:] for data in replies]
+
+
+def run_each(exchange: Exchange, action: Callable[[], T]) -> T:
+    """Run a step on every rank for its own result; errors are raised as by `run_on_all`."""
+    results: list[T] = []
+
+    def act() -> bytes:
+        results.append(action())
+        return b""
+
+    run_on_all(exchange, act)
+    return results[0]
 
 
 def run_on_one(exchange: Exchange, action: Callable[[], bytes]) -> bytes:

@@ -22,13 +22,11 @@ from remesh.errors import ExchangeError
 from remesh.exchange.lateness import describe_absent
 from remesh.exchange.protocol import Buffers, Exchange
 
-_Contribution = list[bytes]
-
 
 @dataclass(slots=True)
 class _Meeting:
-    brought: dict[int, tuple[str, _Contribution]] = field(default_factory=dict)
-    """The operation and the contribution of each rank."""
+    # The operation and the contribution of each rank.
+    brought: dict[int, tuple[str, list[bytes]]] = field(default_factory=dict)
     complete: bool = False
 
 
@@ -58,7 +56,7 @@ class ThreadGroup:
             self._failure = self._failure or reason
             self._condition.notify_all()
 
-    def meet(self, rank: int, operation: str, contribution: _Contribution) -> list[_Contribution]:
+    def meet(self, rank: int, operation: str, contribution: list[bytes]) -> list[list[bytes]]:
         """Bring something to the next meeting; what all ranks brought, in rank order.
 
         Raises:

@@ -39,7 +39,7 @@ from torch.distributed import distributed_c10d
 
 from remesh.errors import ExchangeError
 from remesh.exchange.lateness import LateRanks
-from remesh.exchange.protocol import Buffers, Bytes, Exchange
+from remesh.exchange.protocol import Buffers, Exchange
 
 __all__ = ["TorchGroup"]
 
@@ -157,22 +157,17 @@ class TorchGroup(Exchange):
         assert len(outgoing) == len(incoming) == self.world_size
         for buffer, own in zip(incoming[self.rank], outgoing[self.rank], strict=True):
             buffer[:] = own
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        arriving = [(rank, some) for rank in others for some in incoming[rank] if some.size]
-        received = [
-            self._message(dist.irecv, rank, self._tensor_for(some)) for rank, some in arriving
-        ]
-        sent = [
-            self._message(dist.isend, rank, torch.from_numpy(some).to(self._device))
-            for rank in others
-            for some in outgoing[rank]
-            if some.size
-        ]
-        with self._explained("swap"):
-            self._transfer([*received, *sent])
+        leaving, arriving = list(outgoing), list(incoming)
+        leaving[self.rank] = arriving[self.rank] = ()
+        sent, received = (
+            [[torch.from_numpy(one).to(self._device) for one in some] for some in side]
+            for side in (leaving, arriving)
+        )
+        self.begin_swap(sent, received)()
         if self._device.type != "cpu":
-            for message, (_, some) in zip(received, arriving, strict=True):
-                some[:] = message.tensor.cpu().numpy()
+            for buffers, tensors in zip(arriving, received, strict=True):
+                for buffer, tensor in zip(buffers, tensors, strict=True):
+                    buffer[:] = tensor.cpu().numpy()
 
     def connect(self, device: str) -> bool:
         backends = dict(
@@ -209,12 +204,6 @@ class TorchGroup(Exchange):
                 self._end(messages, works)
 
         return finish
-
-    def _tensor_for(self, buffer: Bytes) -> torch.Tensor:
-        """The memory in which a message for a buffer arrives: the buffer itself where possible."""
-        if self._device.type == "cpu":
-            return torch.from_numpy(buffer)
-        return torch.empty(buffer.size, dtype=torch.uint8, device=self._device)
 
     def _message(self, direction: Any, rank: int, tensor: torch.Tensor) -> dist.P2POp:
         """A tensor that is sent to, or received from, a rank of the group."""
@@ -263,19 +252,17 @@ class TorchGroup(Exchange):
 
     def _send(self, data: bytes, *, target: int) -> None:
         for start, stop in _blocks(len(data)):
-            self._transfer([self._message(dist.isend, target, self._to_tensor(data[start:stop]))])
+            messages = [self._message(dist.isend, target, self._to_tensor(data[start:stop]))]
+            self._end(messages, self._begin(messages))
 
     def _receive(self, size: int, *, source: int) -> bytes:
         blocks = []
         for start, stop in _blocks(size):
             message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            self._transfer([self._message(dist.irecv, source, message)])
+            messages = [self._message(dist.irecv, source, message)]
+            self._end(messages, self._begin(messages))
             blocks.append(_to_bytes(message))
         return b"".join(blocks)
-
-    def _transfer(self, messages: list[dist.P2POp]) -> None:
-        """Send and receive messages."""
-        self._end(messages, self._begin(messages))
 
     def _begin(self, messages: list[dist.P2POp]) -> list[dist.Work]:
         """Begin to send and receive messages."""

@@ -970,7 +970,7 @@ def _copy_pieces(plan: RepairPlan, rows: IntArray, target: Storage, path: str) -
         name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor)
         memory = StoredMemory(plan.source, name, dtype.name, box)
         pieces.append(FilePiece(memory, box.shape, dtype, position))
-    layout = FileLayout(header, pieces, positions.tolist(), num_bytes)
+    layout = FileLayout(header, pieces, num_bytes)
     copies = stored_copies(piece.memory for piece in pieces)
     files = one_file(path, num_bytes)
     [written] = write_stream(target, files, layout, lambda _size: None, copies)

@@ -8,43 +8,25 @@ Responses of object stores need no such buffer, for they lie in memory already.
 
 `write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What
-they do is planned in `remesh.planner`. `write_collected` joins the two, for files that one rank
+they do is planned in `remesh.planner`. `write_stream` joins the two, for files that one rank
 writes of tensors on several. `stage` also cuts writing in two, so that a trainer need only wait for
 the first half.
 """
 
-from remesh.pipeline.collect import Collection, SpreadMemory, write_collected
-from remesh.pipeline.from_files import read_together
-from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
-from remesh.pipeline.read import Destination, limits_for, read_runs
-from remesh.pipeline.stage import has_digests, write_stream
-from remesh.pipeline.transfer import machine
-from remesh.pipeline.write import (
-    Compress,
-    FileLayout,
-    FilePiece,
-    StreamFiles,
-    one_file,
-    whole_files,
-)
-
-__all__ = [
-    "Collection",
-    "Compress",
-    "Destination",
-    "FileLayout",
-    "FilePiece",
-    "MemoryTransfer",
-    "SpreadMemory",
-    "StreamFiles",
-    "has_digests",
-    "limits_for",
-    "machine",
-    "one_file",
-    "plan_between_memories",
-    "read_runs",
-    "read_together",
-    "whole_files",
-    "write_collected",
-    "write_stream",
-]
+from remesh.pipeline.collect import Collection as Collection
+from remesh.pipeline.collect import SpreadMemory as SpreadMemory
+from remesh.pipeline.collect import write_stream as write_stream
+from remesh.pipeline.from_files import read_together as read_together
+from remesh.pipeline.from_memory import MemoryTransfer as MemoryTransfer
+from remesh.pipeline.from_memory import plan_between_memories as plan_between_memories
+from remesh.pipeline.read import Destination as Destination
+from remesh.pipeline.read import limits_for as limits_for
+from remesh.pipeline.read import read_runs as read_runs
+from remesh.pipeline.stage import has_digests as has_digests
+from remesh.pipeline.transfer import machine as machine
+from remesh.pipeline.write import Compress as Compress
+from remesh.pipeline.write import FileLayout as FileLayout
+from remesh.pipeline.write import FilePiece as FilePiece
+from remesh.pipeline.write import StreamFiles as StreamFiles
+from remesh.pipeline.write import one_file as one_file
+from remesh.pipeline.write import whole_files as whole_files

@@ -15,6 +15,7 @@ slab, so that a device copies into it by itself.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -27,6 +28,8 @@ SLAB_CHUNKS = 16
 
 SHARED_SLAB_CHUNKS = 256
 """The same for shared arenas, where each mapping costs its processes a descriptor."""
+
+_LOGGER = logging.getLogger("remesh")
 
 Pin = Callable[[Buffer], Callable[[], None] | None]
 """Pins memory for a device, and returns what undoes that; None if the system refuses."""
@@ -48,11 +51,12 @@ class Arena:
 
     def __init__(self, budget: int, chunk_bytes: int, *, shared: bool = False) -> None:
         self.chunk_bytes = chunk_bytes
-        self._max_chunks = max(1, budget // chunk_bytes)
+        self._max_chunks = self._least_chunks = max(1, budget // chunk_bytes)
         self._chunks: list[Chunk] = []
         self._fresh: list[Chunk] = []
         self._free: list[Chunk] = []
         self._changed = threading.Condition(threading.RLock())
+        self._warming: threading.Thread | None = None
         self._pin: Pin | None = None
         self._unpin: list[Callable[[], None]] = []
         self._shared = shared
@@ -94,10 +98,30 @@ class Arena:
         with self._changed:
             self._pin = pin
 
-    def is_warm(self, num_bytes: int) -> bool:
-        """True if `warm` would have nothing to do."""
+    @property
+    def is_warming(self) -> bool:
+        """True while `warm_beside` is at work."""
+        return self._warming is not None and self._warming.is_alive()
+
+    def warm_beside(self, num_bytes: int, after: Callable[[], object] = lambda: None) -> None:
+        """Call `after` and then `warm` in the background, unless that has nothing to do."""
         with self._changed:
-            return not self._fresh and self.num_bytes >= min(num_bytes, self.budget)
+            is_warm = not self._fresh and self.num_bytes >= min(num_bytes, self.budget)
+        if is_warm or self.is_warming:
+            return
+
+        def warm() -> None:
+            after()
+            self.warm(num_bytes)
+
+        warming = threading.Thread(target=warm, name="remesh-warm", daemon=True)
+        try:
+            warming.start()
+        except (RuntimeError, MemoryError) as error:
+            # What needs the memory gets it by itself, only later.
+            _LOGGER.warning("memory for the next save is not made ready ahead: %s", error)
+        else:
+            self._warming = warming
 
     def warm(self, num_bytes: int) -> None:
         """Allocate and touch memory ahead of need, up to `num_bytes` and the budget."""
@@ -144,12 +168,17 @@ class Arena:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give all memory back to the system; no chunk may be used any more."""
+        """Give all memory back to the system: no chunk that was taken may be used any more.
+
+        The arena is as new then, with its first budget.
+        """
+        if self._warming is not None:
+            self._warming.join()
         with self._changed:
             self._chunks.clear()
             self._fresh.clear()
             self._free.clear()
-            self._max_chunks = 0
+            self._max_chunks = self._least_chunks
             while self._unpin:
                 self._unpin.pop()()
             if self._file is not None:

@@ -25,12 +25,12 @@ from remesh.core.index import Index
 from remesh.core.integrity import WrittenFile
 from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory, SourceMemory
 from remesh.core.tables import BoxTable
-from remesh.exchange import Exchange, run_on_all
+from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.from_memory import plan_between_memories
 from remesh.pipeline.read import Destination
-from remesh.pipeline.stage import Filled, Stager
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
+from remesh.pipeline.stage import NUM_STAGERS, NUM_WRITERS, Filled, Stager, write_staged
+from remesh.pipeline.write import CHUNK_SIZE, FileLayout, StreamFiles
 from remesh.planner import ReadLimits, plan_load
 from remesh.storage import Buffer, Storage
 
@@ -169,7 +169,7 @@ class CollectingStager(Stager):
         exchange = self._collection.exchange
         filled: list[Filled] = []
 
-        def fill() -> bytes:
+        def fill() -> None:
             for number in numbers:
                 chunk = self._arena.take(self._stop)
                 if chunk is None:
@@ -178,61 +178,62 @@ class CollectingStager(Stager):
                 filled.append(Filled(number, 0, chunk))
                 data = self._layout.fill_chunk(number, chunk.buffer)
                 filled[-1] = Filled(number, len(data), chunk)
-            return b""
 
-        def move() -> bytes:
+        def move() -> None:
             execute()
             while filled and not self._stop.is_set():
                 number, num_bytes = filled[0].number, filled[0].num_bytes
                 self._checksums.complete(number * CHUNK_SIZE, filled[0].data)
                 hand_over(filled.pop(0))
                 on_chunk(num_bytes)
-            return b""
 
         try:
-            run_on_all(exchange, fill)
+            run_each(exchange, fill)
             execute = self._collection.plan_transfer()
-            run_on_all(exchange, move)
+            run_each(exchange, move)
         finally:
             for one in filled:
                 self._arena.give(one.chunk)
 
 
-def write_collected(
+def stager_of(
+    layout: FileLayout,
+    arena: Arena,
+    copies: Callable[[], CopyQueue] | None,
+    collection: Collection | None,
+    num_threads: int = NUM_STAGERS,
+) -> Stager:
+    """What stages a stream, which collects its tensors if they lie on several ranks."""
+    if collection is None:
+        return Stager(layout, arena, copies, num_threads=num_threads)
+    return CollectingStager(collection, layout, arena, copies)
+
+
+def write_stream(
     storage: Storage,
     files: StreamFiles,
     layout: FileLayout,
-    collection: Collection,
     on_chunk: Callable[[int], None],
     copies: Callable[[], CopyQueue] | None = None,
     *,
-    begin: Callable[[], None],
+    collection: Collection | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> list[WrittenFile]:
-    """Write the files of a stream of tensors that lie on several ranks. Collective.
+    """Stage a stream through few chunks, and write its files, as `write_staged`.
 
-    All ranks raise the failure of `begin`, which is called before, and what another rank raises in
-    a round; a failure after the last round is not known to other ranks. `copies` is used if there
-    are no rounds.
+    `copies` is that of a `Stager`. With a `collection` it is collective: all ranks raise the
+    failure of `begin`, and what another rank raises in a round; a failure after the last round is
+    not known to other ranks.
     """
-    arena = Arena(2 * min(ROUND_BYTES, max(layout.num_bytes, CHUNK_SIZE)), CHUNK_SIZE)
-    writers: list[ChunkWriter] = []
-
-    def start() -> None:
-        begin()
-        writers.append(ChunkWriter(storage, files, layout.num_bytes))
-
-    def write(filled: Filled) -> None:
-        try:
-            writers[0].write(filled.number, filled.data)
-        finally:
-            arena.give(filled.chunk)
-
+    most = NUM_WRITERS * CHUNK_SIZE if collection is None else 2 * ROUND_BYTES
+    arena = Arena(min(most, 2 * layout.num_chunks * CHUNK_SIZE), CHUNK_SIZE)
+    stager = stager_of(layout, arena, copies, collection, NUM_WRITERS)
     try:
-        CollectingStager(collection, layout, arena, copies).stage(write, on_chunk, start)
-        return writers[0].finish()
-    except BaseException:
-        for writer in writers:
-            writer.abort()
-        raise
+        return write_staged(
+            *(storage, files, layout.num_bytes, stager),
+            give=arena.give,
+            on_chunk=on_chunk,
+            begin=begin,
+        )
     finally:
         arena.close()

@@ -3,14 +3,10 @@
 The threads of a `Stager` fill chunks of an arena with final file bytes, and hand them over to be
 digested and written. Each chunk is given back then. There are two ways to take them:
 
-* `write_stream`: the thread that has filled a chunk writes it, while it is hot in the cache, so a
-  few chunks are enough. The caller waits until all is written.
-* The trainer waits for the stager alone, which hands the chunks over to a `StagedWriter` in another
-  thread or another process. If the whole stream finds touched memory in
-  the arena, writing does not begin before everything is staged, because it would only take memory
-  bandwidth and time from what the trainer waits for. Otherwise both run at once: chunks that come
-  back from the writer are ready sooner than memory that was never touched, and if the arena is
-  smaller than the stream, the stager waits for them.
+* `write_stream` (`collect`): the thread that has filled a chunk writes it, while it is hot in the
+  cache, so a few chunks are enough. The caller waits until all is written.
+* The trainer waits for the stager alone, which hands the chunks over to another thread or another
+  process (`StagedChunks`, `remesh.background`).
 
 Copies out of a device are queued, if the device has a queue for it
 (`remesh.core.memory.CopyQueue`): each thread hands a chunk over when the copies into it are done,
@@ -153,29 +149,118 @@ class Stager:
             raise
 
 
-def write_stream(
+class StagedChunks:
+    """Chunks that a stager hands over in another thread or process: to what writes them, a stager.
+
+    If the whole stream finds touched memory in the arena, writing does not begin before everything
+    is staged, because it would only take memory bandwidth and time from what the trainer waits for.
+    Otherwise both run `at_once`: chunks that come back from the writer are ready sooner than memory
+    that was never touched, and if the arena is smaller than the stream, the stager waits for them.
+
+    `give` gives a chunk back, and `stop` makes the stager end soon, which then calls `end`.
+    """
+
+    def __init__(
+        self, give: Callable[[Chunk], None], stop: Callable[[], None], *, at_once: bool
+    ) -> None:
+        self._give = give
+        self._stop = stop
+        self._at_once = at_once
+        self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
+        self._is_cancelled = False
+        self._error: BaseException | None = None
+        self.ended = threading.Event()  # no further chunk comes
+
+    def put(self, filled: Filled) -> None:
+        """Hand a chunk over."""
+        self._filled.put(filled)
+
+    def end(self, error: BaseException | None) -> None:
+        """Say that no further chunk comes; the error says why, if not all is staged."""
+        if error is not None:
+            self.cancel(error)
+        self._filled.put(None)
+        self.ended.set()
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Let `stage` take no more of what is staged, and raise the error when all has ended."""
+        self._error = self._error or error
+        self._is_cancelled = True
+        self._stop()
+
+    def stage(
+        self,
+        hand_over: Callable[[Filled], None],
+        on_chunk: Callable[[int], None],
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As in `Stager`; ends only after `end`."""
+
+        def pass_on() -> None:
+            while (filled := self._take()) is not None:
+                if self._is_cancelled:
+                    self._give(filled.chunk)
+                else:
+                    hand_over(filled)
+                    on_chunk(filled.num_bytes)
+
+        if not self._at_once:
+            self.ended.wait()
+        try:
+            begin()
+            run_threads(NUM_WRITERS, pass_on, self.cancel)
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            # What is still staged is given back, so that the stager does not wait for memory.
+            while (filled := self._take()) is not None:
+                self._give(filled.chunk)
+        if self._error is not None:
+            raise self._error
+
+    def _take(self) -> Filled | None:
+        """The next chunk; None when there is no further one."""
+        filled = self._filled.get()
+        if filled is None:
+            self._filled.put(None)  # for the other threads
+        return filled
+
+
+def write_staged(
     storage: Storage,
     files: StreamFiles,
-    layout: FileLayout,
+    num_bytes: int,
+    stager: Stager | StagedChunks,
+    *,
+    give: Callable[[Chunk], None],
     on_chunk: Callable[[int], None],
-    copies: Callable[[], CopyQueue] | None = None,
+    begin: Callable[[], None],
 ) -> list[WrittenFile]:
-    """Write the files of a stream and make them durable; what is known of each.
+    """Write the chunks of a stream and make its files durable; what is known of each.
 
-    `on_chunk` is called after each chunk, in the thread that wrote it, with its size; `copies` is
-    that of a `Stager`. If it fails, the files are gone, if the storage still can.
+    `begin` is called before; `give` takes each chunk back and `on_chunk` its size, in the thread
+    that wrote it. If it fails, the files are gone, if the storage still can.
     """
-    writer = ChunkWriter(storage, files, layout.num_bytes)
+    writers: list[ChunkWriter] = []
+
+    def start() -> None:
+        begin()
+        writers.append(ChunkWriter(storage, files, num_bytes))
+
+    def write(filled: Filled) -> None:
+        try:
+            writers[0].write(filled.number, filled.data)
+        finally:
+            give(filled.chunk)
+
     try:
-        _fill_and_use(layout, copies, lambda one: writer.write(one.number, one.data), on_chunk)
-        return writer.finish()
+        stager.stage(write, on_chunk, start)
+        return writers[0].finish()
     except BaseException:
-        writer.abort()
+        for writer in writers:
+            writer.abort()
         raise
-
-
-class _DifferentError(Exception):
-    """A block has another digest; it is not raised outside."""
 
 
 def has_digests(
@@ -184,117 +269,19 @@ def has_digests(
     """True if the blocks of a stream have these digests; ends with the first that has not."""
     if len(digests) != -(-layout.num_bytes // BLOCK_SIZE):
         return False
+    arena = Arena(min(NUM_WRITERS, layout.num_chunks) * CHUNK_SIZE, CHUNK_SIZE)
+    stager = Stager(layout, arena, copies, num_threads=NUM_WRITERS)
+    differ: list[int] = []
 
     def look(filled: Filled) -> None:
         first, found = filled.number * CHUNK_SIZE // BLOCK_SIZE, block_digests(filled.data)
+        arena.give(filled.chunk)
         if (found != digests[first : first + len(found)]).any():
-            raise _DifferentError
+            differ.append(filled.number)
+            stager.cancel()
 
     try:
-        _fill_and_use(layout, copies, look, lambda _num_bytes: None)
-    except _DifferentError:
-        return False
-    return True
-
-
-def _fill_and_use(
-    layout: FileLayout,
-    copies: Callable[[], CopyQueue] | None,
-    use: Callable[[Filled], None],
-    on_chunk: Callable[[int], None],
-) -> None:
-    """Fill the chunks of a stream, and use each in the thread that filled it."""
-    arena = Arena(min(NUM_WRITERS, layout.num_chunks) * CHUNK_SIZE, CHUNK_SIZE)
-
-    def use_and_give(filled: Filled) -> None:
-        try:
-            use(filled)
-        finally:
-            arena.give(filled.chunk)
-
-    try:
-        Stager(layout, arena, copies, num_threads=NUM_WRITERS).stage(use_and_give, on_chunk)
+        stager.stage(look, lambda _num_bytes: None)
     finally:
         arena.close()
-
-
-class StagedWriter:
-    """Writes a stream from chunks that a stager hands over, and gives them back.
-
-    `write` runs in a thread of its own, and ends only after `end`; the other methods may be called
-    from any other thread. Writing begins with the first chunk (`at_once`), or when all are staged.
-    """
-
-    def __init__(self, give: Callable[[Chunk], None], *, at_once: bool) -> None:
-        self._give = give
-        self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._may_write = threading.Event()
-        if at_once:
-            self._may_write.set()
-
-    def put(self, filled: Filled) -> None:
-        """Hand a chunk over."""
-        self._filled.put(filled)
-
-    def end(self) -> None:
-        """Say that no further chunk comes."""
-        self._may_write.set()
-        self._filled.put(None)
-
-    def cancel(self) -> None:
-        """Let `write` give up what is written, as soon as the stager has ended."""
-        self._stop.set()
-        self._may_write.set()
-
-    def write(
-        self,
-        create: Callable[[], ChunkWriter],
-        on_chunk: Callable[[int], None],
-        on_failure: Callable[[], None],
-    ) -> list[WrittenFile] | None:
-        """Write what is staged and make it durable; what is known of each file.
-
-        None if it was given up because of `cancel`. `create` begins the files. `on_failure` is
-        called at the first failure and should make the stager end soon; the files are gone then, if
-        the storage still can.
-        """
-        writer: ChunkWriter | None = None
-
-        def fail() -> None:
-            self.cancel()
-            on_failure()
-
-        def write_some() -> None:
-            assert writer is not None
-            while (filled := self._take()) is not None:
-                try:
-                    if not self._stop.is_set():
-                        writer.write(filled.number, filled.data)
-                        on_chunk(filled.num_bytes)
-                finally:
-                    self._give(filled.chunk)
-
-        self._may_write.wait()
-        try:
-            writer = create()
-            run_threads(NUM_WRITERS, write_some, fail)
-            if self._stop.is_set():
-                writer.abort()
-                return None
-            return writer.finish()
-        except BaseException:
-            fail()
-            # What is still staged is given back, so that the stager does not wait for memory.
-            while (filled := self._take()) is not None:
-                self._give(filled.chunk)
-            if writer is not None:
-                writer.abort()
-            raise
-
-    def _take(self) -> Filled | None:
-        """The next chunk; None when there is no further one."""
-        filled = self._filled.get()
-        if filled is None:
-            self._filled.put(None)  # for the other threads
-        return filled
+    return not differ

@@ -61,7 +61,7 @@ from remesh.core.dtypes import DTYPES, CarrierDType
 from remesh.core.geometry import Box, IntArray
 from remesh.core.index import Index
 from remesh.core.memory import Device, HostMemory, Memory, MessageBuffer, copy_directly
-from remesh.exchange import Exchange, run_on_all
+from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.pipeline.read import Destination, Place
 from remesh.pipeline.task_pool import TaskPool, Tasks
 from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
@@ -472,17 +472,14 @@ def device_buffers(
     exchange: Exchange, device: Device, index: Index, plan: TransferPlan
 ) -> MessageBuffers:
     """Memory for the messages of a plan. Collective: if it is refused anywhere, all ranks raise."""
-    made: list[MessageBuffers] = []
 
-    def make() -> bytes:
+    def make() -> MessageBuffers:
         leaving = device.buffers(_NUM_BUFFERS, plan.outgoing.buffer_bytes)
         arriving = device.buffers(_NUM_BUFFERS, plan.incoming.buffer_bytes)
         carried = carried_by(index, plan.outgoing), carried_by(index, plan.incoming)
-        made.append(MessageBuffers(*carried, leaving, arriving, device=device))
-        return b""
+        return MessageBuffers(*carried, leaving, arriving, device=device)
 
-    run_on_all(exchange, make)
-    return made[0]
+    return run_each(exchange, make)
 
 
 def execute_on_device(

@@ -57,7 +57,6 @@ class FileLayout:
 
     header: bytes  # its first bytes
     pieces: Sequence[FilePiece]  # what follows, sorted by position, without gaps
-    positions: Sequence[int]  # position of each piece
     num_bytes: int  # size of the whole stream
 
     @property
@@ -81,11 +80,11 @@ class FileLayout:
         if start < len(self.header):
             part = np.frombuffer(self.header, dtype=np.uint8)[start:stop]
             buffer[: len(part)] = part
-        number = max(bisect.bisect_right(self.positions, start) - 1, 0)
+        number = bisect.bisect_right(self.pieces, start, key=lambda piece: piece.position)
+        number = max(number - 1, 0)
         at = max(start, len(self.header))
         plain: list[Buffer] = []
-        while number < len(self.pieces) and self.positions[number] < stop:
-            piece = self.pieces[number]
+        while number < len(self.pieces) and (piece := self.pieces[number]).position < stop:
             data = contiguous_bytes(piece.memory)
             if data is None:
                 at += _concatenate(plain, buffer[at - start :])
