@@ -19,6 +19,7 @@ from remesh.errors import DivergedReplicaError, MismatchError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.adapters.parallel_transformer import optimizer_with_state, randomise
+from tests.adapters.stored import saved, transfer
 from tests.support import run_ranks
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
@@ -101,12 +102,9 @@ def test_copies_of_parameters_in_an_optimizer_of_their_own() -> None:
     state, copies = build(0, 1)
     for number, copy in enumerate(copies.values()):
         copy.fill_(number + 1.0)
-        state["optimizer"].optimizer.state[copy] = {
-            "step": torch.tensor(1.0),
-            "exp_avg": copy + 0.5,
-        }
-    storage = MemoryStorage()
-    remesh.save(state, storage)
+        moments = {"step": torch.tensor(1.0), "exp_avg": copy + 0.5}
+        state["optimizer"].optimizer.state[copy] = moments
+    storage = saved(state)
     assert "optimizer.state.2.bias.master" in remesh.Checkpoint(storage).index
 
     def on_two(exchange: Exchange) -> int:
@@ -125,24 +123,22 @@ def test_state_that_some_parameters_lack_is_named() -> None:
     module = model()
     optimizer = optimizer_with_state(module, 2)
     del optimizer.state[module.get_parameter("1.weight")]
-    storage = MemoryStorage()
-    remesh.save({"model": module, "optimizer": optimizer}, storage)
+    source = {"model": module, "optimizer": optimizer}
     target = {"model": module, "optimizer": flat_slices(module, 0, 1)}
     with pytest.raises(MismatchError, match="2 names are not stored") as caught:
-        remesh.load(target, storage)
+        transfer(source, target)
     prefix = "optimizer.state.1.weight"
     assert set(caught.value.missing) == {f"{prefix}.exp_avg", f"{prefix}.exp_avg_sq"}
-    remesh.load(target, storage, missing="keep")
+    transfer(source, target, missing="keep")
 
 
 def test_steps_that_differ_do_not_fit_one_buffer() -> None:
     module = model()
     optimizer = optimizer_with_state(module, 2)
     optimizer.state[module.get_parameter("1.weight")]["step"] += 1
-    storage = MemoryStorage()
-    remesh.save({"model": module, "optimizer": optimizer}, storage)
+    source = {"model": module, "optimizer": optimizer}
     with pytest.raises(MismatchError, match=r"(?s)step .*are tied .*different values"):
-        remesh.load({"model": module, "optimizer": flat_slices(module, 0, 1)}, storage)
+        transfer(source, {"model": module, "optimizer": flat_slices(module, 0, 1)})
 
 
 def test_numbers_of_a_buffer_are_one_for_all_its_parameters() -> None:
@@ -159,11 +155,9 @@ def test_numbers_of_a_buffer_are_one_for_all_its_parameters() -> None:
             optimizer.state[flat] = {"exp_avg": moment, "product": product, "steps": int(value)}
         return {"o": leaf}, optimizer.state[flat]
 
-    storage = MemoryStorage()
-    remesh.save(build(7.0)[0], storage)
     for before in (0.0, 8.0):
         state, own = build(before)
-        remesh.load(state, storage, unexpected="error")
+        transfer(build(7.0)[0], state)
         assert own["product"].shape == ()
         assert own["product"].item() == own["steps"] == 7
         assert own["exp_avg"].tolist()[:5] == [7, 8, 9, 10, 11]
@@ -172,11 +166,9 @@ def test_numbers_of_a_buffer_are_one_for_all_its_parameters() -> None:
         "scale": {"exp_avg": torch.zeros(()), "steps": 1},
         "weight": {"exp_avg": torch.zeros(2, 2), "steps": 2},
     }
-    other = MemoryStorage()
-    groups = [{"lr": 0.1}]
-    remesh.save({"o": {"state": per_parameter, "param_groups": groups}}, other)
+    other = {"o": {"state": per_parameter, "param_groups": [{"lr": 0.1}]}}
     with pytest.raises(StateError, match=r"(?s)o\.state\.scale\.steps: .* for 2 parameters"):
-        remesh.load(state, other, missing="keep")
+        transfer(other, state, missing="keep", unexpected="ignore")
 
 
 def test_slices_on_copies_must_be_equal() -> None:
@@ -205,10 +197,8 @@ def test_state_on_another_device_than_the_parameter() -> None:
             optimizer.state[parameter] = {"step": torch.tensor(value), "exp_avg": moment}
         return {"model": LocalNonpersistentObject(module), "optimizer": optimizer}, optimizer
 
-    storage = MemoryStorage()
-    remesh.save(build(3.0)[0], storage)
     state, optimizer = build(4.0)
-    remesh.load(state, storage, unexpected="error")
+    transfer(build(3.0)[0], state)
     for own in optimizer.state.values():
         assert own["exp_avg"].device.type == "cpu"
         assert own["exp_avg"].unique().tolist() == [3]
@@ -218,13 +208,12 @@ def test_state_on_another_device_than_the_parameter() -> None:
 def test_state_that_some_parameters_lack_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     module = model()
     optimizer = optimizer_with_state(module, 2)
-    remesh.save({"model": module, "optimizer": optimizer}, MemoryStorage())
+    saved({"model": module, "optimizer": optimizer})
     del optimizer.state[module.get_parameter("1.weight")]
     module.get_parameter("2.bias").requires_grad_(False)
     del optimizer.state[module.get_parameter("2.bias")]
     assert "no state" not in caplog.text
-    storage = MemoryStorage()
-    remesh.save({"model": module, "optimizer": optimizer}, storage)
+    storage = saved({"model": module, "optimizer": optimizer})
     assert "optimizer: 1 parameters have no state in the optimizer, others do" in caplog.text
     assert caplog.text.count("1.weight") == 1
     full = optimizer_with_state(module, 2)

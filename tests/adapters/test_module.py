@@ -10,53 +10,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from remesh.adapters import describe_leaf
 from remesh.core.state import describe
 from remesh.errors import NameCollisionError, StateError, UnsupportedValueError
-from tests.adapters.fake_checkpoint import FakeCheckpoint, capture, restore
-
-
-class Block(nn.Module):
-    """Two linear layers and a buffer of each kind."""
-
-    running: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("running", torch.randn(2))
-        self.register_buffer("scratch", torch.randn(2), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(self.inner(x))
-        return result
-
-
-NAMES = {
-    "inner.weight",
-    "inner.bias",
-    "norm.weight",
-    "norm.bias",
-    "norm.running_mean",
-    "norm.running_var",
-    "norm.num_batches_tracked",
-    "running",
-}
-
-
-def model() -> nn.Sequential:
-    return nn.Sequential(Block(), Block())
+from tests.adapters.stored import transfer
 
 
 def names_of(state: Any) -> set[str]:
     return {entry.name for entry in describe(state, describe_leaf).tensors}
 
 
-def equal(left: nn.Module, right: nn.Module) -> bool:
-    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
 def test_a_bare_module_and_its_state_dict_have_the_same_names() -> None:
-    module = model()
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module.register_buffer("scratch", torch.randn(2), persistent=False)
     assert names_of(module) == names_of(dict(module.state_dict())) == set(module.state_dict())
 
 
@@ -88,7 +51,7 @@ def test_state_dict_hooks_are_honoured() -> None:
 
     source, target = (nn.Sequential(Transposed(2, 3, bias=False)) for _ in range(2))
     assert names_of(source) == {"0.kernel"}
-    restore(target, FakeCheckpoint([capture(source)]))
+    transfer(source, target)
     assert torch.equal(source[0].weight, target[0].weight)  # type: ignore[arg-type]
 
 

@@ -12,14 +12,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import remesh
 from remesh.adapters import describe_leaf
 from remesh.core.sharded import LocalNonpersistentObject
-from remesh.core.state import Description, describe
+from remesh.core.state import describe
 from remesh.errors import StateError
-from tests.adapters.fake_checkpoint import FakeCheckpoint, Restored, capture, restore
+from remesh.exchange import Exchange
+from remesh.storage import MemoryStorage
+from tests.adapters.stored import check_equal, saved, transfer
+from tests.support import run_ranks
 
-Make = Callable[[Any], Optimizer]
-
+Make = Callable[..., Optimizer]
+State = dict[str, Any]
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": torch.optim.AdamW,
@@ -32,51 +36,47 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def train(module: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+def train(state: State, steps: int = 2) -> None:
     for step in range(steps):
-        optimizer.zero_grad()
-        (module(torch.linspace(-1, 1, 6).reshape(2, 3) + step) ** 2).sum().backward()
-        optimizer.step()
+        state["optim"].zero_grad()
+        (state["model"](torch.linspace(-1, 1, 6).reshape(2, 3) + step) ** 2).sum().backward()
+        state["optim"].step()
 
 
-def names_of(description: Description) -> set[str]:
-    tensors = {entry.name for entry in description.tensors}
-    return tensors | description.values.keys() | description.merged_lists.keys()
+def job(steps: int = 0, make: Make = torch.optim.AdamW, **options: Any) -> State:
+    module = model()
+    state = {"model": module, "optim": make(module.parameters(), **options)}
+    train(state, steps)
+    return state
 
 
-def transfer(source: Any, target: Any) -> Restored:
-    return restore(target, FakeCheckpoint([capture(source)]))
+def of(state: State, name: str) -> Any:
+    """What the optimizer keeps for a parameter."""
+    return state["optim"].state[state["model"].get_parameter(name)]
 
 
-def flat_state(optimizer: Optimizer) -> list[tuple[Any, Any, Any]]:
-    """Everything in an optimizer's state dict, with tensors as lists and dtypes."""
-    result = []
-    packed = optimizer.state_dict()
-    for number, entries in packed["state"].items():
+def check_states_equal(one: State, other: State) -> None:
+    """Check that the optimizers of two jobs keep the same, to the last bit."""
+    packed = [state["optim"].state_dict()["state"] for state in (one, other)]
+    assert packed[0].keys() == packed[1].keys()
+    for number, entries in packed[0].items():
+        assert entries.keys() == packed[1][number].keys()
         for key, value in entries.items():
-            shown = (value.tolist(), value.dtype) if isinstance(value, torch.Tensor) else value
-            result.append((number, key, shown))
-    return result
+            assert torch.equal(value, packed[1][number][key])
+            assert value.dtype == packed[1][number][key].dtype
 
 
-@pytest.mark.parametrize("stepped_before", [False, True])
-def test_quantised_state_of_bitsandbytes_goes_on(stepped_before: bool) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-
-    def job() -> tuple[nn.Module, Optimizer]:
-        module = model()
-        return module, bitsandbytes.optim.AdamW8bit(module.parameters(), min_8bit_size=8)
-
-    (source, optimizer), (target, fresh) = job(), job()
-    train(source, optimizer)
-    if stepped_before:
-        train(target, fresh, steps=1)
-    result = transfer({"model": source, "opt": optimizer}, {"opt": fresh, "model": target})
-    assert result.missing == result.unexpected == set()
-    assert fresh.state[next(target.parameters())]["state1"].dtype == torch.uint8
-    train(source, optimizer)
-    train(target, fresh)
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_quantised_state_of_bitsandbytes_goes_on(steps_before: int) -> None:
+    make = pytest.importorskip("bitsandbytes").optim.AdamW8bit
+    source, target = job(2, make, min_8bit_size=8), job(steps_before, make, min_8bit_size=8)
+    transfer(source, target)
+    assert of(target, "0.weight")["state1"].dtype == torch.uint8
+    train(source)
+    train(target)
+    for mine, theirs in zip(
+        target["model"].parameters(), source["model"].parameters(), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
@@ -101,130 +101,112 @@ def tied_and_frozen() -> nn.Module:
 def test_names_are_those_of_torch(name: str, make_model: Callable[[], nn.Module]) -> None:
     module = make_model()
     optimizer = OPTIMIZERS[name](module.parameters())
-    train(module, optimizer)
+    train({"model": module, "optim": optimizer})
     state = {"model": LocalNonpersistentObject(module), "optim": optimizer}
-    names = names_of(describe(state, describe_leaf))
+    checkpoint = remesh.Checkpoint(saved(state))
+    names = {*checkpoint.index, *checkpoint.values, *checkpoint.lists}
     assert names == {f"optim.{of_torch}" for of_torch in torch_names(module, optimizer)}
 
 
 def test_tied_and_frozen_parameters() -> None:
-    module = tied_and_frozen()
-    optimizer = torch.optim.AdamW(module.parameters())
-    train(module, optimizer)
-    description = describe({"model": module, "optim": optimizer}, describe_leaf)
-    assert description.merged_lists == {
-        "optim.param_groups.0.params": ["0.0.weight", "0.0.bias", "0.1.bias"]
-    }
-    states = {p[2] for p in description.paths.values() if p[:2] == ("optim", "state")}
-    assert states == {"0.0.weight", "0.1.bias"}
-    target = tied_and_frozen()
-    fresh = torch.optim.AdamW(target.parameters())
-    result = transfer({"model": module, "optim": optimizer}, {"model": target, "optim": fresh})
-    assert result.missing == result.unexpected == set()
-    assert len(fresh.state) == 2
+    def build(steps: int) -> State:
+        module = tied_and_frozen()
+        state = {"model": module, "optim": torch.optim.AdamW(module.parameters())}
+        train(state, steps)
+        return state
+
+    source, target = build(2), build(0)
+    lists = remesh.Checkpoint(saved(source)).lists
+    assert lists == {"optim.param_groups.0.params": ["0.0.weight", "0.0.bias", "0.1.bias"]}
+    transfer(source, target)
+    check_states_equal(source, target)
+    assert len(target["optim"].state) == 2
 
 
 def test_groups_are_matched_by_names_and_keep_their_identity() -> None:
-    source, target = model(), model()
-    weights = [p for p in source.parameters() if p.ndim == 2]
-    biases = [p for p in source.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": weights, "lr": 0.5}, {"params": biases, "lr": 0.25, "weight_decay": 0.0}]
-    )
-    train(source, optimizer)
+    first, second = model(), model()
+    weights, biases = ([p for p in first.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    source = {
+        "model": first,
+        "optim": torch.optim.AdamW(
+            [{"params": weights, "lr": 0.5}, {"params": biases, "lr": 0.25, "weight_decay": 0.0}]
+        ),
+    }
+    train(source)
     fresh = torch.optim.AdamW(
         [
-            {"params": [target[2].bias]},
-            {"params": [target[2].weight, target[0].weight]},
-            {"params": [target[0].bias]},
+            {"params": [second[2].bias]},
+            {"params": [second[2].weight, second[0].weight]},
+            {"params": [second[0].bias]},
         ],
         betas=(0.1, 0.2),
     )
+    target = {"model": second, "optim": fresh}
     groups, whole = list(fresh.param_groups), fresh.param_groups
-    result = transfer({"model": source, "optim": optimizer}, {"model": target, "optim": fresh})
+    transfer(source, target)
     assert fresh.param_groups is whole
     assert all(now is before for now, before in zip(whole, groups, strict=True))
-    assert result.missing == result.unexpected == set()
     assert [g["lr"] for g in groups] == [0.25, 0.5, 0.25]
     assert [g["weight_decay"] for g in groups] == [0.0, 0.01, 0.0]
     assert [g["betas"] for g in groups] == [(0.9, 0.999)] * 3
     assert [p.shape for p in groups[1]["params"]] == [(2, 4), (4, 3)]
-    moment = fresh.state[target[2].weight]["exp_avg"]  # type: ignore[index]
-    assert torch.equal(moment, optimizer.state[source[2].weight]["exp_avg"])  # type: ignore[index]
+    assert torch.equal(of(target, "2.weight")["exp_avg"], of(source, "2.weight")["exp_avg"])
 
 
 def test_a_group_over_two_stored_groups_is_refused() -> None:
-    source, target = model(), model()
-    optimizer = torch.optim.SGD([{"params": [p]} for p in source.parameters()], lr=0.1)
-    fresh = torch.optim.SGD(target.parameters(), lr=0.1)
-    with pytest.raises(StateError, match=r"(?s)opt: .*group 0 .*2\.bias in stored group 3"):
-        transfer({"m": source, "opt": optimizer}, {"m": target, "opt": fresh})
+    source = job()
+    groups = [{"params": [p]} for p in source["model"].parameters()]
+    source["optim"] = torch.optim.AdamW(groups)
+    with pytest.raises(StateError, match=r"(?s)optim: .*group 0 .*2\.bias in stored group 3"):
+        transfer(source, job())
 
 
 def test_pipeline_ranks_know_their_part_of_each_group() -> None:
-    whole = model()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.125)
-    train(whole, optimizer)
+    whole, again = job(2, lr=0.125), MemoryStorage()
+    storage = saved(whole)
 
-    class Stage(nn.Module):
+    def one_layer(exchange: Exchange) -> None:
         """A layer of the whole model under the name that it has there."""
+        stage, number = nn.Module(), 2 * exchange.rank
+        stage.add_module(str(number), model()[number])
+        state = {"model": stage, "optim": torch.optim.AdamW(stage.parameters())}
+        remesh.load(state, storage, unexpected="error", group=exchange)
+        remesh.save(state, again, group=exchange)
 
-        def __init__(self, layers: nn.Sequential, number: int) -> None:
-            super().__init__()
-            self.add_module(str(number), layers[number])
-
-    def stage_state(layers: nn.Sequential, number: int) -> dict[str, Any]:
-        stage = Stage(layers, number)
-        return {"model": stage, "optim": torch.optim.AdamW(stage.parameters())}
-
-    checkpoint = FakeCheckpoint([capture({"model": whole, "optim": optimizer})])
-    stages = [stage_state(model(), number) for number in (0, 2)]
-    for state in stages:
-        assert restore(state, checkpoint).missing == set()
-    merged = FakeCheckpoint([capture(state) for state in stages])
-    assert merged.names() == checkpoint.names()
-    assert merged.lists == checkpoint.lists
-    assert merged.values == checkpoint.values
-    for name, tensor in checkpoint.tensors.items():
-        assert merged.tensors[name].data.tolist() == tensor.data.tolist()
-    target = model()
-    fresh = torch.optim.AdamW(target.parameters())
-    restore({"model": target, "optim": fresh}, merged)
-    assert flat_state(fresh) == flat_state(optimizer)
+    run_ranks(2, one_layer)
+    check_equal(again, storage)
+    assert remesh.Checkpoint(again).lists == remesh.Checkpoint(storage).lists
+    target = job()
+    remesh.load(target, again, unexpected="error")
+    check_states_equal(target, whole)
 
 
 def test_options_the_checkpoint_does_not_know_stay() -> None:
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    checkpoint = FakeCheckpoint([capture({"m": module, "o": optimizer})])
-    optimizer.param_groups[0]["new"] = {"warmup": [1, torch.tensor(2.0)]}
-    optimizer.param_groups[0]["lr"] = 0.75
-    result = restore({"m": module, "o": optimizer}, checkpoint)
-    assert result.missing == set()
-    assert optimizer.param_groups[0]["new"] == {"warmup": [1, torch.tensor(2.0)]}
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    state = job(lr=0.5)
+    storage = saved(state)
+    [group] = state["optim"].param_groups
+    group |= {"new": {"warmup": [1, torch.tensor(2.0)]}, "lr": 0.75}
+    remesh.load(state, storage)
+    assert group["new"] == {"warmup": [1, torch.tensor(2.0)]}
+    assert group["lr"] == 0.5
 
 
 def test_how_to_compute_stays_with_the_machine() -> None:
-    source, target = model(), model()
-    optimizer = torch.optim.AdamW(source.parameters(), fused=True)
-    train(source, optimizer)
-    fresh = torch.optim.AdamW(target.parameters(), foreach=True)
-    transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
-    assert (fresh.param_groups[0]["fused"], fresh.param_groups[0]["foreach"]) == (None, True)
-    train(target, fresh)
+    target = job(foreach=True)
+    transfer(job(2, fused=True), target)
+    [group] = target["optim"].param_groups
+    assert (group["fused"], group["foreach"]) == (None, True)
+    train(target)
 
 
-@pytest.mark.parametrize("saved", [0.5, torch.tensor(0.5)])
+@pytest.mark.parametrize("stored", [0.5, torch.tensor(0.5)])
 @pytest.mark.parametrize("live", [0.25, torch.tensor(0.25)])
-def test_learning_rates_keep_their_kind(saved: Any, live: Any) -> None:
-    source, target = model(), model()
-    optimizer = torch.optim.AdamW(source.parameters(), lr=saved)
-    LambdaLR(optimizer, lambda _step: 1.0)
+def test_learning_rates_keep_their_kind(stored: Any, live: Any) -> None:
     rate = copy.deepcopy(live)
-    fresh = torch.optim.AdamW(target.parameters(), lr=rate)
-    transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
-    group = fresh.param_groups[0]
+    source, target = job(lr=stored), job(lr=rate)
+    LambdaLR(source["optim"], lambda _step: 1.0)
+    transfer(source, target)
+    [group] = target["optim"].param_groups
     assert float(group["lr"]) == float(group["initial_lr"]) == 0.5
     if isinstance(live, torch.Tensor):
         assert group["lr"] is rate
@@ -233,77 +215,72 @@ def test_learning_rates_keep_their_kind(saved: Any, live: Any) -> None:
 
 
 def test_modules_with_the_same_names_get_prefixes() -> None:
-    def job() -> dict[str, Any]:
-        nets = {"generator": nn.Linear(2, 2), "critics": [nn.Linear(2, 1)]}
-        parameters = [*nets["generator"].parameters(), *nets["critics"][0].parameters()]  # type: ignore[attr-defined, index]
-        return {**nets, "optim": torch.optim.AdamW(parameters)}
+    def build() -> State:
+        generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW([*generator.parameters(), *critic.parameters()])
+        return {"generator": generator, "critics": [critic], "optim": optimizer}
 
-    source, target = job(), job()
+    source, target = build(), build()
     for parameter in source["optim"].param_groups[0]["params"]:
         parameter.grad = torch.full_like(parameter, 0.5)
     source["optim"].step()
-    result = transfer(source, target)
-    assert result.missing == result.unexpected == set()
-    assert result.description.merged_lists["optim.param_groups.0.params"] == [
+    assert remesh.Checkpoint(saved(source)).lists["optim.param_groups.0.params"] == [
         "generator.weight",
         "generator.bias",
         "critics.0.weight",
         "critics.0.bias",
     ]
-    assert flat_state(target["optim"]) == flat_state(source["optim"])
+    transfer(source, target)
+    check_states_equal(target, source)
 
 
 def test_live_state_that_is_not_stored_is_missing() -> None:
-    source, target = model(), model()
-    optimizer = torch.optim.AdamW(list(source[0].parameters())[:1])
-    source[0].weight.grad = torch.ones(4, 3)
-    optimizer.step()
-    checkpoint = FakeCheckpoint([capture({"model": source, "optim": optimizer})])
-    fresh = torch.optim.AdamW(target.parameters())
-    result = restore({"model": target, "optim": fresh}, checkpoint)
-    assert result.missing == set()
-    assert len(fresh.state) == 1
-    train(target, fresh)
-    kept = fresh.state[target[2].weight]["exp_avg"].clone()  # type: ignore[index]
-    result = restore({"model": target, "optim": fresh}, checkpoint)
-    assert result.missing == {
+    source, target = job(), job()
+    source["optim"] = torch.optim.AdamW([source["model"][0].weight])
+    train(source)
+    storage = saved(source)
+    new = {f"optim.param_groups.0.params ({n})" for n in ("0.bias", "2.weight", "2.bias")}
+    assert set(remesh.load(target, storage, missing="keep").missing) == new
+    assert len(target["optim"].state) == 1
+    train(target)
+    kept = of(target, "2.weight")["exp_avg"].clone()
+    assert set(remesh.load(target, storage, missing="keep").missing) - new == {
         f"optim.state.{name}.{key}"
         for name in ("0.bias", "2.weight", "2.bias")
         for key in ("step", "exp_avg", "exp_avg_sq")
     }
-    assert torch.equal(fresh.state[target[2].weight]["exp_avg"], kept)  # type: ignore[index]
+    assert torch.equal(of(target, "2.weight")["exp_avg"], kept)
 
 
 def test_a_new_group_keeps_its_options() -> None:
-    source, target = model(), model()
-    optimizer = torch.optim.SGD(source[0].parameters(), lr=0.5)
-    fresh = torch.optim.SGD(
+    source, target = job(), job()
+    source["optim"] = torch.optim.SGD(source["model"][0].parameters(), lr=0.5)
+    target["optim"] = torch.optim.SGD(
         [
-            {"params": list(target[2].parameters()), "lr": 0.125},
-            {"params": list(target[0].parameters()), "lr": 0.25},
+            {"params": list(target["model"][2].parameters()), "lr": 0.125},
+            {"params": list(target["model"][0].parameters()), "lr": 0.25},
         ]
     )
-    result = transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
-    assert [group["lr"] for group in fresh.param_groups] == [0.125, 0.5]
-    assert result.missing == {"o.param_groups.1.params"}
+    report = transfer(source, target, missing="keep")
+    assert [group["lr"] for group in target["optim"].param_groups] == [0.125, 0.5]
+    assert report.missing == ("optim.param_groups.1.params",)
 
 
 def test_existing_state_is_filled_in_place_and_other_dtypes_are_kept() -> None:
-    source, target = model().bfloat16(), model().bfloat16()
-    optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (source, target))
-    for module, optim in ((source, optimizer), (target, fresh)):
-        for parameter in module.parameters():
+    source, target = job(), job()
+    for state in (source, target):
+        state["model"].bfloat16()
+        for parameter in state["model"].parameters():
             parameter.grad = torch.randn_like(parameter)
-        optim.step()
-    weight = optimizer.state[source[0].weight]  # type: ignore[index]
-    weight["exp_avg"] = torch.randn(4, 3)
-    live = fresh.state[target[0].weight]  # type: ignore[index]
+        state["optim"].step()
+    stored, live = of(source, "0.weight"), of(target, "0.weight")
+    stored["exp_avg"] = torch.randn(4, 3)
     before = dict(live)
-    transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
+    transfer(source, target)
     assert live["exp_avg_sq"] is before["exp_avg_sq"]
-    assert torch.equal(live["exp_avg_sq"], weight["exp_avg_sq"])
+    assert torch.equal(live["exp_avg_sq"], stored["exp_avg_sq"])
     assert live["exp_avg"].dtype == torch.float32
-    assert torch.equal(live["exp_avg"], weight["exp_avg"])
+    assert torch.equal(live["exp_avg"], stored["exp_avg"])
 
 
 class Nested(torch.optim.SGD):
@@ -329,44 +306,47 @@ class Nested(torch.optim.SGD):
 
 
 def test_optimizers_that_keep_more_than_torch_asks_for() -> None:
-    source, target = model(), model()
-    optimizer, fresh = Nested(source.parameters(), lr=0.5), Nested(target.parameters(), lr=0.25)
-    optimizer.step()
-    fresh.state["seen"] = {"batches": torch.tensor(0)}  # type: ignore[index]
+    source, target = job(1, Nested, lr=0.5), job(0, Nested, lr=0.25)
+    fresh = target["optim"]
+    fresh.state["seen"] = {"batches": torch.tensor(0)}
     groups = fresh.param_groups
-    result = transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
-    assert result.missing == result.unexpected == set()
+    transfer(source, target)
     assert (fresh.calls, fresh.param_groups[0]["lr"]) == (1, 0.5)
     assert fresh.param_groups is groups
-    assert fresh.state["seen"]["batches"] == 7  # type: ignore[index]
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        assert str(fresh.state[mine]) == str(optimizer.state[theirs])
+    assert fresh.state["seen"]["batches"] == 7
+    for name, _ in target["model"].named_parameters():
+        assert str(of(target, name)) == str(of(source, name))
 
 
 def test_older_torch_kept_steps_as_numbers() -> None:
-    source, target = model(), model()
-    optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (source, target))
-    train(source, optimizer)
-    for entries in optimizer.state.values():
+    source, target = job(2), job()
+    for entries in source["optim"].state.values():
         entries["step"] = 2
-    transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
-    assert torch.equal(fresh.state[target[0].weight]["step"], torch.tensor(2.0))  # type: ignore[index]
-    train(target, fresh)
+    transfer(source, target)
+    assert torch.equal(of(target, "0.weight")["step"], torch.tensor(2.0))
+    train(target)
+
+
+def test_an_optimizer_without_the_entries_of_torch_is_refused() -> None:
+    class Own(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"own": 1}
+
+    with pytest.raises(StateError, match="the state dict of Own has no entries 'state'"):
+        describe(job(0, Own), describe_leaf)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
 def test_steps_lie_where_the_optimizer_needs_them(options: dict[str, Any]) -> None:
-    source, target = model(), model().cuda()
-    optimizer = torch.optim.AdamW(source.parameters())
-    train(source, optimizer)
-    fresh = torch.optim.AdamW(target.parameters(), **options)
-    transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
+    module = model().cuda()
+    fresh = torch.optim.AdamW(module.parameters(), **options)
+    transfer(job(2), {"model": module, "optim": fresh})
     entries = next(iter(fresh.state.values()))
     assert entries["step"].is_cuda == bool(options)
     assert entries["exp_avg"].is_cuda
-    for parameter in target.parameters():
+    for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     fresh.step()
     assert int(entries["step"]) == 3

@@ -38,27 +38,8 @@ from tests.adapters.parallel_transformer import (
     optimizer_with_state,
     randomise,
 )
+from tests.adapters.stored import check_equal, saved, transfer
 from tests.support import run_processes, run_ranks
-
-
-def whole_state(head: str, seed: int) -> dict[str, Any]:
-    model = Transformer(head=head)
-    randomise(model, seed)
-    return {"model": model, "optimizer": optimizer_with_state(model, seed + 1)}
-
-
-def fresh_state(rank: int, size: int, head: str) -> dict[str, Any]:
-    model = Transformer(Tp(rank, size), head=head)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-
-
-def by_name(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Everything in model and optimizer, by the name that it has in the module."""
-    result = dict(state["model"].state_dict())
-    for name, parameter in state["model"].named_parameters():
-        for key, value in state["optimizer"].state[parameter].items():
-            result[f"{name}.{key}"] = value
-    return result
 
 
 @st.composite
@@ -145,9 +126,7 @@ def test_optimizer_state_of_a_transposed_weight_is_transposed() -> None:
 
     head, plain = Head(3, 5, bias=False), nn.Linear(5, 3, bias=False)
     source, target = optimizer_with_state(head, 1), torch.optim.AdamW(plain.parameters())
-    storage = MemoryStorage()
-    remesh.save({"head": head, "optimizer": source}, storage)
-    remesh.load({"head": plain, "optimizer": target}, storage, unexpected="error")
+    transfer({"head": head, "optimizer": source}, {"head": plain, "optimizer": target})
     assert torch.equal(plain.weight, head.weight.t())
     for key in ("exp_avg", "exp_avg_sq"):
         moment = target.state[plain.weight][key]
@@ -163,46 +142,46 @@ def test_nested_state_of_shards_keeps_its_containers() -> None:
         optimizer.state[weight] = {"history": history, "seen": (torch.tensor(value), {"n": value})}
         return {"model": model, "optimizer": optimizer}, optimizer.state[weight]
 
-    state, expected = build(3.0)
-    storage = MemoryStorage()
-    remesh.save(state, storage)
-    for target, own in (build(4.0), build(5.0)):
-        remesh.load(target, storage, unexpected="error")
-        assert str(own) == str(expected)
-    fresh = fresh_state(0, 1, "transposed")
-    fresh["model"] = Transformer(layers=0)
-    fresh["optimizer"] = torch.optim.SGD(fresh["model"].parameters(), lr=0.1)
-    remesh.load(fresh, storage, unexpected="error")
-    assert str(fresh["optimizer"].state[fresh["model"].embedding.weight]) == str(expected)
+    source, expected = build(3.0)
+    target, own = build(4.0)
+    transfer(source, target)
+    assert str(own) == str(expected)
+    model = Transformer(layers=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    transfer(source, {"model": model, "optimizer": optimizer})
+    assert str(optimizer.state[model.embedding.weight]) == str(expected)
 
 
 def test_resharding_live_from_shards_to_the_whole() -> None:
-    source = whole_state("tied", 2)
+    model = Transformer(head="tied")
+    randomise(model, 2)
+    source = {"model": model, "optimizer": optimizer_with_state(model, 3)}
+
+    def fresh(tp: Tp) -> dict[str, Any]:
+        model = Transformer(tp, head="tied")
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.25)}
 
     def reshard(exchange: Exchange) -> None:
-        shards = fresh_state(exchange.rank, 2, "tied")
+        shards = fresh(Tp(exchange.rank, 2))
         remesh.reshard(source if exchange.rank == 0 else {}, shards, group=exchange)
-        target = fresh_state(0, 1, "tied") if exchange.rank == 1 else {}
+        target = fresh(Tp()) if exchange.rank == 1 else {}
         remesh.reshard(shards, target, group=exchange)
         if exchange.rank == 1:
-            found, expected = by_name(target), by_name(source)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            check_equal(saved(target), saved(source))
 
     run_ranks(2, reshard)
 
 
-def test_a_marked_shard_that_nobody_declares_is_refused() -> None:
-    for mark in ("tensor_model_parallel", "is_distributed"):
-        model = nn.Sequential(nn.Linear(2, 2), Transformer(layers=1))
-        setattr(model[0].weight, mark, True)
-        with pytest.raises(
-            StateError, match=rf"(?s)model\.0\.weight: .*{mark}=True\n.*build_sharded"
-        ):
-            describe({"model": model}, describe_leaf)
+@pytest.mark.parametrize("mark", ["tensor_model_parallel", "is_distributed"])
+def test_a_marked_shard_that_nobody_declares_is_refused(mark: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Transformer(layers=1))
+    setattr(model[0].weight, mark, True)
+    told = rf"(?s)model\.0\.weight: .*{mark}=True\n.*build_sharded"
+    with pytest.raises(StateError, match=told):
+        describe({"model": model}, describe_leaf)
     declared = Transformer(layers=1)
     for parameter in declared.parameters():
-        setattr(parameter, "is_distributed", True)  # noqa: B010 - also the name of a method
+        setattr(parameter, mark, True)
     with pytest.raises(StateError, match=r"m\.layers\.0\.norm\.weight"):
         describe({"m": declared}, describe_leaf)
 
@@ -283,10 +262,10 @@ def test_a_module_on_the_meta_device_is_described() -> None:
     assert shapes["embedding.weight"] == (VOCABULARY, HIDDEN)
     assert shapes["layers.0.attention.qkv.weight"] == (16, HIDDEN)
     model = model.to_empty(device="cpu")
-    storage = MemoryStorage()
-    remesh.save({"model": whole_state("transposed", 1)["model"]}, storage)
-    remesh.load({"model": model}, storage)
-    full = whole_state("transposed", 1)["model"].get_parameter("layers.0.attention.qkv.weight")
+    whole = Transformer(layers=1)
+    randomise(whole, 1)
+    transfer(whole, model)
+    full: Any = whole.get_parameter("layers.0.attention.qkv.weight")
     assert torch.equal(
         model.get_parameter("layers.0.attention.qkv.weight"),
         torch.cat([part.chunk(2)[1] for part in full.split([8, NUM_KV * HEAD, NUM_KV * HEAD])]),
@@ -323,7 +302,4 @@ def test_fsdp_over_layers_that_are_cut_by_hand(tmp_path: Path) -> None:
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     remesh.save(state, source)
     assert run_processes(4, fsdp_over_shards, source, target) == [True] * 4
-    first, second = remesh.Checkpoint(source), remesh.Checkpoint(target)
-    assert set(first.index) == set(second.index)
-    for name in first.index:
-        assert torch.equal(first.read(name), second.read(name)), name
+    check_equal(target, source)
