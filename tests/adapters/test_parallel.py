@@ -141,7 +141,7 @@ def single_dtensors(exchange: Exchange, folder: Path) -> None:
         return DTensor.from_local(local, mesh, [placement], **form)
 
     first = torch.distributed.device_mesh.DeviceMesh("cpu", [1])
-    tensors = {
+    tensors: dict[str, Any] = {
         "replicated": distribute_tensor(full, mesh, [Replicate()]),
         "packed": of_local(packed.clone(), _StridedShard(0, split_factor=2)),
         "elsewhere": of_local(full.clone(), Replicate(), first),
@@ -152,10 +152,10 @@ def single_dtensors(exchange: Exchange, folder: Path) -> None:
     for name in tensors:
         assert torch.equal(remesh.Checkpoint(folder).read(name), full), name
     del tensors["elsewhere"]
-    again = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    again: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     remesh.load(again, folder)
     for name, tensor in tensors.items():
-        assert torch.equal(cast("DTensor", again[name]).to_local(), tensor.to_local()), name
+        assert torch.equal(again[name].to_local(), tensor.to_local()), name
     with pytest.raises(StateError, match=r"redistribute\("):
         describe({"sums": of_local(full, Partial())}, describe_leaf)
     wrong = of_local(full[: 5 + 2 * exchange.rank], Shard(0))
