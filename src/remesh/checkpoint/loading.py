@@ -278,9 +278,9 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
         emit("load.run_read", size)
 
     def prepare() -> None:
+        finish_device_work(to.memory for to in plan.filling.destinations)
         for act in plan.before:
             act()
-        finish_device_work(to.memory for to in plan.filling.destinations)
         emit("load.planned", plan.report.bytes_needed)
 
     def fill() -> bytes:

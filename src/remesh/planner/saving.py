@@ -79,29 +79,11 @@ class Held:
 
     tensors: TensorTable
     rank: IntArray  # the rank that holds each
-    row: IntArray  # what tells a box from others of its rank: its row there, or what `Alike` says
+    row: IntArray  # number of each among the boxes that its rank holds of the tensor
     tensor: IntArray  # row in `tensors` of each
     offsets: IntArray  # (rows, d) offsets
     extents: IntArray  # (rows, d) shapes
     roles: IntArray  # the role of each
-
-    @classmethod
-    def by_all(
-        cls, tensors: TensorTable, local_boxes: Sequence[LocalBoxes], rows: Sequence[IntArray]
-    ) -> Held:
-        """All that ranks hold, and for each the rows in `tensors` of those that it knows."""
-        d = tensors.shapes.shape[1]
-        counts = [len(held.tensor) for held in local_boxes]
-        both = list(zip(local_boxes, rows, strict=True))
-        return cls(
-            tensors,
-            np.repeat(np.arange(len(local_boxes)), counts),
-            np.concatenate([np.arange(count) for count in counts]),
-            np.concatenate([to_new[held.tensor] for held, to_new in both]),
-            np.concatenate([widen(held.offsets, d, 0)[held.kind] for held in local_boxes]),
-            np.concatenate([widen(held.extents, d, 1)[held.kind] for held in local_boxes]),
-            np.concatenate([held.role_of_boxes for held in local_boxes]),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +117,7 @@ class Alike:
     tensors: TensorTable  # all tensors
     of: IntArray  # the class of each tensor
     held: Held
-    """What ranks hold of a sample of each class; `row` is the number of a box in its tensor."""
+    """What ranks hold of the first tensor of each class."""
     group: IntArray  # the number of each rank's group
     keys: IntArray
     """Number of a group times that of the tensors, plus a tensor that it holds; ascending."""
@@ -171,18 +153,22 @@ class Alike:
 
 
 def find_alike(
-    tensors: TensorTable, local_boxes: Sequence[LocalBoxes], rows: Sequence[IntArray]
-) -> Alike | None:
-    """Find the tensors that all ranks hold alike; None if there are too few to matter.
+    tensors: TensorTable,
+    local_boxes: Sequence[LocalBoxes],
+    rows: Sequence[IntArray],
+    *,
+    merges: bool = True,
+) -> Alike:
+    """Find the tensors that all ranks hold alike, unless they are too few to matter.
 
-    Arguments are those of `Held.by_all`.
+    `rows` has for each rank the rows in `tensors` of those that it knows. Without `merges` each
+    tensor is a class of its own.
     """
     members: dict[tuple[int, int, int], list[int]] = {}
     for rank, (held, to_new) in enumerate(zip(local_boxes, rows, strict=True)):
         members.setdefault((id(held.tensor), id(held.kind), id(to_new)), []).append(rank)
     num_looked_at = sum(len(local_boxes[ranks[0]].tensor) for ranks in members.values())
-    if 4 * num_looked_at > sum(len(held.tensor) for held in local_boxes):
-        return None
+    merges &= 4 * num_looked_at <= sum(len(held.tensor) for held in local_boxes)
     groups = [_group_of(ranks, local_boxes[ranks[0]], rows[ranks[0]]) for ranks in members.values()]
     tensor, keys, starts, classes = [], [], [], []
     num_before = 0
@@ -192,15 +178,18 @@ def find_alike(
         tensor.append(here)
         keys.append(number * len(tensors) + here)
         starts.append(num_before + bounds[:-1])
-        lists = Lists.of(group.kind, bounds).number
-        classes.append(np.stack([np.full(len(here), number), lists], axis=1))
         num_before += len(group.tensor)
-    all_tensors = np.concatenate(tensor)
-    order = np.argsort(all_tensors, kind="stable")
-    bounds = np.searchsorted(all_tensors[order], np.arange(len(tensors) + 1))
-    sample, of = distinct(
-        Lists.of(np.concatenate(classes)[order], bounds).number, *tensors.shapes.T
-    )
+        if merges:
+            lists = Lists.of(group.kind, bounds).number
+            classes.append(np.stack([np.full(len(here), number), lists], axis=1))
+    sample = of = np.arange(len(tensors))
+    if merges:
+        all_tensors = np.concatenate(tensor)
+        order = np.argsort(all_tensors, kind="stable")
+        bounds = np.searchsorted(all_tensors[order], np.arange(len(tensors) + 1))
+        sample, of = distinct(
+            Lists.of(np.concatenate(classes)[order], bounds).number, *tensors.shapes.T
+        )
     group_of = np.zeros(len(local_boxes), dtype=np.int64)
     for number, group in enumerate(groups):
         group_of[group.ranks] = number
@@ -351,14 +340,12 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
         CoverageError: If a tensor is not covered exactly once by main replicas.
     """
     tensors, rows = merge_tensors([held.tensors for held in local_boxes])
-    alike = find_alike(tensors, local_boxes, rows)
-    found = None
-    if alike is not None:
-        # What is wrong is said of all tensors.
-        with suppress(CoverageError):
-            found = alike.expanded(_distinct_boxes(alike.held))
-    if found is None:
-        found = _distinct_boxes(Held.by_all(tensors, local_boxes, rows))
+    alike, found = find_alike(tensors, local_boxes, rows), None
+    with suppress(CoverageError):
+        found = alike.expanded(_distinct_boxes(alike.held))
+    if found is None:  # what is wrong is said of all tensors
+        alike = find_alike(tensors, local_boxes, rows, merges=False)
+        found = alike.expanded(_distinct_boxes(alike.held))
     cuts, first, row = found.cuts, found.first, found.row
     if first is None:
         none = row[:0]
