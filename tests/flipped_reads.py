@@ -35,12 +35,9 @@ def flip_reads(
 
 
 def first_readings(pattern: str, num_flips: int, flipped: list[str]) -> Choose:
-    """The first readings of matching files are wrong, or all if the number is -1.
+    """The first readings of files that match a pattern are wrong, or all if the number is -1.
 
-    Args:
-        pattern: Of paths, as in a shell.
-        num_flips: How many readings.
-        flipped: Gets the path of each.
+    `flipped` gets the path of each.
     """
 
     def choose(path: str, num_bytes: int) -> int | None:

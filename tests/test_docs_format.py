@@ -25,6 +25,7 @@ from remesh.core.safetensors_file import ALIGNMENT, decode_header
 from remesh.core.tables import decode_columns
 from remesh.exchange import Exchange
 from remesh.formats import native
+from tests.engine.bits import bits_of, random_tensor
 from tests.support import run_ranks
 
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
@@ -56,14 +57,7 @@ def check(folder: Path) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Any bytes at all, NaNs with payload included; bool is 0 or 1."""
-    num_bytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
-    data = torch.from_numpy(np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8))
-    return (data % 2 if dtype is torch.bool else data).view(dtype).reshape(shape)
+    return bits_of(tensor)[2]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -82,7 +76,7 @@ def test_the_reader_is_short_and_needs_only_numpy() -> None:
 
 def test_it_reads_every_dtype(tmp_path: Path) -> None:
     state = {
-        dtype.name: random_tensor(getattr(torch, dtype.name), 3, 5)
+        dtype.name: random_tensor(getattr(torch, dtype.name), (3, 5))
         for dtype in DTYPES
         if hasattr(torch, dtype.name)
     }
@@ -126,11 +120,11 @@ def test_it_reads_a_model_with_tied_weights(tmp_path: Path) -> None:
 
 
 def test_it_reads_what_several_ranks_wrote(tmp_path: Path) -> None:
-    columns = random_tensor(torch.bfloat16, 6, 9)
-    flat = random_tensor(torch.float32, 5, 3, 4)
-    experts = random_tensor(torch.float8_e4m3fn, 3, 2, 2)
-    pairs = random_tensor(torch.complex128, 3, 2)
-    same = random_tensor(torch.float64, 11)
+    columns = random_tensor(torch.bfloat16, (6, 9))
+    flat = random_tensor(torch.float32, (5, 3, 4))
+    experts = random_tensor(torch.float8_e4m3fn, (3, 2, 2))
+    pairs = random_tensor(torch.complex128, (3, 2))
+    same = random_tensor(torch.float64, (11,))
 
     def save(exchange: Exchange) -> None:
         rank = exchange.rank
@@ -178,7 +172,7 @@ def test_it_reads_compressed_files(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     state = {
         "w": torch.from_numpy(rng.standard_normal((1000, 1500)).astype(np.float32) * 0.02),
-        "b": random_tensor(torch.bfloat16, 700, 5),
+        "b": random_tensor(torch.bfloat16, (700, 5)),
         "moment": torch.zeros(700_000, dtype=torch.float64),
         "z": torch.full((3,), 2.5 + 1j, dtype=torch.complex128),
     }
@@ -232,7 +226,7 @@ def test_it_refuses_records(version: int, path: str, message: str, tmp_path: Pat
 
 def test_the_checker_finds_a_flipped_bit_in_every_file(tmp_path: Path) -> None:
     # More than two blocks, so that there is a short one.
-    remesh.save({"w": random_tensor(torch.float32, 2 * BLOCK_SIZE // 4 + 5), "n": 1}, tmp_path)
+    remesh.save({"w": random_tensor(torch.float32, (2 * BLOCK_SIZE // 4 + 5,)), "n": 1}, tmp_path)
     check(tmp_path)
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(paths) == 4

@@ -17,7 +17,6 @@ from remesh.errors import (
     CorruptCheckpointError,
     DivergedReplicaError,
     FormatVersionError,
-    NameCollisionError,
 )
 from remesh.formats import native
 from remesh.formats.native import CommitRecord, FileRecord, ObjectElement, ValuesDocument
@@ -288,14 +287,6 @@ def test_merging_one_document_changes_nothing() -> None:
     assert native.merge_documents([example_document()]).encode() == example_document().encode()
 
 
-def test_values_that_differ_are_refused() -> None:
-    documents = [ValuesDocument(values={"step": raw(n)}) for n in (1, 1, 2)]
-    with pytest.raises(DivergedReplicaError) as caught:
-        native.merge_documents([ValuesDocument(), *documents])
-    assert str(caught.value).startswith("step: rank 1 has 1, rank 3 has 2\nA plain value must be")
-    assert "ShardedObject" in str(caught.value)
-
-
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (1, True), ((1,), [1]), (0.0, -0.0)])
 def test_values_of_other_types_differ(one: object, other: object) -> None:
     with pytest.raises(DivergedReplicaError):
@@ -308,18 +299,3 @@ def test_a_long_value_is_not_shown_whole() -> None:
         native.merge_documents(documents)
     assert len(str(caught.value)) < 500
     assert "xxx..." in str(caught.value)
-
-
-def test_an_element_with_two_main_replicas_that_differ_is_refused() -> None:
-    name = "rng/shard_0_2"
-    same = [ValuesDocument(objects={name: element(3, 0)}) for _ in range(2)]
-    assert plain(native.merge_documents(same))["objects"] == {name: ("rng", (2,), (0,), 3)}
-    with pytest.raises(DivergedReplicaError, match=f"^{name}: two ranks, one of them rank 1, have"):
-        native.merge_documents([same[0], ValuesDocument(objects={name: element(4, 0)})])
-
-
-def test_one_name_with_two_paths_is_refused() -> None:
-    paths: list[list[str | int]] = [["a", 0], ["a.0"]]
-    documents = [ValuesDocument(paths={"a.0": path}) for path in paths]
-    with pytest.raises(NameCollisionError, match=r"(?s)'a\.0' is the stored name of .* on rank 1"):
-        native.merge_documents(documents)

@@ -127,15 +127,6 @@ def test_assignments_share_the_rows_and_align_them(job: list[list[Held]]) -> Non
         assert plan.bytes_per_rank(world_size)[rank] == boxes.num_bytes[rows].sum()
 
 
-@given(jobs())
-def test_a_plan_depends_on_nothing_else(job: list[list[Held]]) -> None:
-    one, other = plan_of(job), plan_of(job)
-    assert one.writers.rows.tolist() == other.writers.rows.tolist()
-    assert one.row.tolist() == other.row.tolist()
-    assert one.cuts.tensors.names == other.cuts.tensors.names
-    assert one.cuts.boxes.offsets.tolist() == other.cuts.boxes.offsets.tolist()
-
-
 def vector(name: str, start: int, size: int, role: Role, *, whole: int = 1000) -> Held:
     return Held(name, "uint8", (whole,), Box((start,), (size,)), role)
 

@@ -12,6 +12,7 @@ import pytest
 import remesh
 from remesh.events import LABEL_LENGTH, progress
 from remesh.exchange import Exchange
+from tests.engine.scenes import share_of
 from tests.support import run_ranks
 
 
@@ -33,10 +34,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch, progress: str = "on") -> Terminal:
 
 
 def save_and_load(exchange: Exchange, path: Path) -> None:
-    rows = np.full((4, 6), exchange.rank, np.float32)
-    shard = remesh.ShardedTensor.from_rank_offsets("w", rows, (0, exchange.rank, 2))
-    remesh.save({"w": shard}, path, group=exchange)
-    remesh.load({"w": shard}, path, group=exchange)
+    state = {"w": share_of("w", np.ones((8, 6), np.float32), exchange.rank, 2)}
+    remesh.save(state, path, group=exchange)
+    remesh.load(state, path, group=exchange)
 
 
 def test_saves_and_loads_show_a_bar_of_rank_0(

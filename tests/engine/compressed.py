@@ -14,6 +14,7 @@ from remesh.core.index import Index
 from remesh.exchange import Exchange
 from remesh.storage import Storage
 from tests.engine.bits import TORCH_DTYPES, random_tensor, zeros_like
+from tests.engine.scenes import share_of
 
 ROWS, COLUMNS = 48, 32768
 """Of a tensor of 6 blocks; each of three ranks has rows of two."""
@@ -48,13 +49,10 @@ def small_tensors() -> dict[str, torch.Tensor]:
 
 def part_of_state(rank: int, num_ranks: int, dim: int, *, fill: bool) -> dict[str, Any]:
     """A rank's rows or columns of the large tensors, and the small ones whole."""
-    state: dict[str, Any] = {}
-    for name, array in truth().items():
-        low, high = (at * array.shape[dim] // num_ranks for at in (rank, rank + 1))
-        part = (slice(low, high), slice(None))[:: 1 if dim == 0 else -1]
-        mine = array[part].copy() if fill else np.full_like(array[part], 3)
-        offset = (low, 0)[:: 1 if dim == 0 else -1]
-        state[name] = remesh.ShardedTensor.at_offset(name, mine, array.shape, offset)
+    state: dict[str, Any] = {
+        name: share_of(name, array if fill else np.full_like(array, 3), rank, num_ranks, dim)
+        for name, array in truth().items()
+    }
     for name, tensor in small_tensors().items():
         state[name] = tensor if fill else zeros_like(tensor)
     return state

@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 
 import remesh
-from remesh.core.sharded import ShardedObject, ShardedTensor
+from remesh.core.index import Index
+from remesh.core.integrity import BLOCK_SIZE
+from remesh.core.sharded import ShardedObject
 from remesh.exchange import Exchange
 from remesh.formats import native
+from remesh.pipeline import Compress
 from remesh.storage import LocalStorage, Storage
+from tests.engine.scenes import share_of
 
 NUM_RANKS = 2
 KINDS = ("record", "values", "index", "first data", "second data")
@@ -38,14 +42,7 @@ def part_of_state(rank: int, num_ranks: int, *, fill: bool) -> dict[str, Any]:
     """Some rows of every tensor, all values, and an element of an object."""
     state: dict[str, Any] = {"values": dict(VALUES) if fill else dict.fromkeys(VALUES)}
     for name, array in arrays(fill).items():
-        if array.ndim:
-            step = 20 // num_ranks
-            rows = array[rank * step : (rank + 1) * step]
-            state[name] = ShardedTensor.at_offset(
-                name, rows, array.shape, (rank * step, *[0] * (array.ndim - 1))
-            )
-        else:
-            state[name] = array
+        state[name] = share_of(name, array, rank, num_ranks) if array.ndim else array
     state["rng"] = ShardedObject("rng", [rank, b"seed"] if fill else None, (num_ranks,), (rank,))
     return state
 
@@ -73,9 +70,15 @@ def nothing_wrong_in(state: dict[str, Any]) -> bool:
     )
 
 
-def save_part(exchange: Exchange, place: Storage | Path) -> None:
-    state = part_of_state(exchange.rank, exchange.world_size, fill=True)
-    remesh.save(state, place, overwrite=True, group=exchange)
+def save_part(
+    exchange: Exchange,
+    place: Storage | Path,
+    compress: Compress | None = None,
+    *,
+    fill: bool = True,
+) -> None:
+    state = part_of_state(exchange.rank, exchange.world_size, fill=fill)
+    remesh.save(state, place, overwrite=True, compress=compress, group=exchange)
 
 
 def load_part(exchange: Exchange, place: Storage | Path) -> None:
@@ -97,6 +100,21 @@ def file_of(checkpoint: Path, kind: str) -> Path:
     names += [file.path for file in record.files]
     assert len(names) == len(KINDS)
     return checkpoint / names[KINDS.index(kind)]
+
+
+def stored_place(index: Index, row: int, position: int) -> int:
+    """Where a byte of a file is stored; in a compressed one, the middle of its block."""
+    table, block = index.block_table(row), position // BLOCK_SIZE
+    return position if table is None else int(table.begin[block] + table.length[block] // 2)
+
+
+def flip(file: Path, position: int, mask: int = 1) -> None:
+    """Change bits of one byte."""
+    with file.open("r+b") as content:
+        content.seek(position)
+        [byte] = content.read(1)
+        content.seek(position)
+        content.write(bytes([byte ^ mask]))
 
 
 def loading_error(checkpoint: Path) -> Exception | None:

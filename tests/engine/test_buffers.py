@@ -11,7 +11,8 @@ from torch import nn
 
 import remesh
 from remesh.exchange import Exchange
-from tests.support import Raised, run_processes, run_ranks, run_ranks_outcomes
+from tests.engine.scenes import all_are, errors_of, errors_of_save
+from tests.support import run_processes, run_ranks
 
 Choice = Literal["rank0", "per_rank"]
 CHOICES: list[Choice] = ["rank0", "per_rank"]
@@ -61,10 +62,9 @@ def load(exchange: Exchange, path: Path) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("how", ["save", "saver", "manager"])
 def test_without_a_choice_the_error_names_it(how: str, tmp_path: Path) -> None:
-    for outcome in run_ranks_outcomes(3, save, tmp_path, how, None):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
-        assert 'buffers="rank0" or "per_rank"' in str(outcome.error)
+    errors = errors_of(3, save, tmp_path, how, None)
+    told = 'buffers="rank0" or "per_rank"'
+    all_are(errors, remesh.errors.DivergedReplicaError, told)
 
 
 OWN = [(float(rank), 2.0**rank, 10 + rank) for rank in range(5)]
@@ -92,16 +92,15 @@ def test_the_chosen_buffers_are_loaded_in_every_world_size(
             assert found == pytest.approx(wanted)
 
 
-def test_parameters_that_differ_are_an_error_whatever_is_chosen(tmp_path: Path) -> None:
-    def save_it(exchange: Exchange) -> None:
-        model = model_of(exchange.rank)
+def test_parameters_that_differ_are_an_error_whatever_is_chosen() -> None:
+    def state_of(rank: int) -> dict[str, nn.Module]:
+        model = model_of(rank)
         with torch.no_grad():
-            next(model.parameters()).fill_(exchange.rank)
-        remesh.save({"model": model}, tmp_path, buffers="rank0", group=exchange)
+            next(model.parameters()).fill_(rank)
+        return {"model": model}
 
-    for outcome in run_ranks_outcomes(2, save_it):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
+    errors = errors_of_save(2, state_of, buffers="rank0")
+    all_are(errors, remesh.errors.DivergedReplicaError)
 
 
 def test_a_choice_that_there_is_not(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from remesh.pipeline.stage import Filled, Stager
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import Buffer, MemoryStorage, Storage, Writer
 from remesh.storage.base import StorageView
+from tests.engine.scenes import share_of
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -397,9 +398,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of(rank: int, num_ranks: int, value: float) -> dict[str, object]:
-    rows = ROWS // num_ranks
-    part = np.full((rows,), value)
-    return {"w": remesh.ShardedTensor.at_offset("w", part, (ROWS,), (rank * rows,)), "v": value}
+    return {"w": share_of("w", np.full(ROWS, value), rank, num_ranks), "v": value}
 
 
 def ranks_of_save(

@@ -1,9 +1,8 @@
-"""Damage to compressed files is found, named and repaired as that of others is."""
+"""Damage that only compressed files can have; what all files can have is in `test_damage`."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import remesh
-from remesh.cli import cli
 from remesh.core.compression import (
     MAX_BLOCK_BYTES,
     TABLE_END_BYTES,
@@ -31,14 +28,13 @@ from remesh.errors import CorruptCheckpointError
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.formats.decoding import read_table
-from remesh.maintenance.repair import RepairReport, plan_repair, repair
-from remesh.storage import LocalStorage, MemoryStorage
-from tests.engine.compressed import places_of, save_rows, stored_bytes, truth
+from remesh.maintenance.repair import plan_repair, repair
+from remesh.storage import MemoryStorage
+from tests.engine.compressed import places_of, save_rows, truth
+from tests.engine.small_checkpoint import flip
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.trial import attempt, import_late_modules
 from tests.support import run_ranks
-
-NUM_FLIPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -58,69 +54,6 @@ def data_file(path: Path, row: int) -> Path:
     return path / remesh.Checkpoint(path).index.files[row].path
 
 
-def flip(file: Path, position: int, change: int = 1) -> None:
-    with file.open("r+b") as content:
-        content.seek(position)
-        [byte] = content.read(1)
-        content.seek(position)
-        content.write(bytes([byte ^ change]))
-
-
-def names_of_blocks(index: Index, row: int, blocks: list[int]) -> set[str]:
-    """Names of the tensors in some blocks of the content of a file."""
-    ends = index.position + index.boxes.num_bytes
-    found = set()
-    for block in blocks:
-        start, stop = block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE
-        hit = (index.file == row) & (index.position < stop) & (ends > start)
-        found |= {index.tensors.names[t] for t in index.boxes.tensor[hit].tolist()}
-    return found
-
-
-def loading_error(path: Path, name: str) -> str:
-    """What loading a tensor raises; empty if what comes is right."""
-    target = {name: np.full_like(truth()[name], 3)}
-    try:
-        remesh.load(target, path, unexpected="ignore")
-    except CorruptCheckpointError as error:
-        return str(error)
-    assert target[name].tobytes() == truth()[name].tobytes()
-    return ""
-
-
-def test_a_wrong_byte_anywhere_is_found(saved: Path) -> None:
-    index, dice = remesh.Checkpoint(saved).index, random.Random(3)
-    num_harmless = 0
-    for _ in range(NUM_FLIPS):
-        row = dice.randrange(3)
-        file, path = data_file(saved, row), index.files[row].path
-        begin, length = places_of(index, row)
-        block = dice.randrange(len(begin))
-        position = int(begin[block]) + dice.randrange(int(length[block]))
-        change = dice.randrange(1, 256)
-        flip(file, position, change)
-        damages = remesh.Checkpoint(saved).verify().damages
-        names = names_of_blocks(index, row, [block])
-        if damages:
-            [damage] = damages
-            start = block * BLOCK_SIZE
-            stop = min(start + BLOCK_SIZE, index.files[row].num_bytes)
-            assert (damage.file, damage.start, damage.stop) == (path, start, stop)
-            assert set(damage.tensors) == names
-            [name, *_] = sorted(names & set(truth()))
-            message = loading_error(saved, name)
-            assert f"{path}: bytes {start}:{stop} are not what was written (tensors " in message
-            assert name in message
-            assert "remesh repair" in message
-        else:
-            # Some bytes say nothing of the content, such as the number of planes of zeros.
-            num_harmless += 1
-            assert not any(loading_error(saved, name) for name in names & set(truth()))
-        flip(file, position, change)
-    assert num_harmless < NUM_FLIPS // 8
-    assert remesh.Checkpoint(saved).verify().ok
-
-
 def test_zeros_that_cannot_be_decoded_are_damaged(tmp_path: Path) -> None:
     remesh.save({"moment": np.zeros(BLOCK_SIZE)}, tmp_path, compress="zstd")
     index = remesh.Checkpoint(tmp_path).index
@@ -131,45 +64,6 @@ def test_zeros_that_cannot_be_decoded_are_damaged(tmp_path: Path) -> None:
     assert damage.tensors == ("moment",)
     with pytest.raises(CorruptCheckpointError, match="tensors moment"):
         remesh.Checkpoint(tmp_path).read("moment")
-
-
-def test_a_file_that_is_cut_short_or_goes_on(saved: Path) -> None:
-    index = remesh.Checkpoint(saved).index
-    file, path, size = data_file(saved, 2), index.files[2].path, int(index.stored_bytes[2])
-    begin, length = places_of(index, 2)
-    kept = int(np.sort(begin)[-1]) - 1
-    lost = np.flatnonzero(begin + length > kept).tolist()
-    right = file.read_bytes()
-    file.write_bytes(right[:kept])
-    damages = remesh.Checkpoint(saved).verify().damages
-    [short] = [damage for damage in damages if (damage.start, damage.stop) == (kept, size)]
-    assert short.file == path
-    assert set(short.tensors) == names_of_blocks(index, 2, lost)
-    assert path in loading_error(saved, "weight")
-    result = CliRunner().invoke(cli, ["verify", str(saved)])
-    assert result.exit_code == 1
-    assert f"{kept}:{size}" in result.output
-    file.write_bytes(right + b"more")
-    [long] = remesh.Checkpoint(saved).verify().damages
-    assert (long.start, long.stop, long.tensors) == (size, size + 4, ())
-    file.unlink()
-    damages = remesh.Checkpoint(saved).verify().damages
-    assert {damage.file for damage in damages} == {path}
-    assert "missing" in loading_error(saved, "weight")
-
-
-def test_blocks_in_each_others_place(saved: Path) -> None:
-    file, index = data_file(saved, 0), remesh.Checkpoint(saved).index
-    places = [column.tolist() for column in places_of(index, 0)]
-    right = file.read_bytes()
-    stored = [right[at : at + size] for at, size in zip(*places, strict=True)]
-    swapped = dict(zip(places[0], [stored[1], stored[0], *stored[2:]], strict=True))
-    end = max(map(sum, zip(*places, strict=True)))
-    file.write_bytes(b"".join(swapped[at] for at in sorted(swapped)) + right[end:])
-    damages = remesh.Checkpoint(saved).verify().damages
-    assert {damage.start // BLOCK_SIZE for damage in damages} >= {0, 1}
-    assert all("weight" in damage.tensors or "moment" in damage.tensors for damage in damages)
-    assert file.name in loading_error(saved, "weight")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -285,111 +179,45 @@ def test_blocks_that_lie_elsewhere_are_damaged(small: tuple[Files, Any]) -> None
 
 
 # ---------------------------------------------------------------------------------------------
-# Repair
+# Without the index
 # ---------------------------------------------------------------------------------------------
 
 
-def repaired(damaged: Path, keeps: set[str], **options: Any) -> RepairReport:
-    """Repair, and check that everything that is kept is what was saved."""
-    before = {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
-    target = damaged.with_name("repaired")
-    report = repair(damaged, target, **options)
-    assert {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()} == before
-    checkpoint = remesh.Checkpoint(target)
-    assert checkpoint.verify().ok
-    assert {name for name in report.saved if name in truth()} == keeps
-    for name in keeps:
-        assert checkpoint.read_array(name).tobytes() == truth()[name].tobytes()
-    stored_bytes(target)
-    return report
-
-
-def test_a_damaged_block_costs_its_tensors(saved: Path) -> None:
+def test_what_cannot_be_decoded_is_known_to_be_wrong_without_any_digest(saved: Path) -> None:
     index = remesh.Checkpoint(saved).index
-    begin, length = places_of(index, 0)
-    block = len(begin) - 2
-    assert names_of_blocks(index, 0, [block]) == {"weight"}
-    flip(data_file(saved, 0), int(begin[block]) + int(length[block]) // 2)
-    report = repaired(saved, {"moment", "bias"})
-    assert [file.state for file in report.files] == ["damaged", "sound", "sound"]
-    assert [lost.name for lost in report.lost] == ["weight"]
-    assert report.unchecked == report.left_out == ()
-    # Sound files are taken over as they are, what is copied is not compressed.
-    new = remesh.Checkpoint(saved.with_name("repaired")).index
-    smaller = [
-        size < file.num_bytes for file, size in zip(new.files, new.stored_sizes, strict=True)
-    ]
-    assert smaller == [False, True, True]
-
-
-def test_sound_files_move_to_another_storage(saved: Path) -> None:
-    flip(data_file(saved, 0), 5)
-    target = MemoryStorage()
-    report = repair(saved, target)
-    assert [file.state for file in report.files] == ["damaged", "sound", "sound"]
-    checkpoint = remesh.Checkpoint(target)
-    assert checkpoint.verify().ok
-    assert not checkpoint.index.is_compressed
-    assert report.saved == checkpoint.index.tensors.names
-
-
-@pytest.mark.parametrize("missing", ["short", "gone"])
-def test_a_file_that_is_not_whole(missing: str, saved: Path) -> None:
-    file, index = data_file(saved, 1), remesh.Checkpoint(saved).index
-    begin, length = places_of(index, 1)
-    kept = 0 if missing == "gone" else int(np.sort(begin)[1]) + 7
-    if missing == "gone":
-        file.unlink()
-    else:
-        os.truncate(file, kept)
-    lost = names_of_blocks(index, 1, np.flatnonzero(begin + length > kept).tolist())
-    report = repaired(saved, set(truth()) - lost)
-    assert report.files[1].state == ("missing" if missing == "gone" else "truncated")
-    assert {one.name for one in report.lost} == lost
-
-
-def test_without_the_record(saved: Path) -> None:
-    (saved / native.RECORD_NAME).unlink()
-    report = repaired(saved, set(truth()))
-    assert report.index == "decodes"
-    assert all(file.state == "sound" for file in report.files)
-
-
-def test_with_a_damaged_index(saved: Path) -> None:
-    """One that decodes still says where blocks lie; that they are right, the record proves."""
-    storage = LocalStorage(saved)
-    record = native.read_record(storage)
-    index = Index.decode(storage.read(record.index.path), "index")
-    digests = index.digests.copy()
-    digests[-1, 0] ^= 1
-    storage.put(record.index.path, replace(index, digests=digests).encode(), overwrite=True)
-    report = repaired(saved, set(truth()))
-    assert report.index == "damaged"
-    assert all(file.state == "sound" for file in report.files)
-
-
-def test_without_the_index_files_say_where_their_blocks_lie(saved: Path) -> None:
-    next(saved.glob("data-*/index.safetensors")).unlink()
-    report = repaired(saved, set(truth()))
-    assert all(file.state == "sound" for file in report.files)
-    assert report.unchecked == report.left_out == ()
-
-
-def test_without_index_and_record_nothing_is_proven(saved: Path) -> None:
-    next(saved.glob("data-*/index.safetensors")).unlink()
-    (saved / native.RECORD_NAME).unlink()
-    report = repaired(saved, set(truth()), keep_unchecked=True)
-    assert set(report.unchecked) >= set(truth())
-    # What cannot be decoded is known to be wrong all the same.
-    shutil.rmtree(saved)
-    saved.with_name("repaired").rename(saved)
-    begin, _ = places_of(remesh.Checkpoint(saved).index, 0)
+    begin, _ = places_of(index, 0)
     flip(data_file(saved, 0), int(begin[0]) + 1)  # the frame's mark
-    next(saved.glob("data-*/index.safetensors")).unlink()
     (saved / native.RECORD_NAME).unlink()
+    next(saved.glob("data-*/index.safetensors")).unlink()
     report = plan_repair(saved, keep_unchecked=True).report
     assert [file.state for file in report.files] == ["unreadable", "sound", "sound"]
     assert "cannot be decoded" in report.files[0].problem
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_a_file_that_is_cut_short_keeps_the_blocks_before(saved: Path, blocks: int) -> None:
+    file, index = data_file(saved, 1), remesh.Checkpoint(saved).index
+    begin, length = places_of(index, 1)
+    kept = int(np.sort(begin)[blocks]) + 7
+    os.truncate(file, kept)
+    lost = names_of_blocks(index, 1, np.flatnonzero(begin + length > kept).tolist())
+    report = repair(saved, saved.with_name("repaired"))
+    assert report.files[1].state == "truncated"
+    assert {one.name for one in report.lost} == lost
+    for name in set(truth()) - lost:
+        found = remesh.Checkpoint(saved.with_name("repaired")).read_array(name)
+        assert found.tobytes() == truth()[name].tobytes()
+
+
+def names_of_blocks(index: Index, row: int, blocks: list[int]) -> set[str]:
+    """Names of the tensors in some blocks of the content of a file."""
+    ends = index.position + index.boxes.num_bytes
+    found = set()
+    for block in blocks:
+        start, stop = block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE
+        hit = (index.file == row) & (index.position < stop) & (ends > start)
+        found |= {index.tensors.names[t] for t in index.boxes.tensor[hit].tolist()}
+    return found
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from remesh.core.sharded import Part
 from remesh.core.state import Role
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from tests.support import Raised, run_ranks, run_ranks_outcomes
+from tests.engine.scenes import all_are, errors_of, errors_of_save, saved_by
+from tests.support import run_ranks
 
 
 def as_copies(monkeypatch: pytest.MonkeyPatch, role: Role) -> None:
@@ -40,32 +42,24 @@ def as_copies(monkeypatch: pytest.MonkeyPatch, role: Role) -> None:
     monkeypatch.setattr("remesh.checkpoint.agree.describe_local", described)
 
 
-def differ(outcomes: Any, name: str) -> None:
-    for outcome in outcomes:
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
-        assert f"{name}: ranks 0 and 1 hold different values" in str(outcome.error)
-        assert 'buffers="rank0"' in str(outcome.error)
+def differ(errors: Sequence[Exception], name: str) -> None:
+    told = f"{name}: ranks 0 and 1 hold different values"
+    all_are(errors, remesh.errors.DivergedReplicaError, told, 'buffers="rank0"')
 
 
 @pytest.mark.parametrize("kind", ["array", "strided", "tensor"])
 @pytest.mark.parametrize("at", [0, 50_001, 99_998, 149_999])
 def test_one_element_that_differs_anywhere_is_found(kind: str, at: int) -> None:
     """Also where stages of a pipeline have equal layers but for what was trained so far."""
-    storage = MemoryStorage()
 
-    def save(exchange: Exchange) -> None:
+    def state_of(rank: int) -> dict[str, Any]:
         part = np.zeros((500, 300), np.float32)
-        part.reshape(-1)[at] = exchange.rank
-        value: Any = part
+        part.reshape(-1)[at] = rank
         if kind == "strided":
-            value = np.stack([part, part], axis=-1)[..., 0]
-        elif kind == "tensor":
-            value = torch.from_numpy(part)
-        remesh.save({"w": value}, storage, group=exchange)
+            return {"w": np.stack([part, part], axis=-1)[..., 0]}
+        return {"w": torch.from_numpy(part) if kind == "tensor" else part}
 
-    differ(run_ranks_outcomes(2, save), "w")
-    assert storage.list() == []
+    differ(errors_of_save(2, state_of), "w")
 
 
 def test_stages_with_equal_names_are_found_when_their_layers_differ() -> None:
@@ -131,7 +125,8 @@ def test_verify_replicas_finds_one_element_of_a_copy_of_a_framework(
         with remesh.Saver(verify_replicas=True, group=exchange) as saver:
             (saver.save if how == "saver" else saver.save_async)({"w": tensor}, storage)
 
-    differ(run_ranks_outcomes(2, save), "w")
+    differ(errors_of(2, save), "w")
+    assert storage.list() == []
 
 
 def test_verify_replicas_compares_what_descriptions_say() -> None:
@@ -143,7 +138,7 @@ def test_verify_replicas_compares_what_descriptions_say() -> None:
 
     storage = MemoryStorage()
     run_ranks(2, save, False)
-    differ(run_ranks_outcomes(2, save, True), "w")
+    differ(errors_of(2, save, True), "w")
 
 
 def test_equal_copies_pass_whatever_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,28 +155,20 @@ def test_equal_copies_pass_whatever_is_asked_for(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("option", [{"verify_replicas": True}, {"compress": "zstd"}])
 def test_ranks_that_ask_for_other_things_are_told(option: dict[str, Any]) -> None:
-    def save(exchange: Exchange) -> None:
-        remesh.save(
-            {"w": torch.ones(3)}, storage, group=exchange, **(option if exchange.rank else {})
-        )
-
     storage = MemoryStorage()
-    for outcome in run_ranks_outcomes(2, save):
-        assert isinstance(outcome, Raised)
-        assert "pass the same on all ranks" in str(outcome.error)
+
+    def save(exchange: Exchange) -> None:
+        own = option if exchange.rank else {}
+        remesh.save({"w": torch.ones(3)}, storage, group=exchange, **own)
+
+    all_are(errors_of(2, save), Exception, "pass the same on all ranks")
 
 
 @pytest.mark.parametrize("kind", ["array", "strided"])
 def test_copies_in_other_memory_are_equal(kind: str) -> None:
-    storage = MemoryStorage()
-
-    def save(exchange: Exchange) -> None:
-        part = np.arange(150_000, dtype=np.float32).reshape(500, 300)
-        if kind == "strided" and exchange.rank:
-            part = np.stack([part, part], axis=-1)[..., 0]
-        remesh.save({"w": part}, storage, group=exchange)
-
-    assert len(run_ranks_outcomes(2, save)) == 2
+    part = np.arange(150_000, dtype=np.float32).reshape(500, 300)
+    other = np.stack([part, part], axis=-1)[..., 0] if kind == "strided" else part.copy()
+    storage = saved_by(2, lambda rank: {"w": other if rank else part})
     assert remesh.Checkpoint(storage).index["w"].num_bytes == 600_000
 
 
@@ -239,7 +226,7 @@ def test_copies_on_devices_and_hosts(ranks: set[int], monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(copies, "DigestedMemory", DeviceMemory)
     run_ranks(2, save, 0)
-    differ(run_ranks_outcomes(2, save, 1), "w")
+    differ(errors_of(2, save, 1), "w")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])

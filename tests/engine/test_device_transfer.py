@@ -6,7 +6,6 @@ sends it: all is as on a GPU but for streams. `test_gpu.py` has the same with NC
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +22,13 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.memory import Memory
 from remesh.core.sharded import dtype_name
 from remesh.exchange import Alone, Exchange
-from tests.engine.test_reshard import train_to_inference
-from tests.support import Died, Raised, run_processes, run_processes_outcomes
+from tests.engine.test_reshard import (
+    check_that_the_other_learns,
+    die_in_a_push,
+    fail_in_a_push,
+    train_to_inference,
+)
+from tests.support import run_processes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn)
 SHAPES = ((37, 11), (5, 3, 2), (1, 300))
@@ -134,59 +138,22 @@ def test_trainers_hand_their_state_to_other_processes() -> None:
     assert run_processes(4, train_on_devices) == [True] * 4
 
 
-def fail_in_a_push(exchange: Exchange) -> None:
-    rank, is_failing = exchange.rank, False
-
-    def fail(event: Any) -> None:
-        if is_failing and event.point == "load.run_read":
-            raise RuntimeError("no more")
-
-    values = torch.arange(60_000.0).reshape(300, 200)
-    source, target = values.chunk(2)[rank].clone(), torch.zeros(300, 100)
-    with on_devices():
-        pushing = remesh.Resharder(
-            {"a": remesh.ShardedTensor.from_rank_offsets("a", source, (0, rank, 2))},
-            {"a": remesh.ShardedTensor.from_rank_offsets("a", target, (1, rank, 2))},
-            group=exchange,
-            on_event=fail,
-        )
-        for step in range(3):
-            source += step
-            values += step
-            is_failing = step == 1 and rank == 1
-            if step == 1:
-                with pytest.raises(Exception, match="no more"):
-                    pushing.push()
-            is_failing = False
-            pushing.push()
-            check_buffers(pushing)
-            torch.testing.assert_close(target, values.chunk(2, 1)[rank], rtol=0, atol=0)
+def fail_on_devices(exchange: Exchange) -> None:
+    with on_devices(message_bytes=1 << 20):
+        check_buffers(fail_in_a_push(exchange))
 
 
 def test_a_push_that_failed_is_made_again() -> None:
-    run_processes(2, fail_in_a_push)
+    run_processes(2, fail_on_devices)
 
 
-def die_in_a_push(exchange: Exchange) -> None:
-    def die(event: Any) -> None:
-        if event.point == "load.run_read" and exchange.rank == 1:
-            os._exit(9)
-
-    values = torch.ones(3000, 1000)
+def die_on_devices(exchange: Exchange) -> None:
     with on_devices():
-        remesh.reshard(
-            {"a": remesh.ShardedTensor.from_rank_offsets("a", values, (0, exchange.rank, 2))},
-            {"a": torch.zeros(6000, 1000)},
-            group=exchange,
-            on_event=die,
-        )
+        die_in_a_push(exchange)
 
 
 def test_ranks_learn_that_one_died_in_a_push() -> None:
-    survivor, dead = run_processes_outcomes(2, die_in_a_push)
-    assert isinstance(dead, Died)
-    assert isinstance(survivor, Raised)
-    assert isinstance(survivor.error, remesh.errors.ExchangeError)
+    check_that_the_other_learns(die_on_devices)
 
 
 class Connected(Alone):

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange
+from remesh.pipeline import Compress
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage, Storage
-from tests.engine.raised import raised
+from tests.engine.scenes import all_are, errors_of, share_of
 from tests.engine.small_checkpoint import (
     NUM_RANKS,
     arrays,
@@ -28,15 +28,7 @@ from tests.engine.small_checkpoint import (
     save_part,
     whole_state,
 )
-from tests.support import (
-    Fail,
-    FaultyStorage,
-    FlipBit,
-    Raised,
-    Truncate,
-    run_ranks,
-    run_ranks_outcomes,
-)
+from tests.support import Fail, FaultyStorage, FlipBit, Truncate, run_ranks
 
 # ---------------------------------------------------------------------------------------------
 # Storage that fails while it is written
@@ -60,14 +52,20 @@ WRITE_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", WRITE_FAULTS)
-@pytest.mark.parametrize("again", [False, True], ids=["first save", "over an old one"])
-def test_a_failing_save_fails_on_all_ranks_and_leaves_what_was(fault: str, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("again", "compress"),
+    [(False, None), (True, None), (False, "zstd")],
+    ids=["first save", "over an old one", "compressed"],
+)
+def test_a_failing_save_fails_on_all_ranks_and_leaves_what_was(
+    fault: str, again: bool, compress: Compress | None
+) -> None:
     inner = MemoryStorage()
     if again:
         run_ranks(NUM_RANKS, save_part, inner)
     before = inner.list()
     storage = FaultyStorage(inner, [WRITE_FAULTS[fault]])
-    errors = raised(run_ranks_outcomes(NUM_RANKS, save_part, storage))
+    errors = errors_of(NUM_RANKS, save_part, storage, compress)
     full = WRITE_FAULTS[fault].number != errno.EIO
     for error in errors:
         assert type(error) is (remesh.errors.NoSpaceError if full else remesh.StorageError)
@@ -94,9 +92,7 @@ def test_a_failing_save_fails_on_all_ranks_and_leaves_what_was(fault: str, again
 def test_what_cannot_be_removed_does_not_hide_why_the_save_failed() -> None:
     faults = [Fail("put", "*/index.safetensors", number=errno.ENOSPC), Fail("delete")]
     storage = FaultyStorage(MemoryStorage(), faults)
-    for error in raised(run_ranks_outcomes(NUM_RANKS, save_part, storage)):
-        assert isinstance(error, remesh.errors.NoSpaceError)
-        assert "put" in str(error)
+    all_are(errors_of(NUM_RANKS, save_part, storage), remesh.errors.NoSpaceError, "put")
 
 
 READ_FAULTS = {
@@ -113,7 +109,7 @@ def test_a_failing_read_fails_on_all_ranks(fault: str) -> None:
     inner = MemoryStorage()
     run_ranks(NUM_RANKS, save_part, inner)
     storage = FaultyStorage(inner, [READ_FAULTS[fault]])
-    errors = raised(run_ranks_outcomes(4, load_numbers, storage))
+    errors = errors_of(4, load_numbers, storage)
     for error in errors:
         assert type(error) is remesh.StorageError
         assert "Input/output error" in str(error)
@@ -129,13 +125,10 @@ def test_a_disk_that_fails_in_the_middle_of_a_file(tmp_path: Path) -> None:
     )
 
     def save(exchange: Exchange) -> None:
-        half = np.array_split(whole, 2)[exchange.rank]
-        tensor = ShardedTensor.from_rank_offsets("w", half, (0, exchange.rank, 2))
-        remesh.save({"w": tensor}, failing if exchange.rank else tmp_path, group=exchange)
+        state = {"w": share_of("w", whole, exchange.rank, 2)}
+        remesh.save(state, failing if exchange.rank else tmp_path, group=exchange)
 
-    for error in raised(run_ranks_outcomes(NUM_RANKS, save)):
-        assert isinstance(error, remesh.StorageError)
-        assert "cannot write" in str(error)
+    all_are(errors_of(NUM_RANKS, save), remesh.StorageError, "cannot write")
     assert sum(operation == "write" for operation, _ in failing.calls) > 1
     assert list(tmp_path.iterdir()) == []
     remesh.save({"w": whole}, tmp_path)
@@ -156,9 +149,8 @@ def test_a_bit_that_flips_on_its_way(when: Any) -> None:
     flipping = FaultyStorage(inner, [flip])
     run_ranks(NUM_RANKS, save_part, flipping if when == "written" else inner)
     storage = flipping if when == "read" else inner
-    for error in raised(run_ranks_outcomes(NUM_RANKS, load_part, storage)):
-        assert isinstance(error, remesh.CorruptCheckpointError)
-        assert "00001.safetensors" in str(error)
+    errors = errors_of(NUM_RANKS, load_part, storage)
+    all_are(errors, remesh.CorruptCheckpointError, "00001.safetensors")
     assert len(remesh.Checkpoint(storage).verify().damages) == 1
 
 
@@ -166,9 +158,8 @@ def test_a_file_that_seems_to_end_early() -> None:
     inner = MemoryStorage()
     run_ranks(NUM_RANKS, save_part, inner)
     storage = FaultyStorage(inner, [Truncate("*/00000*", 700)])
-    for error in raised(run_ranks_outcomes(NUM_RANKS, load_part, storage)):
-        assert isinstance(error, remesh.CorruptCheckpointError)
-        assert "00000.safetensors: ends at byte 700" in str(error)
+    errors = errors_of(NUM_RANKS, load_part, storage)
+    all_are(errors, remesh.CorruptCheckpointError, "00000.safetensors: ends at byte 700")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -195,10 +186,8 @@ def test_a_full_disk_is_found_before_anything_is_written() -> None:
     """What ranks need on one disk is added up; each alone would fit."""
     space = FileSystemSpace("disk", needed_bytes() - 1)
     storage = Crowded(MemoryStorage(), space)
-    for error in raised(run_ranks_outcomes(NUM_RANKS, save_part, storage)):
-        assert isinstance(error, remesh.errors.NoSpaceError)
-        assert "Nothing was written" in str(error)
-        assert storage.url in str(error)
+    errors = errors_of(NUM_RANKS, save_part, storage)
+    all_are(errors, remesh.errors.NoSpaceError, "Nothing was written", storage.url)
     assert {operation for operation, _ in storage.calls} == {"read", "list", "size"}
 
 
@@ -212,22 +201,18 @@ def test_room_is_counted_by_disk(identities: tuple[str, str]) -> None:
     def save(exchange: Exchange) -> None:
         save_part(exchange, Crowded(inner, FileSystemSpace(identities[exchange.rank], free)))
 
-    outcomes = run_ranks_outcomes(NUM_RANKS, save)
     if identities[0] == identities[1]:
-        assert all(isinstance(error, remesh.errors.NoSpaceError) for error in raised(outcomes))
+        all_are(errors_of(NUM_RANKS, save), remesh.errors.NoSpaceError)
         assert inner.list() == []
     else:
-        assert not any(isinstance(outcome, Raised) for outcome in outcomes)
+        run_ranks(NUM_RANKS, save)
         assert remesh.Checkpoint(inner).verify().ok
 
 
 def big_part(exchange: Exchange, place: Storage | Path) -> None:
     """Save half a megabyte a rank."""
-    rows = np.full((1, 1 << 19), exchange.rank, dtype=np.uint8)
-    tensor = ShardedTensor.at_offset(
-        "w", rows, (exchange.world_size, rows.shape[1]), (exchange.rank, 0)
-    )
-    remesh.save({"w": tensor, "blob": bytes(1 << 18)}, place, overwrite=True, group=exchange)
+    rows = share_of("w", np.ones((2, 1 << 19), np.uint8), exchange.rank, exchange.world_size)
+    remesh.save({"w": rows, "blob": bytes(1 << 18)}, place, overwrite=True, group=exchange)
 
 
 @contextmanager
@@ -245,10 +230,8 @@ def test_files_that_may_not_be_so_large(num_bytes: int, tmp_path: Path) -> None:
     run_ranks(NUM_RANKS, save_part, tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with file_size_limit(num_bytes):
-        errors = raised(run_ranks_outcomes(NUM_RANKS, big_part, tmp_path))
-    for error in errors:
-        assert isinstance(error, remesh.errors.NoSpaceError)
-        assert "ulimit -f" in str(error)
+        errors = errors_of(NUM_RANKS, big_part, tmp_path)
+    all_are(errors, remesh.errors.NoSpaceError, "ulimit -f")
     assert sorted(tmp_path.rglob("*")) == before
     assert loading_error(tmp_path) is None
 
@@ -281,7 +264,6 @@ def test_a_disk_that_becomes_full(num_bytes: int, honest: bool, tmp_path: Path) 
             storage = LocalStorage(path)
             big_part(exchange, storage if honest else Crowded(storage, None))
 
-        for error in raised(run_ranks_outcomes(NUM_RANKS, save)):
-            assert isinstance(error, remesh.errors.NoSpaceError)
+        all_are(errors_of(NUM_RANKS, save), remesh.errors.NoSpaceError)
         assert sorted(path.rglob("*")) == before
         assert loading_error(path) is None

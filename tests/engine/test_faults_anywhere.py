@@ -37,7 +37,7 @@ from remesh.events import Event
 from remesh.exchange import Exchange, ThreadGroup, protocol
 from remesh.storage import MemoryStorage, open_storage
 from remesh.storage.object_store import ObjectStorage
-from tests.engine.filled import stored_value
+from tests.engine.scenes import share_of, stored_value
 from tests.support import (
     FaultInjector,
     InjectedError,
@@ -57,9 +57,8 @@ def state_of(rank: int, without: int, value: float) -> dict[str, Any]:
     holders = [each for each in range(WORLD_SIZE) if each != without]
     state: dict[str, Any] = {"step": value}
     if rank != without:
-        rows = np.full((2, 5), value, dtype=np.float32)
-        shape, offset = (2 * len(holders), 5), (2 * holders.index(rank), 0)
-        state["w"] = remesh.ShardedTensor.at_offset("w", rows, shape, offset)
+        whole = np.full((2 * len(holders), 5), value, dtype=np.float32)
+        state["w"] = share_of("w", whole, holders.index(rank), len(holders))
     return state
 
 
@@ -75,10 +74,7 @@ def in_objects() -> ObjectStorage:
 class Job:
     """Ranks that save again and again, with a fault that is chosen anew for each save.
 
-    Args:
-        place: Where they save to.
-        kind: `sync`, or what writes in the background.
-        without: The rank that has no tensor.
+    The kind is `sync`, or what writes in the background; one rank is without a tensor.
     """
 
     def __init__(self, place: Any, kind: Literal["sync", "thread", "process"], without: int):
@@ -313,17 +309,6 @@ def refuse_descriptors(patch: pytest.MonkeyPatch, victim: int) -> None:
     patch.setattr(socket, "socketpair", refuse)
 
 
-def refuse_memory(patch: pytest.MonkeyPatch, victim: int) -> None:
-    begin = BackgroundSave.__init__
-
-    def refuse(*args: Any, **options: Any) -> None:
-        if is_rank(victim):
-            raise MemoryError
-        begin(*args, **options)
-
-    patch.setattr(BackgroundSave, "__init__", refuse)
-
-
 def interrupt(patch: pytest.MonkeyPatch, victim: int) -> None:
     see = BackgroundSave.see
 
@@ -338,7 +323,7 @@ def interrupt(patch: pytest.MonkeyPatch, victim: int) -> None:
 Refuse = Callable[[pytest.MonkeyPatch, int], None]
 
 
-@pytest.mark.parametrize("refuse", [refuse_threads, refuse_memory, interrupt])
+@pytest.mark.parametrize("refuse", [refuse_threads, interrupt])
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_the_system_refuses(
     refuse: Refuse,
@@ -452,12 +437,7 @@ TELLS = ("StagedChunks.end", "SaveWriter.end_staging")
 
 
 class Calls:
-    """Sees the functions of remesh that a rank calls, and raises at one of them.
-
-    Args:
-        victim: The rank.
-        at: The function, or None to only look.
-    """
+    """Sees the functions of remesh that a rank calls, and raises at one of them, if any."""
 
     def __init__(self, victim: int, at: str | None) -> None:
         self.seen: dict[str, None] = {}

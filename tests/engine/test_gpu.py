@@ -1,17 +1,25 @@
-"""CUDA: device memory in and out, optimizers on the device, and a NCCL group. Skips without one."""
+"""CUDA: memory of a device in and out, also in the background; NCCL. Skips without a device."""
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import remesh
+from remesh.adapters import cuda
 from remesh.exchange import Exchange
+from remesh.pipeline.arena import Arena
+from remesh.pipeline.write import CHUNK_SIZE
+from tests.engine.bits import bits_of, random_tensor
 from tests.support import run_processes
 
 pytestmark = [
@@ -19,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+SIZE = 40_000_003
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -37,25 +46,13 @@ DTYPES = [
 ]
 
 
-def random_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on the device with random bits (0 or 1 for bool)."""
-    count = torch.Size(shape).numel() * dtype.itemsize
-    high = 2 if dtype == torch.bool else 256
-    raw = torch.randint(high, (count,), dtype=torch.uint8, device="cuda")
-    return raw.view(dtype).reshape(shape)
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    def bits(tensor: torch.Tensor) -> bytes:
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return raw.numpy().tobytes()
-
-    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+    return bits_of(a.cpu()) == bits_of(b.cpu())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_from_and_to_the_device(dtype: torch.dtype, tmp_path: Path) -> None:
-    whole = random_bytes(dtype, (70, 33, 5))
+    whole = random_tensor(dtype, (70, 33, 5)).cuda()
     source = {"plain": whole, "strided": whole.transpose(0, 2)[1:4], "scalar": whole[0, 0, 0]}
     remesh.save(source, tmp_path)
     for device in ("cuda", "cpu"):
@@ -156,6 +153,74 @@ def test_random_numbers_continue(tmp_path: Path) -> None:
     other = torch.Generator("cuda").manual_seed(9)
     remesh.load({"rng": other}, tmp_path)
     assert torch.equal(torch.rand(5, device="cuda", generator=other), expected)
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("arena_bytes", [None, 4 * CHUNK_SIZE])
+def test_overwriting_right_after_the_return_tears_nothing(
+    writer: Literal["thread", "process"], arena_bytes: int | None, tmp_path: Path
+) -> None:
+    weights = torch.zeros(SIZE, device="cuda")
+    strided = torch.zeros(1000, 1003, device="cuda").t()[3:900]
+    with remesh.Saver(writer=writer, arena_bytes=arena_bytes) as saver:
+        for number in range(3):
+            weights.fill_(number)
+            strided.fill_(number)
+            handle = saver.save_async({"w": weights, "s": strided}, tmp_path / str(number))
+            weights.fill_(-1.0)
+            strided.fill_(-1.0)
+            handle.result(timeout=120)
+            checkpoint = remesh.Checkpoint(tmp_path / str(number))
+            assert checkpoint.verify().ok
+            assert (checkpoint.read_array("w") == number).all()
+            assert (checkpoint.read_array("s") == number).all()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_work_that_is_queued_on_a_side_stream_is_waited_for(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    weights = torch.zeros(SIZE, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        weights.fill_(7.0)
+        if asynchronous:
+            with remesh.Saver() as saver:
+                saver.save_async({"w": weights}, tmp_path / "c")
+        else:
+            remesh.save({"w": weights}, tmp_path / "c")
+    assert (remesh.Checkpoint(tmp_path / "c").read_array("w") == 7.0).all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_arena_is_pinned(shared: bool) -> None:
+    torch.zeros(1, device="cuda")
+    arena = Arena(4 * CHUNK_SIZE, CHUNK_SIZE, shared=shared)
+    arena.pin_with(lambda buffer: cuda.pin(buffer, "cuda:0"))
+    arena.warm(arena.budget)
+    tensors = []
+    for _ in range(4):
+        chunk = arena.take(threading.Event())
+        assert chunk is not None
+        tensors.append(torch.from_numpy(chunk.buffer))
+    assert all(tensor.is_pinned() for tensor in tensors)
+    arena.close()
+    assert not any(tensor.is_pinned() for tensor in tensors)
+
+
+def test_memory_that_cannot_be_pinned_harms_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.zeros(1, device="cuda")
+    buffer = np.frombuffer(mmap.mmap(-1, CHUNK_SIZE), np.uint8)
+    unpin = cuda.pin(buffer, "cuda:0")
+    assert unpin is not None
+    assert cuda.pin(buffer, "cuda:0") is None  # it is already
+    assert "cannot pin" in caplog.text
+    assert torch.ones(3, device="cuda").sum().item() == 3.0
+    unpin()
 
 
 @pytest.fixture

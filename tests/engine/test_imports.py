@@ -11,29 +11,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import remesh
-
-WITHOUT_TORCH = [
-    "remesh",
-    "remesh.checkpoint",
-    "remesh.cli",
-    "remesh.core.coverage",
-    "remesh.errors",
-    "remesh.events",
-    "remesh.exchange",
-    "remesh.formats",
-    "remesh.formats.native",
-    "remesh.core.index",
-    "remesh.core.integrity",
-    "remesh.core.memory",
-    "remesh.pipeline",
-    "remesh.planner",
-    "remesh.core.state",
-    "remesh.storage",
-    "remesh.transform",
-    "remesh.core.values",
-]
 
 NEEDS_TORCH = (
     "remesh.adapters",
@@ -87,7 +67,7 @@ def torch_free_modules() -> list[str]:
 
 def test_nothing_below_the_adapters_imports_torch() -> None:
     modules = torch_free_modules()
-    assert set(WITHOUT_TORCH) <= set(modules)
+    assert {"remesh.checkpoint", "remesh.cli", "remesh.transform"} <= set(modules)
     code = """
 import importlib
 for module in sys.argv[1:]:
@@ -102,17 +82,42 @@ def test_importing_the_package_imports_next_to_nothing() -> None:
     assert run_python(code) == "['remesh', 'remesh._lazy']\n"
 
 
-def test_arrays_are_saved_and_loaded_without_torch(tmp_path: Path) -> None:
+def test_arrays_are_saved_loaded_and_read_without_torch(tmp_path: Path) -> None:
+    whole = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    state = {"w": whole, "half": whole.bfloat16(), "e": {"a": np.arange(3), "n": 1}, "step": 3}
+    remesh.save(state, tmp_path / "with")
     code = """
 import numpy as np, remesh
-part = np.arange(6, dtype="int32").reshape(2, 3)
+placeholder = {"e": None}
+remesh.load(placeholder, sys.argv[1])
+assert placeholder["e"]["a"].tolist() == [0, 1, 2] and placeholder["e"]["n"] == 1
+part, place = np.arange(6, dtype="int32").reshape(2, 3), sys.argv[2]
 state = {"w": part, "half": remesh.ShardedTensor.whole("h", part.astype("float16")), "step": 3}
-remesh.save(state, sys.argv[1])
+remesh.save(state, place)
 target = {"w": part * 0, "half": remesh.ShardedTensor.whole("h", np.zeros((2, 3), "float16"))}
-remesh.load(target, sys.argv[1])
+remesh.load(target, place)
 assert (target["w"] == part).all() and (target["half"].parts[0].data == part).all()
-assert remesh.Checkpoint(sys.argv[1]).verify().ok
-print(remesh.Checkpoint(sys.argv[1]).values)
+assert remesh.Checkpoint(place).verify().ok
+
+def show(action):
+    try:
+        action()
+    except remesh.errors.UnsupportedValueError as error:
+        print(error)
+
+show(lambda: remesh.load({"half": None}, sys.argv[1]))
+sys.meta_path.pop(0)
+sys.modules["torch"] = None  # as where it is not installed
+found = remesh.Checkpoint(sys.argv[1])
+assert isinstance(found["w"], np.ndarray) and found["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+assert found.read("w", remesh.sharding.Box((1, 0), (1, 2))).tolist() == [[3, 4]]
+show(lambda: found["half"])
+assert found.read_array("half").dtype == np.uint16
+assert remesh.Checkpoint(place).state()["w"].dtype == np.int32
+print(remesh.Checkpoint(place).values)
 """
-    assert run_python(code, str(tmp_path)) == "{'step': 3}\n"
-    assert remesh.Checkpoint(tmp_path).read_array("h").dtype == np.float16
+    printed = run_python(code, str(tmp_path / "with"), str(tmp_path / "without"))
+    assert "half: numpy has no bfloat16\nRead it as a torch tensor" in printed
+    assert "bfloat16; import torch" in printed
+    assert printed.endswith("{'step': 3}\n")
+    assert remesh.Checkpoint(tmp_path / "without").read_array("h").dtype == np.float16

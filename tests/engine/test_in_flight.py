@@ -18,6 +18,7 @@ from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
+from tests.engine.scenes import share_of
 from tests.support import FaultInjector, InjectedError, run_ranks
 
 WORLD_SIZE = 2
@@ -25,10 +26,8 @@ WORLD_SIZE = 2
 
 def state_of(rank: int, value: float) -> dict[str, Any]:
     """A half of a tensor of two chunks a rank, of which every element is `value`."""
-    rows = CHUNK_SIZE // 4
-    part = np.full((rows, 2), value, dtype=np.float32)
-    shape, offset = (rows * WORLD_SIZE, 2), (rows * rank, 0)
-    return {"w": remesh.ShardedTensor.at_offset("w", part, shape, offset)}
+    whole = np.full((CHUNK_SIZE // 4 * WORLD_SIZE, 2), value, dtype=np.float32)
+    return {"w": share_of("w", whole, rank, WORLD_SIZE)}
 
 
 class Gate:
@@ -166,21 +165,3 @@ def test_a_slow_save_names_the_ranks_that_are_missing(caplog: pytest.LogCaptureF
     assert any("for 1 of 2 ranks: [1]" in line for line in lines)
     with pytest.raises(remesh.CheckpointNotFoundError):
         remesh.Checkpoint(storage)
-
-
-def test_no_status_files_are_left_after_the_commit() -> None:
-    storage = MemoryStorage()
-
-    def train(exchange: Exchange) -> None:
-        saver = remesh.Saver(group=exchange)
-        saver.save_async(state_of(exchange.rank, 1.0), storage)
-        saver.close()
-
-    run_ranks(WORLD_SIZE, train)
-    assert sorted(path.rpartition("/")[2] for path in storage.list()) == [
-        "00000.safetensors",
-        "00001.safetensors",
-        "index.safetensors",
-        "remesh.json",
-        "values.msgpack",
-    ]

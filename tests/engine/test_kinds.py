@@ -18,7 +18,7 @@ from remesh.core.geometry import Box
 from tests.core.test_values import NUMPY_SCALARS, PLAIN, TORCH_CONSTANTS, same
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
 
-SHAPES = {"matrix": (3, 4), "scalar": (), "empty": (0, 3), "deep": (2, 1, 3, 1, 2)}
+SHAPES = {"matrix": (5, 7), "scalar": (), "empty": (0, 3), "deep": (2, 1, 3, 1, 2)}
 
 
 def load_exactly(target: Any, path: Path) -> Any:
@@ -34,7 +34,7 @@ def load_exactly(target: Any, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_shape_and_region_keeps_its_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     source = {name: random_tensor(dtype, shape) for name, shape in SHAPES.items()}
     remesh.save(source, tmp_path)
     target = {name: zeros_like(tensor) for name, tensor in source.items()}
@@ -42,36 +42,29 @@ def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, tmp_path: Path
     assert load_exactly(target, tmp_path) is target
     for name, tensor in before.items():
         assert target[name] is tensor
-    assert bits_of_all(target) == bits_of_all(source)
-
-
-@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_checkpoint_reads_every_dtype_and_region(dtype: torch.dtype, tmp_path: Path) -> None:
-    whole = random_tensor(dtype, (5, 7))
-    tensors = {name: random_tensor(dtype, shape) for name, shape in SHAPES.items()}
-    remesh.save({"w": whole, **tensors}, tmp_path)
     checkpoint = remesh.Checkpoint(tmp_path)
-    for name, tensor in tensors.items():
-        assert bits_of(checkpoint.read(name)) == bits_of(tensor)
+    read = {name: checkpoint.read(name) for name in source}
+    for found in (target, read, checkpoint.state()):
+        assert bits_of_all(found) == bits_of_all(source)
+    whole = source["matrix"]
     for offset, shape in [((0, 0), (5, 7)), ((1, 2), (3, 4)), ((4, 6), (1, 1)), ((2, 3), (0, 2))]:
         box = Box(offset, shape)
-        assert bits_of(checkpoint.read("w", box)) == bits_of(whole[box.slices])
-        assert checkpoint.read_array("w", box).tobytes() == bits_of(whole[box.slices])[2]
-    assert bits_of_all(checkpoint.state()) == bits_of_all({"w": whole, **tensors})
+        assert bits_of(checkpoint.read("matrix", box)) == bits_of(whole[box.slices])
+        assert checkpoint.read_array("matrix", box).tobytes() == bits_of(whole[box.slices])[2]
 
 
 def test_reading_outside_a_tensor_or_by_a_wrong_name_is_refused(tmp_path: Path) -> None:
     remesh.save({"layer": {"weight": torch.ones(2, 3)}}, tmp_path)
     checkpoint = remesh.Checkpoint(tmp_path)
     for box in (Box((0, 1), (2, 3)), Box((0,), (2,)), Box((0, 0, 0), (1, 1, 1))):
-        with pytest.raises(
-            remesh.errors.StateError, match=r"(?s)layer\.weight: box .* shape \(2, 3\)"
-        ):
+        told = r"(?s)layer\.weight: box .* shape \(2, 3\)"
+        with pytest.raises(remesh.errors.StateError, match=told):
             checkpoint.read("layer.weight", box)
-    with pytest.raises(
-        remesh.errors.StateError, match=r"(?s)layer\.wieght: .* near are layer\.weight"
-    ):
+    told = r"(?s)layer\.wieght: .* near are layer\.weight"
+    with pytest.raises(remesh.errors.StateError, match=told):
         checkpoint.read("layer.wieght")
+    with pytest.raises(KeyError, match=told):
+        checkpoint["layer.wieght"]
 
 
 def test_memory_of_any_strides_is_saved(tmp_path: Path) -> None:
@@ -124,20 +117,14 @@ def test_parameters_are_filled_in_place_and_stay_parameters(tmp_path: Path) -> N
     assert target["computed"].tolist() == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize("code", ["b", "u1", "<i2", ">i4", "<f2", ">f8", "?", "<c8", ">c16"])
+@pytest.mark.parametrize("code", ["b", "u1", "<i2", "<f2", "?", "<c8"])
 def test_numpy_arrays_keep_values_and_dtype(code: str, tmp_path: Path) -> None:
     source = (np.arange(12) % 2 if code == "?" else np.arange(12)).reshape(3, 4).astype(code)
-    if source.dtype.isnative:
-        remesh.save({"a": source}, tmp_path)
-        target = {"a": np.zeros_like(source)}
-        load_exactly(target, tmp_path)
-        assert target["a"].dtype == source.dtype
-        np.testing.assert_array_equal(target["a"], source)
-    else:
-        with pytest.raises(
-            remesh.errors.UnsupportedValueError, match=f"^a: element type {code} cannot"
-        ):
-            remesh.save({"a": source}, tmp_path)
+    remesh.save({"a": source}, tmp_path)
+    target = {"a": np.zeros_like(source)}
+    load_exactly(target, tmp_path)
+    assert target["a"].dtype == source.dtype
+    np.testing.assert_array_equal(target["a"], source)
 
 
 def test_numpy_and_torch_read_each_others_tensors(tmp_path: Path) -> None:
@@ -186,6 +173,8 @@ REFUSED_ON_SAVE: dict[str, Callable[[], Any]] = {
     "tensor of a tuple": lambda: {(1, 2): torch.ones(1)},
     "tensor of a truth": lambda: {True: torch.ones(1)},
     "texts": lambda: np.array(["text"]),
+    "other byte order": lambda: np.zeros(2, ">i4"),
+    "other byte order, complex": lambda: np.zeros(2, ">c16"),
     "records": lambda: np.zeros(2, np.dtype([("x", "f4")])),
     "long floats": lambda: np.zeros(2, np.longdouble),
     "sharded object": lambda: [remesh.sharding.ShardedObject("rng", object(), (1,), (0,))],
@@ -350,7 +339,7 @@ def test_an_empty_state(tmp_path: Path) -> None:
     remesh.save({}, tmp_path)
     assert load_exactly({}, tmp_path) == {}
     checkpoint = remesh.Checkpoint(tmp_path)
-    assert (len(checkpoint.index), checkpoint.values, checkpoint.state()) == (0, {}, {})
+    assert (len(checkpoint), checkpoint.values, checkpoint.state()) == (0, {}, {})
     assert checkpoint.verify().ok
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import fractions
+import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,10 @@ from torch.optim import Optimizer, lr_scheduler
 import remesh
 from remesh.core.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from remesh.core.sharded import ShardedTensorFactory as Factory
+from remesh.core.values import UnresolvedValue
+from remesh.storage import MemoryStorage
 from tests.engine.bits import bits_of_all
+from tests.engine.scenes import errors_of_save, saved
 from tests.engine.test_kinds import flat, load_exactly
 
 # ---------------------------------------------------------------------------------------------
@@ -203,39 +208,29 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert len(checkpoint.index.boxes) == 1
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_weights_load_into_tied_and_untied_modules(tied: bool, tmp_path: Path) -> None:
-    source, target = Tied(tied=True), Tied(tied=tied)
-    remesh.save({"model": source}, tmp_path)
-    load_exactly({"model": target}, tmp_path)
-    assert (target.out.weight is target.embed.weight) == tied
-    assert torch.equal(target.embed.weight, source.embed.weight)
-    assert torch.equal(target.out.weight, source.embed.weight)
-
-
-def test_equal_untied_weights_load_into_a_tied_module(tmp_path: Path) -> None:
-    source, target = Tied(tied=False), Tied(tied=True)
+@pytest.mark.parametrize("target_is_tied", [True, False])
+@pytest.mark.parametrize("source", ["tied", "equal", "different"])
+def test_weights_that_are_tied_or_not_load_where_they_fit(
+    source: str, target_is_tied: bool, tmp_path: Path
+) -> None:
+    stored, target = Tied(tied=source == "tied"), Tied(tied=target_is_tied)
     with torch.no_grad():
-        source.out.weight.copy_(source.embed.weight)
-    remesh.save({"model": source}, tmp_path)
-    load_exactly({"model": target}, tmp_path)
-    assert target.out.weight is target.embed.weight
-    assert torch.equal(target.embed.weight, source.embed.weight)
-
-
-def test_different_untied_weights_do_not_fit_a_tied_module(tmp_path: Path) -> None:
-    source, target = Tied(tied=False), Tied(tied=True)
-    with torch.no_grad():
-        source.out.weight.copy_(source.embed.weight)
-        source.out.weight[4, 2] += 1
-    remesh.save({"model": source}, tmp_path)
+        stored.out.weight.copy_(stored.embed.weight)
+        stored.out.weight[4, 2] += source == "different"
+    remesh.save({"model": stored}, tmp_path)
     before = target.embed.weight.detach().clone()
-    with pytest.raises(remesh.MismatchError, match="tied in the state") as caught:
-        remesh.load({"model": target}, tmp_path)
-    assert len(caught.value.conflicts) == 1
-    assert "model.embed.weight" in caught.value.conflicts[0]
-    assert "model.out.weight" in caught.value.conflicts[0]
-    assert torch.equal(target.embed.weight, before)
+    if source == "different" and target_is_tied:
+        with pytest.raises(remesh.MismatchError, match="tied in the state") as caught:
+            remesh.load({"model": target}, tmp_path)
+        [conflict] = caught.value.conflicts
+        assert "model.embed.weight" in conflict
+        assert "model.out.weight" in conflict
+        assert torch.equal(target.embed.weight, before)
+        return
+    load_exactly({"model": target}, tmp_path)
+    assert (target.out.weight is target.embed.weight) == target_is_tied
+    assert torch.equal(target.embed.weight, stored.embed.weight)
+    assert torch.equal(target.out.weight, stored.out.weight)
 
 
 def test_a_tied_weight_that_is_stored_under_its_second_name(tmp_path: Path) -> None:
@@ -605,6 +600,29 @@ def test_elements_of_sharded_objects(tmp_path: Path) -> None:
     assert [element.data for element in loaded["rng"]] == values
 
 
+def test_an_object_that_this_program_cannot_have_is_refused() -> None:
+    unresolved = [UnresolvedValue("enum", "a.Color", "RED")]
+    place = saved({"enum": ShardedObject("enum", unresolved, (1,), (0,))})
+    state = {"enum": ShardedObject("enum", None, (1,), (0,))}
+    with pytest.raises(remesh.MismatchError) as caught:
+        remesh.load(state, place)
+    (unknown,) = caught.value.conflicts
+    assert unknown.startswith("enum/shard_0_1: the stored value is a a.Color")
+    assert state["enum"].data is None
+
+
+@pytest.mark.parametrize("wrap", [list, lambda value: ShardedObject("x", list(value), (1,), (0,))])
+def test_what_a_reader_did_not_read_is_not_saved(wrap: Callable[[Any], object]) -> None:
+    torch.save({"x": fractions.Fraction(1, 3)}, file := io.BytesIO())
+    source = MemoryStorage()
+    source.put("a.pt", file.getvalue(), overwrite=False)
+    found = remesh.Checkpoint(source).values["x"]
+    errors = errors_of_save(1, lambda _rank: {"x": wrap([found])})
+    told = r"^x(\.0)?: its content was not read"
+    with pytest.raises(remesh.errors.UnsupportedValueError, match=told):
+        raise errors[0]
+
+
 def test_a_nonpersistent_object_is_neither_stored_nor_touched(tmp_path: Path) -> None:
     lock = object()
     cache = {"t": torch.zeros(2)}
@@ -620,37 +638,6 @@ def test_a_nonpersistent_object_is_neither_stored_nor_touched(tmp_path: Path) ->
     assert state["lock"] is wrapped
     assert wrapped.obj is lock
     assert cache["t"].tolist() == [0, 0]
-
-
-def vocabulary(rows: int, *, fill: bool) -> dict[str, ShardedTensor]:
-    """Rows in two boxes; rows past the seventh are padding, and filled with -1."""
-    whole = torch.full((rows, 2), -1.0)
-    if fill:
-        whole[:7] = torch.arange(14.0)[: 2 * rows].reshape(-1, 2)
-    cut = rows // 2
-    parts = tuple(
-        remesh.sharding.Part(remesh.sharding.Box((start, 0), (stop - start, 2)), whole[start:stop])
-        for start, stop in ((0, cut), (cut, rows))
-    )
-    return {"embed": ShardedTensor("embed", (rows, 2), parts, allow_shape_mismatch=True)}
-
-
-@pytest.mark.parametrize("stored", [5, 7, 8])
-@pytest.mark.parametrize("wanted", [3, 7, 16])
-def test_padding_may_differ_where_it_is_allowed(stored: int, wanted: int, tmp_path: Path) -> None:
-    remesh.save(vocabulary(stored, fill=True), tmp_path)
-    target = vocabulary(wanted, fill=False)
-    report = remesh.load(target, tmp_path)
-    found = torch.cat([torch.as_tensor(part.data) for part in target["embed"].parts])
-    expected = torch.zeros(wanted, 2)
-    same = min(stored, wanted)
-    written = vocabulary(stored, fill=True)["embed"]
-    whole = torch.cat([torch.as_tensor(part.data) for part in written.parts])
-    expected[:same] = whole[:same]
-    assert torch.equal(found, expected)
-    change = f"({stored}, 2) → ({wanted}, 2)"
-    assert report.resized == ({} if stored == wanted else {"embed": change})
-    assert report.bytes_needed == same * 8
 
 
 def test_padding_does_not_excuse_another_number_of_dims(tmp_path: Path) -> None:

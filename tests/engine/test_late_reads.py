@@ -11,63 +11,27 @@ import remesh
 from remesh.exchange import Alone, Exchange
 from remesh.pipeline import task_pool
 from remesh.pipeline.task_pool import DroppedError, TaskPool, Tasks
-from remesh.storage import Buffer, MemoryStorage
-from tests.support import Raised, run_ranks_outcomes
+from remesh.storage import MemoryStorage
+from tests.engine.scenes import HeldReads, all_are, errors_of, saved
 from tests.waiting import wait_until
 
 SIZE = 1000
 
 
-class Late(MemoryStorage):
-    """Hands out what it has read only when it is let go."""
-
-    def __init__(self, inner: MemoryStorage) -> None:
-        super().__init__()
-        self._inner = inner
-        self.has_read = threading.Event()
-        self._let_go = threading.Event()
-        self._readers: list[threading.Thread] = []
-
-    def list(self, prefix: str = "") -> list[str]:
-        return self._inner.list(prefix)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._inner.read(path, start, stop)
-
-    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        num_read = self._inner.read_into(path, start, buffer)
-        self._readers.append(threading.current_thread())
-        self.has_read.set()
-        assert self._let_go.wait(120), "nobody lets the reading go on"
-        return num_read
-
-    def let_go(self) -> None:
-        """Let the reading threads go on, and wait until they have ended."""
-        self._let_go.set()
-        for reader in self._readers:
-            reader.join(120)
-            assert not reader.is_alive()
+def saved_with(fill: float) -> MemoryStorage:
+    return saved({"w": np.full(SIZE, fill)})
 
 
-def saved(fill: float) -> MemoryStorage:
-    storage = MemoryStorage()
-    remesh.save({"w": np.full(SIZE, fill)}, storage)
-    return storage
-
-
-def check_that_nothing_comes_late(place: Late, tensor: np.ndarray) -> None:
+def check_that_nothing_comes_late(place: HeldReads, tensor: np.ndarray) -> None:
     """Load other values into the tensor, and then let the first reading go on."""
-    remesh.load({"w": tensor}, saved(1.0))
+    remesh.load({"w": tensor}, saved_with(1.0))
     place.let_go()
     assert set(tensor.tolist()) == {1.0}
 
 
 @pytest.mark.parametrize("share_reads", [False, True])
 def test_after_the_time_limit(share_reads: bool) -> None:
-    places = [Late(saved(2.0)) for _ in range(2)]
+    places = [HeldReads(saved_with(2.0)) for _ in range(2)]
     tensors = [np.zeros(SIZE) for _ in range(2)]
 
     def load(exchange: Exchange) -> None:
@@ -75,9 +39,7 @@ def test_after_the_time_limit(share_reads: bool) -> None:
         state = {"w": tensors[rank]}
         remesh.load(state, places[rank], group=exchange, timeout=0.5, share_reads=share_reads)
 
-    for outcome in run_ranks_outcomes(2, load):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.errors.ExchangeError)
+    all_are(errors_of(2, load), remesh.errors.ExchangeError)
     for place, tensor in zip(places, tensors, strict=True):
         check_that_nothing_comes_late(place, tensor)
 
@@ -102,7 +64,7 @@ class Interrupted(Alone):
 def test_after_ctrl_c_and_after_the_death_of_another_rank(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, tensor = Late(saved(2.0)), np.zeros(SIZE)
+    place, tensor = HeldReads(saved_with(2.0)), np.zeros(SIZE)
     # Ask the others again and again, so that the reading has begun when it ends.
     monkeypatch.setattr(task_pool, "LOG_INTERVAL", 0.02)
     with pytest.raises(type(error)):

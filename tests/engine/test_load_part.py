@@ -51,8 +51,11 @@ def same_next_step(
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+Full = tuple[Path, Encoder, torch.optim.Optimizer]
+
+
 @pytest.fixture
-def full(tmp_path: Path) -> tuple[Path, Encoder, torch.optim.Optimizer]:
+def full(tmp_path: Path) -> Full:
     """A checkpoint of a model, its moving average, its optimizer and a step."""
     model, average = Encoder(), Encoder(seed=1)
     optimizer = trained(model, torch.optim.AdamW)
@@ -69,9 +72,7 @@ RENAMES: list[Any] = [
 
 
 @pytest.mark.parametrize("transform", RENAMES, ids=["prefix", "pattern", "function"])
-def test_only_the_model_under_another_prefix(
-    full: tuple[Path, Encoder, torch.optim.Optimizer], transform: Any
-) -> None:
+def test_only_the_model_under_another_prefix(full: Full, transform: Any) -> None:
     path, model, _ = full
     net = Encoder(seed=2)
     report = remesh.load({"net": net}, path, transform=transform)
@@ -79,9 +80,7 @@ def test_only_the_model_under_another_prefix(
     assert report.renamed["net.head.weight"] == "model.head.weight"
 
 
-def test_subtree_as_the_whole_state_and_back(
-    full: tuple[Path, Encoder, torch.optim.Optimizer], tmp_path: Path
-) -> None:
+def test_subtree_as_the_whole_state_and_back(full: Full, tmp_path: Path) -> None:
     path, model, _ = full
     body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     remesh.load(body, path, transform={"model.body.": ""})
@@ -92,7 +91,7 @@ def test_subtree_as_the_whole_state_and_back(
     assert torch.equal(again.get_parameter("body.1.weight"), body.get_parameter("1.weight"))
 
 
-def test_average_as_the_model(full: tuple[Path, Encoder, torch.optim.Optimizer]) -> None:
+def test_average_as_the_model(full: Full) -> None:
     path, _, _ = full
     net, average = Encoder(seed=2), Encoder(seed=1)
     remesh.load({"model": net}, path, transform={"ema.": "model."})
@@ -100,9 +99,7 @@ def test_average_as_the_model(full: tuple[Path, Encoder, torch.optim.Optimizer])
 
 
 @pytest.mark.parametrize("with_average", [True, False], ids=["average", "alone"])
-def test_optimizer_follows_another_prefix(
-    full: tuple[Path, Encoder, torch.optim.Optimizer], *, with_average: bool
-) -> None:
+def test_optimizer_follows_another_prefix(full: Full, *, with_average: bool) -> None:
     path, model, optimizer = full
     net, average = Encoder(seed=2), Encoder(seed=3)
     own = torch.optim.AdamW(net.parameters())
@@ -132,9 +129,7 @@ def test_optimizer_follows_names_within_the_model(
     assert same_next_step(model, optimizer, net, own)
 
 
-def test_what_is_dropped_keeps_its_value(
-    full: tuple[Path, Encoder, torch.optim.Optimizer],
-) -> None:
+def test_what_is_dropped_keeps_its_value(full: Full) -> None:
     path, model, _ = full
     net = Encoder(seed=2)
     before = net.head.weight.clone()
@@ -146,9 +141,7 @@ def test_what_is_dropped_keeps_its_value(
     assert "model.head.weight" in report.kept
 
 
-def test_names_that_collide_and_rules_that_are_none(
-    full: tuple[Path, Encoder, torch.optim.Optimizer],
-) -> None:
+def test_names_that_collide_and_rules_that_are_none(full: Full) -> None:
     path, _, _ = full
     state = {"model": Encoder()}
     with pytest.raises(TransformError, match="both renamed to"):
@@ -161,9 +154,7 @@ def test_names_that_collide_and_rules_that_are_none(
         remesh.Transform({"model.": "net."}).reversed()
 
 
-def test_a_rule_about_one_of_two_that_the_optimizer_may_belong_to(
-    full: tuple[Path, Encoder, torch.optim.Optimizer],
-) -> None:
+def test_a_rule_about_one_of_two_that_the_optimizer_may_belong_to(full: Full) -> None:
     path, model, optimizer = full
     net, average = Encoder("backbone", seed=2), Encoder(seed=3)
     own = torch.optim.AdamW(net.parameters())
@@ -177,7 +168,7 @@ def test_a_rule_about_one_of_two_that_the_optimizer_may_belong_to(
 
 
 def test_a_base_of_other_names_is_kept_and_told(
-    full: tuple[Path, Encoder, torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+    full: Full, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fine-tuning: adapters are new to the checkpoint, its head has no place in the state."""
     path, model, _ = full
@@ -197,9 +188,7 @@ def test_a_base_of_other_names_is_kept_and_told(
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
-def test_a_load_that_restores_nothing_warns(
-    full: tuple[Path, Encoder, torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_load_that_restores_nothing_warns(full: Full, caplog: pytest.LogCaptureFixture) -> None:
     path, _, _ = full
     remesh.load({"module": Encoder()}, path, missing="keep")
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

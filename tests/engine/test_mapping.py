@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import remesh
-from remesh.sharding import Box, ShardedObject
-from tests.engine.test_imports import run_python
+from remesh.sharding import ShardedObject
 
 
 @pytest.fixture
@@ -47,49 +46,6 @@ def test_items_are_what_is_stored(checkpoint: remesh.Checkpoint) -> None:
     for kind in (checkpoint.values, checkpoint.lists, checkpoint.objects):
         assert kind
         assert all(everything[name] == value for name, value in kind.items())
-
-
-def test_a_name_that_is_not_stored_is_a_key_error(checkpoint: remesh.Checkpoint) -> None:
-    with pytest.raises(
-        KeyError, match=r"(?s)model.wieght: nothing is stored.*near are model.weight"
-    ):
-        checkpoint["model.wieght"]
-
-
-def test_an_empty_checkpoint_is_still_one(tmp_path: Path) -> None:
-    remesh.save({}, tmp_path)
-    assert len(remesh.Checkpoint(tmp_path)) == 0
-
-
-def test_tensors_are_arrays_where_there_is_no_torch(tmp_path: Path) -> None:
-    whole = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    remesh.save({"w": whole, "half": whole.bfloat16(), "step": 3}, tmp_path / "both")
-    remesh.save({"w": whole, "step": 3}, tmp_path / "plain")
-    code = """
-sys.meta_path.pop(0)
-sys.modules["torch"] = None  # as where it is not installed
-import numpy as np, remesh
-both, plain = (remesh.Checkpoint(path) for path in sys.argv[1:])
-assert isinstance(both["w"], np.ndarray) and both["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
-box = remesh.sharding.Box((1, 0), (1, 2))
-assert both.read("w", box).tolist() == [[3, 4]]
-assert plain.state()["w"].dtype == np.float32
-assert both["step"] == plain.state()["step"] == 3
-try:
-    both["half"]
-except remesh.errors.UnsupportedValueError as error:
-    print(error)
-assert both.read_array("half").dtype == np.uint16
-"""
-    printed = run_python(code, str(tmp_path / "both"), str(tmp_path / "plain"))
-    assert "half: numpy has no bfloat16\nRead it as a torch tensor" in printed
-
-
-def test_with_torch_the_same_reads_are_tensors(tmp_path: Path) -> None:
-    remesh.save({"w": np.ones((2, 2), np.float32)}, tmp_path)
-    assert torch.equal(remesh.Checkpoint(tmp_path)["w"], torch.ones(2, 2))
-    box = Box((0, 0), (1, 2))
-    assert torch.equal(remesh.Checkpoint(tmp_path).read("w", box), torch.ones(1, 2))
 
 
 def test_slices_read_only_their_part(tmp_path: Path) -> None:

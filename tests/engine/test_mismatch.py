@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,8 @@ from remesh.core.sharded import ShardedObject, ShardedTensor
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
-from tests.engine.filled import saved
-from tests.engine.raised import raised
-from tests.support import run_ranks, run_ranks_outcomes
-
-StateOf = Callable[[int], Any]
-"""Rank → its state."""
+from tests.engine.scenes import StateOf, errors_of_load, errors_of_save, saved, saved_by
+from tests.support import run_ranks
 
 
 def mismatch(state: Any, storage: MemoryStorage, **options: Any) -> remesh.MismatchError:
@@ -35,29 +31,6 @@ def mismatch(state: Any, storage: MemoryStorage, **options: Any) -> remesh.Misma
     with pytest.raises(remesh.MismatchError) as caught:
         remesh.load(state, storage, **options)
     return caught.value
-
-
-def errors_of_save(world_size: int, state_of: StateOf) -> list[Exception]:
-    """What each rank raises when the ranks save such states; checks that nothing is written."""
-    storage = MemoryStorage()
-
-    def save(exchange: Exchange) -> None:
-        remesh.save(state_of(exchange.rank), storage, group=exchange)
-
-    errors = raised(run_ranks_outcomes(world_size, save))
-    assert storage.list() == []
-    return errors
-
-
-def errors_of_load(
-    states: Sequence[Any], storage: MemoryStorage, **options: Any
-) -> list[Exception]:
-    """What each rank raises when the ranks load into such states."""
-
-    def load(exchange: Exchange) -> None:
-        remesh.load(states[exchange.rank], storage, group=exchange, **options)
-
-    return raised(run_ranks_outcomes(len(states), load))
 
 
 def check_all_raise(
@@ -349,14 +322,9 @@ def contents(state: dict[str, Any]) -> object:
 
 
 def test_one_rank_that_does_not_fit_stops_all_before_anything_moves() -> None:
-    storage = MemoryStorage()
     torch.manual_seed(0)
     shared = nn.Linear(2, 2)
-
-    def save(exchange: Exchange) -> None:
-        remesh.save({**quarter(exchange.rank, 1.0), "m": shared}, storage, group=exchange)
-
-    run_ranks(4, save)
+    storage = saved_by(4, lambda rank: {**quarter(rank, 1.0), "m": shared})
     states = [quarter(rank, 0.0) for rank in range(4)]
     states[2]["m"] = nn.Linear(2, 3)
     states[2]["extra"] = torch.zeros(1)
@@ -461,165 +429,120 @@ def test_the_report_says_what_was_done_with_each_name() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Ranks that disagree while saving
+# Ranks whose states do not go together
 # ---------------------------------------------------------------------------------------------
 
 
-def test_plain_values_that_differ() -> None:
-    errors = errors_of_save(3, lambda rank: {"w": torch.ones(1), "step": 5 + (rank == 2)})
-    check_all_raise(
-        errors, remesh.errors.DivergedReplicaError, 0,
-        "step", "rank 0 has 5", "rank 2 has 6", "remesh.sharding.ShardedObject",
-    )  # fmt: skip
+def test_equal_copies_that_are_not_numbers_agree() -> None:
+    storage = saved_by(3, lambda _rank: {"w": torch.tensor([float("nan"), -0.0])})
+    assert len(remesh.Checkpoint(storage).index.boxes) == 1
 
 
-@pytest.mark.parametrize("where", [0, 700, 1499])
-def test_undeclared_shards_of_one_name(where: int) -> None:
+def one_element_differs(where: int) -> StateOf:
     def state_of(rank: int) -> dict[str, Any]:
         tensor = torch.zeros(1500)
         tensor[where] = float(rank == 1)
         return {"same": torch.ones(2), "shard": tensor}
 
-    errors = errors_of_save(3, state_of)
-    check_all_raise(
-        errors, remesh.errors.DivergedReplicaError, 0,
-        "shard", "ranks 0 and 1", "(1500,)", "DTensor", "remesh.sharding.ShardedObject",
-    )  # fmt: skip
+    return state_of
 
 
-def test_equal_copies_that_are_not_numbers_agree() -> None:
-    storage = MemoryStorage()
-
-    def save(exchange: Exchange) -> None:
-        remesh.save({"w": torch.tensor([float("nan"), -0.0])}, storage, group=exchange)
-
-    run_ranks(3, save)
-    assert len(remesh.Checkpoint(storage).index.boxes) == 1
+def one_of(*tensors: Any) -> StateOf:
+    """Each rank has another tensor of one name."""
+    return lambda rank: {"v": torch.ones(1), "w": tensors[rank]}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ([torch.ones(2), torch.ones(3)], ["rank 1 says float32 (3,)", "rank 0 says float32 (2,)"]),
-        ([torch.ones(4), torch.ones(2, 2)], ["rank 1 says float32 (2, 2)"]),
-        ([torch.ones(2), torch.ones(2).int()], ["rank 1 says int32 (2,)", "rank 0 says float32"]),
-        ([torch.ones(4), torch.ones(4, 1)], ["rank 1 says float32 (4, 1)"]),
-        ([torch.ones(2, 4), torch.ones(4, 2)], ["rank 1 says float32 (4, 2)"]),
-    ],
-    ids=["extents", "dims", "dtype", "one more", "order"],
-)
-def test_ranks_that_disagree_about_a_tensor(tensors: list[torch.Tensor], words: list[str]) -> None:
-    errors = errors_of_save(2, lambda rank: {"v": torch.ones(1), "w": tensors[rank]})
-    check_all_raise(errors, remesh.errors.StateError, 0, "w: ", *words, "remesh.ShardedTensor")
+def on_rank_1(state: Any) -> StateOf:
+    return lambda rank: {"state": state} if rank else {}
 
 
-def test_a_tensor_on_one_rank_and_a_value_on_another() -> None:
-    errors = errors_of_save(2, lambda rank: {"x": torch.ones(1) if rank else 1.0})
-    check_all_raise(errors, remesh.errors.StateError, 0, "x: a tensor", "a value on another")
+def rows(*spans: tuple[int, int], replicas: Sequence[Any] = (0,) * 4) -> StateOf:
+    """Each rank has some of six rows of a tensor."""
 
-
-def test_tied_on_one_rank_and_two_tensors_on_another() -> None:
-    weight = torch.ones(2)
-    errors = errors_of_save(2, lambda rank: {"a": weight, "b": weight if rank else weight.clone()})
-    check_all_raise(errors, remesh.errors.StateError, 0, "b: a tensor", "a tied tensor on another")
-
-
-def test_two_entries_of_one_name() -> None:
-    errors = errors_of_save(2, lambda rank: {"a": {"b": 1}, "a.b": 2} if rank else {"a": {"b": 1}})
-    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "'a.b'", "('a', 'b')", "Rename")
-
-
-COLLISIONS: dict[str, Any] = {
-    "number and text": {"a": {1: torch.ones(1), "1": torch.ones(1)}},
-    "list and dict": {"a": [torch.ones(1)], "a.0": 3},
-    "nested and dotted": {"a": {"b": 1}, "a.b": 2},
-    "tensor and description": {
-        "w": torch.ones(2),
-        "x": ShardedTensor.whole("state.w", torch.zeros(2)),
-    },
-    "two descriptions": [
-        ShardedTensor.whole("w", torch.ones(2)),
-        ShardedTensor.whole("w", torch.zeros(2)),
-    ],
-    "two elements": [
-        ShardedObject("rng", 1, (2,), (0,)),
-        ShardedObject("rng", 2, (2,), (0,)),
-    ],
-}
-
-
-@pytest.mark.parametrize("case", COLLISIONS)
-def test_collisions_on_one_rank(case: str) -> None:
-    errors = errors_of_save(2, lambda rank: {"state": COLLISIONS[case]} if rank else {})
-    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "Rename")
-
-
-def test_elements_of_objects_with_two_main_replicas() -> None:
-    errors = errors_of_save(2, lambda rank: {"rng": ShardedObject("rng", rank, (2,), (0,))})
-    check_all_raise(errors, remesh.errors.DivergedReplicaError, 0, "rng/shard_0_2", "rank 1")
-
-
-# ---------------------------------------------------------------------------------------------
-# Coverage
-# ---------------------------------------------------------------------------------------------
-
-
-def rows(start: int, stop: int, total: int = 6, **options: Any) -> dict[str, Any]:
-    part = torch.ones(stop - start, 2)
-    return {"x": ShardedTensor.at_offset("w", part, (total, 2), (start, 0), **options)}
-
-
-def test_a_hole_is_named() -> None:
-    spans = [(0, 2), (2, 3), (5, 6)]
-    errors = errors_of_save(3, lambda rank: rows(*spans[rank]))
-    check_all_raise(errors, remesh.errors.CoverageError, 0, "w (6, 2)", "no rank holds [3:5, 0:2]")
-
-
-def test_an_overlap_is_named_with_its_ranks() -> None:
-    spans = [(0, 3), (2, 4), (4, 6)]
-    errors = errors_of_save(3, lambda rank: rows(*spans[rank]))
-    check_all_raise(
-        errors,
-        remesh.errors.CoverageError,
-        0,
-        "overlap",
-        "[0:3, 0:2] (rank 0)",
-        "[2:4, 0:2] (rank 1)",
-    )
-
-
-def test_hole_and_overlap_of_several_ranks() -> None:
-    spans = [(0, 3), (0, 3), (1, 4), (5, 6)]
-    replicas = [0, 1, 0, 0]
-    errors = errors_of_save(4, lambda rank: rows(*spans[rank], replica_id=replicas[rank]))
-    check_all_raise(
-        errors, remesh.errors.CoverageError, 0,
-        "no rank holds [4:5, 0:2]", "[0:3, 0:2] (ranks 0, 1)", "[1:4, 0:2] (rank 2)",
-    )  # fmt: skip
-
-
-def test_several_main_replicas() -> None:
-    errors = errors_of_save(3, lambda rank: rows(0, 6, replica_id=int(rank == 1)))
-    check_all_raise(
-        errors,
-        remesh.errors.CoverageError,
-        0,
-        "w: box [0:6, 0:2]",
-        "several main",
-        "ranks [0, 1, 2]",
-    )
-
-
-def test_no_main_replica() -> None:
-    errors = errors_of_save(2, lambda _rank: rows(0, 6, replica_id=(0, 1)))
-    check_all_raise(errors, remesh.errors.CoverageError, 0, "no main replica", "ranks [0, 1]")
-
-
-def test_a_rank_that_raises_in_its_description_is_named() -> None:
     def state_of(rank: int) -> dict[str, Any]:
-        return {"fine": 1, "bad": print} if rank == 1 else {"fine": 1}
+        start, stop = spans[rank]
+        part, replica = torch.ones(stop - start, 2), replicas[rank]
+        return {"x": ShardedTensor.at_offset("w", part, (6, 2), (start, 0), replica_id=replica)}
 
-    errors = errors_of_save(3, state_of)
-    check_all_raise(
-        errors, remesh.errors.UnsupportedValueError, 1, "bad: ", "LocalNonpersistentObject"
-    )
+    return state_of
+
+
+TIED = torch.ones(2)
+DIVERGED, COVERAGE = remesh.errors.DivergedReplicaError, remesh.errors.CoverageError
+COLLISION, STATE = remesh.errors.NameCollisionError, remesh.errors.StateError
+UNDECLARED = ("shard", "ranks 0 and 1", "(1500,)", "DTensor", "remesh.sharding.ShardedObject")
+REFUSED: dict[str, tuple[int, StateOf, type[remesh.RemeshError], int, tuple[str, ...]]] = {
+    "plain values that differ": (
+        3, lambda rank: {"w": torch.ones(1), "step": 5 + (rank == 2)}, DIVERGED, 0,
+        ("step", "rank 0 has 5", "rank 2 has 6", "remesh.sharding.ShardedObject")),
+    "undeclared shards, the first element": (3, one_element_differs(0), DIVERGED, 0, UNDECLARED),
+    "undeclared shards, the middle": (3, one_element_differs(700), DIVERGED, 0, UNDECLARED),
+    "undeclared shards, the last element": (3, one_element_differs(1499), DIVERGED, 0, UNDECLARED),
+    "other extents": (
+        2, one_of(torch.ones(2), torch.ones(3)), STATE, 0,
+        ("w: ", "rank 1 says float32 (3,)", "rank 0 says float32 (2,)", "remesh.ShardedTensor")),
+    "other dims": (
+        2, one_of(torch.ones(4), torch.ones(2, 2)), STATE, 0, ("rank 1 says float32 (2, 2)",)),
+    "another dtype": (
+        2, one_of(torch.ones(2), torch.ones(2).int()), STATE, 0,
+        ("rank 1 says int32 (2,)", "rank 0 says float32")),
+    "one more dim": (
+        2, one_of(torch.ones(4), torch.ones(4, 1)), STATE, 0, ("rank 1 says float32 (4, 1)",)),
+    "another order of dims": (
+        2, one_of(torch.ones(2, 4), torch.ones(4, 2)), STATE, 0, ("rank 1 says float32 (4, 2)",)),
+    "a tensor and a value": (
+        2, lambda rank: {"x": torch.ones(1) if rank else 1.0}, STATE, 0,
+        ("x: a tensor", "a value on another")),
+    "tied and apart": (
+        2, lambda rank: {"a": TIED, "b": TIED if rank else TIED.clone()}, STATE, 0,
+        ("b: a tensor", "a tied tensor on another")),
+    "two entries of one name": (
+        2, lambda rank: {"a": {"b": 1}} | ({"a.b": 2} if rank else {}), COLLISION, 1,
+        ("'a.b'", "('a', 'b')", "Rename")),
+    "one name for two places": (
+        2, lambda rank: {"a.0": TIED} if rank else {"a": [TIED]}, COLLISION, 0,
+        ("'a.0'", "rank 1")),
+    "a number and a text as keys": (
+        2, on_rank_1({"a": {1: torch.ones(1), "1": torch.ones(1)}}), COLLISION, 1, ("Rename",)),
+    "an item of a list and a name": (
+        2, on_rank_1({"a": [torch.ones(1)], "a.0": 3}), COLLISION, 1, ("Rename",)),
+    "a tensor and a description": (
+        2, on_rank_1({"w": TIED, "x": ShardedTensor.whole("state.w", torch.zeros(2))}), COLLISION,
+        1, ("Rename",)),
+    "two descriptions": (
+        2, on_rank_1([ShardedTensor.whole("w", torch.full((2,), n)) for n in range(2)]), COLLISION,
+        1, ("Rename",)),
+    "two elements of an object": (
+        2, on_rank_1([ShardedObject("rng", n, (2,), (0,)) for n in range(2)]), COLLISION, 1,
+        ("Rename",)),
+    "elements with two main replicas": (
+        2, lambda rank: {"rng": ShardedObject("rng", rank, (2,), (0,))}, DIVERGED, 0,
+        ("rng/shard_0_2", "rank 1")),
+    "an element without a main replica": (
+        2, lambda rank: {"rng": ShardedObject("rng", rank, (2,), (1,), replica_id=1)}, COVERAGE, 0,
+        ("rng/shard_1_2",)),
+    "a hole": (
+        3, rows((0, 2), (2, 3), (5, 6)), COVERAGE, 0, ("w (6, 2)", "no rank holds [3:5, 0:2]")),
+    "an overlap": (
+        3, rows((0, 3), (2, 4), (4, 6)), COVERAGE, 0,
+        ("overlap", "[0:3, 0:2] (rank 0)", "[2:4, 0:2] (rank 1)")),
+    "a hole, and an overlap with replicas": (
+        4, rows((0, 3), (0, 3), (1, 4), (5, 6), replicas=(0, 1, 0, 0)), COVERAGE, 0,
+        ("no rank holds [4:5, 0:2]", "[0:3, 0:2] (ranks 0, 1)", "[1:4, 0:2] (rank 2)")),
+    "several main replicas": (
+        3, rows(*[(0, 6)] * 3, replicas=(0, 1, 0)), COVERAGE, 0,
+        ("w: box [0:6, 0:2]", "several main", "ranks [0, 1, 2]")),
+    "no main replica": (
+        2, rows(*[(0, 6)] * 2, replicas=[(0, 1)] * 2), COVERAGE, 0,
+        ("no main replica", "ranks [0, 1]")),
+    "what cannot be stored": (
+        3, lambda rank: {"fine": 1, "bad": print} if rank == 1 else {"fine": 1},
+        remesh.errors.UnsupportedValueError, 1, ("bad: ", "LocalNonpersistentObject")),
+}  # fmt: skip
+"""Number of ranks, the state of each, what all raise, on which rank it arises, and its words."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_ranks_whose_states_do_not_go_together(case: str) -> None:
+    num_ranks, state_of, kind, origin, words = REFUSED[case]
+    check_all_raise(errors_of_save(num_ranks, state_of), kind, origin, *words)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import collections
 import logging
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +14,7 @@ from hypothesis import strategies as st
 
 import remesh
 from remesh.exchange import Exchange
-from tests.engine.filled import saved
+from tests.engine.scenes import saved
 from tests.support import run_ranks
 
 INF = float("inf")
@@ -117,24 +114,6 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(other, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
-
-def test_arrays_come_back_where_there_is_no_torch(tmp_path: Any) -> None:
-    remesh.save({"e": {"a": np.arange(3), "n": 1}, "b": torch.ones(1).bfloat16()}, tmp_path / "c")
-    code = f"""
-import remesh, sys
-state = {{"e": None}}
-remesh.load(state, {str(tmp_path / "c")!r})
-assert "torch" not in sys.modules
-assert state["e"]["a"].tolist() == [0, 1, 2] and state["e"]["n"] == 1
-try:
-    remesh.load({{"b": None}}, {str(tmp_path / "c")!r})
-except remesh.errors.UnsupportedValueError as error:
-    assert "bfloat16; import torch" in str(error)
-else:
-    raise AssertionError("no error")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_dict_that_holds_tensors_is_matched_entry_by_entry() -> None:

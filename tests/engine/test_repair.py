@@ -22,7 +22,10 @@ from remesh.errors import CheckpointError, CheckpointExistsError, CheckpointNotF
 from remesh.exchange import Exchange
 from remesh.formats import native, native_writer
 from remesh.maintenance.repair import RepairReport, plan_repair, repair
+from remesh.pipeline import Compress
 from remesh.storage import LocalStorage, MemoryStorage
+from tests.engine.scenes import saved_by, share_of
+from tests.engine.small_checkpoint import flip, stored_place
 from tests.support import run_ranks
 
 BLOCK_ELEMENTS = BLOCK_SIZE // 4
@@ -40,26 +43,33 @@ def truth() -> dict[str, Any]:
     }
 
 
-def save_part(exchange: Exchange, path: Path) -> None:
+def save_part(exchange: Exchange, path: Path, compress: Compress | None = None) -> None:
     """Half of the rows of what has many, everything else whole; a list and a tie."""
     rank, state = exchange.rank, truth()
     for name in ("large", "rows", "half"):
-        array = state[name]
-        size = len(array) // 2
-        part = array[rank * size : (rank + 1) * size]
-        state[name] = remesh.ShardedTensor.at_offset(name, part, array.shape, (rank * size, 0))
+        state[name] = share_of(name, state[name], rank, 2)
     state["tied"] = state["pairs"]
     state["layers"] = [np.full(3, number, np.float32) for number in range(3)]
     state["seed"] = remesh.sharding.ShardedObject("seed", rank, (2,), (rank,))
     state["config"] = {"lr": 0.5, "betas": (0.9, 0.95)}
-    remesh.save(state, path, group=exchange, metadata={"git": "abc"})
+    remesh.save(state, path, group=exchange, metadata={"git": "abc"}, compress=compress)
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("repair") / "original"
-    run_ranks(2, save_part, path)
-    return path
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("repair")
+    run_ranks(2, save_part, root / "plain")
+    run_ranks(2, save_part, root / "compressed", "zstd")
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.fixture
+def original(request: pytest.FixtureRequest, originals: dict[str, Path]) -> Path:
+    """A plain checkpoint, or one of a kind that a test names."""
+    return originals[getattr(request, "param", "plain")]
+
+
+both = pytest.mark.parametrize("original", ["plain", "compressed"], indirect=True)
 
 
 @pytest.fixture
@@ -75,12 +85,6 @@ ALL = {"large", "rows", "half", "pairs", "scalar", "empty", "layers.0", "layers.
 def the_file(path: Path, name: str) -> Path:
     (found,) = path.rglob(name)
     return found
-
-
-def flip(file: Path, position: int, mask: int = 1) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= mask
-    file.write_bytes(content)
 
 
 def content_of(path: Path) -> dict[str, tuple[bytes, int]]:
@@ -121,6 +125,7 @@ def repaired(damaged: Path, *, keeps: set[str], keep_unchecked: bool = False) ->
 # ---------------------------------------------------------------------------------------------
 
 
+@both
 def test_a_sound_checkpoint_is_taken_over_by_links(damaged: Path) -> None:
     report = repaired(damaged, keeps=ALL)
     assert report.is_complete
@@ -137,6 +142,7 @@ def test_a_sound_checkpoint_is_taken_over_by_links(damaged: Path) -> None:
         assert the_file(damaged, name).samefile(the_file(Path(report.target), name))
 
 
+@both
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_without_a_record_the_rest_must_prove_itself(damaged: Path, damage: str) -> None:
     record = damaged / native.RECORD_NAME
@@ -161,6 +167,7 @@ def test_without_a_record_the_rest_must_prove_itself(damaged: Path, damage: str)
     assert dict(new.index.aliases) == {"tied": "pairs"}
 
 
+@both
 @pytest.mark.parametrize("damage", ["missing", "damaged", "no index"])
 def test_the_index_is_made_anew(damaged: Path, damage: str) -> None:
     file = the_file(damaged, "index.safetensors")
@@ -181,6 +188,7 @@ def test_the_index_is_made_anew(damaged: Path, damage: str) -> None:
     assert remesh.Checkpoint(report.target).state()["tied"].tolist() == truth()["pairs"].tolist()
 
 
+@both
 def test_without_record_and_index_nothing_is_proven(damaged: Path) -> None:
     (damaged / native.RECORD_NAME).unlink()
     the_file(damaged, "index.safetensors").unlink()
@@ -215,6 +223,7 @@ def test_values_that_decode_but_are_not_what_was_written(damaged: Path) -> None:
     assert repaired(damaged, keeps=ALL).values == "damaged"
 
 
+@both
 def test_only_data_files_are_left(damaged: Path) -> None:
     for name in (native.RECORD_NAME, "index.safetensors", "values.msgpack"):
         the_file(damaged, name).unlink()
@@ -241,9 +250,17 @@ def position_of(path: Path, name: str, number: int) -> int:
     return remesh.Checkpoint(path).index.pieces(name)[number].position
 
 
+def damage_large(damaged: Path) -> None:
+    """Damage a block of the second file that holds nothing but rows of `large`."""
+    position = position_of(damaged, "large", 1) + 2 * BLOCK_SIZE
+    place = stored_place(remesh.Checkpoint(damaged).index, 1, position)
+    flip(the_file(damaged, "00001.safetensors"), place)
+
+
+@both
 def test_a_damaged_block_costs_the_tensors_in_it(damaged: Path) -> None:
     file = the_file(damaged, "00001.safetensors")
-    flip(file, position_of(damaged, "large", 1) + 2 * BLOCK_SIZE)
+    damage_large(damaged)
     others = names_in(damaged, 1) - {"large"}
     report = repaired(damaged, keeps=ALL - {"large"})
     (lost,) = report.lost
@@ -261,6 +278,7 @@ def test_a_damaged_block_costs_the_tensors_in_it(damaged: Path) -> None:
     assert len(state["layers"]) == 3
 
 
+@both
 def test_a_damaged_header_block(damaged: Path) -> None:
     """With the index, pieces behind it are found; without, the whole file is lost."""
     flip(the_file(damaged, "00000.safetensors"), 20)
@@ -356,6 +374,7 @@ def test_what_is_unchecked_is_told_by_loads_and_verifications(
     assert f"no digest proves {name}" in caplog.text
 
 
+@both
 @pytest.mark.parametrize("small", [(), (native.RECORD_NAME,), ("index.safetensors",)])
 def test_a_missing_data_file(damaged: Path, small: tuple[str, ...]) -> None:
     gone = names_in(damaged, 1)
@@ -375,6 +394,7 @@ def test_a_missing_data_file(damaged: Path, small: tuple[str, ...]) -> None:
     assert not report.is_complete
 
 
+@both
 def test_bytes_too_many(damaged: Path) -> None:
     with the_file(damaged, "00000.safetensors").open("ab") as file:
         file.write(b"more")
@@ -384,14 +404,16 @@ def test_bytes_too_many(damaged: Path) -> None:
     assert report.is_complete
 
 
+@both
 def test_an_index_without_a_record_still_finds_damage(damaged: Path) -> None:
-    flip(the_file(damaged, "00001.safetensors"), position_of(damaged, "large", 1) + 2 * BLOCK_SIZE)
+    damage_large(damaged)
     (damaged / native.RECORD_NAME).unlink()
     repaired(damaged, keeps=ALL - {"large", "empty"})
 
 
+@both
 def test_a_file_of_which_only_the_whole_is_known_to_be_wrong(damaged: Path) -> None:
-    flip(the_file(damaged, "00001.safetensors"), position_of(damaged, "large", 1) + 2 * BLOCK_SIZE)
+    damage_large(damaged)
     gone = names_in(damaged, 1)
     the_file(damaged, "index.safetensors").unlink()
     report = repaired(damaged, keeps=ALL - gone - {"empty"})
@@ -475,13 +497,12 @@ def test_holes_are_what_no_good_piece_covers(damaged: Path) -> None:
 def test_headers_that_contradict_themselves(tmp_path: Path, old: bytes, new: bytes) -> None:
     """Without index and record nothing proves a header, so its numbers must fit each other."""
 
-    def job(exchange: Exchange) -> None:
-        start, stop = ((0, 6), (6, 10))[exchange.rank]
+    def state_of(rank: int) -> Any:
+        start, stop = ((0, 6), (6, 10))[rank]
         rows = np.arange(2 * start, 2 * stop).reshape(-1, 2)
-        part = remesh.ShardedTensor.at_offset("rows", rows, (10, 2), (start, 0))
-        remesh.save({"rows": part}, tmp_path / "damaged", group=exchange)
+        return {"rows": remesh.ShardedTensor.at_offset("rows", rows, (10, 2), (start, 0))}
 
-    run_ranks(2, job)
+    saved_by(2, state_of, tmp_path / "damaged")
     for name in (native.RECORD_NAME, "index.safetensors"):
         the_file(tmp_path / "damaged", name).unlink()
     report = plan_repair(tmp_path / "damaged", keep_unchecked=True).report
@@ -505,11 +526,13 @@ def test_headers_that_contradict_themselves(tmp_path: Path, old: bytes, new: byt
 # ---------------------------------------------------------------------------------------------
 
 
+@both
 def test_other_storages_get_copies(damaged: Path) -> None:
     target = MemoryStorage()
     repair(damaged, target)
     checkpoint = remesh.Checkpoint(target)
     assert checkpoint.verify().ok
+    assert not checkpoint.index.is_compressed
     assert checkpoint.read_array("large").tobytes() == truth()["large"].tobytes()
 
 

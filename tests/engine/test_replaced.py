@@ -24,8 +24,8 @@ from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.maintenance.repair import plan_repair
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, Storage
-from tests.engine.raised import raised
-from tests.support import FaultyStorage, run_ranks, run_ranks_outcomes
+from tests.engine.scenes import all_are, errors_of
+from tests.support import FaultyStorage, run_ranks
 
 NUM_ROWS = 6
 
@@ -50,9 +50,7 @@ def number_in(state: dict[str, Any]) -> int:
 class OverwrittenStorage(FaultyStorage):
     """A storage whose checkpoint is overwritten by the next save before chosen calls.
 
-    Args:
-        inner: Where the checkpoint is.
-        is_due: Given the number of a reading call, says whether a save comes first.
+    `is_due` is given the number of a reading call, and says whether a save comes first.
     """
 
     def __init__(self, inner: Storage, is_due: Callable[[int], bool]) -> None:
@@ -138,9 +136,8 @@ def test_a_load_that_is_overtaken_again_and_again_says_so(place: Storage) -> Non
                 self.save()
 
     storage = Overtaken(place, lambda _: False)
-    for error in raised(run_ranks_outcomes(2, load_rows, storage, False)):
-        assert isinstance(error, CheckpointReplacedError)
-        assert "replaced by another save" in str(error)
+    errors = errors_of(2, load_rows, storage, False)
+    all_are(errors, CheckpointReplacedError, "replaced by another save")
     assert storage.num_saves > native.NUM_BEGINNINGS
 
 
@@ -267,5 +264,5 @@ def test_all_ranks_agree_that_a_checkpoint_was_replaced() -> None:
             run_on_all(exchange, fail)
 
     for joined in (False, True):
-        errors = raised(run_ranks_outcomes(3, step, joined))
+        errors = errors_of(3, step, joined)
         assert [type(error) for error in errors] == [CheckpointReplacedError] * 3

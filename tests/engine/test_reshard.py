@@ -1,9 +1,13 @@
-"""State between live layouts: the full product, disjoint groups, bad input, and transformations."""
+"""State between live layouts: disjoint groups, bad input, transformations, and repeated pushes.
+
+`test_layout_pairs` has every layout to every other.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,59 +26,15 @@ from torch.distributed.tensor.parallel import (
 import remesh
 from remesh.checkpoint import loading
 from remesh.exchange import Exchange
-from remesh.pipeline import from_memory, transfer
-from remesh.pipeline.transfer import Offer, map_buffers
-from remesh.storage import Buffer
-from tests.engine.layouts import ALL, LAYOUTS, SOME, Layout, targets_of
-from tests.engine.raised import raised
-from tests.support import (
-    Died,
-    Raised,
-    run_processes,
-    run_processes_outcomes,
-    run_ranks,
-    run_ranks_outcomes,
-)
-
-WORLD_SIZE = 8
+from remesh.pipeline import from_memory
+from tests.engine.scenes import all_are, errors_of, share_of
+from tests.engine.test_layout_pairs import live_by
+from tests.support import Died, Raised, run_processes, run_processes_outcomes, run_ranks
 
 
 @pytest.fixture(params=["shared", "sent", "mixed"])
 def messages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How messages go: through memory that both ranks see, through the exchange, or either way."""
-
-    def look(offer: Offer, *of_buffers: int) -> list[Buffer] | None:
-        is_seen = request.param != "sent" and (request.param != "mixed" or offer.token[0] % 2)
-        return map_buffers(offer, *of_buffers) if is_seen else None
-
-    monkeypatch.setattr(transfer, "map_buffers", look)
-
-
-def reshard_to(source: Layout, targets: list[Layout]) -> None:
-    """Ranks that a layout has no use for hold nothing of it."""
-
-    def run(exchange: Exchange) -> None:
-        rank = exchange.rank
-        for target in targets:
-            held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
-            wanted: Any = target.state(rank, fill=False) if rank < target.world_size else {}
-            report = remesh.reshard(held, wanted, group=exchange)
-            target.check(rank, wanted)
-            assert report.restored.unexpected == ()
-
-    run_ranks(WORLD_SIZE, run)
-
-
-@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
-def test_any_layout_becomes_some_others(source: Layout) -> None:
-    reshard_to(source, targets_of(source, SOME))
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("messages")
-@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
-def test_any_layout_becomes_any_other(source: Layout) -> None:
-    reshard_to(source, targets_of(source, ALL))
+    live_by(request.param, monkeypatch)
 
 
 def test_values_and_objects_come_along() -> None:
@@ -149,13 +109,11 @@ def test_a_state_changes_its_names_and_shapes_on_the_way() -> None:
 
     def run(exchange: Exchange) -> None:
         rank = exchange.rank
-        rows = a[4 * rank : 4 * rank + 4].copy()
-        source = {"a": remesh.ShardedTensor.from_rank_offsets("a", rows, (0, rank, 2))}
-        part = np.zeros((3, 8))
-        target = {"b": remesh.ShardedTensor.from_rank_offsets("b", part, (0, rank, 2))}
+        source = {"a": share_of("a", a, rank, 2)}
+        target = {"b": share_of("b", np.zeros((6, 8)), rank, 2)}
         transform = remesh.Transform("a^T -> b")
         remesh.reshard(source, target, group=exchange, transform=transform)
-        np.testing.assert_array_equal(part, a.T[3 * rank : 3 * rank + 3])
+        np.testing.assert_array_equal(target["b"].parts[0].data, np.split(a.T, 2)[rank])
 
     run_ranks(2, run)
 
@@ -254,15 +212,12 @@ def test_steps_that_differ_are_not_fused() -> None:
         optimizer = trained(source)
         optimizer.state[source.k.weight]["step"] += 1
         fused = torch.optim.AdamW(target.parameters(), lr=5.0)
-        held, wanted = (
-            {"model": source, "optimizer": optimizer},
-            {"model": target, "optimizer": fused},
-        )
+        held: Any = {"model": source, "optimizer": optimizer}
+        wanted: Any = {"model": target, "optimizer": fused}
         remesh.reshard(held, wanted, transform=transform, group=exchange)
 
-    for error in raised(run_ranks_outcomes(2, run)):
-        assert isinstance(error, remesh.MismatchError)
-        assert "optimizer.state.k.weight.step must hold the same values" in str(error)
+    told = "optimizer.state.k.weight.step must hold the same values"
+    all_are(errors_of(2, run), remesh.MismatchError, told)
 
 
 @pytest.mark.usefixtures("messages")
@@ -273,16 +228,15 @@ def test_large_tensors_take_several_rounds(before: int, after: int, cast: bool) 
     a = np.arange(1_500_000.0).reshape(1500, 1000)
 
     def run(exchange: Exchange) -> None:
-        rank = exchange.rank
-        held, wanted = (np.split(a, 2, dim)[rank].copy() for dim in (before, after))
-        part = np.zeros(wanted.shape, np.float32 if cast else np.float64)
-        source = {"a": remesh.ShardedTensor.from_rank_offsets("a", held, (before, rank, 2))}
-        target = {"a": remesh.ShardedTensor.from_rank_offsets("a", part, (after, rank, 2))}
+        rank, nothing = exchange.rank, np.zeros(a.shape, np.float32 if cast else np.float64)
+        source = {"a": share_of("a", a, rank, 2, before)}
+        target = {"a": share_of("a", nothing, rank, 2, after)}
         pushing = remesh.Resharder(source, target, group=exchange, cast=cast)
         for step in range(2):
-            held += step
+            source["a"].parts[0].data[...] += step
             pushing.push()
-            np.testing.assert_array_equal(part, wanted + step)
+            wanted = np.split(a, 2, after)[rank] + step
+            np.testing.assert_array_equal(target["a"].parts[0].data, wanted)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(from_memory, "MESSAGE_BYTES", 1 << 20)
@@ -301,7 +255,7 @@ def test_alone() -> None:
 def case(name: str, rank: int) -> tuple[Any, Any]:
     """A source and a target that do not fit, as rank 1 of 2 sees them."""
     whole = np.ones((4, 2))
-    half = remesh.ShardedTensor.from_rank_offsets("a", whole[:2].copy(), (0, rank, 2))
+    half = share_of("a", whole, rank, 2)
     match name:
         case "hole":
             hole = remesh.ShardedTensor.at_offset("a", whole[:2].copy(), (5, 2), (2 * rank, 0))
@@ -339,9 +293,7 @@ def test_bad_input_is_found_on_all_ranks_before_a_byte_moves(
         targets[exchange.rank] = target
         remesh.reshard(source, target, group=exchange)
 
-    for outcome in run_ranks_outcomes(2, run):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, kind), outcome.error
+    all_are(errors_of(2, run), kind)
     for target in targets.values():
         assert not any(array.any() for array in target.values())
 
@@ -350,9 +302,7 @@ def grid(layout: str, rank: int, values: Any) -> dict[str, Any]:
     """This rank's part of a tensor in rows or columns over 2 ranks, or a copy of it."""
     if layout == "copies":
         return {"a": values.copy()}
-    dim = 0 if layout == "rows" else 1
-    part = np.split(values, 2, dim)[rank].copy()
-    return {"a": remesh.ShardedTensor.from_rank_offsets("a", part, (dim, rank, 2))}
+    return {"a": share_of("a", values, rank, 2, dim=0 if layout == "rows" else 1)}
 
 
 def test_weights_are_pushed_again_and_again() -> None:
@@ -388,58 +338,57 @@ def test_weights_are_pushed_again_and_again() -> None:
         assert reports[3].buffer_bytes == 0
 
 
+def fail_in_a_push(exchange: Exchange) -> remesh.Resharder:
+    """Push three times, the second time with a failure on rank 1."""
+    first = torch.arange(600_000.0, dtype=torch.float64).reshape(600, 1000)
+    rank, is_failing = exchange.rank, False
+    source, target = grid("rows", rank, first), grid("columns", rank, first * 0)
+
+    def fail(event: Any) -> None:
+        if is_failing and event.point == "load.run_read":
+            raise RuntimeError("no more")
+
+    pushing = remesh.Resharder(source, target, group=exchange, on_event=fail)
+    for step in range(3):
+        kept = [transfer for _, transfer in pushing._transfers]
+        is_failing = rank == 1 and step == 1
+        if step == 1:
+            with pytest.raises(Exception, match="no more"):
+                pushing.push()
+        is_failing = False
+        source["a"].parts[0].data[...] = first.chunk(2)[rank] + step
+        pushing.push()
+        assert torch.equal(target["a"].parts[0].data, first.chunk(2, 1)[rank] + step)
+        again = [transfer for _, transfer in pushing._transfers]
+        assert (kept == again) == (step == 2), "threads may still write into the buffers"
+    return pushing
+
+
 @pytest.mark.usefixtures("messages")
 def test_a_push_that_failed_is_made_again() -> None:
-    """Not with its buffers, into which its threads may still write."""
-    first = np.arange(600_000.0).reshape(600, 1000)
-
-    def run(exchange: Exchange) -> None:
-        rank, is_failing = exchange.rank, False
-        source = grid("rows", rank, first)
-        target = grid("columns", rank, first * 0)
-
-        def fail(event: Any) -> None:
-            if is_failing and event.point == "load.run_read":
-                raise RuntimeError("no more")
-
-        pushing = remesh.Resharder(source, target, group=exchange, on_event=fail)
-        for step in range(3):
-            kept = [transfer for _, transfer in pushing._transfers]
-            is_failing = rank == 1 and step == 1
-            if step == 1:
-                with pytest.raises(RuntimeError, match="no more"):
-                    pushing.push()
-            is_failing = False
-            source["a"].parts[0].data[...] = first[300 * rank :][:300] + step
-            pushing.push()
-            expected = first[:, 500 * rank :][:, :500] + step
-            np.testing.assert_array_equal(target["a"].parts[0].data, expected)
-            again = [transfer for _, transfer in pushing._transfers]
-            assert (kept == again) == (step == 2)
-
-    run_ranks(2, run)
+    run_ranks(2, fail_in_a_push)
 
 
 def die_in_a_push(exchange: Exchange) -> None:
-    rank, values = exchange.rank, np.ones((3000, 1000))
+    rank, values = exchange.rank, torch.ones(3000, 1000)
 
     def die(event: Any) -> None:
-        if event.point == "load.run_read":
+        if event.point == "load.run_read" and rank == 1:
             os._exit(9)
 
-    remesh.reshard(
-        grid("rows", rank, values),
-        grid("columns", rank, values),
-        group=exchange,
-        on_event=die if rank == 1 else lambda _event: None,
-    )
+    sides = (grid("rows", rank, values), grid("columns", rank, values))
+    remesh.reshard(*sides, group=exchange, on_event=die)
 
 
-def test_ranks_learn_that_one_died_in_a_push() -> None:
-    survivor, dead = run_processes_outcomes(2, die_in_a_push)
+def check_that_the_other_learns(die: Callable[[Exchange], None]) -> None:
+    survivor, dead = run_processes_outcomes(2, die)
     assert isinstance(dead, Died)
     assert isinstance(survivor, Raised)
     assert isinstance(survivor.error, remesh.errors.ExchangeError)
+
+
+def test_ranks_learn_that_one_died_in_a_push() -> None:
+    check_that_the_other_learns(die_in_a_push)
 
 
 @pytest.mark.parametrize("change", ["nothing", "target", "source", "value", "layout"])
@@ -482,31 +431,6 @@ def test_a_push_sees_what_changed_on_one_rank(change: str, monkeypatch: pytest.M
 
     run_ranks(2, run)
     assert len(planned) == 2 * (1 if change == "nothing" else 2)
-
-
-@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
-def test_no_byte_travels_that_is_there_already_and_none_twice(source: Layout) -> None:
-    target = next(layout for layout in LAYOUTS if layout.name == "mesh2x2x2")
-
-    def run(exchange: Exchange) -> tuple[int, remesh.checkpoint.ReshardReport]:
-        rank = exchange.rank
-        held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
-        wanted = target.state(rank, fill=False)
-        report = remesh.Resharder(held, wanted, group=exchange).push()
-        lacking = 0
-        for name, tensor in wanted.items():
-            here = np.zeros(tensor.global_shape, bool)
-            for part in held[name].parts if held else ():
-                here[part.box.slices] = True
-            for part in tensor.parts:
-                lacking += int((~here[part.box.slices]).sum()) * int(np.asarray(part.data).itemsize)
-        return lacking, report
-
-    found = run_ranks(WORLD_SIZE, run)
-    for lacking, report in found:
-        assert report.bytes_received == lacking
-        assert report.group_bytes_sent == sum(one.bytes_sent for _, one in found)
-        assert report.group_bytes_sent == sum(one.bytes_received for _, one in found)
 
 
 def test_replicas_share_the_sending() -> None:

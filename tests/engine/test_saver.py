@@ -25,18 +25,15 @@ from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, StorageError
 from remesh.events import Event, Timeline
 from remesh.exchange import Alone, Exchange
-from remesh.exchange.protocol import Buffers
+from remesh.exchange.threads import ThreadExchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage, Storage
-from tests.engine.filled import part_of, stored_value
-from tests.flipped_reads import first_readings, flip_reads
+from tests.engine.scenes import part_of, stored_value
 from tests.support import (
     FaultInjector,
     FaultyStorage,
     InjectedError,
-    Raised,
     run_ranks,
-    run_ranks_outcomes,
 )
 from tests.waiting import is_alive, wait_until
 
@@ -44,38 +41,21 @@ WORLD_SIZE = 3
 state_of = partial(part_of, WORLD_SIZE)
 
 
-class Spy(Exchange):
+class Spy(ThreadExchange):
     """An exchange that counts the messages and bytes of its rank."""
 
-    def __init__(self, inner: Exchange) -> None:
-        self._inner = inner
-        self.rank = inner.rank
-        self.world_size = inner.world_size
+    def __init__(self, inner: ThreadExchange) -> None:
+        super().__init__(inner._group, inner.rank)
         self.num_messages = 0
         self.num_bytes = 0
+        self._meet = self._group.meet
+        self._group = self  # type: ignore[assignment]
 
-    def _count(self, *data: bytes | None) -> None:
+    def meet(self, rank: int, operation: str, contribution: list[bytes]) -> list[list[bytes]]:
+        assert operation != "swap", "a background save swaps nothing"
         self.num_messages += 1
-        self.num_bytes += sum(len(item) for item in data if item is not None)
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        self._count(data)
-        return self._inner.all_gather(data)
-
-    def gather(self, data: bytes) -> list[bytes] | None:
-        self._count(data)
-        return self._inner.gather(data)
-
-    def scatter(self, data: list[bytes] | None) -> bytes:
-        self._count(*(data or ()))
-        return self._inner.scatter(data)
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        self._count(data)
-        return self._inner.broadcast(data)
-
-    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
-        raise AssertionError("a background save swaps nothing")
+        self.num_bytes += sum(map(len, contribution))
+        return self._meet(rank, operation, contribution)
 
 
 @pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE, 3 * CHUNK_SIZE])
@@ -149,7 +129,7 @@ def test_only_a_save_without_warm_memory_writes_while_it_stages(tmp_path: Path) 
 def test_ranks_find_each_other_without_collectives() -> None:
     storage = MemoryStorage()
 
-    def train(exchange: Exchange) -> None:
+    def train(exchange: ThreadExchange) -> None:
         spy = Spy(exchange)
         state = state_of(exchange.rank, 1.0)
         with remesh.Saver(group=spy) as saver:
@@ -165,7 +145,7 @@ def test_ranks_find_each_other_without_collectives() -> None:
 
 
 def test_an_unchanged_layout_crosses_the_network_as_a_fingerprint() -> None:
-    def train(exchange: Exchange) -> tuple[list[int], int]:
+    def train(exchange: ThreadExchange) -> tuple[list[int], int]:
         spy = Spy(exchange)
         sizes = []
         with remesh.Saver(group=spy) as saver:
@@ -190,24 +170,6 @@ def test_an_unchanged_layout_crosses_the_network_as_a_fingerprint() -> None:
         assert stored_value(storage) == number
 
 
-@pytest.mark.parametrize("new", [0, 2])
-def test_a_rank_that_is_new_to_the_job_makes_a_new_plan(new: int) -> None:
-    """The others have saved this layout before, as after a restart of one rank."""
-    storages = [MemoryStorage() for _ in range(3)]
-
-    def train(exchange: Exchange) -> int:
-        saver = remesh.Saver(group=exchange)
-        for number, storage in enumerate(storages):
-            if number == 1 and exchange.rank == new:
-                saver = remesh.Saver(group=exchange)
-            saver.save(state_of(exchange.rank, float(number)), storage)
-        return saver.num_plans_reused
-
-    assert run_ranks(WORLD_SIZE, train) == [1] * WORLD_SIZE
-    for number, storage in enumerate(storages):
-        assert stored_value(storage) == number
-
-
 class Seat:
     """The exchange of a process, whose place in the job may become another one."""
 
@@ -219,14 +181,16 @@ class Seat:
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize(
-    "seats", [(0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1), (0, 1, 3)], ids=lambda seats: f"{seats}"
+    "seats",
+    [(0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1), (0, 1, 3), (0, 1, 6), (6, 1, 2)],
+    ids=lambda seats: f"{seats}",
 )
 def test_a_process_with_another_rank_makes_a_new_plan(
     seats: tuple[int, ...], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks have the same tensors, so their layouts do not tell the ranks from each other."""
     monkeypatch.setattr(unchanged, "MIN_BYTES", 1)  # frozen files are kept
-    savers = [(remesh.Saver(group=seat), seat) for seat in (Seat() for _ in range(6))]
+    savers = [(remesh.Saver(group=seat), seat) for seat in (Seat() for _ in range(7))]
 
     def train(exchange: Exchange, seats: Sequence[int], turn: int) -> bool:
         saver, seat = savers[seats[exchange.rank]]
@@ -244,47 +208,13 @@ def test_a_process_with_another_rank_makes_a_new_plan(
         frozen = {f"frozen{row}": float(row) for row in range(4)}
         return frozen | {f"w{row}": 100.0 * turn + row for row in range(4)}
 
-    # Two jobs save; then one of them goes on, in part with other processes.
+    # Two jobs save; then one of them goes on, in part with other processes, or with a new one.
     for turn, processes in enumerate([(4, 5, 3), (0, 1, 2), (0, 1, 2), seats, seats]):
         reused = run_ranks(len(processes), train, processes, turn)
         assert reused == [turn in (2, 4)] * len(processes)
         checkpoint = remesh.Checkpoint(tmp_path / str(turn))
         for name, value in values_of(turn).items():
             assert (checkpoint.read_array(f"model.{name}") == value).all(), name
-
-
-@pytest.mark.parametrize("num_flips", [2, -1])
-@pytest.mark.parametrize("name", ["part-00001", "failed-00001", "failed"])
-def test_a_bit_that_flips_while_ranks_read_of_each_other(
-    name: str, num_flips: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage, fails = MemoryStorage(), "failed" in name
-    flipped: list[str] = []
-    choose = first_readings(f"*/{name}.msgpack", num_flips, flipped)
-    flip_reads(monkeypatch, MemoryStorage, choose)
-
-    def save(exchange: Exchange) -> BaseException | None:
-        faults = FaultInjector().fail_at(1, "save.chunk_written") if fails else FaultInjector()
-        saver = remesh.Saver(group=exchange, deadline=240, on_event=faults)
-        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
-        return handle.exception(timeout=240)
-
-    errors = run_ranks(WORLD_SIZE, save)
-    assert len(flipped) == num_flips or (num_flips < 0 and flipped)
-    if not fails and num_flips > 0:
-        assert errors == [None] * WORLD_SIZE
-        assert stored_value(storage) == 1.0
-        return
-    assert not isinstance(errors[0], InjectedError)
-    for rank, error in enumerate(errors):
-        if num_flips > 0:
-            assert "InjectedError" in f"{type(error)} {error}"
-        elif not isinstance(error, InjectedError):
-            wrong = isinstance(error, remesh.StorageError) and "what was written" in str(error)
-            # Rank 0 can still read why rank 1 has failed.
-            assert wrong or (name == "failed" and rank == 0), error
-    with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(storage)
 
 
 def status_of(storage: Storage, rank: int, file_format: str = "remesh") -> StatusFiles:
@@ -344,18 +274,6 @@ def test_metadata_of_a_class_of_the_script_goes_to_a_writer_process(tmp_path: Pa
     with remesh.Saver(writer="process") as saver:
         saver.save_async({"w": np.ones(3)}, tmp_path, metadata={"mode": Mode.TRAIN}).result()
     assert remesh.Checkpoint(tmp_path).metadata == {"mode": "train"}
-
-
-def test_a_save_of_copies_that_differ_leaves_nothing() -> None:
-    storage = MemoryStorage()
-
-    def train(exchange: Exchange) -> None:
-        with remesh.Saver(group=exchange, verify_replicas=True) as saver:
-            saver.save_async({"w": torch.full((4,), float(exchange.rank))}, storage).result()
-
-    for outcome in run_ranks_outcomes(2, train):
-        assert "DivergedReplicaError" in repr(outcome)
-    assert list(storage.list()) == []
 
 
 def test_ranks_are_told_that_the_commit_of_another_system_is_not_said() -> None:
@@ -432,19 +350,6 @@ def test_save_async_of_the_process(tmp_path: Path) -> None:
     handle.result()
     assert remesh.Checkpoint(tmp_path / "0").read_array("w").tolist() == list(range(10))
     assert remesh.Checkpoint(tmp_path / "0").metadata == {"a": 1}
-
-
-def test_errors_of_the_foreground_reach_all_at_once() -> None:
-    def train(exchange: Exchange) -> None:
-        state = state_of(exchange.rank, 1.0)
-        if exchange.rank == 1:
-            state["bad"] = object()
-        remesh.Saver(group=exchange).save_async(state, MemoryStorage())
-
-    outcomes = run_ranks_outcomes(WORLD_SIZE, train)
-    for outcome in outcomes:
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.errors.UnsupportedValueError)
 
 
 def test_save_async_gives_its_memory_back_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,14 +32,8 @@ from remesh.planner.assignment import (
     is_sharing_cheaper,
 )
 from remesh.storage import LocalStorage, MemoryStorage, Storage
-from tests.support import (
-    FaultyStorage,
-    FlipBit,
-    Raised,
-    run_processes,
-    run_ranks,
-    run_ranks_outcomes,
-)
+from tests.engine.scenes import all_are, errors_of, saved_by, share_of
+from tests.support import FaultyStorage, FlipBit, run_processes, run_ranks
 
 SHAPE = (3000, 4000)
 """96 MB of float64: a dozen windows."""
@@ -53,16 +47,8 @@ def truth() -> np.ndarray[Any, Any]:
 
 
 def stored_by_rows() -> MemoryStorage:
-    storage = MemoryStorage()
     whole = truth()
-
-    def save(exchange: Exchange) -> None:
-        rows = SHAPE[0] // 3
-        part = whole[exchange.rank * rows :][:rows]
-        tensor = remesh.ShardedTensor.at_offset("w", part, SHAPE, (exchange.rank * rows, 0))
-        remesh.save({"w": tensor}, storage, group=exchange)
-
-    run_ranks(3, save)
+    storage: MemoryStorage = saved_by(3, lambda rank: {"w": share_of("w", whole, rank, 3)})
     return storage
 
 
@@ -163,20 +149,14 @@ def test_a_rank_that_reads_damage_fails_all_and_stops_none() -> None:
     storage = stored_by_rows()
     (path,) = [p for p in storage.list() if p.endswith("00001.safetensors")]
     bad = FaultyStorage(storage, [FlipBit(path, position=20_000_000, when="read")])
-    outcomes = run_ranks_outcomes(2, lambda exchange: load_box(exchange, bad, Box.whole(SHAPE)))
-    assert len(outcomes) == 2
-    for outcome in outcomes:
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.CorruptCheckpointError)
-        assert "00001.safetensors" in str(outcome.error)
+    errors = errors_of(2, load_box, bad, Box.whole(SHAPE))
+    all_are(errors, remesh.CorruptCheckpointError, "00001.safetensors")
 
 
 def save_and_load_over_gloo(exchange: Exchange, path: str) -> int:
     place = LocalStorage(path)
-    rows = SHAPE[0] // exchange.world_size
-    part = truth()[exchange.rank * rows :][:rows]
-    tensor = remesh.ShardedTensor.at_offset("w", part, SHAPE, (exchange.rank * rows, 0))
-    remesh.save({"w": tensor}, place, group=exchange)
+    rows = share_of("w", truth(), exchange.rank, exchange.world_size)
+    remesh.save({"w": rows}, place, group=exchange)
     return load_box(exchange, place, column(exchange.rank, exchange.world_size)).bytes_read
 
 

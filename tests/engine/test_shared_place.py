@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,8 @@ from remesh.exchange import Exchange
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
 from remesh.storage.object_store import ObjectStorage
 from remesh.training.export import export_weights
-from tests.support import (
-    FaultyStorage,
-    Raised,
-    Truncate,
-    returned_values,
-    run_ranks,
-    run_ranks_outcomes,
-)
+from tests.engine.scenes import all_are, errors_of, share_of
+from tests.support import FaultyStorage, Truncate, run_ranks
 
 
 class OwnDisk(LocalStorage):
@@ -48,8 +43,8 @@ class Unheard(MemoryStorage):
 
 
 def state_of(rank: int) -> dict[str, Any]:
-    part = np.full((2, 5), rank, np.float32)
-    return {"w": remesh.ShardedTensor.at_offset("w", part, (6, 5), (2 * rank, 0)), "step": 1}
+    whole = np.repeat(np.arange(3, dtype=np.float32), 10).reshape(6, 5)
+    return {"w": share_of("w", whole, rank, 3), "step": 1}
 
 
 def files_below(place: Path) -> list[Path]:
@@ -86,6 +81,13 @@ def export(exchange: Exchange, place: Any) -> None:
 SAVES = [save_now, save_beside, save_foreign, save_zarr, save_foreign_beside, export]
 
 
+def not_shared(act: Callable[[Exchange], None]) -> list[Exception]:
+    """What three ranks raise that find that they share no place."""
+    errors = errors_of(3, act)
+    assert all(isinstance(one.__cause__ or one, NotSharedError) for one in errors)
+    return errors
+
+
 @pytest.fixture(autouse=True)
 def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of another rank is there at once or never."""
@@ -99,10 +101,8 @@ def test_paths_that_differ_are_an_error_before_anything_is_written(
     def one(exchange: Exchange) -> None:
         save(exchange, LocalStorage(tmp_path / f"2026-01-0{1 + exchange.rank // 2}"))
 
-    for outcome in run_ranks_outcomes(3, one):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
-        first, *more = str(outcome.error).splitlines()
+    for error in not_shared(one):
+        first, *more = str(error).splitlines()
         assert "ranks 0 and 2 save to different places" in first
         assert len(first) <= 100
         assert "2026-01-01" in more[0]
@@ -118,10 +118,8 @@ def test_disks_of_nodes_under_one_path_are_an_error_and_are_left_clean(
     def one(exchange: Exchange) -> None:
         save(exchange, OwnDisk(tmp_path / str(exchange.rank)))
 
-    for outcome in run_ranks_outcomes(3, one):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
-        first, *more = str(outcome.error).splitlines()
+    for error in not_shared(one):
+        first, *more = str(error).splitlines()
         assert "does not see" in first
         assert len(first) <= 100
         assert "mounted under the same path" in "".join(more)
@@ -136,11 +134,8 @@ def test_object_stores_of_nodes_under_one_url_are_an_error_and_are_left_clean(
     places = [
         ObjectStorage("s3://bucket/step_1", MemoryStore(), part_bytes=part_bytes) for _ in range(3)
     ]
-    outcomes = run_ranks_outcomes(3, lambda exchange: save_now(exchange, places[exchange.rank]))
-    for outcome in outcomes:
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
-        assert "rank 0 does not see the files of ranks 1, 2." in str(outcome.error)
+    errors = not_shared(lambda exchange: save_now(exchange, places[exchange.rank]))
+    all_are(errors, Exception, "rank 0 does not see the files of ranks 1, 2.")
     assert [place.list() for place in places] == [[], [], []]
 
 
@@ -154,11 +149,8 @@ def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(save: Any) -
     def one(exchange: Exchange) -> None:
         save(exchange, FaultyStorage(inner, faults))
 
-    for outcome in run_ranks_outcomes(3, one):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
-        assert "rank 0 does not see the files of ranks 2." in str(outcome.error)
-        assert "10 bytes of it" in str(outcome.error)
+    told = ("rank 0 does not see the files of ranks 2.", "10 bytes of it")
+    all_are(not_shared(one), Exception, *told)
     with pytest.raises(remesh.CheckpointNotFoundError):
         remesh.Checkpoint(inner)
 
@@ -238,7 +230,7 @@ def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
         )
         return cache.checked_directory
 
-    assert returned_values(run_ranks_outcomes(3, options)) == [None, None, None]
+    assert run_ranks(3, options) == [None, None, None]
 
 
 def test_a_directory_has_one_name_for_all_and_another_one_has_another(tmp_path: Path) -> None:

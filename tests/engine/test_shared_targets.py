@@ -17,9 +17,8 @@ from torch import nn
 
 import remesh
 from remesh.exchange import Exchange
-from tests.engine.filled import saved
-from tests.engine.raised import raised
-from tests.support import run_ranks, run_ranks_outcomes
+from tests.engine.scenes import all_are, errors_of, errors_of_load, saved
+from tests.support import run_ranks
 
 Views = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
@@ -197,14 +196,9 @@ def test_a_load_that_returns_has_filled_everything(
 def test_one_rank_whose_targets_share_memory_stops_all() -> None:
     storage = saved({"x": torch.ones(3), "y": torch.zeros(3)})
     memory = [torch.full((6,), 9.0) for _ in range(3)]
-
-    def load(exchange: Exchange) -> None:
-        mine, cut = memory[exchange.rank], 2 if exchange.rank == 1 else 3
-        remesh.load({"x": mine[:3], "y": mine[cut : cut + 3]}, storage, group=exchange)
-
-    for error in raised(run_ranks_outcomes(3, load)):
-        assert isinstance(error, remesh.MismatchError)
-        assert "x and y: different views" in str(error)
+    cuts = (3, 2, 3)
+    states = [{"x": m[:3], "y": m[cut : cut + 3]} for m, cut in zip(memory, cuts, strict=True)]
+    all_are(errors_of_load(states, storage), remesh.MismatchError, "x and y: different views")
     assert [set(one.tolist()) for one in memory] == [{9.0}] * 3
 
 
@@ -248,7 +242,5 @@ def test_tied_targets_of_sources_on_another_rank(differ: bool) -> None:
     if not differ:
         run_ranks(2, run)
         return
-    for error in raised(run_ranks_outcomes(2, run)):
-        assert isinstance(error, remesh.MismatchError)
-        assert "tied in the state" in str(error)
+    all_are(errors_of(2, run), remesh.MismatchError, "tied in the state")
     assert not memory.any()

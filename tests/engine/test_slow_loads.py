@@ -24,78 +24,50 @@ from remesh.exchange import Alone, Exchange
 from remesh.exchange.torch_group import TorchGroup
 from remesh.pipeline import Destination, task_pool
 from remesh.pipeline.task_pool import TaskPool, Tasks
-from remesh.storage import Buffer, LocalStorage, MemoryStorage
-from tests.support import Raised, run_processes, run_ranks, run_ranks_outcomes
+from remesh.storage import Buffer, LocalStorage, Storage
+from tests.engine.scenes import HeldReads, errors_of, saved, share_of
+from tests.support import run_processes, run_ranks
 from tests.waiting import wait_until
 
-
-class Hanging(MemoryStorage):
-    """Reads of tensors hang until they are let go."""
-
-    def __init__(self, inner: MemoryStorage, let_go: threading.Event) -> None:
-        super().__init__()
-        self._inner = inner
-        self._let_go = let_go
-
-    def list(self, prefix: str = "") -> list[str]:
-        return self._inner.list(prefix)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._inner.read(path, start, stop)
-
-    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        if path.endswith("00000.safetensors"):
-            assert self._let_go.wait(240), "nobody lets the reading go on"
-        return self._inner.read_into(path, start, buffer)
+STATE = {"w": np.arange(32.0).reshape(8, 4)}
 
 
-def saved() -> MemoryStorage:
-    storage = MemoryStorage()
-    remesh.save({"w": np.arange(32.0).reshape(8, 4)}, storage)
-    return storage
-
-
-def load_columns(exchange: Exchange, storage: MemoryStorage, **options: object) -> None:
-    part = np.zeros((8, 2))
-    tensor = remesh.ShardedTensor.at_offset("w", part, (8, 4), (0, 2 * exchange.rank))
-    remesh.load({"w": tensor}, storage, group=exchange, **options)  # type: ignore[arg-type]
+def load_columns(exchange: Exchange, storage: Storage, **options: Any) -> None:
+    state = {"w": share_of("w", np.zeros((8, 4)), exchange.rank, 2, 1)}
+    remesh.load(state, storage, group=exchange, **options)
 
 
 @pytest.mark.parametrize(("share_reads", "hanging"), [(False, 1), (True, 0)])
 def test_a_rank_that_hangs_is_named_when_time_is_up(share_reads: bool, hanging: int) -> None:
     """Where reads are shared, rank 0 is the one that reads the only window."""
-    storage, let_go = saved(), threading.Event()
-
+    storage = saved(STATE)
+    held = HeldReads(storage)
     # Whoever is late first ends it for all; the other rank shall not be late, however slow it is.
     timeouts = [0.5 if rank == hanging else 100.0 for rank in range(2)]
 
     def load(exchange: Exchange) -> None:
-        place = Hanging(storage, let_go) if exchange.rank == hanging else storage
+        place = held if exchange.rank == hanging else storage
         load_columns(exchange, place, timeout=timeouts[exchange.rank], share_reads=share_reads)
 
     try:
-        outcomes = run_ranks_outcomes(2, load)
+        errors = errors_of(2, load)
     finally:
-        let_go.set()
-    for outcome, timeout in zip(outcomes, timeouts, strict=True):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.errors.ExchangeError)
-        assert str(outcome.error).startswith(
+        held.let_go()
+    for error, timeout in zip(errors, timeouts, strict=True):
+        assert isinstance(error, remesh.errors.ExchangeError)
+        assert str(error).startswith(
             f"rank {hanging} did not finish reading within {timeout:g} s; see whether the storage "
             "answers"
         )
-        assert "The state is partly loaded" in outcome.error.__notes__[0]
+        assert "The state is partly loaded" in error.__notes__[0]
 
 
 class LetGo(logging.Handler):
     """Lets a reading go on as soon as a certain complaint is made about it."""
 
-    def __init__(self, complaint: str) -> None:
+    def __init__(self, complaint: str, event: threading.Event) -> None:
         super().__init__()
-        self.event = threading.Event()
+        self.event = event
         self._complaint = re.compile(complaint)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -104,11 +76,11 @@ class LetGo(logging.Handler):
 
 
 @contextmanager
-def listening(complaint: str) -> Iterator[LetGo]:
-    handler, logger = LetGo(complaint), logging.getLogger("remesh")
+def listening(complaint: str, event: threading.Event) -> Iterator[None]:
+    handler, logger = LetGo(complaint, event), logging.getLogger("remesh")
     logger.addHandler(handler)
     try:
-        yield handler
+        yield
     finally:
         logger.removeHandler(handler)
 
@@ -128,10 +100,11 @@ def nowhere(_want: int) -> Destination:
 
 def test_rank_0_says_which_rank_is_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_pool, "LOG_INTERVAL", 0.02)
+    complained = threading.Event()
 
     def watch(exchange: Exchange) -> None:
         def wait() -> int:
-            assert exchange.rank == 1 or complaints.event.wait(240)
+            assert exchange.rank == 1 or complained.wait(240)
             return 0
 
         pool = pool_of(exchange, lambda: 1_000_000 * (2 + exchange.rank), wait, num_bytes=9_000_000)
@@ -144,20 +117,20 @@ def test_rank_0_says_which_rank_is_the_slowest(monkeypatch: pytest.MonkeyPatch) 
         r"reading for \d+ s; 2 of 3 ranks have not finished\nThe slowest is rank 0 with 2\.0 of "
         r"9\.0 MB"
     )
-    with listening(complaint) as complaints:
+    with listening(complaint, complained):
         run_ranks(3, watch)
 
 
 def test_a_rank_for_which_the_others_wait_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = saved()
+    storage = saved(STATE)
+    held = HeldReads(storage)
     monkeypatch.setattr(task_pool, "LOG_INTERVAL", 0.02)
 
     def load(exchange: Exchange) -> None:
-        place = Hanging(storage, complaints.event) if exchange.rank == 0 else storage
-        load_columns(exchange, place, share_reads=True)
+        load_columns(exchange, storage if exchange.rank else held, share_reads=True)
 
     complaint = r"reading for \d+ s; the others wait for rank 0, round 1 of 1"
-    with listening(complaint) as complaints:
+    with listening(complaint, held.may_go_on):
         run_ranks(2, load)
 
 
@@ -187,11 +160,10 @@ def outlast_the_timeout(_exchange: Exchange, root: Path) -> None:
     # Not from the beginning, for the ranks may take longer than that to make their connections.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=25), group)
     exchange = Asking(group, warn_after=2.0)
-    whole = np.arange(32.0).reshape(8, 4)
+    whole = STATE["w"]
 
     def part(dim: int, values: Any) -> dict[str, remesh.ShardedTensor]:
-        here = np.ascontiguousarray(np.split(values, 2, dim)[exchange.rank])
-        return {"w": remesh.ShardedTensor.from_rank_offsets("w", here, (dim, exchange.rank, 2))}
+        return {"w": share_of("w", values, exchange.rank, 2, dim)}
 
     def check(target: dict[str, remesh.ShardedTensor]) -> None:
         found = target["w"].parts[0].data
@@ -259,19 +231,19 @@ def test_a_storage_that_cancels_a_read_has_failed() -> None:
 
 
 def test_a_rank_without_a_limit_says_how_long_it_waited_for_a_late_one() -> None:
-    storage, let_go = saved(), threading.Event()
+    storage = saved(STATE)
+    held = HeldReads(storage)
 
     def load(exchange: Exchange) -> None:
-        place, timeout = (Hanging(storage, let_go), 0.5) if exchange.rank else (storage, None)
+        place, timeout = (held, 0.5) if exchange.rank else (storage, None)
         load_columns(exchange, place, timeout=timeout, share_reads=False)
 
     try:
-        outcomes = run_ranks_outcomes(2, load)
+        errors = errors_of(2, load)
     finally:
-        let_go.set()
-    for outcome in outcomes:
-        assert isinstance(outcome, Raised)
-        assert re.match(r"rank 1 did not finish reading within \S+ s; ", str(outcome.error))
+        held.let_go()
+    for error in errors:
+        assert re.match(r"rank 1 did not finish reading within \S+ s; ", str(error))
 
 
 def test_who_has_given_up_reads_no_more() -> None:

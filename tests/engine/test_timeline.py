@@ -13,6 +13,7 @@ import numpy as np
 import remesh
 from remesh.events import CHUNK_POINTS, LOAD_POINTS, SAVE_POINTS, Event, Timeline
 from remesh.exchange import Exchange
+from tests.engine.scenes import share_of
 from tests.support import run_ranks
 
 ROWS = 1 << 21
@@ -27,11 +28,9 @@ def trace_of(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
 
 
 def save_and_load(exchange: Exchange, path: Path, timeline: Timeline) -> None:
-    rank = exchange.rank
-    rows = np.full((ROWS, 2), rank, np.float32)
-    part = remesh.ShardedTensor.at_offset("rows", rows, (2 * ROWS, 2), (rank * ROWS, 0))
-    remesh.save({"rows": part}, path, group=exchange, on_event=timeline)
-    remesh.load({"rows": part}, path, group=exchange, on_event=timeline)
+    state = {"rows": share_of("rows", np.ones((2 * ROWS, 2), np.float32), exchange.rank, 2)}
+    remesh.save(state, path, group=exchange, on_event=timeline)
+    remesh.load(state, path, group=exchange, on_event=timeline)
 
 
 def test_a_save_and_a_load_of_two_ranks(tmp_path: Path) -> None:

@@ -11,22 +11,15 @@ import pytest
 
 import remesh
 from remesh.events import timed
-from remesh.exchange import Exchange
-from tests.support import run_ranks
+from tests.engine.scenes import saved_by, share_of
 
 ROWS = 300_000
 
 
-def save(exchange: Exchange, path: Path) -> None:
-    rank = exchange.rank
-    rows = np.full((ROWS, 2), rank, np.float32)
-    part = remesh.ShardedTensor.at_offset("rows", rows, (2 * ROWS, 2), (rank * ROWS, 0))
-    remesh.save({"rows": part}, path, group=exchange)
-
-
 def test_rank_0_logs_a_line_for_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "remesh")
-    run_ranks(2, save, tmp_path)
+    whole = np.ones((2 * ROWS, 2), np.float32)
+    saved_by(2, lambda rank: {"rows": share_of("rows", whole, rank, 2)}, tmp_path)
     num_bytes = sum(file.num_bytes for file in remesh.Checkpoint(tmp_path).index.files)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     found = re.fullmatch(

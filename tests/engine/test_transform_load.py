@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import remesh
+from remesh.checkpoint.transformed import renamed_path, renamed_sequences
+from remesh.core.state import Path as Keys
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from tests.support import Raised, run_processes, run_ranks, run_ranks_outcomes
+from tests.engine.scenes import all_are, errors_of, saved_by, share_of
+from tests.support import run_processes, run_ranks
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 16, 24
 HEAD_DIM = DIM // HEADS
@@ -152,29 +154,18 @@ def test_fsdp2_ranks_load_their_parts_of_fused_layers(tmp_path: Path) -> None:
 ROWS, COLUMNS = 600, 1024
 
 
-def sharded(rank: int, num: int, name: str, whole: np.ndarray[Any, Any], axis: int) -> Any:
-    size = whole.shape[axis] // num
-    part = np.take(whole, range(rank * size, (rank + 1) * size), axis).copy()
-    return remesh.ShardedTensor.from_rank_offsets(name, part, (axis, rank, num))
-
-
 @pytest.mark.parametrize("share_reads", [False, True])
 @pytest.mark.parametrize("num_targets", [1, 2, 4])
 def test_shards_of_a_fused_transposed_source(num_targets: int, share_reads: bool) -> None:
     a = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
     b = -a
-    storage = MemoryStorage()
-
-    def save(exchange: Exchange) -> None:
-        state = {
-            "a": sharded(exchange.rank, 3, "a", a, 0),
-            "b": sharded(exchange.rank, 3, "b", b, 0),
-        }
-        remesh.save(state, storage, group=exchange)
+    storage = saved_by(
+        3, lambda rank: {"a": share_of("a", a, rank, 3), "b": share_of("b", b, rank, 3)}
+    )
 
     def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         expected = np.concatenate([a.T, b.T], axis=1)
-        target = sharded(exchange.rank, num_targets, "c", np.zeros_like(expected), 1)
+        target = share_of("c", np.zeros_like(expected), exchange.rank, num_targets, 1)
         report = remesh.load(
             {"c": target},
             storage,
@@ -187,7 +178,6 @@ def test_shards_of_a_fused_transposed_source(num_targets: int, share_reads: bool
         np.testing.assert_array_equal(part.data, expected[part.box.slices])
         return report
 
-    run_ranks(3, save)
     reports = run_ranks(num_targets, load)
     assert sum(report.bytes_needed for report in reports) == a.nbytes + b.nbytes
     # A column of the target is a row of a source, so no rank reads what another one needs.
@@ -224,9 +214,7 @@ def test_what_does_not_fit_is_found_on_all_ranks_and_changes_nothing() -> None:
         ("a, b -> c, axis=1", "c", remesh.errors.TransformError),
         ("a, b -> c, axis=0", "d", remesh.MismatchError),
     ):
-        for outcome in run_ranks_outcomes(2, load, text, name):
-            assert isinstance(outcome, Raised)
-            assert isinstance(outcome.error, kind), outcome.error
+        all_are(errors_of(2, load, text, name), kind)
 
 
 def test_untouched_names_load_as_ever_and_added_ones_stay(tmp_path: Path) -> None:
@@ -243,3 +231,38 @@ def test_untouched_names_load_as_ever_and_added_ones_stay(tmp_path: Path) -> Non
     assert state["n"] == 7
     assert state["new"].tolist() == [5, 5]  # type: ignore[attr-defined]
     assert report.kept == ("new",)
+
+
+# ---------------------------------------------------------------------------------------------
+# Paths of names that a conversion has changed
+# ---------------------------------------------------------------------------------------------
+
+GROUP: Keys = ("optimizer", "param_groups", 0, "lr")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("adam.param_groups.0.lr", GROUP, ("adam", "param_groups", 0, "lr")),
+        ("0.weight", ("model", "0.weight"), ("0.weight",)),
+        ("a.b.0.weight", ("model", "0.weight"), ("a", "b", "0.weight")),
+        ("model.blocks.0.w", ("model", "layers.0.w"), ("model", "blocks.0.w")),
+        ("opt.state.qk.step", ("opt", "state", "q", "step"), ("opt", "state", "qk", "step")),
+        ("y", ("x",), ("y",)),
+    ],
+)
+def test_a_new_name_keeps_the_keys_that_it_has(name: str, old: Keys, new: Keys) -> None:
+    assert renamed_path(name, old) == new
+
+
+def test_lists_of_a_state_move_with_what_is_in_them() -> None:
+    sequences: list[tuple[Keys, str]] = [
+        (("optimizer", "param_groups"), "list"),
+        (("x",), "tuple"),
+    ]
+    moved: dict[Keys, Keys] = {
+        GROUP: ("adam", "param_groups", 0, "lr"),
+        ("x", 0): ("x", 0),
+    }
+    expected = {("adam", "param_groups"): "list", ("x",): "tuple"}
+    assert renamed_sequences(moved, sequences) == expected

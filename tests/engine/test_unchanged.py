@@ -17,14 +17,14 @@ from torch import nn
 
 import remesh
 from remesh.checkpoint import unchanged
-from remesh.core.geometry import Box
-from remesh.core.sharded import Part
 from remesh.core.state import Description, Role, TensorEntry
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.maintenance import repair
+from remesh.pipeline import Compress
 from remesh.storage import LocalStorage, MemoryStorage, Storage
-from tests.support import InjectedError, run_ranks, run_ranks_outcomes
+from tests.engine.scenes import all_are, errors_of, share_of
+from tests.support import InjectedError, run_ranks
 
 WIDTH = 1088
 
@@ -103,14 +103,15 @@ def saver_of(way: Way, **options: Any) -> remesh.Saver:
     return remesh.Saver(writer="process" if way == "process" else "thread", **options)
 
 
+@pytest.mark.parametrize("compress", [None, "zstd"])
 @pytest.mark.parametrize("way", ["save", "thread", "process"])
 def test_an_adapter_run_writes_the_adapter(
-    way: Way, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    way: Way, compress: Compress | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "remesh")
     model, state, step = training()
     seen, expected = Bytes(), []
-    with saver_of(way, on_event=seen) as saver:
+    with saver_of(way, on_event=seen, compress=compress) as saver:
         for number in range(3):
             step()
             report = save_with(saver, way, state, tmp_path / str(number))
@@ -124,6 +125,7 @@ def test_an_adapter_run_writes_the_adapter(
         assert seen.written[number] <= 0.02 * whole
         assert seen.written[number] + seen.kept[number] == data_bytes(tmp_path / str(number))
     assert f"; {seen.kept[2] / 1e6:.1f} MB did not change: " in caplog.messages[-1]
+    assert len({path.stat().st_ino for path in tmp_path.glob("*/data-*/*-1.safetensors")}) == 1
     # Each checkpoint stands alone: it can be moved, and the others removed.
     moved = tmp_path / "moved"
     (tmp_path / "1").rename(moved)
@@ -132,6 +134,7 @@ def test_an_adapter_run_writes_the_adapter(
         stored = tensors_of(place)
         assert stored["model.base.weight"] == base
         assert stored["model.adapter.0.weight"] == adapter
+        assert remesh.Checkpoint(place).index.is_compressed == (compress is not None)
 
 
 def test_the_frozen_part_may_change_after_all(tmp_path: Path) -> None:
@@ -150,13 +153,8 @@ def test_the_frozen_part_may_change_after_all(tmp_path: Path) -> None:
 
 def frozen_part(exchange: Exchange, whole: np.ndarray[Any, Any], dim: int) -> Description:
     """A rank's share of a frozen tensor that is cut in one dim."""
-    size, rank = exchange.world_size, exchange.rank
-    shape, offset = list(whole.shape), [0] * whole.ndim
-    shape[dim] = whole.shape[dim] // size
-    offset[dim] = rank * shape[dim]
-    box = Box(tuple(offset), tuple(shape))
-    part = Part(box, whole[box.slices].copy())
-    entry = TensorEntry("w", "float32", whole.shape, (part,), Role.MAIN, is_frozen=True)
+    parts = share_of("w", whole, exchange.rank, exchange.world_size, dim).parts
+    entry = TensorEntry("w", "float32", whole.shape, parts, Role.MAIN, is_frozen=True)
     return Description(tensors=[entry])
 
 
@@ -282,8 +280,7 @@ def fail_on_rank_1(exchange: Exchange, root: Path, way: Way) -> None:
 
 
 def test_links_of_a_save_that_could_not_begin_are_removed(tmp_path: Path) -> None:
-    outcomes = run_ranks_outcomes(2, fail_on_rank_1, tmp_path, "thread")
-    assert all("no threads" in str(outcome) for outcome in outcomes)
+    all_are(errors_of(2, fail_on_rank_1, tmp_path, "thread"), Exception, "no threads")
     assert not [path for path in (tmp_path / "3").rglob("*") if path.is_file()]
     assert remesh.Checkpoint(tmp_path / "2").verify().ok
 

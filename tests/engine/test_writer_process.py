@@ -19,7 +19,7 @@ from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
-from tests.engine.filled import part_of, stored_value
+from tests.engine.scenes import part_of, stored_value
 from tests.support import (
     run_processes_outcomes,
     run_ranks,
