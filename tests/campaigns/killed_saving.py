@@ -36,6 +36,7 @@ from remesh.checkpoint import unchanged
 from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange
 from remesh.pipeline import Compress
+from tests.engine.scenes import share_of
 from tests.waiting import is_alive
 
 MAX_STEPS = 30
@@ -53,43 +54,26 @@ Way: TypeAlias = Literal["save", "thread", "process"]
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a launch dies.
+    """How a launch dies."""
 
-    Attributes:
-        rank: Who dies first.
-        others: Whether the others die at the same time, are killed by a launcher, or go on.
-        with_writers: Whether writer processes die with their trainers.
-        change: At which of its changes of the disk; 0 if by the clock.
-        when: Where in the change.
-        seconds: By the clock: how long after the first save began.
-    """
-
-    rank: int
+    rank: int  # who dies first
     others: Literal["at once", "soon", "left"]
-    with_writers: bool
-    change: int
-    when: Literal["before", "within", "after"]
-    seconds: float
+    """Whether the others die at the same time, are killed by a launcher, or go on."""
+    with_writers: bool  # whether writer processes die with their trainers
+    change: int  # at which of its changes of the disk; 0 if by the clock
+    when: Literal["before", "within", "after"]  # where in the change
+    seconds: float  # by the clock: how long after the first save began
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the ranks of a launch have to know.
+    """What the ranks of a launch have to know."""
 
-    Attributes:
-        root: Where everything is saved.
-        first_step: Its first step.
-        world_size: Number of ranks.
-        way: How it saves.
-        newest: The newest announced step; 0 if there is none.
-        death: How it dies.
-    """
-
-    root: Path
+    root: Path  # where everything is saved
     first_step: int
     world_size: int
-    way: Way
-    newest: int
+    way: Way  # how it saves
+    newest: int  # the newest announced step; 0 if there is none
     death: Death
 
     @property
@@ -133,11 +117,7 @@ def part_of_state(step: int, rank: int, world_size: int) -> dict[str, Any]:
     state["frozen"] = torch.nn.Linear(5, 33, bias=False)
     state["frozen"].weight = torch.nn.Parameter(frozen, requires_grad=False)
     for name in ("weight", "moment", "mask"):
-        whole = state[name]
-        first, last = (n * len(whole) // world_size for n in (rank, rank + 1))
-        state[name] = ShardedTensor.at_offset(
-            name, whole[first:last].copy(), whole.shape, (first, 0)
-        )
+        state[name] = share_of(name, state[name], rank, world_size)
     return state
 
 
@@ -236,8 +216,7 @@ class _Fate:
 def _arm(exchange: Exchange, launch: Launch, writer: int | None) -> _Fate:
     """Let this rank die when it is due, or follow the one that does if a launcher would see to it.
 
-    Returns:
-        What ends the danger.
+    What ends the danger.
     """
     death, fate = launch.death, _Fate()
     ids = [

@@ -12,44 +12,34 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
 import remesh
-from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.pipeline import Compress
 from remesh.storage import MemoryStorage, Storage
-from tests.campaigns.settings import dice_of, lengths, seed
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.engine.small_checkpoint import (
     NUM_RANKS,
     VALUES,
     arrays,
     is_right,
     nothing_wrong_in,
-    part_of_state,
+    save_part,
     whole_state,
 )
+from tests.fuzz.files import Files, in_memory
 from tests.support import run_ranks
-
-Files = dict[str, bytes]
-
-
-def contents_of(storage: Storage) -> Files:
-    return {path: storage.read(path) for path in storage.list()}
 
 
 def saved(compress: Compress | None, *, fill: bool) -> Files:
     """The files of the small checkpoint; if not filled, with other numbers in the same layout."""
     storage = MemoryStorage()
-
-    def save(exchange: Exchange) -> None:
-        state = part_of_state(exchange.rank, NUM_RANKS, fill=fill)
-        remesh.save(state, storage, group=exchange, compress=compress)
-
-    run_ranks(NUM_RANKS, save)
-    return contents_of(storage)
+    run_ranks(NUM_RANKS, partial(save_part, fill=fill), storage, compress)
+    return {path: storage.read(path) for path in storage.list()}
 
 
 def named_alike(files: Files) -> dict[str, str]:
@@ -130,13 +120,6 @@ def damaged(right: Files, other: Files, dice: random.Random) -> tuple[Files, str
 # ---------------------------------------------------------------------------------------------
 
 
-def stored(files: Files) -> MemoryStorage:
-    storage = MemoryStorage()
-    for path, content in files.items():
-        storage.put(path, content, overwrite=True)
-    return storage
-
-
 def load_whole(storage: Storage) -> str:
     """Load everything; how it ended."""
     state = whole_state()
@@ -180,13 +163,10 @@ def test_no_damage_gives_a_wrong_value(num_damages: int, covered: Callable[[str]
     for number in range(num_damages):
         right, other = pairs[number % 2]
         files, what = damaged(right, other, dice_of("damage", number))
-        try:
-            storage = stored(files)
+        with noted(f"run {number}: {what}"):
+            storage = in_memory(files)
             end = load_whole(storage)
             assert look_inside(storage) == (end == "right")
-        except BaseException as error:
-            error.add_note(f"seed {seed()}, run {number}: {what}")
-            raise
         ends[end] += 1
     covered(f"seed {seed()}: {dict(ends)}")
     # Blanks in the record and bytes behind the end of a file do no harm; nearly all else does.

@@ -23,7 +23,7 @@ from remesh.exchange import Exchange
 from remesh.formats import native_writer
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from tests.campaigns.killed_saving import arrays_of, compress_of, part_of_state, whole_state
-from tests.campaigns.settings import dice_of, lengths, seed
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.support import (
     Fail,
     FaultInjector,
@@ -131,11 +131,8 @@ def test_storage_that_fails_at_random(num_faults: int, covered: Callable[[str], 
     ends: Counter[str] = Counter()
     for number in range(num_faults):
         way, ranks, fault = draw(dice_of("faults", number))
-        try:
+        with noted(f"run {number}: {way}, ranks {ranks}, {fault}"):
             ends[f"{way} {meet(inner, 20 * number + 2, way, ranks, fault)}"] += 1
-        except BaseException as error:
-            error.add_note(f"seed {seed()}, run {number}: {way}, ranks {ranks}, {fault}")
-            raise
     covered(f"seed {seed()}: {dict(ends)}")
     for way in ("save", "async", "load"):
         assert ends[f"{way} raised"] > 0

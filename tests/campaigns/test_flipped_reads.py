@@ -25,7 +25,7 @@ from remesh.checkpoint import unchanged
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage
 from tests.campaigns.killed_saving import arrays_of, compress_of, part_of_state, whole_state
-from tests.campaigns.settings import dice_of, lengths, seed
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.campaigns.test_faults import stored_step
 from tests.flipped_reads import flip_reads
 from tests.support import FaultInjector, InjectedError, Raised, Returned, run_ranks_outcomes
@@ -39,19 +39,12 @@ WEIGHTS = ("weight", "moment", "replicated")
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Which bit flips.
+    """Which bit flips."""
 
-    Attributes:
-        kind: The kind of file, as `kind_of` says it.
-        skip: How many readings of such files go well first.
-        place: Where in the bytes that are read, from 0 to 1.
-        stays: Whether all later readings of such files are wrong as well.
-    """
-
-    kind: str
-    skip: int
-    place: float
-    stays: bool
+    kind: str  # the kind of file, as `kind_of` says it
+    skip: int  # how many readings of such files go well first
+    place: float  # where in the bytes that are read, from 0 to 1
+    stays: bool  # whether all later readings of such files are wrong as well
 
 
 def kind_of(path: str) -> str:
@@ -224,16 +217,13 @@ def test_bits_that_flip_while_a_save_reads(
     for number in range(num_saves):
         dice, way = dice_of("flipped reads", number), WAYS[number % len(WAYS)]
         flip, root, step = draw(dice, seen[way]), tmp_path / way, 20 * number + 2
-        try:
+        with noted(f"run {number}: {way}, {flip}"):
             if way == "manager":
                 # No large state, so that what is resumed has one size.
                 end = manage(root, 19 * number + 2, flip=flip, readings=readings)
             else:
                 run = partial(meet, way=way, flip=flip, readings=readings)
                 end, before[way] = run(root, step, before[way])
-        except BaseException as error:
-            error.add_note(f"seed {seed()}, run {number}: {way}, {flip}")
-            raise
         seen[way] |= readings.seen
         ends[f"{way} {end}"] += 1
         if flip is not None and readings.num_flipped:

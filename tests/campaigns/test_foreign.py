@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.campaigns.settings import dice_of, lengths, seed
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.formats.hostile import warm_up
 from tests.formats.test_hostile_pickles import check_random
 
@@ -19,8 +19,6 @@ from tests.formats.test_hostile_pickles import check_random
 def test_foreign_pickles(num_pickles: int, covered: Callable[[str], None]) -> None:
     warm_up()
     for number in range(num_pickles):
-        try:
+        with noted(f"run {number}"):
             check_random(dice_of("foreign", number))
-        except Exception as error:
-            raise AssertionError(f"run {number} of the campaign") from error
     covered(f"seed {seed()}: {num_pickles} pickles")

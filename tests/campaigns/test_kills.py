@@ -23,7 +23,7 @@ from tests.campaigns.killed_saving import (
     save_until_killed,
     whole_state,
 )
-from tests.campaigns.settings import dice_of, lengths, seed
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.support import Died, Raised, TimedOut, run_processes_outcomes
 from tests.waiting import is_alive, wait_until
 
@@ -126,7 +126,7 @@ def test_the_newest_announced_checkpoint_survives_every_kill(
     while kills.total() < num_kills:
         assert number < 3 * num_kills, f"only {kills.total()} of {number} launches were killed"
         launch = draw(root, number, max(announced, default=0))
-        try:
+        with noted(f"launch {number}: {launch}"):
             if run(launch):
                 kills[launch.way] += 1
             announced |= numbers_in(launch.announced)
@@ -135,9 +135,6 @@ def test_the_newest_announced_checkpoint_survives_every_kill(
             if number % TIDY_EVERY == 0:
                 tidy(root)
                 check(root, announced)
-        except BaseException as error:
-            error.add_note(f"seed {seed()}, launch {number}: {launch}")
-            raise
         # What was announced long ago was looked at often enough.
         for step in sorted(step for step in announced if step % 2)[:-3]:
             announced.remove(step)

@@ -11,7 +11,7 @@ from obstore.store import S3Store
 
 import remesh
 from remesh.storage.object_store import ObjectStorage
-from tests.campaigns.settings import dice_of, lengths, seed
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.campaigns.test_faults import load, save, stored_step
 from tests.storage.faulty_proxy import FAULTS, Fault, FaultyProxy, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server
@@ -105,14 +105,9 @@ def test_requests_that_fail_at_random(
         # Every now and then one of 19, a large state, which a single rank uploads in parts.
         step = 19 * (number + 1) + dice.choice((0, 1, 1, 1))
         plan.rate = dice.choice((0.02, 0.1, 0.4))
-        try:
+        what = f"{way} {name}, {num_ranks} ranks, step {step}, rate {plan.rate}"
+        with noted(f"run {number}: {what}"):
             succeeded = meet(server, proxy, name, way, num_ranks=num_ranks, step=step)
-        except BaseException as error:
-            error.add_note(
-                f"seed {seed()}, run {number}: {way} {name}, {num_ranks} ranks, step {step}, "
-                f"rate {plan.rate}"
-            )
-            raise
         ends[f"{way} {'went well' if succeeded else 'raised'}"] += 1
     covered(f"seed {seed()}: {dict(ends)}; {dict(plan.met)}")
     assert set(plan.met) == set(FAULTS)

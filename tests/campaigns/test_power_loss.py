@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ import torch
 
 import remesh
 from remesh.checkpoint import unchanged
-from remesh.core.sharded import ShardedTensor
 from remesh.exchange import Exchange
 from remesh.pipeline import Compress
 from remesh.storage import LocalStorage
 from tests.campaigns.settings import dice_of, lengths, seed
+from tests.engine.scenes import share_of
 from tests.support import run_ranks
 from tests.support.power_loss import PowerLoss, write_state
 from tests.support.system_calls import Call, SystemCalls
@@ -75,11 +75,13 @@ class Recording:
         self.announced.append((len(self.calls), number))
 
 
+def part_of(exchange: Exchange, number: int) -> dict[str, Any]:
+    whole = np.full((NUM_ROWS, 2), number, np.int64)
+    return {"table": share_of("table", whole, exchange.rank, exchange.world_size), "number": number}
+
+
 def save_part(exchange: Exchange, path: Path, number: int) -> None:
-    rows = NUM_ROWS // exchange.world_size
-    mine = np.full((rows, 2), number, np.int64)
-    table = ShardedTensor.at_offset("table", mine, (NUM_ROWS, 2), (exchange.rank * rows, 0))
-    state = {"table": table, "number": number}
+    state = part_of(exchange, number)
     compress: Compress | None = None if number % 2 else "zstd"
     remesh.save(state, path, overwrite=True, group=exchange, compress=compress)
 
@@ -95,32 +97,35 @@ def number_at(path: Path, group: Exchange | None = None) -> int | None:
     return int(state["number"])
 
 
-def check_states(recording: Recording, work: Path, num_states: int, *, drawn_from: int) -> None:
-    """Let the power fail at random moments of what was recorded."""
-    chance = random.Random(drawn_from)
+def states_of(
+    recording: Recording, work: Path, num_states: int, chance: random.Random
+) -> Iterator[tuple[int, Path]]:
+    """Let the power fail at random moments of what was recorded; the moment, and what is left."""
     moments = sorted(chance.randrange(len(recording.calls) + 1) for _ in range(num_states))
     disk, done = PowerLoss(), 0
-    for turn, moment in enumerate(moments):
+    for moment in moments:
         for call in recording.calls[done:moment]:
             disk.apply(call)
-        done = moment
-        root = work / "state"
+        done, root = moment, work / "state"
         write_state(disk.state(chance, kept=chance.choice([0.0, 0.5, 0.9, 1.0])), root)
+        yield moment, root
+        shutil.rmtree(root)
+
+
+def check_states(recording: Recording, work: Path, num_states: int, *, drawn_from: int) -> None:
+    """What was announced is there, or a later save, whenever the power fails."""
+    states = states_of(recording, work, num_states, random.Random(drawn_from))
+    for turn, (moment, root) in enumerate(states):
         found = number_at(root / PLACE)
         announced = [number for at, number in recording.announced if at <= moment]
         begun = [number for at, number in recording.begun if at <= moment]
         oldest = announced[-1] if announced else None
         allowed = {oldest, *(number for number in begun if oldest is None or number > oldest)}
-        assert found in allowed, (
-            drawn_from,
-            turn,
-            moment,
-            recording.calls[max(0, moment - 3) : moment],
-        )
+        last = recording.calls[max(0, moment - 3) : moment]
+        assert found in allowed, (drawn_from, turn, moment, last)
         if turn % 10 == 0:  # and the next save works
             run_ranks(NUM_RANKS, save_part, root / PLACE, 99)
             assert number_at(root / PLACE) == 99
-        shutil.rmtree(root)
 
 
 def two_saves(root: Path) -> Recording:
@@ -190,10 +195,7 @@ def save_thrice(exchange: Exchange, root: Path, recording: Recording) -> None:
         for number in (1, 2, 3):
             if exchange.rank == 0:
                 recording.begun.append((len(recording.calls), number))
-            rows = NUM_ROWS // exchange.world_size
-            mine = np.full((rows, 2), number, np.int64)
-            table = ShardedTensor.at_offset("table", mine, (NUM_ROWS, 2), (exchange.rank * rows, 0))
-            state = {"table": table, "number": number, "frozen": frozen}
+            state = part_of(exchange, number) | {"frozen": frozen}
             saver.save_async(state, root / str(number)).result()
             exchange.all_gather(b"")
             if exchange.rank == 0:
@@ -219,13 +221,7 @@ def test_files_that_are_kept_are_durable(
         run_ranks(NUM_RANKS, save_thrice, disk, recording)
     links = [call for call in recording.calls if call.name == "link" and "-1." in call.target]
     assert len(links) == 2
-    chance, model, done = random.Random(seed()), PowerLoss(), 0
-    for moment in sorted(chance.randrange(len(recording.calls) + 1) for _ in range(num_states)):
-        for call in recording.calls[done:moment]:
-            model.apply(call)
-        done = moment
-        root = tmp_path / "state"
-        write_state(model.state(chance, kept=chance.choice([0.0, 0.5, 0.9, 1.0])), root)
+    for moment, root in states_of(recording, tmp_path, num_states, random.Random(seed())):
         newest = max((number for at, number in recording.announced if at <= moment), default=0)
         for number in (1, 2, 3):
             state: dict[str, Any] = {
@@ -242,5 +238,4 @@ def test_files_that_are_kept_are_durable(
             else:
                 assert (state["table"] == state["number"]).all()
                 assert (state["frozen"].weight == 7.0).all()
-        shutil.rmtree(root)
     covered(f"seed {seed()}: {num_states} losses of power")

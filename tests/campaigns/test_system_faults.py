@@ -30,16 +30,11 @@ NUMBERS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What happens to a call.
+    """What happens to a call."""
 
-    Attributes:
-        number: The error that it gives; None if it only moves a single byte.
-        late: Whether it takes effect all the same, as it may if the answer of a file server is
-            lost.
-    """
-
-    number: int | None
+    number: int | None  # the error that it gives; None if it only moves a single byte
     late: bool = False
+    """Whether it takes effect all the same, as it may if the answer of a file server is lost."""
 
 
 KINDS = (
@@ -50,13 +45,7 @@ KINDS = (
 
 
 class OneFault:
-    """Makes one call fail; has the handlers of `SystemCalls`.
-
-    Args:
-        position: Which call, from 1 on.
-        kind: How it fails.
-        only: Count only the calls of this function.
-    """
+    """Makes one call fail, from 1 on, or one of those of a function; for `SystemCalls`."""
 
     def __init__(self, position: int, kind: Kind, *, only: str = "") -> None:
         self._position = position
@@ -148,14 +137,7 @@ def meet(root: Path, num_ranks: int, fault: OneFault) -> str:
 
 
 def play(work: Path, num_ranks: int, *, stride: int, offset: int = 0) -> set[str]:
-    """Let one call after the other fail; how that ended.
-
-    Args:
-        work: A directory for the checkpoints.
-        num_ranks: How many ranks save and load.
-        stride: Of how many calls one fails.
-        offset: Which kind of fault begins.
-    """
+    """Let every `stride`-th call fail, one after the other, beginning with some kind of fault."""
     ends: set[str] = set()
     for turn in itertools.count():
         position, kind = 1 + turn * stride, KINDS[(turn + offset) % len(KINDS)]

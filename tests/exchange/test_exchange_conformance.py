@@ -45,9 +45,7 @@ class TestThreadExchange(ExchangeConformance):
 class Job:
     """Processes with a group that do what they are told, one thing after the other.
 
-    Args:
-        world_size: Number of ranks of the group.
-        on_subgroup: Whether it is a group whose ranks are the global ranks 1, 2, ...
+    The ranks of a subgroup are the global ranks 1, 2, ...
     """
 
     def __init__(self, world_size: int, *, on_subgroup: bool) -> None:

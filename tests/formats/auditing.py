@@ -1,7 +1,7 @@
 """What Python's audit hooks say of a piece of code: whether it runs, starts or writes anything.
 
 An audit hook cannot be removed, so there is one for the process, which looks only while it is
-asked to and only at this thread and those of thread pools, which the readers use.
+asked to and only at this thread and those of thread pools, which the readers use, or at all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,22 +35,33 @@ _HARMLESS = frozenset({"os.listdir", "os.scandir", "os.walk"})
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
+MayOpen = Callable[[Any, int], bool]
+"""Given a path or descriptor and flags: whether it may be opened."""
+
+
+def _only_to_read(_path: object, flags: int) -> bool:
+    return not flags & _WRITES
+
+
 class _Watch:
     def __init__(self) -> None:
         self.found: list[str] | None = None
-        self.thread = 0
+        self.forbidden: tuple[str, ...] = ()
+        self.may_open: MayOpen = _only_to_read
+        self.thread: int | None = None
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         if self.found is None:
             return
         is_pool = threading.current_thread().name.startswith("ThreadPoolExecutor")
-        if threading.get_ident() != self.thread and not is_pool:
+        if self.thread not in {None, threading.get_ident()} and not is_pool:
             return
         if event == "open":
-            _, mode, flags = args
-            if set(mode or "") & set("wax+") or (isinstance(flags, int) and flags & _WRITES):
-                self.found.append(f"open for writing: {args[0]!r}")
-        elif event.startswith(_FORBIDDEN) and event not in _HARMLESS:
+            path, mode, flags = args
+            opens = _WRITES if set(mode or "") & set("wax+") else 0
+            if not self.may_open(path, flags | opens if isinstance(flags, int) else opens):
+                self.found.append(f"open {args!r:.200}")
+        elif event.startswith(self.forbidden) and event not in _HARMLESS:
             self.found.append(f"{event} {args!r:.200}")
 
 
@@ -59,13 +70,19 @@ _installed: list[bool] = []
 
 
 @contextmanager
-def audited() -> Iterator[list[str]]:
+def audited(
+    forbidden: tuple[str, ...] = _FORBIDDEN,
+    may_open: MayOpen = _only_to_read,
+    *,
+    all_threads: bool = False,
+) -> Iterator[list[str]]:
     """What is imported, executed, started or written inside; empty if nothing is."""
     if not _installed:
         sys.addaudithook(_watch)
         _installed.append(True)
     found: list[str] = []
-    _watch.found, _watch.thread = found, threading.get_ident()
+    _watch.found, _watch.forbidden, _watch.may_open = found, forbidden, may_open
+    _watch.thread = None if all_threads else threading.get_ident()
     try:
         yield found
     finally:

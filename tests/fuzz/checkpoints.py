@@ -252,11 +252,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 def make_checkpoint(name: str) -> Files:
-    """The files of a small checkpoint.
-
-    Args:
-        name: A key of `WRITERS`.
-    """
+    """The files of a small checkpoint, by its name in `WRITERS`."""
     with tempfile.TemporaryDirectory() as folder:
         WRITERS[name](Path(folder))
         return files_in(Path(folder))

@@ -32,15 +32,9 @@ _RECORD = native.RECORD_NAME
 
 
 def damaged(right: Files, other: Files, dice: random.Random) -> tuple[Files, str]:
-    """A copy of a checkpoint with a few places other than before.
+    """A copy of a checkpoint with a few places other than before, and what was done to it.
 
-    Args:
-        right: The checkpoint.
-        other: Another one, from which files are taken.
-        dice: What decides.
-
-    Returns:
-        The files, and what was done to them.
+    Some files are taken from the other one.
     """
     files, done = dict(right), []
     # Python's own unpickler may run for ever on what was damaged, or do anything else.
@@ -137,11 +131,7 @@ def _change_record(content: bytes, dice: random.Random) -> bytes:
 
 
 def record_file(body: bytes) -> bytes:
-    """A commit record with its digest.
-
-    Args:
-        body: JSON of the record.
-    """
+    """A commit record with its digest, given its JSON."""
     try:
         compact = msgspec.json.format(body, indent=-1)
     except (msgspec.MsgspecError, RecursionError):

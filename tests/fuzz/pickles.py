@@ -8,6 +8,7 @@ import random
 import struct
 import zipfile
 
+from tests.formats import hostile
 from tests.fuzz.trees import DEPTHS, EXTREME_INTS, ODD_TEXTS
 
 NAMES = (
@@ -36,25 +37,14 @@ _SMALL = (
 )  # fmt: skip
 
 
-def _int(number: int) -> bytes:
-    data = number.to_bytes((number.bit_length() + 8) // 8, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data
-
-
-def _text(text: str) -> bytes:
-    data = text.encode("utf8", "surrogatepass")
-    return b"X" + len(data).to_bytes(4, "little") + data
-
-
 def _name(dice: random.Random) -> bytes:
-    module, name = dice.choice(NAMES)
-    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+    return hostile.name(".".join(dice.choice(NAMES)))
 
 
 def _doubling(depth: int) -> bytes:
     """A value of 2^depth leaves in a few bytes for each doubling."""
     steps = (b"r" + number.to_bytes(4, "little") for number in range(1000, 1000 + depth))
-    return _text("x") + b"".join(
+    return hostile.text("x") + b"".join(
         step + b"0" + b"j" + step[1:] + b"j" + step[1:] + b"\x86" for step in steps
     )
 
@@ -63,9 +53,9 @@ def _anything(dice: random.Random) -> bytes:
     """Opcodes that push one value, or nearly so."""
     kind = dice.randrange(12)
     if kind < 3:
-        return _int(dice.choice(EXTREME_INTS))
+        return hostile.number(dice.choice(EXTREME_INTS))
     if kind < 5:
-        return _text(dice.choice(ODD_TEXTS))
+        return hostile.text(dice.choice(ODD_TEXTS))
     if kind < 7:
         return _name(dice)
     if kind == 7:
@@ -81,7 +71,7 @@ def _anything(dice: random.Random) -> bytes:
     return dice.choice((
         b"G\x7f\xf8\0\0\0\0\0\0", b"I99999999999999999999\n", b"\x8e" + b"\xff" * 7 + b"\0",
         b"\x96\0\0\0\0\0\x01\0\0", b"]q\0h\0a",
-        b"}q\0" + _text("a") + b"h\0s", b"\x88", b"Nr\xff\xff\xff\x7f", b"B\xff\xff\xff\x7f",
+        b"}q\0" + hostile.text("a") + b"h\0s", b"\x88", b"Nr\xff\xff\xff\x7f", b"B\xff\xff\xff\x7f",
     ))  # fmt: skip
 
 
@@ -115,10 +105,12 @@ def change_pickle(data: bytes, dice: random.Random) -> bytes:
             other = dice.randrange(1, len(codes))
             codes[at], codes[other] = codes[other], codes[at]
         elif "INT" in name or name in {"LONG1", "LONG4"}:
-            codes[at] = (name, _int(dice.choice(EXTREME_INTS)))
+            codes[at] = (name, hostile.number(dice.choice(EXTREME_INTS)))
         elif "UNICODE" in name or name == "BINSTRING":
             texts = [code for code in codes if code[0] == name]
-            codes[at] = dice.choice((dice.choice(texts), (name, _text(dice.choice(ODD_TEXTS)))))
+            codes[at] = dice.choice(
+                (dice.choice(texts), (name, hostile.text(dice.choice(ODD_TEXTS))))
+            )
         elif name in {"GLOBAL", "STACK_GLOBAL"}:
             codes[at] = (name, raw if name == "GLOBAL" and kind < 6 else _name(dice))
         else:

@@ -27,7 +27,7 @@ import pytest
 
 from remesh.core.integrity import hex_digest
 from remesh.formats import native
-from tests.campaigns.settings import dice_of, seed, share
+from tests.campaigns.settings import dice_of, noted, seed, share
 from tests.fuzz.checkpoints import make_checkpoint
 from tests.fuzz.files import Files
 from tests.fuzz.mutations import record_file
@@ -207,11 +207,8 @@ def _play(name: str, changes: Callable[[Files], Iterator[Change]], percent: int)
     first = dice_of(f"fields {name}", 0).randrange(step)
     for what, change in islice(changes(files), first, None, step):
         count += 1
-        try:
+        with noted(f"{name}, {what}"):
             attempt(change(), state, by_command=False)
-        except BaseException as error:
-            error.add_note(f"seed {seed()}, {name}, {what}")
-            raise
     return count
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns.settings import dice_of, lengths, seed
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.fuzz.checkpoints import WRITERS, make_checkpoint
 from tests.fuzz.files import Files
 from tests.fuzz.mutations import damaged
@@ -44,11 +44,8 @@ def test_damaged_ones(name: str, count: int, covered: Callable[[str], None]) -> 
         dice = dice_of(f"fuzz {name}", number)
         other, _ = _sound(dice.choice(("native", "torch_dcp", "zarr by zarr", name)))
         files, what = damaged(right, other, dice)
-        try:
+        with noted(f"{name}, input {number}: {what}"):
             ends[attempt(files, state, by_command=dice.random() < _BY_COMMAND)] += 1
-        except BaseException as error:
-            error.add_note(f"seed {seed()}, {name}, input {number}: {what}")
-            raise
     covered(f"seed {seed()}: {count} inputs, {dict(ends.most_common())}")
 
 

@@ -11,11 +11,10 @@ import copy
 import importlib
 import os
 import signal
-import sys
 import tempfile
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ import remesh
 from remesh.cli import cli
 from remesh.cli.output import EXIT_FAULT
 from remesh.errors import RemeshError
+from tests.formats.auditing import MayOpen, audited
 from tests.fuzz.files import Files, files_in, in_memory, write_files
 
 MEMORY = 160 << 20
@@ -45,32 +45,19 @@ _FORBIDDEN = (
 )  # fmt: skip
 
 
-class _Watch:
-    """What the process did while a trial ran."""
+def _may_open(folder: str) -> MayOpen:
+    """Whether a file may be opened: to read, inside a folder, or as Python and remesh do."""
 
-    def __init__(self) -> None:
-        self.is_on = False
-        self.inside = ""
-        self.forbidden: Sequence[str] = ()
-        self.seen: list[str] = []
-
-    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self.is_on:
-            return
-        if event in self.forbidden:
-            self.seen.append(f"{event} {args[:2]!r:.200}")
-        elif event == "open" and not self._may_open(args):
-            self.seen.append(f"open {args!r:.200}")
-
-    def _may_open(self, args: tuple[Any, ...]) -> bool:
-        path, _, flags = args
+    def may_open(path: Any, flags: int) -> bool:
         if isinstance(path, int):
             return True
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         text = os.fsdecode(path)
-        is_inside = bool(self.inside) and text.startswith(self.inside)
+        is_inside = bool(folder) and text.startswith(folder)
         # Sources for a traceback or a warning; what says whether the file system is remote.
         return not writes and (is_inside or text.endswith((".py", "/mountinfo")))
+
+    return may_open
 
 
 _IMPORTED_LATE = (
@@ -80,23 +67,6 @@ _IMPORTED_LATE = (
     "torch._subclasses.schema_check_mode",  # torch: when it first prints a tensor
 )
 """Modules that are imported when they are first needed, by whatever needs them."""
-
-WATCH = _Watch()
-_installed: list[bool] = []
-
-
-@contextmanager
-def _watched(inside: str, forbidden: Sequence[str]) -> Iterator[list[str]]:
-    """Record what must not happen; audit hooks stay for good, so it is one that is switched."""
-    if not _installed:
-        sys.addaudithook(WATCH)
-        _installed.append(True)
-    WATCH.seen, WATCH.inside, WATCH.forbidden = [], inside, forbidden
-    WATCH.is_on = bool(forbidden)
-    try:
-        yield WATCH.seen
-    finally:
-        WATCH.is_on = False
 
 
 class Endless(BaseException):
@@ -123,19 +93,11 @@ def _bounded_time() -> Iterator[None]:
 
 
 def attempt(files: Files, state: Any, *, by_command: bool) -> str:
-    """Do all that can be done with a checkpoint.
+    """Do all that can be done with a checkpoint; the classes of errors that there were, or `read`.
 
-    Args:
-        files: The checkpoint.
-        state: What the sound checkpoint holds, as the target of a load; a copy is loaded into.
-        by_command: Whether to use the command line on files, instead of the library in memory.
-
-    Returns:
-        The classes of errors that there were, or `read`.
-
-    Raises:
-        AssertionError: If something happened that must not; its message says what.
-        Exception: Any error that is not remesh's own.
+    The state is what the sound one holds, as the target of a load; a copy is loaded into. All is
+    done by the library in memory, or by the command line on files. What must not happen is an
+    AssertionError that says what it was, or any error that is not remesh's own.
     """
     size = sum(map(len, files.values()))
     tracemalloc.start(1)
@@ -149,14 +111,14 @@ def attempt(files: Files, state: Any, *, by_command: bool) -> str:
     return end
 
 
-def _by_library(files: Files, state: Any, forbidden: Sequence[str] = _FORBIDDEN) -> str:
+def _by_library(files: Files, state: Any, *, is_warming: bool = False) -> str:
     storage, target = in_memory(files), copy.deepcopy(state)
     errors: list[RemeshError] = []
-    with _watched("", forbidden) as seen:
+    with audited(_FORBIDDEN, _may_open(""), all_threads=True) as seen:
         _read_all(storage, errors)
         _try(lambda: remesh.load(target, storage), errors)
         _try(lambda: remesh.load(target, storage, missing="keep"), errors)
-    assert not seen, seen
+    assert is_warming or not seen, seen
     return _end_of(errors)
 
 
@@ -191,14 +153,14 @@ def _read_all(storage: Any, errors: list[RemeshError]) -> None:
     _try(checkpoint.verify, errors)
 
 
-def _by_command(files: Files, forbidden: Sequence[str] = _FORBIDDEN) -> str:
+def _by_command(files: Files, *, is_warming: bool = False) -> str:
     """`ls`, `show` and `verify`, in one process."""
     codes = []
     with tempfile.TemporaryDirectory(dir=_shm()) as folder:
         write_files({path: data for path, data in files.items() if _is_path(path)}, Path(folder))
         single = [path for path in files if path.endswith(".pt")]
         place = f"{folder}/{single[0]}" if len(files) == 1 and single else folder
-        with _watched(folder, forbidden) as seen:
+        with audited(_FORBIDDEN, _may_open(folder), all_threads=True) as seen:
             for command in (
                 ["ls", place, "--values", "--pieces"],
                 ["ls", place, "--values", "--json"],
@@ -211,7 +173,7 @@ def _by_command(files: Files, forbidden: Sequence[str] = _FORBIDDEN) -> str:
                     raise result.exception
                 assert result.exit_code != EXIT_FAULT, result.stderr
                 codes.append(str(result.exit_code))
-    assert not seen, seen
+    assert is_warming or not seen, seen
     return f"exit codes {'/'.join(codes)}"
 
 
@@ -232,8 +194,8 @@ def import_late_modules() -> None:
         remesh.save({"w": np.zeros(2), "step": 1}, f"{folder}/step_1")
         files = files_in(Path(folder) / "step_1")
     for some in (files, {"x": b"x"}, {"remesh.json": b"{}"}, {"metadata.json": b"{}"}):
-        _by_command(some, ())
-        _by_library(some, {}, ())
+        _by_command(some, is_warming=True)
+        _by_library(some, {}, is_warming=True)
 
 
 def sound_state(files: Files) -> Any:
