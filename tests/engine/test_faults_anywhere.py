@@ -34,7 +34,7 @@ from remesh.background.writer import SaveWriter
 from remesh.checkpoint import commit
 from remesh.errors import RankFailedError
 from remesh.events import Event
-from remesh.exchange import Exchange, ThreadGroup, protocol
+from remesh.exchange import Exchange, protocol
 from remesh.storage import MemoryStorage, open_storage
 from remesh.storage.object_store import ObjectStorage
 from tests.engine.scenes import share_of, stored_value
@@ -469,23 +469,19 @@ class Calls:
         return False
 
 
-_TRACING = threading.Lock()
-
-
-def settrace(function: Calls | None) -> None:
-    """`sys.settrace`, one thread at a time.
+class _OneAtATime:
+    """`sys` for the module `threading`, where one thread at a time may call `settrace`.
 
     Where an audit hook is written in Python, as those of other tests are, CPython may switch
     threads within the call, and it refuses a second one meanwhile.
     """
-    with _TRACING:
-        sys.settrace(function)
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
 
-class _OneAtATime:
-    """`sys` for the module `threading`."""
-
-    settrace = staticmethod(settrace)
+    def settrace(self, function: Calls | None) -> None:
+        with self._lock:
+            sys.settrace(function)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys, name)
@@ -495,48 +491,21 @@ def save_traced(
     kind: Literal["sync", "thread"], calls: Calls, storage: MemoryStorage, value: float
 ) -> list[BaseException | None]:
     """A save of new ranks under the eyes of `calls`; what each raised."""
-    errors: list[BaseException | None] = [None] * 2
-    over = threading.Barrier(2)
-    group = ThreadGroup(2, timeout=LIMIT)
-
-    def play(rank: int) -> None:
-        saver = remesh.Saver(group=group.exchange(rank), deadline=HOUR, at_exit="abort")
-        state: dict[str, Any] = {"step": value}
-        if rank == 0:
-            state["w"] = np.full(5, value)
-        settrace(calls)
-        try:
-            if kind == "sync":
-                saver.save(state, storage, overwrite=True)
-            else:
-                saver.save_async(state, storage, overwrite=True).result(LIMIT)
-        except BaseException as error:  # noqa: BLE001 - it is the outcome
-            errors[rank] = error
-        finally:
-            settrace(None)
-        over.wait(LIMIT)
-
-    threads = [
-        threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(2)
-    ]
+    job = Job(storage, kind, without=1)
+    job.value = value - 1.0
     threading.settrace(calls)
     try:
-        with patch.object(threading, "_sys", _OneAtATime()):  # of which new threads take `settrace`
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(2 * LIMIT)
+        with patch.object(threading, "_sys", _OneAtATime()), job.running():
+            return job.save()
     finally:
         threading.settrace(None)
-    return errors
 
 
 def fail_in_functions(kind: Literal["sync", "thread"], victim: int, every: int) -> int:
     """Let a rank fail in the first, the `every`-th, ... function of a save; how many failed."""
     storage = MemoryStorage()
     look = Calls(victim, None)
-    assert save_traced(kind, look, storage, 0.0) == [None, None]
+    assert save_traced(kind, look, storage, 0.0) == [None] * WORLD_SIZE
     num_failed = 0
     for number, name in enumerate(list(look.seen)[::every], start=1):
         before = stored_value(storage)
