@@ -25,8 +25,11 @@ from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     HEARTBEAT_TIMEOUT,
     PROTOCOL_VERSION,
+    Assignment,
     Beat,
     Instruction,
+    JobEnded,
+    Join,
     Leave,
     Message,
     Problem,
@@ -34,7 +37,7 @@ from remesh.elastic.protocol import (
     TestResult,
     Waiting,
 )
-from remesh.elastic.rendezvous import Outcome, Settings
+from remesh.elastic.rendezvous import Node, Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.session import Session
 from remesh.errors import MasterError, StorageError
@@ -46,6 +49,10 @@ from tests.waiting import wait_until
 SETTINGS = Settings(min_nodes=2, max_nodes=2)
 JOIN = join_of(0, name="n", incarnation="a", num_processes=8, settings=SETTINGS)
 BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankProgress(step=1, time=-0.1)})
+NODE = Node(id=0, incarnation="a", name="n", address="", num_processes=8)
+PLACED = Assignment(0, 1, 0, 1, 0, 8, NODE)
+ENDED = JobEnded(Outcome.FAILED, "no restart left")
+RESULT = TestResult(passed=True, broken=False, seconds=0.0)
 LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
 ENCODED = [msgspec.msgpack.encode(message) for message in (JOIN, BEAT)]
 
@@ -234,21 +241,28 @@ class TestRepeats:
             assert master.heard[:3] == [JOIN] * 3
             assert master.num_sessions == 3
 
-    def test_failures_hold_until_the_node_is_in_another_round(self) -> None:
-        said = iter([Instruction(number=1, content=WAITS), None])
-        failed = ReportFailures(
-            node_id=0, incarnation="0a", round=1, failures=(failure_of(0, message="why"),)
-        )
+    def test_failures_hold_until_the_node_is_in_another_round(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("remesh.elastic.session.PAUSE", 3600.0)
 
-        def says(_message: Message) -> Instruction | None:
-            return next(said, Instruction(number=2, content=WAITS))
+        def says(message: Message) -> Instruction | None:
+            if isinstance(message, Join):
+                content = ENDED if message.after_round else PLACED
+                return Instruction(number=3 if message.after_round else 1, content=content)
+            is_lost = isinstance(message, ReportFailures) and master.num_sessions == 1
+            return None if is_lost else Instruction(number=2, content=WAITS)
 
-        with Fake(says) as master, session_of(Client(master.url)) as session:
-            session.say(BEAT)
-            session.say(failed)
-            session.forget(but=ReportFailures)
-            session.say(JOIN)
-            wait_until(lambda: master.heard[-2:] == [failed, JOIN], "both in another session")
+        with Fake(says) as master:
+            client = Client(master.url, patience=60.0)
+            node = NodeClient(client, JOIN, lambda _test: RESULT, beat_seconds=3600.0)
+            assert node.join() == PLACED
+            node.report((failure_of(0),))
+            wait_until(lambda: node.silence > 0, "the end of the session")
+            assert node.join() == ENDED
+            node.close()
+            said = [type(one) for one in master.heard if not isinstance(one, Beat)]
+            assert said == [Join, ReportFailures, ReportFailures, Join]
 
     def test_what_does_not_hold_is_said_once(self) -> None:
         with Fake(WAITS, None, WAITS) as master, session_of(Client(master.url)) as session:
@@ -362,9 +376,8 @@ def test_an_agent_that_does_not_read_is_not_waited_for(served: Served) -> None:
 def waiting_node(url: str) -> NodeClient:
     """A node that has an id and sends heartbeats, as often as its master wants."""
     first = join_of(0, node_id=None, settings=Settings(min_nodes=1, max_nodes=2))
-    result = TestResult(passed=True, broken=False, seconds=0.0)
     # Longer than a node may be silent.
-    node = NodeClient(Client(url), first, lambda _test: result, beat_seconds=3600.0)
+    node = NodeClient(Client(url), first, lambda _test: RESULT, beat_seconds=3600.0)
 
     def join() -> None:
         with contextlib.suppress(MasterError):
