@@ -25,7 +25,7 @@ from remesh.core.geometry import (
     subtract,
     uncovered,
 )
-from tests.strategies import Shape, boxes_in, partitions, shapes
+from tests.strategies import Shape, boxes_in, shapes
 
 SMALL = shapes(max_dims=4, max_extent=4)
 
@@ -135,13 +135,6 @@ def test_uncovered_is_what_no_box_has(drawn: tuple[Shape, list[Box]]) -> None:
     covered = {n for box in boxes for n in elements(shape, box)}
     assert len(found) == len(set(found))
     assert set(found) == set(range(math.prod(shape))) - covered
-
-
-@given(SMALL.flatmap(lambda shape: st.tuples(st.just(shape), partitions(shape))))
-def test_a_partition_leaves_nothing_uncovered(drawn: tuple[Shape, list[Box]]) -> None:
-    shape, boxes = drawn
-    assert uncovered(Box.whole(shape), boxes) == []
-    assert sorted(n for box in boxes for n in elements(shape, box)) == list(range(math.prod(shape)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -260,19 +253,6 @@ def test_padded_rows_say_the_same_as_boxes(
             ndim = len(shape)
             assert tuple(start[row].tolist()) == common.offset + (0,) * (num_dims - ndim)
             assert tuple(extent[row].tolist()) == common.shape + (1,) * (num_dims - ndim)
-
-
-@given(SMALL.flatmap(lambda s: st.tuples(boxes_in(s), st.lists(boxes_in(s), max_size=5))))
-def test_one_box_against_many_broadcasts(drawn: tuple[Box, list[Box]]) -> None:
-    box, others = drawn
-    num_dims = max(box.ndim, 1)
-    _, _, meets = intersect_rows(
-        pad_dims([box.offset], num_dims, 0)[0],
-        pad_dims([box.shape], num_dims, 1)[0],
-        pad_dims([other.offset for other in others], num_dims, 0),
-        pad_dims([other.shape for other in others], num_dims, 1),
-    )
-    assert meets.tolist() == [box.intersect(other) is not None for other in others]
 
 
 def test_no_rows() -> None:

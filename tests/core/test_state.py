@@ -25,7 +25,6 @@ from remesh.core.state import (
     Path,
     Rebuild,
     Role,
-    TensorEntry,
     Walk,
     assemble,
     describe,
@@ -170,11 +169,6 @@ def test_a_tuple_that_did_not_change_is_not_made_anew() -> None:
     found.rebuild(the_same(found))
     assert state["pair"] is pair
     assert state["plain"] is plain
-
-
-def test_a_missing_value_is_an_error_of_the_caller() -> None:
-    with pytest.raises(KeyError, match="a"):
-        describe({"a": 1}).rebuild(Read())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -468,10 +462,3 @@ def test_a_sharded_object_is_named_by_its_place() -> None:
     assert new.data == {"seed": 4}
     assert (new.name, new.global_shape, new.global_offset) == ("rng", (2, 4), (1, 3))
     assert new.replica_id == (0, 0)
-
-
-def test_entries_are_told_apart_by_identity() -> None:
-    part = Part(Box.whole((1,)), arange(1))
-    assert TensorEntry("a", "float32", (1,), (part,), Role.EQUAL) != TensorEntry(
-        "a", "float32", (1,), (part,), Role.EQUAL
-    )

@@ -12,12 +12,10 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
@@ -83,19 +81,6 @@ def test_a_training_state_goes_there_and_back(name: str, native: Path, tmp_path:
     assert dict(back.metadata) == ({"git": "abc"} if name == "remesh" else {})
 
 
-def test_dcp_reads_what_was_native(native: Path, tmp_path: Path) -> None:
-    convert(native, tmp_path / "dcp", format="torch_dcp")
-    model, _ = trained()
-    state: dict[str, Any] = {
-        "model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()},
-        "step": 0,
-    }
-    dcp.load(state, checkpoint_id=tmp_path / "dcp")  # type: ignore[attr-defined]
-    assert state["step"] == 7
-    for key, value in model.state_dict().items():
-        assert torch.equal(state["model"][key], value)
-
-
 def test_an_ordinary_torch_file_becomes_native_with_its_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
@@ -142,7 +127,7 @@ def test_sharded_tensors_and_objects_become_whole_arrays(tmp_path: Path) -> None
         assert found.objects == remesh.Checkpoint(tmp_path / "sharded").objects
 
 
-def test_weights_alone_for_transformers_and_back(tmp_path: Path) -> None:
+def test_weights_alone_for_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -161,17 +146,6 @@ def test_weights_alone_for_transformers_and_back(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     tokens = torch.arange(8)[None]
     assert torch.equal(theirs(tokens).logits, model(tokens).logits)
-
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
-    convert(tmp_path / "theirs", tmp_path / "again", format="remesh")
-    again = remesh.Checkpoint(tmp_path / "again")
-    stored = {
-        k: v for f in (tmp_path / "theirs").glob("*.safetensors") for k, v in load_file(f).items()
-    }
-    assert stored.keys() <= set(again.index)
-    assert all(torch.equal(again[key], value) for key, value in stored.items())
-    assert again.verify().ok
-    assert again.verify().has_digests
 
 
 def test_statements_fuse_and_cast(tmp_path: Path) -> None:
@@ -348,20 +322,6 @@ def test_tied_weights_of_a_torch_file_stay_tied(tmp_path: Path) -> None:
         assert torch.equal(found[name], source[name])
     num_bytes = sum(file.num_bytes for file in found.index.files)
     assert num_bytes < 4 * shared.nbytes  # five names of three views
-    tied = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64), "b": torch.nn.Linear(64, 64)})
-    tied["b"].weight = tied["a"].weight
-    torch.save(tied.state_dict(), tmp_path / "model.pt")
-    convert(tmp_path / "model.pt", tmp_path / "model", format="remesh")
-    remesh.save(tied.state_dict(), tmp_path / "saved")
-    sizes = [
-        sum(file.num_bytes for file in remesh.Checkpoint(tmp_path / name).index.files)
-        for name in ("model", "saved")
-    ]
-    assert sizes[0] == sizes[1]
-    with torch.random.fork_rng():
-        fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64), "b": torch.nn.Linear(64, 64)})
-    remesh.load(fresh, tmp_path / "model")  # into a model whose weights are not tied
-    assert all(torch.equal(t, tied.state_dict()[name]) for name, t in fresh.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["remesh", "safetensors", "torch_dist"])

@@ -6,12 +6,20 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 
 import remesh
 from remesh.cli import cli
+from tests.formats.test_readers import WRITERS as READERS
+from tests.formats.test_readers import (
+    write_dcp_by_remesh,
+    write_huggingface_in_several_files,
+    write_safetensors_file,
+    write_torch_file,
+    write_zarr,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/foreign-formats.md"
 
@@ -21,37 +29,36 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("name", ["torch_dcp", "torch_dist", "zarr"])
-def test_ls_show_and_verify(name: str, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    remesh.save({"w": torch.arange(6.0).reshape(2, 3), "step": 7}, folder, format=name)
-    status, text = run("ls", folder, "--values")
+WRITERS = {
+    "torch_dcp": write_dcp_by_remesh,
+    "zarr": write_zarr,
+    "torch_file": write_torch_file,
+    "safetensors": write_safetensors_file,
+    "huggingface": write_huggingface_in_several_files,
+}
+
+
+@pytest.mark.parametrize("format_name", WRITERS)
+def test_ls_show_and_verify(format_name: str, tmp_path: Path) -> None:
+    write = WRITERS[format_name]
+    write({"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, tmp_path)
+    place = str(tmp_path / READERS[write][1])
+    status, text = run("ls", place, "--values")
     assert status == 0
     assert "without digests" in text
     assert re.search(r"float32 +2 x 3|float32 +\(?2, ?3|float32.*w", text)
-    status, text = run("ls", folder, "--json")
-    document = json.loads(text)
-    assert document["format"] == ("torch_dcp" if name == "torch_dist" else name)
+    document = json.loads(run("ls", place, "--json")[1])
+    assert document["format"] == format_name
     assert [tensor["name"] for tensor in document["tensors"]] == ["w"]
-    assert run("show", folder, "step") == (0, "7\n")
-    status, text = run("show", folder, "w", "--json")
-    assert json.loads(text)["statistics"]["maximum"] == 5
-    status, text = run("verify", folder)
+    shown = json.loads(run("show", place, "w", "--json")[1])
+    assert shown["statistics"]["maximum"] == 5
+    status, text = run("verify", place)
     assert (status, "no digests" in text) == (0, True)
 
 
-def test_verify_finds_a_short_file(tmp_path: Path) -> None:
-    remesh.save({"w": torch.arange(6.0)}, tmp_path, format="torch_dcp")
-    (data,) = tmp_path.glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:100])
-    status, text = run("verify", str(tmp_path))
-    assert (status, "cut short" in text) == (1, True)
-
-
-def test_a_single_file_is_listed(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.pt")
-    status, text = run("ls", str(tmp_path / "model.pt"))
-    assert (status, "bfloat16" in text) == (0, True)
+def test_values_are_shown(tmp_path: Path) -> None:
+    remesh.save({"step": 7}, tmp_path, format="torch_dist")
+    assert run("show", str(tmp_path), "step") == (0, "7\n")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -133,8 +133,3 @@ def test_data_files_may_be_called_safetensors(
         with pytest.raises(StateError, match="Say which to read, safetensors or paddle"):
             remesh.Checkpoint(tmp_path)
         (tmp_path / other).unlink()
-
-
-def test_values_have_no_place(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="tensors alone"):
-        remesh.save({"w": torch.ones(2), "step": 3}, tmp_path, format="paddle_safetensors")

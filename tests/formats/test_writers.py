@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import remesh
+from remesh.errors import StateError
 from remesh.exchange import Exchange
 from remesh.formats.table import WRITERS
 from remesh.pipeline.write import CHUNK_SIZE
@@ -95,3 +97,36 @@ def test_a_save_that_fails_leaves_nothing(format_name: str, tmp_path: Path) -> N
             remesh.Checkpoint(tmp_path / name)
         left = [file.name for file in (tmp_path / name).rglob("*") if file.is_file()]
         assert left == ([] if name == "a" else ["failed.msgpack"])
+
+
+WEIGHTS = {"w": np.ones(2)}
+PAIRS, BITS = {"w": np.ones(2, complex)}, {"w": torch.ones(2, dtype=torch.uint8).view(torch.bits8)}
+
+
+@pytest.mark.parametrize(
+    ("format_name", "state", "options", "says"),
+    [
+        ("huggingface", {"step": 3}, {}, r"(?s)tensors alone\nThe state has 1 other .*: step"),
+        ("paddle_safetensors", {"step": 3}, {}, "tensors alone"),
+        ("safetensors", PAIRS, {}, "w: a safetensors file has no name for .* complex128"),
+        ("huggingface", BITS, {}, "w: a safetensors file has no name for .* bits8"),
+        ("paddle_safetensors", BITS, {}, "w: a safetensors file has no name for .* bits8"),
+        ("huggingface", WEIGHTS, {"dtype": 1}, "has no option 'dtype'; it has max_shard_bytes"),
+        ("huggingface", WEIGHTS, {"max_shard_bytes": 0}, "must be a number of bytes"),
+        ("torch_file", {"a": {1, 2}}, {}, "store plain values"),
+        ("torch_dcp", WEIGHTS, {"separation_hint": "a/b"}, "is a text without '/'"),
+        ("nonsense", WEIGHTS, {}, "is not known; formats to write: remesh"),
+        ("flat_param", WEIGHTS, {}, "'flat_param' is only read"),
+    ],
+)
+def test_what_cannot_be_written(
+    format_name: str, state: dict[str, Any], options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StateError, match=says):
+        remesh.save(state, tmp_path, format=format_name, format_options=options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_needs_a_place(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="no place for metadata"):
+        remesh.save(WEIGHTS, tmp_path, format="torch_dcp", metadata={"a": 1})

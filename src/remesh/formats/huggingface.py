@@ -19,10 +19,10 @@ is a training state, as `remesh.save` would have it: names begin with `model.`, 
 What is chosen where there are several is what transformers would choose: safetensors before
 torch.save, a single file before several, `model.safetensors` before `model.fp16.safetensors`.
 
-The weights alone can be written, in files of whole tensors (`whole_tensors`). The index, which says
-that several belong together, comes last; a single file exists when it has its name. In an object
-store the id of the save is a part of the names of files, and an index names them, also if it is one
-file. Where a single file is asked for, it exists when its upload is complete.
+The weights alone can be written, in files of whole tensors (`whole_tensors`). The index of several
+files comes last; a single file exists when it has its name. In an object store the id of the save
+is a part of the names of files, and an index names them, also if it is one file. Where a single
+file is asked for, it exists when its upload is complete.
 """
 
 from __future__ import annotations

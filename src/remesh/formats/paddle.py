@@ -1,31 +1,23 @@
 """Directories of Paddle's Flex Checkpoint.
 
-A checkpoint with number `<id>` is one file `<id>.metadata` and data files `<rank>_<id>.distcp`. All
-of them are pickles:
+A checkpoint with number `<id>` is one file `<id>.metadata` and data files `<rank>_<id>.distcp`:
 
-* The metadata says for each tensor which boxes it is cut into (`LocalTensorMetadata`) and in which
-  data file each of them lies (`LocalTensorIndex` → file). A box may be flattened: then only a range
-  of its elements, in row-major order, is stored, in one dim.
-* A data file is a dict of numpy arrays by name. Which rank wrote it says nothing: copies of a
-  tensor are stored once, in any of the files. With `safetensors=True` Paddle writes a safetensors
-  file instead, under the same name; the beginning of a file tells which it is.
+* The metadata, a pickle, says for each tensor which boxes it is cut into (`LocalTensorMetadata`)
+  and in which data file each of them lies (`LocalTensorIndex` → file). A box may be flattened: then
+  only a range of its elements, in row-major order, is stored, in one dim.
+* A data file is a pickled dict of numpy arrays by name or, with `safetensors=True`, a safetensors
+  file under the same name; its beginning tells which. Copies of a tensor are stored once, in the
+  file of any rank.
 
-Reading a data file only to find out where its arrays begin would read everything. So the bytes of
-arrays are skipped over when its pickle is read, and stand in it as `Span`s. Tensors are then read
-by ranges, as from remesh's own files.
+Reading a pickled data file only to find out where its arrays begin would read everything. So the
+bytes of arrays are skipped over when its pickle is read, and stand in it as `Span`s. Tensors are
+then read by ranges, as from remesh's own files. bfloat16 is stored as uint16; the metadata says
+what it is.
 
-bfloat16 is stored as uint16; the metadata says what it is.
-
-Checkpoints are written with safetensors files (`paddle_safetensors`)::
-
-    0.metadata       a pickle of Paddle's classes: the boxes of each tensor, and which file has each
-    3_0.distcp       a safetensors file with the boxes that rank 3 writes, under the tensors' names
-    3_1_0.distcp     a second box of one of these tensors, and so on
-
-This is what `paddle.distributed.save_state_dict(..., safetensors=True)` leaves, so every rank
-writes the bytes that it holds. A file holds one box of a name, as in Paddle. All names end with the
-number of the checkpoint, by which Paddle looks for files; it is always 0 here. The metadata is
-written last.
+Written is what `paddle.distributed.save_state_dict(..., safetensors=True)` leaves
+(`paddle_safetensors`), so every rank writes the bytes that it holds. A file holds one box of a
+name, as in Paddle: `3_0.distcp` has the first boxes that rank 3 writes, `3_1_0.distcp` the second
+ones, and so on. The number of the checkpoint is always 0. The metadata is written last.
 """
 
 from __future__ import annotations
@@ -44,11 +36,7 @@ from remesh.core.dtypes import BY_NAME, DType
 from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray
 from remesh.core.safetensors_file import encode_header
 from remesh.core.tables import BoxTable, Cuts
-from remesh.errors import (
-    CheckpointNotFoundError,
-    PickleRefusedError,
-    UnsupportedValueError,
-)
+from remesh.errors import CheckpointNotFoundError, PickleRefusedError
 from remesh.formats import restricted_pickle
 from remesh.formats.archive import open_range
 from remesh.formats.building import IndexBuilder
@@ -61,6 +49,7 @@ from remesh.formats.pickle_writer import dumps
 from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import numbers, numpy_dtype
 from remesh.formats.safetensors_files import read_arrays
+from remesh.formats.whole_tensors import safetensors_code
 from remesh.formats.writer import Existing, Frame, Saved, SmallFile, Writer
 from remesh.storage import Storage
 
@@ -371,12 +360,7 @@ class PaddleWriter(Writer):
         """Check that the format has a form for everything."""
         check_is_weights(document)
         for number, name in enumerate(cuts.tensors.names):
-            dtype = cuts.tensors.dtype(number)
-            if dtype.pairs or dtype.is_opaque:
-                raise UnsupportedValueError(
-                    f"{name}: a safetensors file has no name for elements of type {dtype.name}\n"
-                    "Leave it out, or save in remesh's own format"
-                )
+            safetensors_code(name, cuts.tensors.dtype(number))
         return b""
 
     def frames(

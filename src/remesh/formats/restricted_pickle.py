@@ -5,11 +5,11 @@ become values. The name of a record is looked up in one closed table (`MAKERS`) 
 own, one for each name, which build a value from arguments that are values themselves. They read
 what they are given as data: numbers are checked, texts are looked up in sets or tables that stand
 here, and an error is raised for all that cannot be. No name of a file is imported, or looked up in
-a module, and what a file names is never called. What a maker gives is checked against the closed
-set of types of values. A name that is not in the table gives an `UnresolvedValue` that says why,
-unless it is that of an enum in a module that the program has imported already: then it is the
-member of the value that the pickle has. Values of torch become torch's own only in a program that
-has imported torch, as everywhere in remesh, by the tables of `remesh.core.values`.
+a module, and what a file names is never called. A name that is not in the table gives an
+`UnresolvedValue` that says why, unless it is that of an enum in a module that the program has
+imported already: then it is the member of the value that the pickle has. Values of torch become
+torch's own only in a program that has imported torch, as everywhere in remesh, by the tables of
+`remesh.core.values`.
 
 The form of the pickles of numpy, torch and Python's own types was read off their own pickles.
 
@@ -54,6 +54,7 @@ _TEXT_PART = 16
 """Characters that count as one part."""
 _REBUILDS = "torch._utils._rebuild_"
 _CONTAINERS = frozenset({list, tuple, dict, Record, Items, Key})
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
 
 def loads(
@@ -188,7 +189,7 @@ class _Resolver:
     def _of(self, node: Any) -> Any:
         """The value of a node whose parts are made."""
         kind = type(node)
-        if kind in ATOMS:
+        if kind in _ATOMS:
             return node
         if kind in _CONTAINERS:
             return self.made[id(node)]
@@ -248,8 +249,6 @@ class _Resolver:
             if missing is None:
                 raise
             return missing
-        if not is_value(made):
-            raise TypeError(f"{node.name} gave a {type(made).__qualname__}")
         if isinstance(made, ArchivedTensor) and self.tensor_of is not None:
             return self.tensor_of(made)
         return made
@@ -706,21 +705,3 @@ _ONLY_NAMED = (
 """What is an argument of what the table makes, and not made itself."""
 KNOWN = frozenset((*MAKERS, *_ONLY_NAMED))
 """All names that a pickle of plain values, tensors and numpy arrays has."""
-
-ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray})
-_NUMPY_TYPES = [np.dtype(code) for code in (*"?bBhHiIlLqQefdFD", "S1", "U1")]
-_VALUE_TYPES = ATOMS | {
-    *(list, tuple, dict, set, frozenset, complex, slice, collections.OrderedDict),
-    *(dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone),
-    *(argparse.Namespace, types.SimpleNamespace, io.BytesIO, type(pathlib.Path())),
-    *(ArchivedTensor, UnresolvedValue, np.ndarray),
-    *(type(dtype) for dtype in _NUMPY_TYPES),
-    *(dtype.type for dtype in _NUMPY_TYPES),
-}
-_TORCH_TYPES = frozenset({"Size", "dtype", "device", "layout", "memory_format"})
-
-
-def is_value(value: object) -> bool:
-    """True if something is of one of the types that a pickle may make."""
-    kind = type(value)
-    return kind in _VALUE_TYPES or (kind.__module__ == "torch" and kind.__name__ in _TORCH_TYPES)

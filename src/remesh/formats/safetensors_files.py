@@ -19,10 +19,10 @@ import msgspec
 from remesh._repr import shown
 from remesh.core import safetensors_file
 from remesh.core.dtypes import BY_NAME, DTYPES
-from remesh.core.geometry import Box
+from remesh.core.geometry import Box, uncovered
 from remesh.core.safetensors_file import HeaderEntry
 from remesh.core.state import Path, name_of
-from remesh.errors import FormatVersionError, StateError
+from remesh.errors import CorruptCheckpointError, FormatVersionError, StateError
 from remesh.formats.building import FlatPart, IndexBuilder, read_ranges
 from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
 from remesh.formats.place import file_size
@@ -160,6 +160,13 @@ def add_arrays(
             raise damaged(where, "its parts in several files differ in dtype or number of dims")
         boxes = [Box(part.offset or (0,) * len(part.shape), part.shape) for part in parts]
         whole = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
+        num_elements = sum(box.size for box in boxes)
+        if others and (num_elements, uncovered(Box.whole(whole), boxes)) != (math.prod(whole), []):
+            raise CorruptCheckpointError(
+                f"{builder.storage.url}: {name}: its parts in {len(parts)} files do not cover it "
+                "once\nA file is missing, or one is of another save; load another checkpoint, or "
+                "move the files of the other save away"
+            )
         path = (*prefix, name)
         full = name_of(path)
         row = builder.add_tensor(full, first.dtype, whole)

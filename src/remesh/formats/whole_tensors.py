@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from remesh.core.dtypes import BY_NAME
+from remesh.core.dtypes import BY_NAME, DType
 from remesh.core.geometry import IntArray
 from remesh.core.safetensors_file import encode_header
 from remesh.core.tables import BoxTable
@@ -145,17 +145,22 @@ class FileTensor:
         return math.prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
+def safetensors_code(name: str, dtype: DType) -> str:
+    """The name of an element type in safetensors files that others read."""
+    if dtype.pairs or dtype.is_opaque:
+        raise UnsupportedValueError(
+            f"{name}: a safetensors file has no name for elements of type {dtype.name}\n"
+            "Leave it out, or choose another format"
+        )
+    return dtype.safetensors
+
+
 def safetensors_header(tensors: Sequence[FileTensor]) -> tuple[bytes, list[int]]:
     """The first bytes of a safetensors file, and the byte at which each tensor begins."""
-    rows = []
-    for tensor in tensors:
-        dtype = BY_NAME[tensor.dtype]
-        if dtype.pairs:
-            raise UnsupportedValueError(
-                f"{tensor.name}: a safetensors file has no name for elements of type "
-                f"{tensor.dtype}\nLeave it out, or export with format='pth'"
-            )
-        rows.append((tensor.name, dtype.safetensors, tensor.shape, tensor.num_bytes))
+    rows = [
+        (one.name, safetensors_code(one.name, BY_NAME[one.dtype]), one.shape, one.num_bytes)
+        for one in tensors
+    ]
     return encode_header(rows, {"format": "pt"})
 
 
