@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,18 @@ def test_into_a_model_and_its_optimizer(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def blocks(width: int) -> torch.nn.Module:
+    model = torch.nn.ModuleDict({"block": torch.nn.Linear(width, 3), "head-x": torch.nn.Module()})
+    model["head-x"].register_parameter("scale", torch.nn.Parameter(torch.zeros(1)))
+    return model
+
+
 @pytest.mark.parametrize("with_model", [True, False])
 def test_shard_optim_of_a_plain_model(tmp_path: Path, with_model: bool) -> None:
     if with_model:
         write(tmp_path)
     write_optimizer(tmp_path)
-    model = torch.nn.ModuleDict({"block": torch.nn.Linear(5, 3), "head-x": torch.nn.Module()})
-    model["head-x"].register_parameter("scale", torch.nn.Parameter(torch.zeros(1)))
+    model = blocks(5)
     found = ShardOptim(tmp_path).reshard_optim_state_dict(model)
     assert found["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1, 2]}]
     optimizer = torch.optim.Adam(model.parameters())
@@ -174,10 +179,8 @@ def test_shard_optim_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"no parameters block\.bias, block\.weight") as caught:
         ShardOptim(tmp_path).reshard_optim_state_dict(torch.nn.Linear(5, 3))
     assert caught.value.missing == ("block.bias", "block.weight", "head-x.scale")
-    wider = torch.nn.ModuleDict({"block": torch.nn.Linear(6, 3), "head-x": torch.nn.Module()})
-    wider["head-x"].register_parameter("scale", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(MismatchError, match=r"(?s)block\.weight.*\(15,\).*\(3, 6\)"):
-        ShardOptim(tmp_path).reshard_optim_state_dict(wider)
+        ShardOptim(tmp_path).reshard_optim_state_dict(blocks(6))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -185,16 +188,16 @@ def test_shard_optim_of_another_model(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def trained(**options: Any) -> tuple[Model, torch.optim.Optimizer]:
+def trained() -> tuple[Model, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model.head(model.block(torch.randn(4, 5))).square().sum().backward()
     optimizer.step()
     return model, optimizer
 
 
-def test_what_one_rank_writes(tmp_path: Path) -> None:
+def test_what_one_rank_writes_and_reads(tmp_path: Path) -> None:
     model, optimizer = trained()
     save_fsdp_flat_param(model, tmp_path)
     save_fsdp_optim_param(model, optimizer, tmp_path)
@@ -225,16 +228,10 @@ def test_what_one_rank_writes(tmp_path: Path) -> None:
     expected = optimizer.state[model.block.weight]["exp_avg"]
     assert torch.equal(state["block.weight-exp_avg"].reshape(3, 5), expected)
     assert state["block.weight-step"].shape == ()
-
-
-def test_written_and_read_again(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    save_fsdp_flat_param(model, tmp_path / "model")
-    save_fsdp_optim_param(model, optimizer, tmp_path / "optimizer")
     other = Model()
-    remesh.load({"model": other}, tmp_path / "model")
+    remesh.load({"model": other}, tmp_path)
     fresh = torch.optim.AdamW(other.parameters())
-    fresh.load_state_dict(ShardOptim(tmp_path / "optimizer").reshard_optim_state_dict(other))
+    fresh.load_state_dict(ShardOptim(tmp_path).reshard_optim_state_dict(other))
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(old, new)
         assert all(
@@ -376,25 +373,10 @@ def test_a_save_that_was_not_finished(tmp_path: Path) -> None:
         remesh.Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("missing", ["flat_param.00001-00002", "flat_meta.00000-00002"])
-def test_a_file_that_is_missing(tmp_path: Path, missing: str) -> None:
-    write(tmp_path)
-    (tmp_path / missing).unlink()
-    with pytest.raises(CorruptCheckpointError, match="are of ranks"):
-        remesh.Checkpoint(tmp_path)
-
-
-def test_two_checkpoints_in_one_directory(tmp_path: Path) -> None:
-    write(tmp_path)
-    shutil.copy(tmp_path / "flat_param.00000-00002", tmp_path / "flat_param.00002-00003")
-    with pytest.raises(CorruptCheckpointError, match="several checkpoints were saved here"):
-        remesh.Checkpoint(tmp_path)
-
-
-def edit_meta(folder: Path, rank: int, name: str, **changes: Any) -> None:
+def edit_meta(folder: Path, rank: int, change: Callable[[Any], object]) -> None:
     path = folder / f"flat_meta.{rank:05d}-00002"
     document = pickle.loads(path.read_bytes())
-    document["param_meta"][name].update(changes)
+    change(document)
     path.write_bytes(pickle.dumps(document))
 
 
@@ -412,17 +394,27 @@ def test_meta_that_contradicts_the_data(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     write(tmp_path)
-    edit_meta(tmp_path, 1, "block.weight", **changes)
+    edit_meta(tmp_path, 1, lambda document: document["param_meta"]["block.weight"].update(changes))
     with pytest.raises(CorruptCheckpointError, match=message):
+        remesh.Checkpoint(tmp_path)
+
+
+def test_files_of_other_ranks(tmp_path: Path) -> None:
+    write(tmp_path)
+    for missing in ("flat_param.00001-00002", "flat_meta.00000-00002"):
+        (tmp_path / missing).rename(tmp_path / "away")
+        with pytest.raises(CorruptCheckpointError, match="are of ranks"):
+            remesh.Checkpoint(tmp_path)
+        (tmp_path / "away").rename(tmp_path / missing)
+    shutil.copy(tmp_path / "flat_param.00000-00002", tmp_path / "flat_param.00002-00003")
+    with pytest.raises(CorruptCheckpointError, match="several checkpoints were saved here"):
         remesh.Checkpoint(tmp_path)
 
 
 def test_experts_of_ranks_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
-    path = tmp_path / "flat_meta.00000-00002"
-    document = pickle.loads(path.read_bytes())
-    document["flat_param_meta"]["block"]["expert_ranks"] = [0, 1]
-    path.write_bytes(pickle.dumps(document))
+    experts = {"expert_ranks": [0, 1]}
+    edit_meta(tmp_path, 0, lambda document: document["flat_param_meta"]["block"].update(experts))
     with pytest.raises(FormatVersionError, match="expert parallelism"):
         remesh.Checkpoint(tmp_path)
 

@@ -61,11 +61,15 @@ def test_master_weights_under_their_other_name() -> None:
     assert renamed == {}
 
 
-def test_a_file_that_nobody_can_open() -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"no rank can open 1_0\.distcp"):
-        get_rank_to_files(CHECKPOINT, FILES[:1], {"b": None}, None, use_dist=False)
-
-
-def test_a_box_that_is_named_twice() -> None:
-    with pytest.raises(CorruptCheckpointError, match="twice"):
-        get_rank_to_files([CHECKPOINT[1]] * 2, FILES, {"a": None}, None, use_dist=False)
+@pytest.mark.parametrize(
+    ("metadata", "files", "name", "message"),
+    [
+        (CHECKPOINT, FILES[:1], "b", r"no rank can open 1_0\.distcp"),
+        ([CHECKPOINT[1]] * 2, FILES, "a", "twice"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(
+    metadata: list[Metadata], files: list[str], name: str, message: str
+) -> None:
+    with pytest.raises(CorruptCheckpointError, match=message):
+        get_rank_to_files(metadata, files, {name: None}, None, use_dist=False)

@@ -16,10 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import remesh
-from remesh.compat.flex_checkpoint import (
-    load_state_dict,
-    make_replicated_sharded_weight,
-)
+from remesh.compat.flex_checkpoint import load_state_dict
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -30,7 +27,7 @@ from remesh.formats import paddle
 from remesh.formats.building import IndexBuilder
 from remesh.formats.place import Place
 from remesh.storage import MemoryStorage, Storage, open_storage
-from tests.compat.flex_layouts import Weights, cut, emptied, flat
+from tests.compat.flex_layouts import Weights, cut, filled, flat, whole
 from tests.support import run_ranks
 
 DATA = Path(__file__).parents[1] / "data" / "paddle"
@@ -49,26 +46,16 @@ def expected(directory: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> Weights:
-    return {name: make_replicated_sharded_weight(name, tensor) for name, tensor in tensors.items()}
-
-
-def loaded(path: Path, wanted: Weights, **options: Any) -> Weights:
-    target = {key: emptied(weight) for key, weight in wanted.items()}
-    load_state_dict(target, path, **options)
-    return target
-
-
-def check(target: Weights, wanted: Weights) -> None:
-    for key, weight in wanted.items():
-        assert torch.equal(target[key].local_tensor, weight.local_tensor), key
+def check(path: Path, wanted: Weights, **options: Any) -> None:
+    """Load what is wanted, and compare."""
+    filled(lambda target: load_state_dict(target, path, **options), wanted)
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
 def test_every_tensor_alone(directory: str) -> None:
     wanted = whole(expected(directory))
-    check(loaded(DATA / directory, wanted), wanted)
-    check(loaded(DATA / directory, wanted, unique_id=0), wanted)
+    check(DATA / directory, wanted)
+    check(DATA / directory, wanted, unique_id=0)
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
@@ -85,23 +72,18 @@ def test_as_a_format_of_the_engine(directory: str) -> None:
 
 def _other_layouts(exchange: Exchange) -> None:
     rank, tensors = exchange.rank, expected("two_rank")
+    moment = "norm2.weight.moment1_0"
     wanted = {
         "col.weight": cut("col.weight", tensors["col.weight"], 0, rank, 2),
         "row.weight": cut("row.weight", tensors["row.weight"], 1, rank, 2),
-        "col.bias": make_replicated_sharded_weight("col.bias", tensors["col.bias"]),
-        "norm2.weight.moment1_0": flat(
-            make_replicated_sharded_weight(
-                "norm2.weight.moment1_0", tensors["norm2.weight.moment1_0"]
-            ),
-            *[(0, 13), (13, 24)][rank],
-        ),
+        **whole({"col.bias": tensors["col.bias"]}),
+        moment: flat(whole(tensors)[moment], *[(0, 13), (13, 24)][rank]),
     }
     if rank:
         wanted |= whole({"stage1.weight": tensors["stage1.weight"]})
-    check(loaded(DATA / "two_rank", wanted, process_group=exchange), wanted)
-    moment = make_replicated_sharded_weight("m", expected("flat3d")["m"])
-    ranges = {"m": flat(moment, *[(3, 7), (9, 23)][rank])}
-    check(loaded(DATA / "flat3d", ranges, process_group=exchange), ranges)
+    check(DATA / "two_rank", wanted, process_group=exchange)
+    ranges = {"m": flat(whole(expected("flat3d"))["m"], *[(3, 7), (9, 23)][rank])}
+    check(DATA / "flat3d", ranges, process_group=exchange)
 
 
 def test_other_layouts() -> None:
@@ -112,15 +94,15 @@ def test_statements() -> None:
     tensors = expected("two_rank")
     wanted = whole({"both": torch.cat([tensors["row.weight"], tensors["row.weight"]])})
     statements = ["row.weight, row.weight -> both, axis=0"]
-    check(loaded(DATA / "two_rank", wanted, aoa_config={"aoa_statements": statements}), wanted)
+    check(DATA / "two_rank", wanted, aoa_config={"aoa_statements": statements})
 
 
 def test_what_is_not_there() -> None:
     wanted = whole(expected("two_rank"))
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint 1 is there; there are: 0"):
-        loaded(DATA / "two_rank", wanted, unique_id=1)
+        check(DATA / "two_rank", wanted, unique_id=1)
     with pytest.raises(MismatchError, match="other") as caught:
-        loaded(DATA / "two_rank", whole({"other": torch.zeros(2)}))
+        check(DATA / "two_rank", whole({"other": torch.zeros(2)}))
     assert caught.value.missing == ("other",)
 
 
@@ -137,9 +119,9 @@ def test_a_later_number_counts_unless_another_is_asked_for(copied: Path) -> None
     for rank in range(2):
         data = data.replace(_string(f"{rank}_0.distcp"), _string(f"{rank}_12.distcp"))
     (copied / "12.metadata").write_bytes(_without_frame(data))
-    check(loaded(copied, whole(expected("flat3d"))), whole(expected("flat3d")))
+    check(copied, whole(expected("flat3d")))
     wanted = whole(expected("two_rank"))
-    check(loaded(copied, wanted, unique_id=0), wanted)
+    check(copied, wanted, unique_id=0)
 
 
 def test_master_weights_of_the_other_mode(copied: Path) -> None:
@@ -148,9 +130,9 @@ def test_master_weights_of_the_other_mode(copied: Path) -> None:
         path.write_bytes(_without_frame(grown))
     tensor = expected("two_rank")["norm.weight"]
     wanted = whole({"opt.master_weights.w": tensor})
-    check(loaded(copied, wanted), wanted)
+    check(copied, wanted)
     with pytest.raises(MismatchError, match=r"opt\.master_weights\.w"):
-        loaded(copied, wanted, mw_name_compatibility=False)
+        check(copied, wanted, mw_name_compatibility=False)
 
 
 def _string(text: str) -> bytes:
@@ -169,20 +151,20 @@ def test_damage(copied: Path) -> None:
     for length in (0, 1, 100, len(data) // 2, len(data) - 1):
         (copied / "1_0.distcp").write_bytes(data[:length])
         with pytest.raises(CorruptCheckpointError, match=r"1_0\.distcp"):
-            loaded(copied, wanted)
+            check(copied, wanted)
     (copied / "1_0.distcp").write_bytes(pickle.dumps([1, 2], protocol=4))
     with pytest.raises(CorruptCheckpointError, match="holds no dict"):
-        loaded(copied, wanted)
+        check(copied, wanted)
     other = {"norm.weight": np.zeros(5, np.float32)}
     (copied / "1_0.distcp").write_bytes(pickle.dumps(other, protocol=4))
     with pytest.raises(CorruptCheckpointError, match="The metadata say"):
-        loaded(copied, wanted)
+        check(copied, wanted)
     (copied / "1_0.distcp").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"1_0\.distcp: missing"):
-        loaded(copied, wanted)
+        check(copied, wanted)
     (copied / "0.metadata").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(CorruptCheckpointError, match="not metadata of Paddle"):
-        loaded(copied, wanted)
+        check(copied, wanted)
 
 
 def test_boxes_that_leave_a_hole(copied: Path) -> None:
@@ -193,7 +175,7 @@ def test_boxes_that_leave_a_hole(copied: Path) -> None:
     # The text is there once: the other boxes refer to it by its number in the memo.
     (copied / "0.metadata").write_bytes(data.replace(replica, replica[:-1] + b"K\x01"))
     with pytest.raises(CorruptCheckpointError, match=r"do not cover each element once of col"):
-        loaded(copied, whole(expected("two_rank")))
+        check(copied, whole(expected("two_rank")))
 
 
 def arrays_in(storage: Storage, path: str) -> dict[str, tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ def rows(first: int, count: int, dtype: str = "float32", num_rows: int = 1024) -
 
 
 DOCUMENTED = {"linear.weight": [rows(256 * rank, 256) for rank in range(4)]}
+FLAT = ShardInfo((0, 0), (3, 4), "float32", (3, 4), True)
+FLAT_RANGES = [FLAT._replace(flattened_range=(0, 5)), FLAT._replace(flattened_range=(5, 12))]
 
 
 def test_the_documented_layout_is_a_valid_source_and_target() -> None:
@@ -28,51 +31,68 @@ def test_the_documented_layout_is_a_valid_source_and_target() -> None:
     check_src_dst_state_dict_validity(DOCUMENTED, DOCUMENTED)
 
 
-def test_plain_tuples_will_do() -> None:
-    plain = {"w": [((0,), (4,), "float32", (4,), False)]}
-    check_src_state_dict_validity(plain)  # type: ignore[arg-type]
-    check_dst_state_dict_validity(plain)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "infos",
+    [
+        [((0,), (4,), "float32", (4,), False)],
+        [
+            *[ShardInfo((0, 0), (4, 2), "float32", (4, 4), False)] * 2,
+            *(ShardInfo((row, 2), (2, 2), "float32", (4, 4), False) for row in (0, 2)),
+        ],
+        FLAT_RANGES,
+    ],
+    ids=["plain tuples", "copies, and no grid", "flat ranges"],
+)
+def test_valid_sources_and_targets(infos: Any) -> None:
+    check_src_state_dict_validity({"w": infos})
+    check_dst_state_dict_validity({"w": infos})
 
 
-def test_copies_and_layouts_that_are_no_grid_are_valid_sources() -> None:
-    halves = [ShardInfo((0, 0), (4, 2), "float32", (4, 4), False)] * 2
-    quarters = [ShardInfo((row, 2), (2, 2), "float32", (4, 4), False) for row in (0, 2)]
-    check_src_state_dict_validity({"w": [*halves, *quarters]})
-
-
-def test_shards_that_differ_in_dtype() -> None:
-    mixed = {"w": [rows(0, 512), rows(512, 512, "bfloat16")]}
+@pytest.mark.parametrize(
+    ("infos", "message"),
+    [
+        (
+            [rows(0, 512), rows(512, 512, "bfloat16")],
+            "w: shards differ in dtype: bfloat16, float32",
+        ),
+        ([FLAT], "w: a flattened shard without its range"),
+        (
+            [ShardInfo((0,), (4, 4), "float32", (4, 4), False)],
+            r"(?s)w: .* differ in their number of axes",
+        ),
+    ],
+)
+def test_infos_that_are_not_sound(infos: list[ShardInfo], message: str) -> None:
     for check in (check_src_state_dict_validity, check_dst_state_dict_validity):
-        with pytest.raises(StateError, match="w: shards differ in dtype: bfloat16, float32"):
-            check(mixed)
+        with pytest.raises(StateError, match=message):
+            check({"w": infos})
 
 
-def test_shards_that_disagree_about_the_global_shape() -> None:
-    infos = {"w": [rows(0, 512), rows(512, 512, num_rows=2048)]}
-    with pytest.raises(StateError, match="w: shards disagree about the global shape"):
-        check_src_state_dict_validity(infos)
-
-
-def test_a_source_with_a_hole() -> None:
-    infos = {"w": [rows(0, 256), rows(512, 512)]}
-    with pytest.raises(CoverageError, match=r"w: no shard holds \[256:512, 0:512\]"):
-        check_src_state_dict_validity(infos)
-
-
-def test_a_source_that_leaves_its_tensor() -> None:
-    with pytest.raises(CoverageError, match=r"w: a shard holds \[512:1536, 0:512\]"):
-        check_src_state_dict_validity({"w": [rows(0, 512), rows(512, 1024)]})
-
-
-def test_flattened_shards_need_a_known_range() -> None:
-    flat = ShardInfo((0, 0), (3, 4), "float32", (3, 4), True)
-    for check in (check_src_state_dict_validity, check_dst_state_dict_validity):
-        with pytest.raises(StateError, match="w: a flattened shard without its range"):
-            check({"w": [flat]})
-    known = [flat._replace(flattened_range=(0, 5)), flat._replace(flattened_range=(5, 12))]
-    check_src_state_dict_validity({"w": known})
-    with pytest.raises(CoverageError, match=r"w: no shard holds \[0:1, 0:4\], \[1:2, 0:1\]"):
-        check_src_state_dict_validity({"w": known[1:]})
+@pytest.mark.parametrize(
+    ("infos", "error", "message"),
+    [
+        (
+            [rows(0, 512), rows(512, 512, num_rows=2048)],
+            StateError,
+            "w: shards disagree about the global shape",
+        ),
+        (
+            [rows(0, 256), rows(512, 512)],
+            CoverageError,
+            r"w: no shard holds \[256:512, 0:512\]",
+        ),
+        (
+            [rows(0, 512), rows(512, 1024)],
+            CoverageError,
+            r"w: a shard holds \[512:1536, 0:512\]",
+        ),
+        (FLAT_RANGES[1:], CoverageError, r"w: no shard holds \[0:1, 0:4\], \[1:2, 0:1\]"),
+    ],
+    ids=["shapes", "hole", "out of bounds", "hole between flat ranges"],
+)
+def test_faulty_sources(infos: list[ShardInfo], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_src_state_dict_validity({"w": infos})
 
 
 @pytest.mark.parametrize(("offset", "extent"), [(-1, 2), (8, 2), (0, 0), (6, 3), (0, -1)])
@@ -83,22 +103,12 @@ def test_targets_out_of_bounds(offset: int, extent: int) -> None:
         check_dst_state_dict_validity({"w": [info]})
 
 
-def test_numbers_of_axes_must_agree() -> None:
-    info = ShardInfo((0,), (4, 4), "float32", (4, 4), False)
-    for check in (check_src_state_dict_validity, check_dst_state_dict_validity):
-        with pytest.raises(StateError, match=r"(?s)w: .* differ in their number of axes"):
-            check({"w": [info]})
-
-
-def test_a_target_that_the_source_lacks() -> None:
+def test_a_target_that_does_not_fit_its_source() -> None:
     with pytest.raises(MismatchError, match="bias, other") as caught:
         check_src_dst_state_dict_validity(
             DOCUMENTED, {**DOCUMENTED, "other": [rows(0, 4)], "bias": [rows(0, 4)]}
         )
     assert caught.value.missing == ("bias", "other")
-
-
-def test_a_target_of_another_shape() -> None:
     target = {"linear.weight": [rows(0, 1024, num_rows=2048)]}
     with pytest.raises(MismatchError, match=r"(?s)linear.weight: .*\(1024, 512\).*\(2048, 512\)"):
         check_src_dst_state_dict_validity(DOCUMENTED, target)

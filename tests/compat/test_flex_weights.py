@@ -9,17 +9,13 @@ from remesh.compat import flex_checkpoint as flex
 from remesh.compat.flex_checkpoint import ShardedWeight, ShardedWeightDesc
 from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange
+from tests.compat.flex_layouts import Weights, whole
 from tests.support import run_ranks
-
-
-def whole(key: str, tensor: torch.Tensor) -> ShardedWeight:
-    return flex.make_replicated_sharded_weight(key, tensor)
 
 
 def test_fields_and_text() -> None:
     weight = ShardedWeight("w", torch.zeros(5), (2, 4), (4, 4), (2, 0), True, slice(1, 6))
     assert flex.ShardedTensor is ShardedWeight
-    assert (weight.is_flattened, weight.flattened_range) == (True, slice(1, 6))
     assert str(weight).splitlines() == [
         "ShardedWeight(",
         "  key=w,",
@@ -30,22 +26,10 @@ def test_fields_and_text() -> None:
         "  flattened_range=slice(1, 6, None)",
         ")",
     ]
-    plain = whole("w", torch.zeros(2))
+    plain = flex.make_replicated_sharded_tensor("w", torch.zeros(2))
     assert (plain.is_flattened, plain.flattened_range) == (False, None)
     plain.key = "stage1.w"
-    assert plain.key == "stage1.w"
-
-
-def test_documented_description() -> None:
-    weight = ShardedWeight(
-        "linear.weight", torch.zeros(1024, 512), (1024, 512), (1024, 2048), (0, 0)
-    )
-    assert flex.build_shard_desc(weight) == ShardedWeightDesc(
-        key="linear.weight",
-        local_shape=(1024, 512),
-        global_shape=(1024, 2048),
-        global_offset=(0, 0),
-    )
+    assert flex.build_shard_desc(plain) == ShardedWeightDesc("stage1.w", (2,), (2,), (0,))
 
 
 def test_documented_merge() -> None:
@@ -63,74 +47,50 @@ def test_documented_merge() -> None:
 
 
 def test_is_sharded_state_dict() -> None:
-    weight = whole("w", torch.zeros(2))
-    assert flex.is_sharded_state_dict({"weight": weight, "bias": weight})
+    weights = whole({"weight": torch.zeros(2), "bias": torch.zeros(2)})
+    assert flex.is_sharded_state_dict(weights)
     assert not flex.is_sharded_state_dict({"weight": torch.zeros(2)})
     assert not flex.is_sharded_state_dict({})
-    assert not flex.is_sharded_state_dict([weight])
+    assert not flex.is_sharded_state_dict([weights["bias"]])
     with pytest.raises(TypeError, match="'bias'"):
-        flex.is_sharded_state_dict({"weight": weight, "bias": torch.zeros(2)})
+        flex.is_sharded_state_dict({**weights, "bias": torch.zeros(2)})
 
 
-def _shards(exchange: Exchange) -> list[tuple[object, ...]]:
-    """A layer with a column-parallel weight, as one of its tensor-parallel ranks describes it."""
-    layer = {"weight": torch.zeros(4, 6), "bias": torch.zeros(6), "scale": torch.zeros(())}
-    rules = {"weight": 1, "bias": 0, "absent": 0}
-    weights = flex.build_sharded_state_dict(layer, rules, "block.", group=exchange)
-    assert weights["block.weight"].local_tensor is layer["weight"]
-    return [
-        (key, w.key, w.local_shape, w.global_shape, w.global_offset) for key, w in weights.items()
-    ]
+Layers = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def test_build_sharded_state_dict() -> None:
-    first, second = run_ranks(2, _shards)
-    assert first == [
-        ("block.weight", "block.weight", (4, 6), (4, 12), (0, 0)),
-        ("block.bias", "block.bias", (6,), (12,), (0,)),
-        ("block.scale", "block.scale", (), (), ()),
-    ]
-    assert second == [
-        ("block.weight", "block.weight", (4, 6), (4, 12), (0, 6)),
-        ("block.bias", "block.bias", (6,), (12,), (6,)),
-        ("block.scale", "block.scale", (), (), ()),
-    ]
-
-
-def _documented_layers(exchange: Exchange) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def _documented_layers(exchange: Exchange) -> Layers:
     """Global shape and offset of what a rank of each parallel layer holds; shapes only."""
     hidden, rows = 1024, 250_000
     layers: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, int]]] = {
         "embedding": ({"weight": (rows, hidden)}, {"weight": 0}),
-        "column": ({"weight": (hidden, 64), "bias": (64,)}, {"weight": 1, "bias": 0}),
-        "row": ({"weight": (64, hidden), "bias": (hidden,)}, {"weight": 0}),
+        "column": ({"weight": (hidden, 64), "bias": (64,)}, {"weight": 1, "bias": 0, "absent": 0}),
+        "row": ({"weight": (64, hidden), "bias": (hidden,), "scale": ()}, {"weight": 0}),
         "head": ({"weight": (hidden, rows)}, {"weight": 1}),
-        "tied_head": ({"weight": (rows, hidden)}, {"weight": 0}),
-        "linear": ({"weight": (256, 512)}, {"weight": 0}),
     }
     found = {}
     for name, (shapes, rules) in layers.items():
         state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-        for weight in flex.build_sharded_state_dict(
-            state, rules, f"{name}.", group=exchange
-        ).values():
-            found[weight.key] = (weight.global_shape, weight.global_offset)
+        weights = flex.build_sharded_state_dict(state, rules, f"{name}.", group=exchange)
+        for key, weight in weights.items():
+            tensor = state[key.removeprefix(f"{name}.")]
+            assert weight.local_tensor is tensor
+            assert (weight.key, weight.local_shape) == (key, tensor.shape)
+            found[key] = (weight.global_shape, weight.global_offset)
     return found
 
 
 def test_documented_layers() -> None:
-    found = run_ranks(4, _documented_layers)
-    for rank in range(4):
+    for rank, found in enumerate(run_ranks(4, _documented_layers)):
         first = 250_000 * rank
-        assert found[rank] == {
+        assert found == {
             "embedding.weight": ((1_000_000, 1024), (first, 0)),
             "column.weight": ((1024, 256), (0, 64 * rank)),
             "column.bias": ((256,), (64 * rank,)),
             "row.weight": ((256, 1024), (64 * rank, 0)),
             "row.bias": ((1024,), (0,)),
+            "row.scale": ((), ()),
             "head.weight": ((1024, 1_000_000), (0, first)),
-            "tied_head.weight": ((1_000_000, 1024), (first, 0)),
-            "linear.weight": ((1024, 512), (256 * rank, 0)),
         }
 
 
@@ -168,32 +128,41 @@ def test_assign_between_two_layouts() -> None:
     assert torch.equal(torch.cat([target.local_tensor for target in targets]), full)
 
 
+def region(offset: int, size: int) -> ShardedWeightDesc:
+    return ShardedWeightDesc("w", (size,), (9,), (offset,))
+
+
 def test_assign_maps_one_region_onto_another() -> None:
-    source = whole("w", torch.arange(6.0))
+    source = whole({"w": torch.arange(6.0)})["w"]
     target = ShardedWeight("v", torch.zeros(3), (3,), (9,), (3,))
-    flex.assign_sharded_slice(
-        ShardedWeightDesc("w", (2,), (6,), (3,)),
-        source,
-        ShardedWeightDesc("v", (2,), (9,), (4,)),
-        target,
-    )
+    flex.assign_sharded_slice(region(3, 2), source, region(4, 2), target)
     assert target.local_tensor.tolist() == [0, 3, 4]
 
 
-def test_assign_refuses_what_does_not_correspond() -> None:
-    source, target = whole("w", torch.zeros(4)), whole("v", torch.zeros(4))
+WEIGHTS: Weights = {
+    **whole({"four": torch.zeros(4), "half": torch.zeros(4, dtype=torch.float16)}),
+    "flat": ShardedWeight("flat", torch.zeros(2), (4,), (4,), (0,), True, slice(0, 2)),
+}
 
-    def region(offset: int, size: int) -> ShardedWeightDesc:
-        return ShardedWeightDesc("w", (size,), (9,), (offset,))
 
-    with pytest.raises(StateError, match=r"(?s)w: the shard at .* holds nothing"):
-        flex.assign_sharded_slice(region(5, 2), source, region(0, 2), target)
-    with pytest.raises(StateError, match=r"(?s)holds \[2\] elements .* \[1\]"):
-        flex.assign_sharded_slice(region(0, 2), source, region(3, 2), target)
-    with pytest.raises(MismatchError, match=r"torch.float32 does not fit into torch.float16"):
+@pytest.mark.parametrize(
+    ("source_region", "source", "target_region", "target", "error", "message"),
+    [
+        ((5, 2), "four", (0, 2), "four", StateError, r"(?s)four: the shard at .* holds nothing"),
+        ((0, 2), "four", (3, 2), "four", StateError, r"(?s)holds \[2\] elements .* \[1\]"),
+        ((0, 2), "four", (0, 2), "half", MismatchError, "float32 does not fit into torch.float16"),
+        ((0, 2), "flat", (0, 2), "four", StateError, "a flattened shard has no slices"),
+    ],
+)
+def test_assign_refuses_what_does_not_correspond(
+    source_region: tuple[int, int],
+    source: str,
+    target_region: tuple[int, int],
+    target: str,
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
         flex.assign_sharded_slice(
-            region(0, 2), source, region(0, 2), whole("v", torch.zeros(4, dtype=torch.float16))
+            region(*source_region), WEIGHTS[source], region(*target_region), WEIGHTS[target]
         )
-    flat = ShardedWeight("w", torch.zeros(2), (4,), (4,), (0,), True, slice(0, 2))
-    with pytest.raises(StateError, match="a flattened shard has no slices"):
-        flex.assign_sharded_slice(region(0, 2), flat, region(0, 2), target)
