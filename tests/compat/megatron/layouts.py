@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,19 +11,16 @@ import torch
 
 from remesh.compat.megatron import ShardedTensor
 
-Make = Callable[[int], torch.Tensor]
+shard = ShardedTensor.from_rank_offsets
+flat_shard = ShardedTensor.from_rank_offsets_flat
 
 
-def row_shards(num_shards: int, num_elements: int = 128, *, values: bool) -> dict[str, Any]:
-    """All shards of `arange(num_elements)`, as one process that plays all ranks holds them."""
-    size = num_elements // num_shards
+def row_shards(num_shards: int, *, values: bool) -> dict[str, Any]:
+    """All shards of `arange(128)`, as one process that plays all ranks holds them."""
+    whole = torch.arange(128) if values else torch.empty(128)
     return {
-        str(rank): ShardedTensor.from_rank_offsets(
-            "weight",
-            torch.arange(rank * size, (rank + 1) * size) if values else torch.empty(size),
-            (0, rank, num_shards),
-        )
-        for rank in range(num_shards)
+        str(rank): shard("weight", rows.clone(), (0, rank, num_shards))
+        for rank, rows in enumerate(whole.chunk(num_shards))
     }
 
 
@@ -42,7 +38,7 @@ def flat_shards(
         for dp_rank in range(data_parallel):
             part = slice(dp_rank * size, min((dp_rank + 1) * size, flat.numel()))
             data = flat[part].clone()
-            shards[str(dp_rank * tensor_parallel + tp_rank)] = ShardedTensor.from_rank_offsets_flat(
+            shards[str(dp_rank * tensor_parallel + tp_rank)] = flat_shard(
                 "moment",
                 data if values else torch.full_like(data, -1),
                 tuple(local.shape),

@@ -21,7 +21,6 @@ from remesh.compat.megatron.dict_utils import (
 from remesh.compat.megatron.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
-    ShardedTensor,
     ShardedTensorFactory,
 )
 from remesh.compat.megatron.optimizer import (
@@ -40,22 +39,19 @@ from remesh.compat.megatron.utils import (
     extract_sharded_tensors_or_nonpersistent,
     replace_prefix_for_sharding,
 )
-
-NESTED = {"a": [0, 1, {"b": 2, "c": []}], "d": {"e": 5}, "f": 6, "g": {}}
-
-
-def is_even(leaf: Any) -> bool:
-    return bool(leaf % 2 == 0)
+from tests.compat.megatron.layouts import shard
 
 
-def test_taking_apart_closes_lists_up() -> None:
-    even, odd = extract_matching_values(NESTED, is_even)
+def test_taking_apart_closes_lists_up_or_keeps_positions() -> None:
+    nested = {"a": [0, 1, {"b": 2, "c": []}], "d": {"e": 5}, "f": 6, "g": {}}
+
+    def is_even(leaf: Any) -> bool:
+        return bool(leaf % 2 == 0)
+
+    even, odd = extract_matching_values(nested, is_even)
     assert even == {"a": [0, {"b": 2}], "f": 6}
     assert odd == {"a": [1, {"c": []}], "d": {"e": 5}, "g": {}}
-
-
-def test_taking_apart_may_keep_positions() -> None:
-    even, odd = extract_matching_values(NESTED, is_even, return_lists_as_dicts=True)
+    even, odd = extract_matching_values(nested, is_even, return_lists_as_dicts=True)
     assert even == {"a": {0: 0, 2: {"b": 2}}, "f": 6}
     assert odd["a"] == {1: 1, 2: {"c": {}}}
     wrong: Any = 3
@@ -89,8 +85,7 @@ def test_differences() -> None:
     left = {"a": 1, "t": torch.tensor([1, 2]), "l": [1, 2, 3], "n": np.array([1]), "same": "x"}
     right = {"b": 1, "t": torch.tensor([1, 3]), "l": [1, 9], "n": np.array([1]), "same": "x"}
     only_left, only_right, mismatch = diff(left, right)
-    assert only_left == [("a",), ("l", 2)]
-    assert only_right == [("b",)]
+    assert (only_left, only_right) == ([("a",), ("l", 2)], [("b",)])
     assert [item[:3] for item in mismatch] == [
         (("t",), torch.Tensor, torch.Tensor),
         (("l", 1), int, int),
@@ -104,7 +99,7 @@ def test_differences() -> None:
 
 def leaves() -> dict[str, Any]:
     return {
-        "t": ShardedTensor.from_rank_offsets("old.t", torch.zeros(1)),
+        "t": shard("old.t", torch.zeros(1)),
         "o": [ShardedObject("old.o", 1, (1,), (0,))],
         "f": ShardedTensorFactory("old.f", torch.zeros(1), lambda *_: {}, lambda _: None),
         "n": LocalNonpersistentObject(1),
@@ -140,29 +135,25 @@ def test_prefixes_change_in_place() -> None:
         replace_prefix_for_sharding(state, "zz", "")
 
 
-def trained() -> tuple[torch.nn.Linear, torch.optim.Adam]:
+def trained() -> tuple[list[torch.nn.Parameter], torch.optim.Adam, dict[str, Any]]:
+    """Parameters, their optimizer after a step, and the model's sharded state dict."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return model, optimizer
-
-
-def sharded_model(model: torch.nn.Module) -> dict[str, Any]:
-    return {
-        name: ShardedTensor.from_rank_offsets(f"model.{name}", param, (0, 1, 2))
-        for name, param in model.state_dict(keep_vars=True).items()
-    }
+    state = model.state_dict(keep_vars=True)
+    sharded = {name: shard(f"model.{name}", param, (0, 1, 2)) for name, param in state.items()}
+    return list(model.parameters()), optimizer, sharded
 
 
 def test_optimizer_state_is_sharded_like_its_parameters() -> None:
-    model, optimizer = trained()
-    params = list(model.parameters())
+    params, optimizer, sharded = trained()
     assert get_optim_param_to_id_map([*params, params[0]]) == {id(params[0]): 0, id(params[1]): 1}
-    sharded_params = get_param_id_to_sharded_param_map(sharded_model(model), params)
     state = optimizer.state_dict()
     groups = state["param_groups"]
-    optim_state_to_sharding_state(state, sharded_params, exclude_keys=("step",))
+    optim_state_to_sharding_state(
+        state, get_param_id_to_sharded_param_map(sharded, params), exclude_keys=("step",)
+    )
     moment = state["state"][0]["exp_avg_sq"]
     assert moment.key == "optimizer.state.exp_avg_sq.model.weight"
     assert (moment.global_shape, moment.global_offset) == ((4, 3), (2, 0))
@@ -172,28 +163,24 @@ def test_optimizer_state_is_sharded_like_its_parameters() -> None:
     assert groups[0]["params"] == [0, 1]
 
 
-def test_optimizer_state_of_unknown_or_other_shape_is_refused() -> None:
-    model, optimizer = trained()
+def test_optimizer_state_of_unknown_or_other_shape_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    params, optimizer, sharded = trained()
     with pytest.raises(ValueError, match="parameter 0 of the optimizer"):
         optim_state_to_sharding_state(optimizer.state_dict(), {})
-    sharded_params = get_param_id_to_sharded_param_map(sharded_model(model), model.parameters())
+    of_params = get_param_id_to_sharded_param_map(sharded, params)
     with pytest.raises(CheckpointingException, match="exclude_keys"):
-        optim_state_to_sharding_state(optimizer.state_dict(), sharded_params)
-
-
-def test_a_model_without_its_parameters_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = trained()
-    plain = {
-        name: ShardedTensor.from_rank_offsets(name, value)
-        for name, value in model.state_dict().items()
-    }
-    assert get_param_id_to_sharded_param_map(plain, model.parameters()) == {}
+        optim_state_to_sharding_state(optimizer.state_dict(), of_params)
+    assert "keep_vars=True" not in caplog.text
+    copies = {name: shard(name, one.data.detach()) for name, one in sharded.items()}
+    assert get_param_id_to_sharded_param_map(copies, params) == {}
     assert "keep_vars=True" in caplog.text
 
 
 def test_a_factory_makes_optimizer_state_too() -> None:
     def build(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
-        return {"t": ShardedTensor.from_rank_offsets(key, data.t().contiguous())}
+        return {"t": shard(key, data.t().contiguous())}
 
     factory = ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda found: found["t"].t())
     moment = torch.arange(6.0).reshape(2, 3)

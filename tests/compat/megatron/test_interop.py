@@ -10,15 +10,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 
-from remesh.compat.megatron import (
-    CheckpointingConfig,
-    ShardedTensor,
-    load,
-    remove_sharded_tensors,
-    save,
-)
+from remesh.compat.megatron import CheckpointingConfig, load, remove_sharded_tensors, save
 from remesh.compat.megatron.core import save_config
-from tests.compat.megatron.layouts import flat_shards, row_shards
+from tests.compat.megatron.layouts import flat_shards, row_shards, shard
 from tests.formats.test_torch_dcp import write_flattened
 
 
@@ -60,7 +54,6 @@ def test_flattened_ranges_of_older_megatron_load_in_any_cut(tmp_path: Path) -> N
     loaded = load(flat_shards(whole, 3, 2, values=False), tmp_path)
     for rank, item in flat_shards(whole, 3, 2, values=True).items():
         assert torch.equal(loaded[rank], item.data)
-    whole_again = ShardedTensor.from_rank_offsets("moment", torch.zeros(4, 6))
-    found = load({"moment": whole_again}, tmp_path)
+    found = load({"moment": shard("moment", torch.zeros(4, 6))}, tmp_path)
     assert torch.equal(found["moment"], whole)
     assert found["step"] == 1

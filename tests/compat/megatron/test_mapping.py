@@ -24,6 +24,7 @@ from remesh.compat.megatron.mapping import (
     is_main_replica,
 )
 from remesh.compat.megatron.serialization import load, save
+from tests.compat.megatron.layouts import flat_shard, shard
 
 
 def tensor(**changes: Any) -> ShardedTensor:
@@ -57,65 +58,51 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any]) 
         tensor(**changes)
 
 
-def test_an_irregular_shard_may_begin_anywhere() -> None:
-    shard = tensor(axis_fragmentations=None, global_offset=(1, 2))
-    assert not shard.has_regular_grid
-    assert tensor().has_regular_grid
-
-
 def test_integrity_is_checked_when_asked_after_a_change() -> None:
-    shard = tensor()
-    shard.dtype = torch.int64
+    changed = tensor()
+    changed.dtype = torch.int64
     with pytest.raises(CheckpointingException):
-        shard.validate_metadata_integrity()
+        changed.validate_metadata_integrity()
 
 
 def test_data_of_another_form_set_later_is_refused(tmp_path: Path) -> None:
     """What is not laid out as the shard would be stored elsewhere, or a copy of it be filled."""
-    save(
-        {"w": tensor(global_shape=(2, 3), global_offset=(0, 0), axis_fragmentations=(1, 1))},
-        tmp_path,
-    )
-    shard = tensor(global_shape=(2, 3), global_offset=(0, 0), axis_fragmentations=(1, 1))
-    shard.data = torch.zeros(2, 3).t()
+    changed = shard("w", torch.zeros(2, 3))
+    save({"w": changed}, tmp_path)
+    changed.data = torch.zeros(2, 3).t()
     for use in (save, load):
         with pytest.raises(CheckpointingException, match=r"shape \(2, 3\), its array \(3, 2\)"):
-            use({"w": shard}, tmp_path)
+            use({"w": changed}, tmp_path)
 
 
 def test_from_rank_offsets_places_a_shard_in_its_grid() -> None:
-    shard = ShardedTensor.from_rank_offsets(
-        "w", torch.zeros(2, 3), (0, 4, 8), (2, 1, 2), replica_id=(0, 1), prepend_axis_num=1
-    )
-    assert shard.global_shape == (8, 2, 6)
-    assert shard.global_offset == (4, 0, 3)
-    assert shard.local_shape == (2, 3)
-    assert shard.axis_fragmentations == (8, 1, 2)
-    assert shard.replica_id == (0, 1)
-    assert shard.global_slice() == (4, slice(0, 2), slice(3, 6))
-    assert shard.local_chunk_offset_in_global() == (4, 0, 1)
-    assert shard.max_allowed_chunks() == (1, 2, 3)
-
-
-def test_the_last_word_on_an_axis_holds() -> None:
-    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2), (0, 3, 4))
-    assert (shard.global_shape, shard.global_offset) == ((8,), (6,))
+    made = shard("w", torch.zeros(2, 3), (0, 4, 8), (2, 1, 2), replica_id=7, prepend_axis_num=1)
+    assert (made.global_shape, made.global_offset) == ((8, 2, 6), (4, 0, 3))
+    assert (made.local_shape, made.axis_fragmentations) == ((2, 3), (8, 1, 2))
+    assert made.has_regular_grid
+    assert made.replica_id == 7
+    assert made.global_slice() == (4, slice(0, 2), slice(3, 6))
+    assert made.local_chunk_offset_in_global() == (4, 0, 1)
+    assert made.max_allowed_chunks() == (1, 2, 3)
+    # The last word on an axis holds.
+    last = shard("w", torch.zeros(2), (0, 0, 2), (0, 3, 4))
+    assert (last.global_shape, last.global_offset) == ((8,), (6,))
 
 
 @pytest.mark.parametrize("offset", [(0, 2, 2), (0, -1, 2), (-1, 0, 2), (2, 0, 2), (0, 0, 0)])
 def test_rank_offsets_that_do_not_exist_are_refused(offset: tuple[int, int, int]) -> None:
     with pytest.raises(CheckpointingException, match="w: rank offset"):
-        ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), offset)
+        shard("w", torch.zeros(2, 3), offset)
 
 
 def test_each_constructor_sends_a_flattened_range_to_the_right_one() -> None:
     flat: Any = slice(0, 2)
     with pytest.raises(ValueError, match="from_rank_offsets_flat"):
-        ShardedTensor.from_rank_offsets("w", torch.zeros(2), flattened_range=flat)
+        shard("w", torch.zeros(2), flattened_range=flat)
     with pytest.raises(CheckpointingException, match="needs a flattened_range"):
-        ShardedTensor.from_rank_offsets_flat("w", torch.zeros(2), (2,))
+        flat_shard("w", torch.zeros(2), (2,))
     with pytest.raises(CheckpointingException, match="data has shape"):
-        ShardedTensor.from_rank_offsets_flat("w", torch.zeros(2), (4,), flattened_range=slice(0, 3))
+        flat_shard("w", torch.zeros(2), (4,), flattened_range=slice(0, 3))
 
 
 @given(
@@ -128,38 +115,36 @@ def test_boxes_of_a_flattened_range_hold_its_elements(
     size = int(np.prod(shape))
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    shard = ShardedTensor.from_rank_offsets_flat(
-        "w", torch.zeros(stop - start), shape, (1, 2, 3), flattened_range=slice(start, stop)
-    )
-    whole = np.arange(np.prod(shard.global_shape)).reshape(shard.global_shape)
-    by_boxes = [whole[box.slices].reshape(-1) for box in shard.boxes()]
-    rows = whole[shard.global_slice()].reshape(-1)
+    values, span = torch.zeros(stop - start), slice(start, stop)
+    made = flat_shard("w", values, shape, (1, 2, 3), flattened_range=span)
+    whole = np.arange(np.prod(made.global_shape)).reshape(made.global_shape)
+    by_boxes = [whole[box.slices].reshape(-1) for box in made.boxes()]
+    rows = whole[made.global_slice()].reshape(-1)
     assert np.concatenate([np.zeros(0, np.int64), *by_boxes]).tolist() == rows[start:stop].tolist()
 
 
 def test_a_shard_without_extent_has_a_place_in_the_grid() -> None:
-    shard = tensor(data=torch.zeros(0, 3), local_shape=(0, 3), global_offset=(0, 3))
-    assert shard.local_chunk_offset_in_global() == (0, 1)
+    empty = tensor(data=torch.zeros(0, 3), local_shape=(0, 3), global_offset=(0, 3))
+    assert empty.local_chunk_offset_in_global() == (0, 1)
 
 
-def test_an_irregular_shard_has_no_chunks() -> None:
-    shard = tensor(axis_fragmentations=None, global_offset=(1, 3))
-    for ask in (shard.local_chunk_offset_in_global, shard.max_allowed_chunks):
+def test_an_irregular_shard_may_begin_anywhere_and_has_no_chunks() -> None:
+    irregular = tensor(axis_fragmentations=None, global_offset=(1, 3))
+    assert not irregular.has_regular_grid
+    for ask in (irregular.local_chunk_offset_in_global, irregular.max_allowed_chunks):
         with pytest.raises(CheckpointingException, match="grid"):
             ask()
 
 
 def test_chunks_that_do_not_divide_are_refused_unless_shapes_may_differ() -> None:
-    shard = tensor(global_shape=(5, 6))
     with pytest.raises(CheckpointingException, match="5 cannot be cut into 2"):
-        shard.max_allowed_chunks()
+        tensor(global_shape=(5, 6)).max_allowed_chunks()
     assert tensor(global_shape=(5, 6), allow_shape_mismatch=True).max_allowed_chunks() == (2, 3)
 
 
 def test_narrow_shrinks_local_and_global_in_proportion() -> None:
     data = torch.arange(24).reshape(4, 6)
-    shard = ShardedTensor.from_rank_offsets("w", data, (0, 1, 2), (1, 2, 4), prepend_axis_num=0)
-    (part,) = shard.narrow(1, 2, 3)
+    (part,) = shard("w", data, (0, 1, 2), (1, 2, 4)).narrow(1, 2, 3)
     assert part.data is not None
     assert torch.equal(part.data, data[:, 2:5])
     assert part.local_shape == (4, 3)
@@ -178,10 +163,8 @@ def test_narrow_of_a_flattened_range(
     start: int, length: int, left: slice, values: list[int]
 ) -> None:
     # Elements 2 to 8 of four rows of three.
-    shard = ShardedTensor.from_rank_offsets_flat(
-        "w", torch.arange(6), (4, 3), (0, 1, 2), flattened_range=slice(2, 8)
-    )
-    (part,) = shard.narrow(0, start, length)
+    made = flat_shard("w", torch.arange(6), (4, 3), (0, 1, 2), flattened_range=slice(2, 8))
+    (part,) = made.narrow(0, start, length)
     assert part.data is not None
     assert part.data.tolist() == values
     assert part.flattened_range == left
@@ -189,21 +172,18 @@ def test_narrow_of_a_flattened_range(
 
 
 def test_nothing_of_a_flattened_range_may_be_left() -> None:
-    shard = ShardedTensor.from_rank_offsets_flat(
-        "w", torch.arange(3), (4, 3), flattened_range=slice(0, 3)
-    )
-    assert shard.narrow(0, 2, 2) == []
+    made = flat_shard("w", torch.arange(3), (4, 3), flattened_range=slice(0, 3))
+    assert made.narrow(0, 2, 2) == []
     with pytest.raises(CheckpointingException, match="dim 0 only"):
-        shard.narrow(1, 0, 2)
+        made.narrow(1, 0, 2)
 
 
 def test_data_is_made_where_there_is_none() -> None:
-    shard = tensor().without_data()
-    shard.init_data("cpu", torch.ones)
-    assert shard.data is not None
-    assert torch.equal(shard.data, torch.ones(2, 3))
-    shard.init_data("cpu", torch.zeros)
-    assert shard.data.sum() == 6
+    made = tensor().without_data()
+    made.init_data("cpu", torch.ones)
+    made.init_data("cpu", torch.zeros)  # there is some already
+    assert made.data is not None
+    assert torch.equal(made.data, torch.ones(2, 3))
     flat = tensor(data=None, flattened_range=slice(1, 5))
     flat.init_data("cpu", torch.ones)
     assert flat.data is not None
@@ -223,6 +203,8 @@ def test_the_unique_key_of_an_object_and_back() -> None:
     assert item.unique_key == "layer.rng/shard_1.0_2.3"
     assert item.without_data() == ShardedObject.empty_from_unique_key(item.unique_key, (0, 1))
     assert str(item) == "ShardedObject(key='layer.rng')"
+    with pytest.raises(CheckpointingException, match="differ in length"):
+        ShardedObject("o", None, (1, 2), (0,))
 
 
 def test_keys_with_slashes_and_old_keys_can_be_read_back() -> None:
@@ -232,11 +214,6 @@ def test_keys_with_slashes_and_old_keys_can_be_read_back() -> None:
     for wrong in ("a", "a/shard_1", "a/part_1_2", "/shard_0_1", "a/shard_x_1"):
         with pytest.raises(CheckpointingException, match="not of the form"):
             ShardedObject.empty_from_unique_key(wrong)
-
-
-def test_offset_and_shape_of_an_object_must_fit() -> None:
-    with pytest.raises(CheckpointingException, match="differ in length"):
-        ShardedObject("o", None, (1, 2), (0,))
 
 
 def test_local_objects_have_both_spellings() -> None:
@@ -256,9 +233,7 @@ def test_ranges_of_a_factory_that_knows_no_ranges(tmp_path: Path, num_ranges: in
 
             def build(key: str, data: Any, replica_id: Any, _: Any, rank: int = rank) -> Any:
                 return [
-                    ShardedTensor.from_rank_offsets(
-                        key, half, (0, rank + 2 * number, 4), replica_id=replica_id
-                    )
+                    shard(key, half, (0, rank + 2 * number, 4), replica_id=replica_id)
                     for number, half in enumerate(data.chunk(2))
                 ]
 
@@ -276,7 +251,7 @@ def test_ranges_of_a_factory_that_knows_no_ranges(tmp_path: Path, num_ranges: in
         return found
 
     save(ranges(values=True), tmp_path)
-    whole = {"all": ShardedTensor.from_rank_offsets("moment", torch.zeros(8, 6, dtype=torch.int64))}
+    whole = {"all": shard("moment", torch.zeros(8, 6, dtype=torch.int64))}
     assert torch.equal(load(whole, tmp_path)["all"], torch.cat([gate, up]))
     loaded, expected = load(ranges(values=False), tmp_path), ranges(values=True)
     assert all(torch.equal(loaded[key], expected[key].data) for key in expected)
@@ -285,9 +260,9 @@ def test_ranges_of_a_factory_that_knows_no_ranges(tmp_path: Path, num_ranges: in
 @pytest.mark.parametrize(
     "build",
     [
-        lambda key, data, *_: [ShardedTensor.from_rank_offsets(key, data.clone())],
-        lambda key, data, *_: [ShardedTensor.from_rank_offsets(key, data.t())],
-        lambda key, data, *_: [ShardedTensor.from_rank_offsets(key, data[:1])],
+        lambda key, data, *_: [shard(key, data.clone())],
+        lambda key, data, *_: [shard(key, data.t())],
+        lambda key, data, *_: [shard(key, data[:1])],
         lambda key, data, *_: [ShardedObject(key, data, (1,), (0,))],
     ],
     ids=["copied", "transposed", "incomplete", "object"],
@@ -302,7 +277,7 @@ def test_a_factory_that_cannot_store_a_range_is_refused(build: Any) -> None:
 def halves(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
     assert flattened_range is None
     return [
-        ShardedTensor.from_rank_offsets(f"{key}.{number}", half, replica_id=replica_id)
+        shard(f"{key}.{number}", half, replica_id=replica_id)
         for number, half in enumerate(data.chunk(2))
     ]
 

@@ -20,42 +20,25 @@ ROOT = Path(__file__).parents[4]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One start of the job.
+    """One start of the job."""
 
-    Attributes:
-        model: `gpt` or `moe`.
-        tensor: Size of tensor parallelism.
-        pipeline: Size of pipeline parallelism.
-        expert: Size of expert parallelism.
-        world_size: Ranks; what the other axes leave is data parallelism.
-        optimizer_format: What Megatron calls `distrib_optim_sharding_type`.
-        source: The checkpoint to load, or nothing.
-        target: Where to save, or nothing.
-        steps: Steps before the save, and as many after it.
-    """
-
-    model: str
-    tensor: int
-    pipeline: int
-    expert: int
-    world_size: int
-    optimizer_format: str
-    source: str = ""
-    target: str = ""
-    steps: int = 2
+    model: str  # `gpt` or `moe`
+    tensor: int  # size of tensor parallelism
+    pipeline: int  # size of pipeline parallelism
+    expert: int  # size of expert parallelism
+    world_size: int  # ranks; what the other axes leave is data parallelism
+    optimizer_format: str  # what Megatron calls `distrib_optim_sharding_type`
+    source: str = ""  # the checkpoint to load, or nothing
+    target: str = ""  # where to save, or nothing
+    steps: int = 2  # before the save, and as many after it
 
 
 @dataclass
 class Job:
-    """The job with one of the packages, in a process that imports Megatron once.
+    """The job with one of the packages, in a process that imports Megatron once."""
 
-    Args:
-        package: `remesh` or `own`.
-        sources: A checkout of Megatron-LM, or None for the installed megatron-core.
-    """
-
-    package: str
-    sources: Path | None = None
+    package: str  # `remesh` or `own`
+    sources: Path | None = None  # a checkout of Megatron-LM; None for the installed megatron-core
 
     def __enter__(self) -> Self:
         paths = [ROOT, SOURCE, *([self.sources] if self.sources else [])]
@@ -87,11 +70,7 @@ class Job:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def run(self, run: Run) -> list[float]:
-        """The losses of a run.
-
-        Raises:
-            RuntimeError: If it failed; the process has written why to the standard error.
-        """
+        """The losses of a run; `RuntimeError` if it failed, and the process has written why."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(run).decode() + "\n")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,7 @@ def run_files(
 ) -> Iterator[tuple[str, Results]]:
     """Run files of tests on all ranks; what became of the tests of each file, as it is done.
 
-    Args:
-        sources: A checkout of Megatron-LM.
-        names: The files.
-        package: `remesh` or `own`.
-        only: Which tests of the files, as pytest's `-k` takes it; all if empty.
-        limit: Seconds for each file.
+    `package` is `remesh` or `own`, `only` what pytest's `-k` takes, `limit` seconds for each file.
     """
     distributed: Any = torch.distributed
     store = distributed.TCPStore(
@@ -120,57 +114,12 @@ def _severity(result: Result) -> int:
     return 2 * _WORST_LAST.index(result.outcome) + (not is_consequence)
 
 
-def count(results: Results) -> dict[str, int]:
-    """How many tests came to each outcome."""
-    return dict(Counter(result.outcome for result in results.values()))
-
-
 def report(name: str, results: Results, *, verbose: bool = False) -> str:
     """The counts of a file, and each test that did not pass, with the reason or the last line."""
-    lines = [f"{name}: {count(results)}"]
+    lines = [f"{name}: {dict(Counter(result.outcome for result in results.values()))}"]
     for test, result in results.items():
         if result.outcome != "passed":
             why = result.why.strip().splitlines() or [""]
             text = result.why if verbose else reason_of(test) or why[-1][:300]
             lines.append(f"  {result.outcome} {test.rpartition('::')[2]}: {text}")
     return "\n".join(lines)
-
-
-def table(
-    sources: Path, found: Mapping[str, Mapping[str, Results]], packages: Sequence[str]
-) -> str:
-    """How many of the tests of each file pass with each package, as a table of Markdown.
-
-    Below it are the tests that pass with Megatron's own package only, each with the reason.
-
-    Args:
-        sources: A checkout of Megatron-LM.
-        found: File → package → results.
-        packages: The columns.
-    """
-    about = runpy.run_path(str(sources / "megatron/core/package_info.py"))["__shortversion__"]
-    today = datetime.now(UTC).date()
-    lines = [
-        f"tests that pass / all: Megatron {about}, torch {torch.__version__}, {today}",
-        "",
-        f"| file | {' | '.join(packages)} |",
-        "|---|" + "---|" * len(packages),
-    ]
-    totals: dict[str, Results] = {package: {} for package in packages}
-    for name, of in found.items():
-        lines.append(_row(Path(name).stem, [of.get(package, {}) for package in packages]))
-        for package, results in of.items():
-            totals[package] |= results
-    lines.append(_row("all", list(totals.values())))
-    lost = _passed(totals.get("own", {})) - _passed(totals.get("remesh", {}))
-    lines += [f"{test}: {reason_of(test) or 'not known'}" for test in sorted(lost)]
-    return "\n".join(lines)
-
-
-def _row(name: str, columns: Sequence[Results]) -> str:
-    cells = [f"{len(_passed(results))} / {len(results)}" for results in columns]
-    return f"| {name} | {' | '.join(cells)} |"
-
-
-def _passed(results: Results) -> set[str]:
-    return {test for test, one in results.items() if one.outcome == "passed"}

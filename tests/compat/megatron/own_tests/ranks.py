@@ -34,13 +34,7 @@ COLLECTIVE = timedelta(seconds=30)
 
 
 class Rank:
-    """A rank among those that run a file of tests.
-
-    Args:
-        rank: Its number.
-        file: What they run.
-        results: Folder for what became of the tests.
-    """
+    """A rank among those that run a file of tests."""
 
     def __init__(self, rank: int, file: str, results: Path) -> None:
         self._rank = rank
@@ -151,17 +145,9 @@ def run(rank: int, file: str, results: Path, only: str) -> int:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     arguments = [
-        *(
-            "-q",
-            "--tb=short",
-            "-c",
-            str(results.parent / "pytest.ini"),
-            "--rootdir",
-            str(Path.cwd()),
-        ),
+        *("-q", "--tb=short", f"--config-file={results.parent}/pytest.ini", "-k", only),
+        *(f"--rootdir={Path.cwd()}", f"--basetemp={results}/tmp/{rank}", file),
         *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-W", "ignore"),
-        *("-k", only),
-        *(f"--basetemp={results}/tmp/{rank}", file),
     ]
     return int(pytest.main(arguments, plugins=[Rank(rank, file, results)]))
 
@@ -221,11 +207,7 @@ def _children() -> list[int]:
 
 
 def main() -> None:
-    """Run files of tests one after the other, and print the name of each when it is done.
-
-    The arguments are the package, a folder for results, what of the files to run (see pytest's
-    `-k`), seconds for each file, and the files.
-    """
+    """Run files of tests one after the other, and print the name of each when it is done."""
     package, results, only, limit, *files = sys.argv[1:]
     prepare(package)
     _adopt_orphans()

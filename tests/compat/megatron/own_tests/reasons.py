@@ -48,9 +48,5 @@ _REASONS = {
 
 
 def reason_of(test: str) -> str:
-    """Why a test does not pass on the drop-in; empty if that is not known.
-
-    Args:
-        test: Its name as pytest has it.
-    """
+    """Why a test, by its name as pytest has it, does not pass; empty if that is not known."""
     return next((reason for name, reason in _REASONS.items() if re.search(name, test)), "")
