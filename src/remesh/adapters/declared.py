@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from remesh._repr import short_repr
 from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
-from remesh.adapters.memory import alias_key, check_strided
+from remesh.adapters.memory import alias_key, check_strided, strided_layout
 from remesh.adapters.tensor_subclass import unwrapped
 from remesh.adapters.wrappers import entry_names, inner_attribute
 from remesh.core.geometry import Box
@@ -303,16 +303,9 @@ def _is_view(data: object, tensor: torch.Tensor) -> bool:
         return False
     if data.numel() == 0:
         return True
-    (start, stop), (first, last) = _reach(data), _reach(tensor)
+    (start, stop), (first, last) = strided_layout(data).span, strided_layout(tensor).span
     same_storage = data.untyped_storage() is tensor.untyped_storage()
     return same_storage and first <= start and stop <= last
-
-
-def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """First element and one past the last of a tensor that is not empty, in its storage."""
-    start = int(tensor.storage_offset())
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return start, start + 1 + sum(int((n - 1) * stride) for n, stride in steps)
 
 
 # ---------------------------------------------------------------------------------------------
