@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import logging.handlers
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,6 @@ from remesh.compat import megatron as dist_checkpointing
 from remesh.compat.megatron import (
     CheckpointingException,
     ShardedObject,
-    ShardedTensor,
     load,
     load_common_state_dict,
     save,
@@ -35,7 +34,7 @@ from remesh.compat.megatron.strategies.native import (
 )
 from remesh.compat.megatron.validation import determine_global_metadata
 from remesh.exchange import Exchange
-from tests.compat.megatron.layouts import may_have_children
+from tests.compat.megatron.layouts import flat_shard, may_have_children, shard
 from tests.support import Raised, Returned, run_processes, run_processes_outcomes
 
 
@@ -48,13 +47,11 @@ def message_of(action: Callable[[], object]) -> str:
 
 def replicated(rank: int, *, values: bool) -> dict[str, Any]:
     """Four tensors that every rank has, and one that rank 0 alone has."""
-    make = torch.arange if values else lambda size: torch.zeros(size, dtype=torch.int64)
+    sizes = {f"w{n}": 1000 * (n + 1) for n in range(4)} | ({} if rank else {"own": 10})
     state: dict[str, Any] = {
-        f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", make(1000 * (n + 1)), replica_id=rank)
-        for n in range(4)
+        name: shard(name, torch.arange(size) * values, replica_id=rank)
+        for name, size in sizes.items()
     }
-    if rank == 0:
-        state["own"] = ShardedTensor.from_rank_offsets("own", make(10))
     state["rng"] = ShardedObject("rng", {"rank": rank}, (2,), (rank,))
     return state
 
@@ -115,85 +112,65 @@ def test_wrappers_share_the_work(tmp_path: Path) -> None:
     assert max(first["shared"].values()) <= 40_080 + 4096  # the header
 
 
-def _refuse_everywhere(exchange: Exchange, folder: Path, backend: str) -> list[str]:
-    rank, save = (
-        exchange.rank,
-        functools.partial(dist_checkpointing.save, sharded_strategy=(backend, 1)),
-    )
+def _refuse_everywhere(exchange: Exchange, folder: Path, backend: str) -> None:
+    rank = exchange.rank
+    save = functools.partial(dist_checkpointing.save, sharded_strategy=(backend, 1))
     row = torch.full((2,), rank)
-    good = {"w": ShardedTensor.from_rank_offsets("w", row, (0, rank, 2))}
+    good = {"w": shard("w", row, (0, rank, 2))}
     save({**good, "common": rank, "same": 1}, folder)
-    hole = {"w": ShardedTensor.from_rank_offsets("w", row, (0, 0, 2), replica_id=rank)}
-    only_rank_1 = {**good} if rank == 0 else {"c": ShardedTensor.from_rank_offsets("c", row)}
+    hole = {"w": shard("w", row, (0, 0, 2), replica_id=rank)}
+    only_rank_1 = {**good} if rank == 0 else {"c": shard("c", row)}
     unstorable: Any = object() if rank == 1 else 1
     no_data = {"w": good["w"].without_data() if rank == 1 else good["w"]}
-    flat = ShardedTensor.from_rank_offsets_flat(
-        "f", row, (4,), flattened_range=slice(2 * rank, 2 * rank + 2)
-    )
-    messages = [
-        message_of(lambda: save({"f": flat.without_data() if rank == 1 else flat}, folder)),
-        message_of(lambda: save(no_data, folder)),
-        message_of(lambda: load(good, folder if rank == 0 else folder / "elsewhere")),
-        message_of(lambda: save(hole, folder)),
-        message_of(lambda: save(hole, folder, validate_access_integrity=False)),
-        message_of(lambda: load(hole, folder)),
-        message_of(lambda: load(only_rank_1, folder, None, False)),
-        message_of(lambda: load(only_rank_1, folder, None, False, strict="raise_unexpected")),
-        message_of(lambda: save({"o": ShardedObject("o", unstorable, (2,), (rank,))}, folder)),
-        message_of(lambda: save({"value": unstorable}, folder)),
+    flat = flat_shard("f", row, (4,), flattened_range=slice(2 * rank, 2 * rank + 2))
+    wrong: list[tuple[str, Callable[[], object]]] = [
+        (
+            "f: there is no data to save",
+            lambda: save({"f": flat.without_data() if rank == 1 else flat}, folder),
+        ),
+        ("no data to save", lambda: save(no_data, folder)),
+        (
+            "not a distributed checkpoint",
+            lambda: load(good, folder if rank == 0 else folder / "elsewhere"),
+        ),
+        ("[2:4]", lambda: save(hole, folder)),
+        ("[2:4]", lambda: save(hole, folder, validate_access_integrity=False)),
+        ("[2:4]", lambda: load(hole, folder)),
+        ("c", lambda: load(only_rank_1, folder, None, False)),
+        ("c", lambda: load(only_rank_1, folder, None, False, strict="raise_unexpected")),
+        (
+            "o/shard_1_2",
+            lambda: save({"o": ShardedObject("o", unstorable, (2,), (rank,))}, folder),
+        ),
+        ("value", lambda: save({"value": unstorable}, folder)),
     ]
+    for part, call in wrong:
+        assert part in message_of(call)
     # After all that the ranks still understand each other, and the checkpoint is whole.
-    zeros = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2))
-    _, missing, unexpected = load({"w": zeros}, folder, strict="return_all")
+    zeros = shard("w", torch.zeros(2), (0, rank, 2))
+    loaded, missing, unexpected = load({"w": zeros}, folder, strict="return_all")
     assert (missing, unexpected) == (set(), set())
-    assert zeros.data is not None
-    assert zeros.data.tolist() == [rank, rank]
+    assert loaded["w"].tolist() == [rank, rank]
     assert load_common_state_dict(folder) == {"common": 0, "same": 1}
-    return messages
 
 
 @pytest.mark.parametrize("backend", ["remesh", "torch_dist"])
 def test_every_rank_raises(tmp_path: Path, backend: str) -> None:
-    by_rank = run_processes(2, _refuse_everywhere, tmp_path / "checkpoint", backend)
-    parts = [
-        "f: there is no data to save",
-        "no data to save",
-        "not a distributed checkpoint",
-        "[2:4]",
-        "[2:4]",
-        "[2:4]",
-        "c",
-        "c",
-        "o/shard_1_2",
-        "value",
-    ]
-    for messages in by_rank:
-        assert len(messages) == len(parts)
-        for part, message in zip(parts, messages, strict=True):
-            assert part in message
+    run_processes(2, _refuse_everywhere, tmp_path / "checkpoint", backend)
 
 
 def _differ(exchange: Exchange, folder: Path) -> list[str]:
-    records: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
     logger = logging.getLogger("remesh.compat.megatron.validation")
-    handler = Keep()
-    logger.addHandler(handler)
+    kept = logging.handlers.BufferingHandler(100)
+    logger.addHandler(kept)
     state = {"t": {"loss": exchange.rank, "same": torch.ones(2)}, "x": 1}
     save(state, folder)
-    found = list(records)
-    records.clear()
     save(
         state,
         folder,
         preprocess_common_before_consistancy_check=lambda common: {"x": common["x"]},
     )
-    logger.removeHandler(handler)
-    return found + records
+    return [record.getMessage() for record in kept.buffer]
 
 
 def test_common_state_that_differs_is_pointed_out(tmp_path: Path) -> None:
@@ -229,25 +206,20 @@ def _in_the_background(exchange: Exchange, folder: Path, writer: Writer) -> list
     strategy = RemeshSaveShardedStrategy(writer=writer)
     data = torch.full((4,), float(rank))
     order: list[str] = []
-    for number in range(2):
-        state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "step": number}
-        request = save(state, folder / str(number), strategy, async_sharded_save=True)
+    strategies: list[Any] = [strategy, strategy, ("torch_dist", 1)]
+    for number, sharded in enumerate(strategies):
+        state = {"w": shard("w", data, (0, rank, 2)), "step": number}
+        request = save(state, folder / str(number), sharded, async_sharded_save=True)
         assert isinstance(request, AsyncRequest)
         request.add_finalize_fn(functools.partial(order.append, f"save {number}"))
         assert queue.schedule_async_request(request) == number
         data.fill_(-1)
-        frozen = queue._active[-1].request
         with pytest.raises(RuntimeError, match="scheduled already"):
-            frozen.add_finalize_fn(print)
+            queue._active[-1].request.add_finalize_fn(print)
         data.fill_(float(rank))
     queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 0
     assert strategy.num_plans_reused == 1
-    state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "step": 2}
-    foreign = save(state, folder / "2", ("torch_dist", 1), async_sharded_save=True)
-    assert foreign is not None
-    assert queue.schedule_async_request(foreign) == 2
-    data.fill_(-1)
     mine = AsyncRequest(
         slow_write, (str(folder), None, f"mine {rank}"), [lambda: order.append("x")]
     )
@@ -256,17 +228,16 @@ def _in_the_background(exchange: Exchange, folder: Path, writer: Writer) -> list
     strategy.close()
     for number in range(3):
         assert check_is_distributed_checkpoint(folder / str(number))
-        zeros = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, rank, 2))
-        assert load({"w": zeros}, folder / str(number))["step"] == number
-        assert zeros.data is not None
-        assert zeros.data.tolist() == [rank] * 4
+        zeros = shard("w", torch.zeros(4), (0, rank, 2))
+        loaded = load({"w": zeros}, folder / str(number))
+        assert (loaded["step"], loaded["w"].tolist()) == (number, [rank] * 4)
     return order
 
 
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_saves_beside_the_training(tmp_path: Path, writer: Writer) -> None:
     orders = run_processes(2, _in_the_background, tmp_path, writer, timeout=SECONDS)
-    assert orders == [["save 0", "save 1", "x"]] * 2
+    assert orders == [["save 0", "save 1", "save 2", "x"]] * 2
     assert sorted(file.name for file in tmp_path.glob("mine*")) == ["mine 0", "mine 1"]
 
 
@@ -290,7 +261,7 @@ def _fail_in_the_background(exchange: Exchange, folder: Path) -> str:
         queue.schedule_async_request(request)
     message += str(caught.value)
     # Given up, a save that is written is no checkpoint.
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, exchange.rank, 2))}
+    state = {"w": shard("w", torch.ones(2), (0, exchange.rank, 2))}
     abandoned = save(state, folder, async_sharded_save=True)
     assert abandoned is not None
     queue.schedule_async_request(abandoned)
@@ -316,9 +287,9 @@ def test_a_background_that_fails_on_one_rank_raises_on_all(tmp_path: Path) -> No
 def _alone(exchange: Exchange, folder: Path) -> None:
     rank = exchange.rank
     own = [dist.new_group([0]), dist.new_group([1])][rank]
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2) + rank, (0, rank, 2))}, folder)
+    save({"w": shard("w", torch.ones(2) + rank, (0, rank, 2))}, folder)
     # Each rank asks for everything, and is all that must fit together.
-    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    wanted = {"w": shard("w", torch.zeros(4))}
     assert determine_global_metadata(wanted, process_group=own)[1] == [[wanted["w"].without_data()]]
     with pytest.raises(CheckpointingException, match="Invalid access pattern"):
         load(wanted, folder)
@@ -334,22 +305,52 @@ def _groups(exchange: Exchange, folder: Path) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     column, copy = divmod(exchange.rank, 2)
     group = groups[column]
-    data = torch.arange(8.0).reshape(4, 2)[:, column : column + 1].contiguous()
+    whole = {"w": torch.arange(8.0).reshape(4, 2), "v": torch.arange(8.0, 16.0).reshape(4, 2)}
     state = {
-        "w": ShardedTensor.from_rank_offsets("w", data, (1, column, 2), replica_id=(0, copy)),
-        "v": ShardedTensor.from_rank_offsets("v", data + 8, (1, column, 2), replica_id=(0, copy)),
+        key: shard(key, of.chunk(2, 1)[column].clone(), (1, column, 2), replica_id=(0, copy))
+        for key, of in whole.items()
     }
     save(state, folder, FullyParallelSaveStrategyWrapper(RemeshSaveShardedStrategy(), group))
-    rows = {
-        key: ShardedTensor.from_rank_offsets(key, torch.zeros(1, 2), (0, exchange.rank, 4))
-        for key in "wv"
-    }
+    rows = {key: shard(key, torch.zeros(1, 2), (0, exchange.rank, 4)) for key in whole}
     wrapper = FullyParallelLoadStrategyWrapper(RemeshLoadShardedStrategy(), group)
     loaded = load(rows, folder, wrapper)
-    assert loaded["w"].tolist() == [[2.0 * exchange.rank, 2.0 * exchange.rank + 1]]
-    assert loaded["v"].tolist() == [[2.0 * exchange.rank + 8, 2.0 * exchange.rank + 9]]
+    for key, of in whole.items():
+        assert torch.equal(loaded[key], of[exchange.rank : exchange.rank + 1])
 
 
 def test_work_is_shared_within_groups(tmp_path: Path) -> None:
     run_processes(4, _groups, tmp_path)
     assert len(bytes_by_rank(tmp_path)) == 4
+
+
+def _halves_on_rank_1(rank: int, whole: torch.Tensor) -> dict[str, Any]:
+    """The main replica on rank 0, and on rank 1 a copy of each half."""
+    if rank == 0:
+        return {"w": shard("w", whole.clone())}
+    halves = enumerate(whole.chunk(2))
+    return {f"w{n}": shard("w", half.clone(), (0, n, 2), replica_id=1) for n, half in halves}
+
+
+def _copies_cut_otherwise(exchange: Exchange, folder: Path) -> None:
+    rank, whole = exchange.rank, torch.arange(8.0)
+    shared = FullyParallelSaveStrategyWrapper(RemeshSaveShardedStrategy())
+    for strategy in (RemeshSaveShardedStrategy(), shared):
+        place = folder / type(strategy).__name__
+        save(_halves_on_rank_1(rank, whole), place, strategy)
+        request = save(
+            _halves_on_rank_1(rank, whole), place / "async", strategy, async_sharded_save=True
+        )
+        assert isinstance(request, AsyncRequest)
+        request.execute_sync()
+        for saved in (place, place / "async"):
+            loaded = load(_halves_on_rank_1(rank, torch.zeros(8)), saved)
+            assert torch.equal(torch.cat(list(loaded.values())), whole)
+        with pytest.raises(CheckpointingException, match="no main replica"):
+            save(_halves_on_rank_1(1, whole), folder / "no main", strategy)
+
+
+def test_copies_that_are_cut_otherwise_than_their_main_replica_are_not_written(
+    tmp_path: Path,
+) -> None:
+    """As with Megatron's own wrapper, which looks for a main replica of the same shard."""
+    run_processes(2, _copies_cut_otherwise, tmp_path)

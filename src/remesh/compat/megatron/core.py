@@ -125,8 +125,3 @@ def require_known(value: Any, where: str) -> Any:
         f"{where}: this program does not know {unknown.type_name}\nImport the module that defines "
         "it before loading"
     )
-
-
-def decode_object(data: bytes, where: str) -> Any:
-    """The value of its encoding by `remesh.core.values`; errors are those of `require_known`."""
-    return require_known(values.decode(data), where)

@@ -27,9 +27,9 @@ from remesh.compat.megatron.core import (
     CheckpointingConfig,
     CheckpointingException,
     as_checkpointing_exception,
-    decode_object,
     maybe_load_config,
     on_all_ranks,
+    require_known,
 )
 from remesh.compat.megatron.dict_utils import diff, extract_matching_values, nested_values
 from remesh.compat.megatron.mapping import (
@@ -43,11 +43,11 @@ from remesh.compat.megatron.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from remesh.core import values
 from remesh.core.geometry import Box
 from remesh.core.integrity import raw_digest
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
-from remesh.core.values import encode_object
 from remesh.errors import StateError
 from remesh.exchange import run_on_all, run_on_one
 from remesh.planner import LocalBoxes, plan_save
@@ -84,23 +84,11 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        return val in _ALL
+        return val.value.endswith("_all")
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        return val in {StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL}
-
-
-_ALL = frozenset(
-    {
-        StrictHandling.IGNORE_ALL,
-        StrictHandling.RAISE_ALL,
-        StrictHandling.RETURN_ALL,
-        StrictHandling.LOG_ALL,
-    }
-)
-_RAISING = frozenset({StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL})
-_LOGGING = frozenset({StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL})
+        return val.value.startswith("return")
 
 
 def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
@@ -144,12 +132,12 @@ def _plain(value: Any) -> Any:
 
 
 def _of_row(row: list[Any]) -> ShardedBase:
-    values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
-    if len(values) == len(fields(ShardedObject)):
-        return ShardedObject(*values)
-    values[2] = getattr(torch, values[2].removeprefix("torch."))
-    values[-1] = None if values[-1] is None else slice(*values[-1])
-    return ShardedTensor(*values)
+    own: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
+    if len(own) == len(fields(ShardedObject)):
+        return ShardedObject(*own)
+    own[2] = getattr(torch, own[2].removeprefix("torch."))
+    own[-1] = None if own[-1] is None else slice(*own[-1])
+    return ShardedTensor(*own)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -175,14 +163,18 @@ def validate_sharding_integrity(
             f"{min(both)}: a tensor on one rank and an object on another; rename one of them"
         )
     _check_objects([(rank, x) for rank, items in enumerate(objects) for x in items])
+    with_main = {x.key for rank in tensors for x in rank if is_main_replica(x.replica_id)}
     try:
-        plan_save([_local_boxes_of(items) for items in tensors])
+        plan_save([_local_boxes_of(items, with_main) for items in tensors])
     except StateError as error:
         raise CheckpointingException(f"Invalid access pattern: {error}") from error
 
 
-def _local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
-    """The boxes that a rank holds, for the planner; data is not looked at."""
+def _local_boxes_of(tensors: Sequence[ShardedTensor], with_main: set[str]) -> LocalBoxes:
+    """The boxes that a rank holds, for the planner; data is not looked at.
+
+    Copies count only where there are no main replicas: they may be cut in another way.
+    """
     table: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     rows: dict[str, int] = {}
     boxes: list[tuple[int, Box]] = []
@@ -202,8 +194,10 @@ def _local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
                 raise CheckpointingException(
                     f"{tensor.key}: {box} leaves the global tensor of shape {shape}"
                 )
-            boxes.append((row, box))
-            roles.append(Role.MAIN if is_main_replica(tensor.replica_id) else Role.REPLICA)
+            is_main = is_main_replica(tensor.replica_id)
+            if is_main or tensor.key not in with_main:
+                boxes.append((row, box))
+                roles.append(Role.MAIN if is_main else Role.REPLICA)
     tables = BoxTable.of(TensorTable.of(list(table.values())), boxes)
     return LocalBoxes.of(tables, np.array(roles, dtype=np.int64))
 
@@ -240,15 +234,18 @@ def validate_common_state_dict(common_state_dict: Any) -> None:
 
     def digest() -> bytes:
         nonlocal encoded
-        encoded = encode_object(common_state_dict, "common state")
+        encoded = values.encode_object(common_state_dict, "common state")
         return raw_digest(encoded)
 
     with as_checkpointing_exception():
         digests = run_on_all(exchange, digest)
         if len(set(digests)) == 1:
             return
-        first = decode_object(run_on_one(exchange, lambda: encoded), "common state of rank 0")
-    only_first, only_here, differing = diff(first, decode_object(encoded, "common state"))
+        first, here = (
+            require_known(values.decode(data), "common state")
+            for data in (run_on_one(exchange, lambda: encoded), encoded)
+        )
+    only_first, only_here, differing = diff(first, here)
     if digests[exchange.rank] != digests[0]:
         logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. "
@@ -292,12 +289,12 @@ def validate_integrity_and_strict_load(
         local = local_metadata or list(nested_values(sharded_state_dict))
         stored = {item.key for item in ckpt_sharded_metadata.values()}
         unexpected = {item.key for item in local} - stored
-        if global_metadata is not None and strict in _ALL:
+        if global_metadata is not None and StrictHandling.requires_global_app_metadata(strict):
             missing = stored - {item.key for rank in global_metadata for item in rank}
-        if strict in _RAISING:
+        if strict.value.startswith("raise"):
             on_all_ranks(lambda: maybe_report_missing_and_unexpected_keys(missing, unexpected))
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
-        if strict in _LOGGING:
+        if strict.value.startswith("log"):
             maybe_report_missing_and_unexpected_keys(missing, unexpected, raise_error=False)
         if strict is StrictHandling.IGNORE_ALL:
             missing, unexpected = set(), set()

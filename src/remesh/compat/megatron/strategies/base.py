@@ -76,25 +76,6 @@ class LoadStrategyBase(ABC):
         """Raise `CheckpointingException` if this version cannot be read."""
 
 
-class OneBackend(LoadStrategyBase):
-    """A load strategy that reads version 1 of one backend."""
-
-    backend: str
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != self.backend:
-            raise CheckpointingException(
-                f"{type(self).__name__} reads backend {self.backend!r}, not {loaded_backend!r}; "
-                "leave the strategy out, and the right one is taken"
-            )
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        if loaded_version != 1:
-            raise CheckpointingException(
-                f"{self.backend} version {loaded_version} is not known, only version 1"
-            )
-
-
 class SaveStrategyBase:
     """Base of save strategies."""
 

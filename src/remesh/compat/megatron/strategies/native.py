@@ -39,13 +39,13 @@ from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    OneBackend,
 )
 from remesh.compat.megatron.utils import _sharded_tensor_shard_id
 from remesh.core.index import Index
 from remesh.core.state import Path, assemble
 from remesh.core.strided import shared_pairs
 from remesh.core.values import encode_object
+from remesh.errors import CoverageError
 from remesh.exchange import Alone
 from remesh.formats import native
 from remesh.formats.archive import archive_of, read_archive
@@ -120,7 +120,19 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         """A save of the main replicas of a state dict. Collective."""
         leaves, options = self._stored_form(self._written(sharded_state_dict), sharded_state_dict)
         state = on_all_ranks(lambda: _engine_state(leaves))
-        return partial(begin, state, checkpoint_dir, overwrite=True, format_options=options)
+        save = partial(begin, path=checkpoint_dir, overwrite=True, format_options=options)
+        if not self.shares_replicas:
+            return partial(save, state)
+
+        def share() -> Any:
+            try:
+                return save(state)
+            except CoverageError:
+                # Copies may be cut otherwise than main replicas. No rank writes such, so none
+                # shares the work, which changes nothing about a hole between main replicas.
+                return save(_engine_state(one for one in leaves if is_main_replica(one.replica_id)))
+
+        return share
 
     def _written(self, sharded_state_dict: Any) -> list[Any]:
         """The main replicas, and where ranks share the work all copies that they may write."""
@@ -172,13 +184,26 @@ def _make_memory(tensors: list[ShardedTensor]) -> None:
         one.data = data.detach().clone()
 
 
-class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
-    """Loads what the engine can open, in the format that it calls `format`."""
+class EngineLoadShardedStrategy(LoadShardedStrategy):
+    """Loads version 1 of a backend, whose format the engine calls `format`."""
 
     backend = "remesh"
     format = "remesh"
     group: Any = None  # the ranks that read for each other; all by default
     share_reads: bool | None = None  # whether they do; by default where that is cheaper
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != self.backend:
+            raise CheckpointingException(
+                f"{type(self).__name__} reads backend {self.backend!r}, not {loaded_backend!r}; "
+                "leave the strategy out, and the right one is taken"
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != 1:
+            raise CheckpointingException(
+                f"{self.backend} version {loaded_version} is not known, only version 1"
+            )
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         leaves = list(nested_values(sharded_state_dict))
