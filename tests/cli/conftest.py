@@ -75,10 +75,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    """A directory with checkpoints 9, 10 and 100, and what a save of 200 left behind."""
-    root = tmp_path / "runs"
+def save_runs(root: Path) -> Path:
+    """Save the checkpoints 9, 10 and 100, and leave what an interrupted save of 200 does."""
     for step in (100, 9, 10):
         remesh.save({"w": np.zeros(10, np.float32), "step": step}, root / f"step_{step}")
     remesh.save({"w": np.zeros(10, np.float32)}, root / "step_200")
@@ -86,6 +84,28 @@ def runs(tmp_path: Path) -> Path:
     (root / "notes").mkdir()
     (root / "README").write_text("not a checkpoint")
     return root
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """What `save_runs` saves."""
+    return save_runs(tmp_path / "runs")
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Places that no test changes."""
+    root = tmp_path_factory.mktemp("places")
+    names = ("one", "runs", "nowhere", "empty", "foreign", "file", "plain")
+    found = {name: root / name for name in names}
+    save_two_ranks(found["one"])
+    save_runs(found["runs"])
+    for folder in ("empty", "foreign"):
+        found[folder].mkdir()
+    (found["foreign"] / "model.gguf").touch()
+    found["file"].touch()
+    remesh.save({"w": np.zeros(3)}, found["plain"])
+    return found
 
 
 def data_files(checkpoint: Path) -> list[Path]:

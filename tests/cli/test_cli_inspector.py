@@ -85,10 +85,6 @@ def test_formats_are_compared_through_a_transformation(
     renames = '{"": "model."}'
     assert f"compare with --transform '{renames}'" in run("diff", theirs, ours).stdout
     assert run("diff", theirs, ours, "--transform", renames, "--atol", 1).exit_code == 0
-    absent = run("diff", theirs, ours, "--transform", tmp_path / "absent.txt")
-    assert (absent.exit_code, "no file with them" in absent.stderr) == (2, True)
-    wrong = run("diff", theirs, ours, "--transform", "a -> b, axis=?")
-    assert (wrong.exit_code, wrong.stderr.splitlines()[-1].strip()) == (2, "^")
 
 
 def test_shapes_and_types_that_differ(run_json: Any, tmp_path: Path) -> None:
@@ -112,7 +108,6 @@ def test_statistics(run: Run, run_json: Any, request: pytest.FixtureRequest, pla
     assert row["statistics"]["mean"] == pytest.approx(numbers.mean())
     shown = run("ls", path, "*norm", f"*{OUTPUT}", "--stats").stdout.rpartition("dtype")[2]
     assert [line.split()[-2] for line in shown.splitlines()[1:]] == ["0", "0"]
-    assert run("ls", path, "nothing*", "--stats").exit_code == 2
 
 
 def test_where_the_bytes_are(run: Run, run_json: Any, ours: Path, theirs: Path) -> None:
@@ -131,7 +126,7 @@ def test_where_the_bytes_are(run: Run, run_json: Any, ours: Path, theirs: Path) 
 # ----- plan -----
 
 
-def test_a_plan_without_processes(run: Run, run_json: Any, ours: Path, theirs: Path) -> None:
+def test_a_plan_without_processes(run_json: Any, ours: Path, theirs: Path) -> None:
     whole = run_json("plan", ours)
     assert (whole["loads"], whole["ranks"][0]["state_bytes"]) == (True, 528)
     cut = run_json("plan", theirs, "--layout", "dp=2,tp=2,fsdp=2")
@@ -139,9 +134,6 @@ def test_a_plan_without_processes(run: Run, run_json: Any, ours: Path, theirs: P
     assert sizes == [136] * 8  # each holds a quarter of the matrices, and half of the vector
     uncut = run_json("plan", theirs, "--layout", "tp=2", "--shard", "*o_proj*=-")
     assert [rank["state_bytes"] for rank in uncut["ranks"]] == [128 + 256 + 16] * 2
-    for layout in ("xp=2", "fsdp=0", f"fsdp={'9' * 5000}"):
-        assert run("plan", ours, "--layout", layout).exit_code == 2
-    assert "whole blocks of digests" in run("plan", ours, "--layout", "tp=2,fsdp=2").stdout
 
     other = run_json("plan", theirs, "--like", ours, exit_code=1)
     assert (other["loads"], len(other["missing"]), len(other["unexpected"])) == (False, 3, 3)
@@ -212,30 +204,7 @@ def test_a_conversion_says_how_fast_it_was(run: Run, theirs: Path, tmp_path: Pat
     assert re.search(r"3 tensors, 528 B; .*; [0-9.]+ s, [0-9.]+ GB/s$", done.stdout.strip())
 
 
-# ----- all of them -----
-
-
-def test_nothing_needs_torch(ours: Path, theirs: Path, tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "sys.modules['torch'] = None\n"
-        "from remesh.cli import cli\n"
-        "for line in sys.argv[1:]:\n"
-        "    cli(line.split('|'), standalone_mode=False)\n"
-    )
-    lines = [
-        f"{command}|{path}{rest}"
-        for path in (ours, theirs)
-        for command, rest in {
-            "diff": f"|{path}",
-            "ls": "|--stats",
-            "plan": f"|--layout|fsdp=2|--draw|{tmp_path / 'page'}",
-        }.items()
-    ]
-    command = [sys.executable, "-c", program, *lines]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-
-    assert done.returncode == 0, done.stderr
+# ----- others -----
 
 
 def test_help_of_run_needs_no_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,21 +252,3 @@ def test_advice_takes_the_size_of_a_checkpoint(checkpoint: Path, run: Run) -> No
     done = run("advise", "--checkpoint", checkpoint, "--nodes", 1, "--step-seconds", 1)
 
     assert done.stdout.startswith(f"{num_bytes} B on 1 node, ")
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ([], "--state-size or --checkpoint"),
-        (["--state-size", "1GB", "--copies", 5], "there are only 2 nodes"),
-        (["--state-size", "a lot"], "is no number of bytes; write 80GB"),
-        (["--state-size", "0"], "more than nothing"),
-        (["--state-size", "1e400TB"], "more than nothing, and finite"),
-        (["--state-size", "1TB", "--days", "nan"], "all numbers must be finite"),
-    ],
-)
-def test_advice_refuses_what_makes_no_sense(more: list[object], says: str, run: Run) -> None:
-    done = run("advise", "--nodes", 2, "--step-seconds", 1, *more)
-
-    assert done.exit_code == 2
-    assert says in done.output

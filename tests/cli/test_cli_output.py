@@ -81,13 +81,14 @@ def test_values_of_unknown_types_are_shown_as_what_they_were_called() -> None:
     assert output.format_value({"a": [dtype], "b": (mode, 1)}) == (
         "{'a': [torch.bfloat16], 'b': (train.Mode('FAST'), 1)}"
     )
-    assert output.format_value_short(size) == "torch.Size([2, 3])"
+    assert output.cut(repr(size)) == "torch.Size([2, 3])"
     assert output.type_name(mode) == "train.Mode"
     assert output.json_value([dtype, mode, size]) == ["torch.bfloat16", "FAST", [2, 3]]
 
 
-def test_short_values_are_cut() -> None:
-    assert output.format_value_short("x" * 100, 20) == f"'{'x' * 16}..."
+def test_long_texts_are_cut() -> None:
+    assert output.cut("x" * 21, 20) == f"{'x' * 17}..."
+    assert output.cut("x" * 20, 20) == "x" * 20
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

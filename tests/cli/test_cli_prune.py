@@ -1,21 +1,108 @@
-"""`remesh prune`: it lists, and removes only with --yes."""
+"""`remesh latest`, `pin`, `unpin` and `prune`, which lists, and removes only with --yes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import remesh
+from remesh.exchange import Alone
+from remesh.training.manager import Manager
 
 from .conftest import Run, RunJson
 
-DEAD = "data-0123456789ab"
+LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.25}
+
+
+@pytest.fixture
+def managed(tmp_path: Path) -> Path:
+    """A run with five checkpoints and their losses."""
+    root = tmp_path / "run"
+    with Manager(root, group=Alone()) as manager:
+        for step, loss in LOSSES.items():
+            manager.save(step, {"w": np.full(3, step)}, metrics={"loss": loss})
+    return root
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.parent.name[-8:]) for path in root.glob("step_*/remesh.json"))
+
+
+def test_latest(run: Run, run_json: RunJson, managed: Path) -> None:
+    newest = managed / "step_00000050"
+    assert run("latest", managed).stdout == f"{newest}\n"
+    found = run_json("latest", managed)
+    assert (found["path"], found["step"], found["metrics"]) == (str(newest), 50, {"loss": 2.25})
+    (newest / "remesh.json").write_text("{}")
+    assert run_json("latest", managed)["step"] == 40
+
+
+def test_without_yes_nothing_is_removed(run: Run, run_json: RunJson, managed: Path) -> None:
+    before = sorted(managed.rglob("*"))
+    options = ("--keep-last", 1, "--keep-every", 40, "--keep-best", "loss:min")
+    lines = run("prune", managed, *options).stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:-1]] == [
+        ["superfluous", "10"],
+        ["kept", "20"],
+        ["superfluous", "30"],
+        ["kept", "40"],
+        ["kept", "50"],
+    ]
+    assert lines[2].endswith("step_00000020  (among the best 1 by loss:min)")
+    assert lines[-1].startswith("2 checkpoints, ")
+    assert lines[-1].endswith("; --yes removes them")
+    listed = run_json("prune", managed, *options)["checkpoints"]
+    assert not any(one["removed"] for one in listed)
+    assert sorted(managed.rglob("*")) == before
+
+
+def test_with_yes_they_are_removed(run: Run, run_json: RunJson, managed: Path) -> None:
+    listed = run_json("prune", managed, "--keep-best", "loss:max:2", "--yes")["checkpoints"]
+    assert [one["step"] for one in listed if one["removed"]] == [20, 30]
+    assert steps(managed) == [10, 40, 50]
+    result = run("prune", managed, "--keep-last", 1, "--yes")
+    assert result.stdout.splitlines()[-1].startswith("removed 2 checkpoints, ")
+    assert steps(managed) == [50]
+    assert run("prune", managed, "--keep-last", 1).stdout.endswith("nothing to remove\n")
+
+
+def test_pinned_checkpoints_stay(run: Run, managed: Path) -> None:
+    assert run("pin", managed / "step_00000010").exit_code == 0
+    run("prune", managed, "--keep-last", 1, "--yes")
+    assert steps(managed) == [10, 50]
+    assert run("unpin", managed / "step_00000010").exit_code == 0
+    run("prune", managed, "--keep-last", 1, "--yes")
+    assert steps(managed) == [50]
+
+
+def test_a_truncated_newest_is_not_the_last_good_one(run: Run, managed: Path) -> None:
+    (file,) = (managed / "step_00000050").glob("data-*/00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    listing = run("prune", managed, "--keep-last", 1, "--yes").stdout
+    assert f"has {file.stat().st_size} bytes, {file.stat().st_size + 1} were written" in listing
+    assert steps(managed) == [40, 50]
+
+
+def test_other_runs_are_left_alone(run: Run, run_json: RunJson, managed: Path) -> None:
+    remesh.save({"w": np.zeros(3)}, managed / "step_00000005")
+    run("prune", managed, "--keep-last", 1, "--yes")
+    assert steps(managed) == [5, 50]
+    assert run_json("prune", managed, "--keep-last", 1, "--run", "")["run"] == ""
+    remesh.save({"w": np.zeros(3)}, managed / "step_00000004")
+    run("prune", managed, "--keep-last", 1, "--run", "", "--yes")
+    assert steps(managed) == [5, 50]
+
+
+# ----- what dead saves left -----
 
 
 @pytest.fixture
 def dead(runs: Path) -> Path:
     """Beside the checkpoints of `runs`, the folder of a save that died long ago."""
-    folder = runs / "step_300" / DEAD
+    folder = runs / "step_300" / "data-0123456789ab"
     folder.mkdir(parents=True)
     (folder / "00000.safetensors").write_bytes(bytes(1500))
     for path in (folder / "00000.safetensors", folder):
@@ -23,53 +110,25 @@ def dead(runs: Path) -> Path:
     return folder
 
 
-def test_without_yes_it_only_lists(run: Run, runs: Path, dead: Path) -> None:
-    result = run("prune", runs, "--incomplete")
-
-    assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert lines[0].split() == ["what", "age", "size", "path"]
-    listed = {line.split()[0]: line for line in lines[1:-1]}
-    assert listed["garbage"].split()[2:] == ["1.5", "kB", str(dead)]
+def test_what_dead_saves_left_is_listed(
+    run: Run, run_json: RunJson, runs: Path, dead: Path
+) -> None:
+    listed = {item["path"]: item for item in run_json("prune", runs, "--incomplete")["leftovers"]}
+    assert (listed[str(dead)]["kept"], listed[str(dead)]["num_bytes"]) == ("", 1500)
+    assert not any(item["removed"] for item in listed.values())
     # What the fixture's save of step 200 left is complete but for its record, and young.
-    assert str(runs / "step_200") in listed["kept"]
-    assert "may be running" in listed["kept"]
-    assert lines[-1] == "1 leftover, 1.5 kB; --yes removes them"
+    (kept,) = (item["kept"] for path, item in listed.items() if "step_200" in path)
+    assert "may be running" in kept
+    assert "1 leftover, 1.5 kB; --yes removes them\n" in run("prune", runs, "--incomplete").stdout
     assert dead.exists()
 
 
-def test_with_yes_it_removes(run: Run, runs: Path, dead: Path) -> None:
+def test_what_dead_saves_left_is_removed(
+    run: Run, run_json: RunJson, runs: Path, dead: Path
+) -> None:
     others = {path for path in runs.rglob("*") if not path.is_relative_to(dead.parent)}
-    result = run("prune", runs, "--incomplete", "--yes")
-
-    assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == "removed 1 leftover, 1.5 kB"
+    options = ("--incomplete", "--older-than", "2d", "--yes")
+    listed = run_json("prune", runs, *options)["leftovers"]
+    assert [item["path"] for item in listed if item["removed"]] == [str(dead)]
     assert set(runs.rglob("*")) == others
-
-
-def test_json(run_json: RunJson, runs: Path, dead: Path) -> None:
-    listed = {item["path"]: item for item in run_json("prune", runs, "--incomplete")["leftovers"]}
-    assert listed[str(dead)]["kept"] == ""
-    assert listed[str(dead)]["num_bytes"] == 1500
-    assert not any(item["removed"] for item in listed.values())
-
-    listed = {
-        item["path"]: item
-        for item in run_json("prune", runs, "--incomplete", "--older-than", "2d", "--yes")[
-            "leftovers"
-        ]
-    }
-    assert [path for path, item in listed.items() if item["removed"]] == [str(dead)]
-
-
-def test_wrong_usage(run: Run, tmp_path: Path) -> None:
-    assert "--incomplete" in run("prune", tmp_path).stderr
-    assert run("prune", tmp_path).exit_code == 2
-    wrong = run("prune", tmp_path, "--incomplete", "--older-than", "1")
-    assert wrong.exit_code == 2
-    assert "write it like 90s" in wrong.stderr
-    assert run("prune", tmp_path / "nowhere", "--incomplete").exit_code == 2
-
-
-def test_nothing_is_left(run: Run, tmp_path: Path) -> None:
-    assert run("prune", tmp_path, "--incomplete").stdout == "nothing is left of dead saves\n"
+    assert run("prune", runs, *options).stdout.endswith("removed 0 leftovers, 0 B\n")

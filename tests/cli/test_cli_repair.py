@@ -6,49 +6,25 @@ from pathlib import Path
 
 import remesh
 
-from .conftest import Run, RunJson, data_files, flip_byte
+from .conftest import Run, RunJson, data_files
 
 
-def test_a_lost_record(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_what_no_digest_proves_is_left_out(
+    run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path
+) -> None:
     (checkpoint / "remesh.json").unlink()
 
     result = run("repair", checkpoint, "--to", tmp_path / "proven")
     assert result.exit_code == 1
     assert "left out, because no digest proves them: " in result.stdout
-    assert "--keep-unchecked" in result.stdout
     assert remesh.Checkpoint(tmp_path / "proven").values == {}
 
     result = run("repair", checkpoint, "--to", tmp_path / "new", "--keep-unchecked")
-
-    assert result.exit_code == 1
-    assert result.stderr == ""
-    lines = result.stdout.splitlines()
-    assert [line.split() for line in lines[1:4]] == [
-        ["record", "missing"],
-        ["index", "decodes"],
-        ["values", "decodes"],
-    ]
-    assert lines[-1] == f"written to {tmp_path / 'new'}"
+    assert (result.exit_code, result.stderr) == (1, "")
     new = remesh.Checkpoint(tmp_path / "new")
     assert new.verify().ok
     assert new.values["step"] == 1
-    told = run("verify", tmp_path / "new")
-    assert told.exit_code == 0
-    assert "repaired; no digest proves that these are what was saved: " in told.stdout
     assert "step" in run_json("verify", tmp_path / "new")["checkpoints"][0]["unchecked"]
-
-
-def test_a_damaged_tensor_is_named(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    flip_byte(data_files(checkpoint)[1], data_files(checkpoint)[1].stat().st_size - 1)
-
-    result = run("repair", checkpoint, "--to", tmp_path / "new")
-
-    assert result.exit_code == 1
-    lines = result.stdout.splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("lost: "))
-    assert "  model.embed" in lines[at + 1]
-    assert "missing [" in lines[at + 1]
-    assert "model.embed" not in remesh.Checkpoint(tmp_path / "new").index
 
 
 def test_json_of_a_dry_run(run_json: RunJson, checkpoint: Path) -> None:
@@ -79,29 +55,6 @@ def test_nothing_can_be_saved(run: Run, run_json: RunJson, tmp_path: Path) -> No
     assert "nothing can be saved" in result.stderr
     assert not (tmp_path / "new").exists()
     assert run_json("repair", tmp_path, "--dry-run", exit_code=2)["saved"] == []
-
-
-def test_wrong_usage(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    assert run("repair", checkpoint).exit_code == 2
-    assert "--to TARGET" in run("repair", checkpoint).stderr
-    (tmp_path / "file").write_text("")
-    occupied = run("repair", checkpoint, "--to", tmp_path)
-    assert occupied.exit_code == 2
-    assert "is not empty" in occupied.stderr
-    nothing = run("repair", tmp_path / "nowhere", "--dry-run")
-    assert nothing.exit_code == 2
-    assert "nothing to repair" in nothing.stderr
-
-
-def test_which_of_several_saves(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    save_id = remesh.Checkpoint(checkpoint).record.save_id
-    (checkpoint / "remesh.json").unlink()
-    (checkpoint / "data-0123456789ab").mkdir()
-    (checkpoint / "data-0123456789ab" / "00000.safetensors").write_bytes(b"")
-
-    assert save_id in run("repair", checkpoint, "--dry-run").stderr
-    result = run("repair", checkpoint, "--dry-run", "--save", save_id)
-    assert result.stdout.splitlines()[0].endswith(f"save {save_id}")
 
 
 def test_a_repaired_checkpoint_is_marked(run: Run, checkpoint: Path) -> None:

@@ -26,23 +26,14 @@ def damages_of(run_json: RunJson, checkpoint: Path) -> list[dict[str, Any]]:
     return damages
 
 
-def test_sound(run: Run, run_json: RunJson, checkpoint: Path) -> None:
-    num_bytes = sum(file.stat().st_size for file in data_files(checkpoint))
-
-    result = run("verify", checkpoint)
-
-    assert result.exit_code == 0
-    assert (
-        result.stdout == f"{checkpoint}: sound, 2 files with tensors, {num_bytes / 1000:.1f} kB\n"
-    )
-    assert result.stderr == ""
-    assert run_json("verify", checkpoint) == {
+def test_sound(run_json: RunJson, places: dict[str, Path]) -> None:
+    assert run_json("verify", places["one"]) == {
         "checkpoints": [
             {
-                "path": str(checkpoint),
+                "path": str(places["one"]),
                 "status": "sound",
                 "num_files": 2,
-                "num_bytes": num_bytes,
+                "num_bytes": sum(file.stat().st_size for file in data_files(places["one"])),
                 "damages": [],
                 "error": "",
                 "has_digests": True,
@@ -56,24 +47,19 @@ def test_sound(run: Run, run_json: RunJson, checkpoint: Path) -> None:
 
 def test_a_flipped_byte(run: Run, run_json: RunJson, checkpoint: Path) -> None:
     file = data_files(checkpoint)[0]
-    size = file.stat().st_size
+    size, name = file.stat().st_size, str(file.relative_to(checkpoint))
     flip_byte(file, size - 1)
-    name = str(file.relative_to(checkpoint))
 
     (damage,) = damages_of(run_json, checkpoint)
-    tensors = damage.pop("tensors")
-
-    sizes = {"num_bytes": None, "num_written": None}
-    assert damage == {"file": name, "problem": "content", "start": 0, "stop": size, **sizes}
-    assert "model.embed" in tensors
+    assert (damage["file"], damage["problem"]) == (name, "content")
+    assert (damage["start"], damage["stop"]) == (0, size)
+    assert "model.embed" in damage["tensors"]
 
     result = run("verify", checkpoint)
     assert result.exit_code == 1
-    lines = result.stdout.splitlines()
-    assert lines[0] == f"{checkpoint}: damaged"
-    assert lines[1].split() == ["problem", "bytes", "file", "tensors"]
-    assert lines[2].split()[:4] == ["wrong", "bytes", f"0:{size}", name]
-    assert lines[2].endswith(", ".join(tensors))
+    found = result.stdout.splitlines()[2]
+    assert found.split()[:4] == ["wrong", "bytes", f"0:{size}", name]
+    assert found.endswith(", ".join(damage["tensors"]))
 
 
 def test_blocks_are_told_apart_and_neighbours_are_united(run_json: RunJson, tmp_path: Path) -> None:
@@ -139,19 +125,17 @@ def test_damaged_small_files(
     # A data file is damaged as well; its size is checked even without an index.
     data_files(checkpoint)[0].unlink()
 
-    first, other = sorted(damages_of(run_json, checkpoint), key=lambda d: str(d["file"])[-20:])
-    found = first if first["file"].endswith(name) else other
-    start = {"content": 0, "size": size - 3, "missing": 0}[problem]
-
+    (found,) = (one for one in damages_of(run_json, checkpoint) if one["file"].endswith(name))
     assert found == {
         "file": str(file.relative_to(checkpoint)),
         "problem": problem,
-        "start": start,
+        "start": size - 3 if problem == "size" else 0,
         "stop": size,
         "tensors": [],
         "num_bytes": size - 3 if problem == "size" else None,
         "num_written": size if problem == "size" else None,
     }
+    assert len(damages_of(run_json, checkpoint)) == 2
     assert name in run("verify", checkpoint).stdout
 
 
@@ -160,17 +144,9 @@ def test_a_damaged_record(run: Run, run_json: RunJson, checkpoint: Path) -> None
     text = record.read_text().replace('"world_size": 2', '"world_size": 3')
     record.write_text(text)
 
-    assert damages_of(run_json, checkpoint) == [
-        {
-            "file": "remesh.json",
-            "problem": "content",
-            "start": 0,
-            "stop": len(text),
-            "tensors": [],
-            "num_bytes": None,
-            "num_written": None,
-        }
-    ]
+    (damage,) = damages_of(run_json, checkpoint)
+    assert (damage["file"], damage["problem"]) == ("remesh.json", "content")
+    assert (damage["start"], damage["stop"]) == (0, len(text))
     assert "the commit record was changed after it was written" in run("verify", checkpoint).stdout
 
 
@@ -187,18 +163,17 @@ def test_index_and_record_of_different_saves(run_json: RunJson, checkpoint: Path
 
 
 def test_many_checkpoints(run: Run, run_json: RunJson, checkpoint: Path, runs: Path) -> None:
-    (data,) = data_files(runs / "step_10")
-    flip_byte(data, 0)
+    flip_byte(data_files(runs / "step_10")[0], 0)
     paths = [checkpoint, runs / "step_10", runs / "step_200", runs / "README"]
 
     verdicts = run_json("verify", *paths, exit_code=1)["checkpoints"]
 
     assert [verdict["path"] for verdict in verdicts] == [str(path) for path in paths]
     assert [verdict["status"] for verdict in verdicts] == ["sound", "damaged", "absent", "absent"]
+    assert verdicts[3]["damages"] == []
     result = run("verify", *paths)
-    assert result.exit_code == 1
+    assert result.stdout.startswith(f"{checkpoint}: sound")
     assert result.stderr.count("error: ") == 2
-    assert "sound" in result.stdout
 
 
 def test_a_directory_of_checkpoints(run: Run, run_json: RunJson, runs: Path) -> None:
@@ -218,16 +193,6 @@ def test_a_directory_of_checkpoints(run: Run, run_json: RunJson, runs: Path) -> 
         assert f"remesh repair {runs / name} --dry-run" in run("verify", runs).stdout
 
 
-def test_nothing_there_is_not_damage(run: Run, run_json: RunJson, runs: Path) -> None:
-    result = run("verify", runs / "step_9", runs / "nowhere")
-
-    assert result.exit_code == 2
-    assert result.stdout.startswith(f"{runs / 'step_9'}: sound")
-    assert result.stderr == f"error: {runs / 'nowhere'}: no such directory\n"
-    (verdict,) = run_json("verify", runs / "nowhere", exit_code=2)["checkpoints"]
-    assert (verdict["status"], verdict["damages"]) == ("absent", [])
-
-
 def test_a_newer_format_is_not_damage(run: Run, run_json: RunJson, checkpoint: Path) -> None:
     record = native.read_record(open_storage(checkpoint))
     newer = msgspec.structs.replace(record, version=native.FORMAT_VERSION + 1)
@@ -242,10 +207,3 @@ def test_a_newer_format_is_not_damage(run: Run, run_json: RunJson, checkpoint: P
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith("error: ")
         assert "Upgrade remesh" in result.stderr
-
-
-def test_without_a_path(run: Run) -> None:
-    result = run("verify")
-
-    assert result.exit_code == 2
-    assert "Missing argument 'PATH...'" in result.stderr

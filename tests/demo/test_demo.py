@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from remesh.checkpoint import Checkpoint
-from remesh.cli.demo import demo
+from remesh.cli import cli
 from remesh.errors import CheckpointNotFoundError
 from tests.waiting import wait_until
 
@@ -106,7 +106,7 @@ def members_of_session(session: int) -> list[int]:
 
 def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    result = CliRunner().invoke(demo, ["--out", str(tmp_path)])
+    result = CliRunner().invoke(cli, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "is not empty and was not made by the demo" in result.output
     assert "Traceback" not in result.output

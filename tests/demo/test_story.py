@@ -18,6 +18,7 @@ from remesh.checkpoint import save
 from remesh.cli.demo import demo
 from remesh.demo import story
 from remesh.demo.story import Death, DemoError, DemoResult, Entry, Run, RunResult, compare
+from remesh.errors import OptionError
 
 
 def planned(name: str = "C", *, dies_in_save: bool = False) -> Run:
@@ -41,14 +42,14 @@ def test_a_new_directory_is_made_and_an_own_one_replaced(tmp_path: Path) -> None
 
 def test_directories_of_others_are_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step_00000001").mkdir()
-    with pytest.raises(DemoError, match="not empty and was not made by the demo"):
+    with pytest.raises(OptionError, match="not empty and was not made by the demo"):
         story.prepare_directory(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     file = tmp_path / "file"
     file.write_text("x")
-    with pytest.raises(DemoError, match="is a file"):
+    with pytest.raises(OptionError, match="is a file"):
         story.prepare_directory(file)
-    with pytest.raises(DemoError, match=r"(?s)cannot be used \(.*Not a directory"):
+    with pytest.raises(OptionError, match=r"(?s)cannot be used \(.*Not a directory"):
         story.prepare_directory(file / "below")
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -23,6 +23,8 @@ from remesh.simulation.cluster import (
     scaled,
 )
 from remesh.simulation.training import Durations
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgtp]?)(i?)b?(?:/s)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -41,10 +43,15 @@ def _num_bytes(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     return size
 
 
-def _bytes_option(
-    flag: str, text: str, default: str | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(flag, metavar="BYTES", callback=_num_bytes, default=default, help=text)
+def _option(flag: str, kind: object, metavar: str, text: str, **more: Any) -> Callable[[_F], _F]:
+    return click.option(flag, type=kind, metavar=metavar, help=text, **more)
+
+
+def _bytes_option(flag: str, text: str, default: str | None = None) -> Callable[[_F], _F]:
+    return _option(flag, None, "BYTES", text, callback=_num_bytes, default=default)
+
+
+_COUNT, _SECONDS = click.IntRange(min=1), click.FloatRange(min=0, min_open=True)
 
 
 @click.command(
@@ -54,62 +61,34 @@ def _bytes_option(
     )
 )
 @_bytes_option("--state-size", "Bytes of the state: weights and optimizer.")
-@click.option("--checkpoint", metavar="PATH", help="A checkpoint whose size is that of the state.")
-@click.option(
-    "--nodes", type=click.IntRange(min=1), metavar="N", required=True, help="Nodes that train."
-)
-@click.option(
-    "--ranks-per-node",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=8,
-    help="Training processes of a node.",
-)
-@click.option(
-    "--spares",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    help="Further nodes that wait for a place.",
-)
-@click.option(
-    "--step-seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    required=True,
-    help="Time of a step.",
-)
-@click.option(
-    "--copies",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=1,
-    help="Nodes that hold each element: 1 if the state is fully sharded (FSDP, ZeRO), else the "
+@_option("--checkpoint", str, "PATH", "A checkpoint whose size is that of the state.")
+@_option("--nodes", _COUNT, "N", "Nodes that train.", required=True)
+@_option("--ranks-per-node", _COUNT, "N", "Training processes of a node.", default=8)
+@_option("--spares", click.IntRange(min=0), "N", "Further nodes that wait for a place.", default=0)
+@_option("--step-seconds", _SECONDS, "SECONDS", "Time of a step.", required=True)
+@_option(
+    *("--copies", _COUNT, "N"),
+    "Nodes that hold each element: 1 if the state is fully sharded (FSDP, ZeRO), else the "
     "number of data-parallel replicas (DDP, HSDP).",
+    default=1,
 )
-@click.option(
-    "--failures-per-day",
-    type=click.FloatRange(min=0),
-    metavar="NUMBER",
-    help="Failures of the whole job; by default those of Llama 3's training, per node.",
+@_option(
+    *("--failures-per-day", click.FloatRange(min=0), "NUMBER"),
+    "Failures of the whole job; by default those of Llama 3's training, per node.",
 )
 @_bytes_option("--storage-write", "What the storage takes a second, from all nodes.", "10GB")
 @_bytes_option("--storage-read", "What it gives a second; by default as much as it takes.")
 @_bytes_option("--link", "What a node receives a second from others.", "25GB")
 @_bytes_option("--memory", "What a node copies in its memory a second.", "40GB")
-@click.option(
-    "--start-seconds",
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
+@_option(
+    *("--start-seconds", click.FloatRange(min=0), "SECONDS"),
+    "From the start of a process until it can resume.",
     default=60.0,
-    help="From the start of a process until it can resume.",
 )
-@click.option(
-    "--days",
-    type=click.FloatRange(min=1, max=3650),
-    metavar="N",
+@_option(
+    *("--days", click.FloatRange(min=1, max=3650), "N"),
+    "Length of each of the simulated jobs.",
     default=30.0,
-    help="Length of each of the simulated jobs.",
 )
 @output.json_option
 def advise(

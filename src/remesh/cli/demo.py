@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from remesh.cli.output import EXIT_USAGE, example, print_error
+from remesh.cli.output import example, print_error
 
 EXIT_FAILED = 1
 """Something is not as the demo promises."""
@@ -42,8 +42,7 @@ def demo(*, out: Path) -> None:
         result = story.tell(out, console)
     except story.DemoError as error:
         print_error(str(error))
-        refused = isinstance(error, story.DirectoryRefusedError)
-        context.exit(EXIT_USAGE if refused else EXIT_FAILED)
+        context.exit(EXIT_FAILED)
     story.show_result(console, result, out)
     if not result.passed:
         context.exit(EXIT_FAILED)

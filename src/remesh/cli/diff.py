@@ -283,7 +283,7 @@ def _print_comparison(found: Comparison, *, show_all: bool) -> None:
         output.print_table(columns, found.tensors, _row, indent="  ", show_all=show_all)
     names("values only in A", found.only_first_values)
     names("values only in B", found.only_second_values)
-    texts = [f"{name}: {_short(a)} | {_short(b)}" for name, (a, b) in found.values.items()]
+    texts = [f"{name}: {output.cut(a)} | {output.cut(b)}" for name, (a, b) in found.values.items()]
     names("values that differ", texts)
     equal = output.plural(found.num_equal, "tensor")
     output.line(f"equal: {equal}" + ("" if not found.is_equal else "; nothing differs"))
@@ -312,7 +312,3 @@ def _row(one: TensorDifference) -> tuple[str, ...]:
     largest = "-" if one.max_difference is None else f"{one.max_difference:.3g}"
     shapes = both(*(output.format_shape(shape) for shape in one.shapes))
     return both(*one.dtypes), shapes, count, largest, one.name
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."

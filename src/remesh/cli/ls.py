@@ -303,6 +303,6 @@ def _print_values(kind: str, values: Mapping[str, object], show_all: bool) -> No
         output.print_table(
             ("<type", f"<{kind}", "<content"),
             list(values.items()),
-            lambda one: (output.type_name(one[1]), one[0], output.format_value_short(one[1])),
+            lambda one: (output.type_name(one[1]), one[0], output.cut(repr(one[1]))),
             show_all=show_all,
         )

@@ -149,9 +149,8 @@ def format_value(value: object) -> str:
     return pprint.pformat(value, sort_dicts=False)
 
 
-def format_value_short(value: object, length: int = 60) -> str:
-    """A stored value in one line, cut after `length` characters."""
-    text = repr(value)
+def cut(text: str, length: int = 60) -> str:
+    """A text, cut after `length` characters."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 

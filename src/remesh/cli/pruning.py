@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import click
 import msgspec
@@ -83,22 +84,9 @@ def parse_best(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    path: str
-    when: str
-    num_bytes: int
-    kept: str  # why; empty if it is not
-    is_removed: bool
-
-
-_Found = tuple[dict[str, object], list[_Item]]
-"""What was found, for programs and for people."""
-
-
 def _prune_checkpoints(
     root: str, policies: Sequence[KeepPolicy], run: str | None, removes: bool
-) -> _Found:
+) -> dict[str, Any]:
     """What policies keep of a directory's checkpoints; the rest is removed if that is asked for."""
     storage = open_storage(root)
     infos = [_checked(info) for info in catalog.list_checkpoints(storage)]
@@ -111,17 +99,16 @@ def _prune_checkpoints(
     if removes:
         removed = {info.name for info in remove_unkept(storage, decisions, now=time.time())}
         catalog.finish_removals(storage)
-    documents, items = [], []
-    for info, reasons in ((one.info, one.reasons) for one in decisions):
-        gone = info.name in removed
-        documents.append({**_facts(info), "kept": list(reasons), "removed": gone})
-        items.append(_Item(info.path, str(info.step), info.num_bytes, "; ".join(reasons), gone))
-    return {"run": whose, "checkpoints": documents}, items
+    found = [
+        {**_facts(one.info), "kept": list(one.reasons), "removed": one.info.name in removed}
+        for one in decisions
+    ]
+    return {"run": whose, "checkpoints": found}
 
 
-def _prune_leftovers(root: str, older_than: float, removes: bool) -> _Found:
+def _prune_leftovers(root: str, older_than: float, removes: bool) -> dict[str, Any]:
     """What dead saves left; it is removed if that is asked for."""
-    documents, items = [], []
+    found = []
     for one in orphans.find_orphans(root, now=time.time(), older_than=older_than):
         gone = (
             removes
@@ -129,9 +116,8 @@ def _prune_leftovers(root: str, older_than: float, removes: bool) -> _Found:
             and orphans.remove_orphan(one, root, now=time.time(), older_than=older_than)
         )
         facts = {key: value for key, value in asdict(one).items() if key != "files"}
-        documents.append({**facts, "removed": gone})
-        items.append(_Item(one.path, _age(one.age), one.num_bytes, one.kept, gone))
-    return {"leftovers": documents}, items
+        found.append({**facts, "removed": gone})
+    return {"leftovers": found}
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
@@ -160,18 +146,20 @@ def _facts(info: CheckpointInfo) -> dict[str, object]:
 
 
 def _print_removals(
-    noun: str, when: str, items: Sequence[_Item], rest: str, *, removes: bool
+    noun: str, when: str, items: Sequence[Mapping[str, Any]], rest: str, *, removes: bool
 ) -> None:
     """Print what is kept or removed, and a sum; `rest` is the word for what is neither."""
 
-    def row(one: _Item) -> tuple[str, ...]:
-        what = "removed" if one.is_removed else "kept" if one.kept else rest
-        why = f"  ({one.kept})" if one.kept else ""
-        return what, one.when, format_bytes(one.num_bytes), f"{one.path}{why}"
+    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
+        what = "removed" if one["removed"] else "kept" if one["kept"] else rest
+        reasons = one["kept"] if isinstance(one["kept"], str) else "; ".join(one["kept"])
+        why = f"  ({reasons})" if reasons else ""
+        at = _age(one["age"]) if when == "age" else str(one[when])
+        return what, at, format_bytes(one["num_bytes"]), f"{one['path']}{why}"
 
     output.print_table(("<what", f">{when}", ">size", "<path"), items, row)
-    chosen = [one for one in items if (one.is_removed if removes else not one.kept)]
-    size = format_bytes(sum(one.num_bytes for one in chosen))
+    chosen = [one for one in items if (one["removed"] if removes else not one["kept"])]
+    size = format_bytes(sum(one["num_bytes"] for one in chosen))
     what = f"{output.plural(len(chosen), noun)}, {size}"
     if removes:
         output.line(f"removed {what}")
@@ -259,19 +247,19 @@ def prune(
     if incomplete == bool(policies):
         raise click.UsageError("say what to prune: --incomplete, or --keep-last and the like")
     if incomplete:
-        document, items = _prune_leftovers(root, older_than, removes)
+        document = _prune_leftovers(root, older_than, removes)
     else:
-        document, items = _prune_checkpoints(root, policies, run, removes)
+        document = _prune_checkpoints(root, policies, run, removes)
     if as_json:
         output.print_json({"root": root, **document})
-    elif not items:
-        output.line("nothing is left of dead saves")
-    elif incomplete:
-        rest = "kept" if removes else "garbage"
-        _print_removals("leftover", "age", items, rest, removes=removes)
-    else:
+    elif not incomplete:
         rest = "in use" if removes else "superfluous"
-        _print_removals("checkpoint", "step", items, rest, removes=removes)
+        _print_removals("checkpoint", "step", document["checkpoints"], rest, removes=removes)
+    elif found := document["leftovers"]:
+        rest = "kept" if removes else "garbage"
+        _print_removals("leftover", "age", found, rest, removes=removes)
+    else:
+        output.line("nothing is left of dead saves")
 
 
 def _age(seconds: float) -> str:

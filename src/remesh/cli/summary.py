@@ -342,7 +342,7 @@ def facts_of(checkpoint: Checkpoint, hint: str = "") -> list[tuple[str, str]]:
         ("files", f"{files} with tensors, {in_files} in all{compressed}"),
     ]
     if checkpoint.metadata:
-        facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
+        facts.append(("metadata", output.cut(repr(dict(checkpoint.metadata)), 200)))
     return facts
 
 

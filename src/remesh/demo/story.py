@@ -29,7 +29,7 @@ from remesh.catalog import list_checkpoints, step_name
 from remesh.checkpoint import Checkpoint
 from remesh.core.geometry import Box
 from remesh.demo import picture
-from remesh.errors import CheckpointNotFoundError
+from remesh.errors import CheckpointNotFoundError, OptionError
 from remesh.storage import open_storage
 
 TOLERANCE = 1e-5
@@ -65,10 +65,6 @@ Entry = Mapping[str, Any]
 
 class DemoError(RuntimeError):
     """Something in the demo is not as it must be; the message says what and where to look."""
-
-
-class DirectoryRefusedError(DemoError):
-    """The output directory was not made by the demo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +169,7 @@ def prepare_directory(out: Path) -> None:
     except OSError as error:
         problem = f"cannot be used ({error})"
     if problem:
-        raise DirectoryRefusedError(f"{out} {problem}; name another directory with --out")
+        raise OptionError(f"{out} {problem}; name another directory with --out")
 
 
 # Playing a run -----------------------------------------------------------------------------------
