@@ -183,17 +183,7 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         tensors=[one for tensor in tensors for one in _entries_of(tensor, boxes)]
     )
     save_agreed(description, storage, options, group=exchange, cache=PlanCache(), on_event=ignore)
-    report = ExportReport(
-        tuple(_files_there(exchange, storage, options)),
-        len(tensors),
-        sum(math.prod(one.shape) * BY_NAME[one.dtype].itemsize for one in tensors),
-        {
-            alias: one.names[0]
-            for one in (tensors if format == "safetensors" else ())
-            for alias in one.names[1:]
-        },
-        time.monotonic() - started,
-    )
+    report = _report(exchange, storage, options, tensors, time.monotonic() - started)
     if exchange.rank == 0:
         size = report.num_bytes / 1e6
         _log.info("exported %.1f MB in %.2f s: %s", size, report.seconds, storage.url)
@@ -245,15 +235,29 @@ def _export_adapters(
     )
 
 
-def _files_there(exchange: Exchange, storage: Storage, options: SaveOptions) -> list[str]:
-    """The names of the weight files that are there now. Collective."""
+def _report(
+    exchange: Exchange,
+    storage: Storage,
+    options: SaveOptions,
+    tensors: Sequence[_Tensor],
+    seconds: float,
+) -> ExportReport:
+    """What was written. Collective."""
 
     def look() -> bytes:
         there = writer_of(options.format).existing(storage, options.format_options)
-        assert there is not None, "they have just been written"
+        assert there is not None, "the files have just been written"
         return msgspec.msgpack.encode([path for path in there.paths if path.endswith(_ENDINGS)])
 
-    return msgspec.msgpack.decode(run_on_one(exchange, look), type=list[str])
+    # A .pth file has all names of a tensor.
+    several = tensors if options.format == SafetensorsExport.name else ()
+    return ExportReport(
+        tuple(msgspec.msgpack.decode(run_on_one(exchange, look), type=list[str])),
+        len(tensors),
+        sum(math.prod(one.shape) * BY_NAME[one.dtype].itemsize for one in tensors),
+        {alias: one.names[0] for one in several for alias in one.names[1:]},
+        seconds,
+    )
 
 
 # ---------------------------------------------------------------------------------------------
