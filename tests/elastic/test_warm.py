@@ -319,3 +319,12 @@ def test_what_is_preloaded_without_being_asked_for(
     assert modules("import torch\nimport remesh\n") == ()
     assert modules("this is no Python\n") == ()
     assert modules_of("there.is.none", is_module=True) == ()
+
+
+def test_an_interpreter_that_cannot_be_started_is_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warm = Warm(("numpy",), str(tmp_path), ["/no/such/python", "-u", script.__file__, "train.py"])
+    with contextlib.closing(warm):
+        assert warm.wait() is None
+    assert "they start cold: [Errno 2]" in caplog.text

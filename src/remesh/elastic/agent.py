@@ -168,7 +168,8 @@ class Agent:
 
     def _join(self, pause: float) -> None:
         if self._node.stop is not None:
-            log.warning("the processes start again: %s", self._node.stop.reason)
+            level = logging.WARNING if self._failures else logging.INFO
+            log.log(level, "the processes start again: %s", self._node.stop.reason)
         if pause:
             log.warning("starts keep failing, the next one follows in %g s", pause)
         try:

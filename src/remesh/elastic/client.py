@@ -109,8 +109,11 @@ class Client:
 
     def _at(self, url: str) -> str:
         """The URL of a master, with which secure connections are prepared."""
-        parts = _parts_of(url)
-        self.tls = _trusting(self._tls_ca) if parts.scheme == "https" else None
+        parts, file = _parts_of(url), self._tls_ca
+        try:
+            self.tls = ssl.create_default_context(cafile=file) if parts.scheme == "https" else None
+        except OSError as error:  # which errors of ssl are, too
+            raise StorageError(f"{file}: cannot be used as certificates: {error}") from error
         return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
 
     def _await_url(self, file: Path) -> str:
@@ -282,10 +285,3 @@ def _parts_of(url: str) -> SplitResult:
     if not is_url:
         raise MasterError(f"{url!r} is no URL of a master; it looks like http://host:port")
     return parts
-
-
-def _trusting(certificates: str | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=certificates)
-    except OSError as error:  # which errors of ssl are, too
-        raise StorageError(f"{certificates}: cannot be used as certificates: {error}") from error

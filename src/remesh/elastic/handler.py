@@ -197,19 +197,19 @@ def make_handler(
         patience=float(parameters.get("master_patience", PATIENCE)),
     )
     node_id = parameters.get_as_int("node_id")
+    usual_name = socket.gethostname() if node_id is None else f"node-{node_id}"
     address = parameters.local_addr or client.local_address()
     check_address(address)
     store = open_store(address)
-    node_unit = parameters.get_as_int("node_unit", 1)
     settings = Settings(
         min_nodes=parameters.min_nodes,
         max_nodes=parameters.max_nodes,
-        node_unit=1 if node_unit is None else node_unit,
+        node_unit=int(parameters.get("node_unit", 1)),
         last_call=float(parameters.get("last_call", 5.0)),
         join_timeout=float(parameters.get("join_timeout", 600.0)),
     )
     first = Join(
-        name=parameters.get("name") or default_name(node_id),
+        name=parameters.get("name") or usual_name,
         node_id=node_id,
         incarnation=uuid.uuid4().hex,
         address=address,
@@ -221,8 +221,3 @@ def make_handler(
     beat_seconds = float(parameters.get("beat_seconds", 1.0))
     node = NodeClient(client, first, test, beat_seconds=beat_seconds)
     return Handler(node, store, parameters.run_id)
-
-
-def default_name(node_id: int | None) -> str:
-    """The name of a node that was given none."""
-    return socket.gethostname() if node_id is None else f"node-{node_id}"

@@ -223,7 +223,6 @@ def _change(state: State, seen: Seen, now: float) -> Next:
         phase=Phase.TRAIN,
         order=state.order + 1,
         num_in_vain=state.num_in_vain,
-        is_announced=state.is_announced,
     )
     return trains, [Enter(trains.order, seen.living)]
 
@@ -243,12 +242,8 @@ def _join(state: State, seen: Seen) -> Next:
         state = replace(state, num_in_vain=0 if seen.progress else state.num_in_vain + 1)
         pause = restart_pause(state.num_in_vain)
     if seen.drains:
-        return state, [_stopped_already()]
+        return state, [Exit(EXIT_DRAINED, "its processes had stopped already", Outcome.DRAINED)]
     return replace(state, joins=True), [JoinRound(pause)]
-
-
-def _stopped_already() -> Exit:
-    return Exit(EXIT_DRAINED, "its processes had stopped already", Outcome.DRAINED)
 
 
 def _train(state: State, seen: Seen, now: float) -> Next:

@@ -337,7 +337,11 @@ def _failures_of(job: JobState, number: int, limits: _Limits) -> RoundFailures:
         cause="" if explained or not departures else departures[0].text,
         failures=tuple(
             FailureStatus(
-                **msgspec.structs.asdict(_cut(failure, limits)),
+                **msgspec.structs.asdict(failure)
+                | {
+                    "message": failure.message[: limits.text],
+                    "log_tail": failure.log_tail[-limits.text :],
+                },
                 signal=failure.signal_name,
                 decision=decisions[failure.node_id],
             )
@@ -345,12 +349,6 @@ def _failures_of(job: JobState, number: int, limits: _Limits) -> RoundFailures:
         ),
         num_more=max(len(ordered) - limits.failures, 0),
     )
-
-
-def _cut(failure: ProcessFailure, limits: _Limits) -> ProcessFailure:
-    """A failure with the beginning of its message and the end of its log."""
-    message, log_tail = failure.message[: limits.text], failure.log_tail[-limits.text :]
-    return msgspec.structs.replace(failure, message=message, log_tail=log_tail)
 
 
 def _found(

@@ -125,7 +125,14 @@ class Warm:
         if not self._starts_left:
             return
         self._starts_left -= 1
+        try:
+            self._start()
+        except OSError as error:
+            self._give_up(str(error))
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, self._is_ready = ours, False
         with theirs:
             number = theirs.fileno()
             own = (str(number), str(os.getpid()), ",".join(self._modules))
@@ -140,7 +147,6 @@ class Warm:
                 pass_fds=[number],
                 start_new_session=True,
             )
-        self._channel, self._is_ready = ours, False
 
     def fork(
         self, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str]
@@ -149,8 +155,7 @@ class Warm:
 
         None if there is no server that does it.
         """
-        self.look_after()
-        channel = self._wait_ready()
+        channel = self.wait()
         if channel is None:
             return None
         message = {
@@ -169,12 +174,9 @@ class Warm:
             self._give_up(str(error))
             return None
 
-    def wait(self) -> None:
-        """Wait until processes start warm, or it is clear that they will not."""
+    def wait(self) -> socket.socket | None:
+        """Wait until processes start warm; None if they will not."""
         self.look_after()
-        self._wait_ready()
-
-    def _wait_ready(self) -> socket.socket | None:
         channel = self._channel
         if channel is None or self._is_ready:
             return channel
