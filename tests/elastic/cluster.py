@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from remesh.elastic.client import Client
@@ -40,8 +39,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
 def reserve_port() -> tuple[int, socket.socket]:
     """A port that stays free while no one listens there, and what reserves it while it is open.
 
-    It is not one that the kernel gives away. Other tests of this machine, which may run at the same
-    time, see by the name of a socket that it is taken.
+    It is none that the kernel gives away; other tests see a name of a socket that it is taken.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     first = int(given[0])
@@ -71,13 +69,7 @@ PRELOAD = (
 
 
 class MasterProcess:
-    """A master at one port, which may be killed and started again.
-
-    Args:
-        directory: Where its log and, by default, its journal are.
-        options: Of `remesh master`.
-        limit: A command of the shell before it.
-    """
+    """A master that may be killed and started again, behind a command of the shell (`limit`)."""
 
     def __init__(self, directory: Path, *options: str, limit: str = "true") -> None:
         self._log = directory / "master.log"
@@ -106,18 +98,7 @@ class MasterProcess:
 
 
 class Cluster(TrainingLog):
-    """Processes of a test, and what they did.
-
-    Args:
-        directory: Where everything goes.
-        nodes: As `--nnodes` takes it.
-        silence: Seconds of silence after which a node is lost.
-        master: Further options of the master.
-        agent: Further options of the agents.
-        job: What is trained; see `train.py`.
-        saving: How the training saves; see there.
-        processes: Training processes of a node.
-    """
+    """A master and agents, each a node, that train `job` (see `train.py`), and what they did."""
 
     def __init__(
         self,
@@ -149,12 +130,7 @@ class Cluster(TrainingLog):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         for agent in self.agents.values():
             agent.kill()
             agent.wait()
@@ -183,12 +159,7 @@ class Cluster(TrainingLog):
         ]
 
     def start(self, *numbers: int, environment: Mapping[str, str] | None = None) -> None:
-        """Start the agents of nodes.
-
-        Args:
-            numbers: Ids of the nodes.
-            environment: Variables that they and their processes get besides.
-        """
+        """Start the agents of nodes, with variables that they get besides."""
         for number in numbers:
             output = self.directory / f"node-{number}.log"
             self.agents[number] = Command(self.command(number), output, environment=environment)
@@ -229,11 +200,7 @@ class Cluster(TrainingLog):
         return patient_status(self.client)
 
     def until(self, condition: Callable[[], object], seconds: float = 240) -> None:
-        """Wait until something is so.
-
-        Raises:
-            AssertionError: If it is not in time.
-        """
+        """Wait until something is so."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -245,12 +212,9 @@ class Cluster(TrainingLog):
         self.until(lambda: self.step >= step)
 
     def until_world(self, *numbers: int, round_after: int = 0) -> None:
-        """Wait until these nodes are the world.
+        """Wait until these nodes are the world, in a later round.
 
-        Args:
-            numbers: Ids of the nodes.
-            round_after: A round that ends before. While a world breaks up, those who have not left
-                it yet look like a smaller one.
+        While a world breaks up, those who have not left it yet look like a smaller one.
         """
 
         def formed() -> bool:

@@ -63,11 +63,7 @@ class Optimizer(torch.optim.AdamW):
 
 
 class Job:
-    """See `numpy_job.Job`.
-
-    Attributes:
-        reach: Is told what of a step is being done.
-    """
+    """See `numpy_job.Job`; `reach` is told what of a step is being done."""
 
     group = None
 

@@ -20,13 +20,7 @@ CONNECT_SECONDS = 300.0
 
 
 class Meeting(ThreadGroup):
-    """A group whose ranks are processes, and meet as threads do.
-
-    Args:
-        name: A name that the ranks of this group alone know.
-        rank: This process's number.
-        world_size: How many there are.
-    """
+    """A group whose ranks are processes, and meet as threads do; they alone know its name."""
 
     def __init__(self, name: str, rank: int, world_size: int) -> None:
         super().__init__(world_size)

@@ -56,14 +56,7 @@ def uninterrupted(num_steps: int) -> list[float]:
 
 
 class Job:
-    """The job on this rank.
-
-    Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
-        group: What the manager is given as its group.
-        state: What is saved.
-    """
+    """The job on this rank: its state is what is saved, its group the group of the manager."""
 
     def __init__(self, name: str, _way: str) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

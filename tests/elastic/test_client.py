@@ -35,13 +35,7 @@ def held_port() -> socket.socket:
 
 
 class Wire(ThreadingHTTPServer):
-    """Answers requests on real sockets.
-
-    Args:
-        answers: Given the name of a request, the reply.
-        status: HTTP status of the answers.
-        location: Where they redirect to.
-    """
+    """Answers requests on real sockets: `answers` gives the reply to the name of a request."""
 
     def __init__(
         self, answers: Callable[[str], object], *, status: int = 200, location: str = ""

@@ -186,24 +186,8 @@ def test_the_end_of_an_agent_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not AgentConnection(unseen).is_lost
 
 
-def test_an_order_is_carried_out_once() -> None:
-    inside = Report()
-    assert next_act(inside, None) is Act.GO_ON
-    assert next_act(inside, LeaveWorld(1)) is Act.LEAVE
-    out = Report(number=1, is_out=True)
-    assert next_act(out, LeaveWorld(1)) is Act.GO_ON
-    assert next_act(out, EnterWorld(1, {})) is Act.GO_ON
-    assert next_act(out, EnterWorld(2, {})) is Act.ENTER
-    assert next_act(out, LeaveWorld(2)) is Act.CONFIRM
-    assert next_act(Report(number=2), EnterWorld(2, {})) is Act.GO_ON
-
-
 def test_a_process_that_missed_the_order_to_leave_leaves_before_it_enters() -> None:
     assert next_act(Report(number=2), EnterWorld(4, {})) is Act.LEAVE
-
-
-def test_a_process_that_lost_a_peer_confirms_the_order_it_waited_for() -> None:
-    assert next_act(Report(is_out=True, error="connection closed"), LeaveWorld(1)) is Act.CONFIRM
 
 
 @pytest.mark.parametrize("ends_in_fork", [False, True])

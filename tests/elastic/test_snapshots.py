@@ -43,13 +43,7 @@ def shm(tmp_path: Path) -> Iterator[Path]:
 
 
 class Job:
-    """A job whose ranks lie on nodes, each with a directory for snapshots.
-
-    Args:
-        directory: Where everything goes.
-        monkeypatch: Tells each rank what a launcher would.
-        **options: Of the manager.
-    """
+    """A job whose ranks lie on nodes, each with a directory for snapshots."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.root = directory / "run"

@@ -22,14 +22,7 @@ _PRELOAD = ("torch.distributed.run", "torch._dynamo", "remesh.elastic.launch", "
 
 
 class Command:
-    """A command that runs, with what tests use of a `Popen`.
-
-    Args:
-        command: A Python script, such as the one that pip makes of an entry point, and its words.
-        output: Where all that it writes is appended.
-        environment: Variables that it gets besides those of this process.
-        directory: Where it runs; here by default.
-    """
+    """A Python script that runs, with what tests use of a `Popen`; output is appended to a file."""
 
     def __init__(
         self,
@@ -58,11 +51,7 @@ class Command:
         return self._process.exitcode
 
     def wait(self, seconds: float | None = None) -> int:
-        """Wait for its end; how it ended.
-
-        Raises:
-            TimeoutExpired: If it does not end in time.
-        """
+        """Wait for its end; how it ended."""
         self._process.join(seconds)
         code = self._process.exitcode
         if code is None:

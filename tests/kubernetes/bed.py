@@ -65,11 +65,7 @@ spec:
 
 
 class Bed(TrainingLog):
-    """Nodes, an account for the operator, operators and one job at a time.
-
-    Args:
-        directory: Where everything of the test goes.
-    """
+    """Nodes, an account for the operator, operators and one job at a time."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -85,16 +81,10 @@ class Bed(TrainingLog):
     # The cluster ---------------------------------------------------------------------------
 
     def start_node(self, name: str, gpus: int = GPUS, *, path: str = "") -> None:
-        """Start a node.
+        """Start a node, whose pods look for modules at a path first.
 
-        The command looks for the new process by its command line, which is empty for a moment
-        while the process replaces itself by `exec`. If it looks just then, it takes the node for
-        ended, kills it and fails; it is then run a second time.
-
-        Args:
-            name: Its name.
-            gpus: The GPUs that it claims to have.
-            path: Where its pods look for modules first.
+        The command looks for the new process by its command line, which is empty for a moment while
+        the process replaces itself by `exec`. If it looks just then, it kills the node and fails.
         """
         self._created.add(f"api/v1/nodes/{name}")
         words = (name, "--gpus", str(gpus))
@@ -285,12 +275,7 @@ class Bed(TrainingLog):
         self.client.delete(PODS, pod)
 
     def end_pod(self, word: str, *, out_of_memory: bool = False) -> None:
-        """Kill one pod whose command has this word, such as its name.
-
-        Args:
-            word: The word.
-            out_of_memory: Let it look as if memory had run out; `word` is the name.
-        """
+        """Kill one pod whose command has a word, such as its name; or as if memory ran out."""
         if out_of_memory:
             self.pod_file(word, "oom").touch()
         mine = str(self.directory).encode()
