@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import remesh
 from remesh.cli import cli
+from remesh.formats import native
+from remesh.storage import open_storage
 from tests.support import run_ranks
 
 Run = Callable[..., Result]
@@ -106,6 +109,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["file"].touch()
     remesh.save({"w": np.zeros(3)}, found["plain"])
     return found
+
+
+def change_record(checkpoint: Path, **changes: Any) -> None:
+    """Replace fields of a commit record, with a digest that fits."""
+    record = native.read_record(open_storage(checkpoint))
+    changed = msgspec.structs.replace(record, **changes)
+    (checkpoint / "remesh.json").write_bytes(native.encode_record(changed))
 
 
 def data_files(checkpoint: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -14,15 +13,7 @@ from remesh import catalog
 from remesh.formats import native
 from remesh.storage import open_storage
 
-from .conftest import Run, RunJson, data_files
-
-
-def set_created(checkpoint: Path, created: str) -> None:
-    """Rewrite a commit record as if it were of another time."""
-    record = native.read_record(open_storage(checkpoint))
-    changed = msgspec.structs.replace(record, created=created)
-    (checkpoint / "remesh.json").write_bytes(native.encode_record(changed))
-
+from .conftest import Run, RunJson, change_record, data_files
 
 # ----- a checkpoint -----
 
@@ -115,7 +106,7 @@ def test_the_newest_is_the_one_that_a_job_resumes_from(
         return [step["name"] for step in checkpoints if step["newest"]]
 
     for step, created in ((9, "2026-01-01"), (100, "2026-01-02"), (10, "2026-01-03")):
-        set_created(runs / f"step_{step}", f"{created}T00:00:00+00:00")
+        change_record(runs / f"step_{step}", created=f"{created}T00:00:00+00:00")
     (runs / "step_10").rename(runs / "final")
     assert newest() == ["step_100"]
     assert run("latest", runs).stdout == f"{runs / 'step_100'}\n"
@@ -152,9 +143,7 @@ def test_damaged_checkpoints_are_never_the_newest(
 
 
 def test_a_newer_format_is_unreadable(run_json: RunJson, runs: Path) -> None:
-    record = native.read_record(open_storage(runs / "step_9"))
-    newer = msgspec.structs.replace(record, version=native.FORMAT_VERSION + 1)
-    (runs / "step_9" / "remesh.json").write_bytes(native.encode_record(newer))
+    change_record(runs / "step_9", version=native.FORMAT_VERSION + 1)
 
     step = run_json("ls", runs)["checkpoints"][0]
 

@@ -15,7 +15,7 @@ from remesh.core.integrity import BLOCK_SIZE
 from remesh.formats import native
 from remesh.storage import open_storage
 
-from .conftest import Run, RunJson, data_files, flip_byte
+from .conftest import Run, RunJson, change_record, data_files, flip_byte
 
 
 def damages_of(run_json: RunJson, checkpoint: Path) -> list[dict[str, Any]]:
@@ -153,8 +153,7 @@ def test_a_damaged_record(run: Run, run_json: RunJson, checkpoint: Path) -> None
 def test_index_and_record_of_different_saves(run_json: RunJson, checkpoint: Path) -> None:
     record = native.read_record(open_storage(checkpoint))
     files = [msgspec.structs.replace(file, digest="0" * 32) for file in record.files]
-    changed = msgspec.structs.replace(record, files=tuple(files))
-    (checkpoint / "remesh.json").write_bytes(native.encode_record(changed))
+    change_record(checkpoint, files=tuple(files))
 
     (verdict,) = run_json("verify", checkpoint, exit_code=1)["checkpoints"]
 
@@ -194,9 +193,7 @@ def test_a_directory_of_checkpoints(run: Run, run_json: RunJson, runs: Path) -> 
 
 
 def test_a_newer_format_is_not_damage(run: Run, run_json: RunJson, checkpoint: Path) -> None:
-    record = native.read_record(open_storage(checkpoint))
-    newer = msgspec.structs.replace(record, version=native.FORMAT_VERSION + 1)
-    (checkpoint / "remesh.json").write_bytes(native.encode_record(newer))
+    change_record(checkpoint, version=native.FORMAT_VERSION + 1)
 
     (verdict,) = run_json("verify", checkpoint, exit_code=2)["checkpoints"]
     assert verdict["status"] == "unreadable"

@@ -24,15 +24,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment in which the wheel is installed.
+    """An environment in which the wheel is installed."""
 
-    Attributes:
-        path: Its directory.
-        with_torch: Whether the packages of the tests' own environment can be imported there.
-    """
-
-    path: Path
-    with_torch: bool
+    path: Path  # its directory
+    with_torch: bool  # whether the packages of the tests' own environment can be imported there
 
     def variables(self, home: Path) -> dict[str, str]:
         """What its processes get: nothing of the tests' own settings."""

@@ -21,17 +21,11 @@ _PROBLEM = re.compile(r"^(?:error: |[\w.]*(?:Error|Warning)\b:? ?)(.*)$", re.MUL
 
 @dataclass
 class Hour:
-    """Runs the commands of a user.
+    """Runs the commands of a user."""
 
-    Attributes:
-        environment: Where remesh is installed.
-        directory: Where the user works; empty at first.
-        surprises: What the user would not have expected.
-    """
-
-    environment: Environment
-    directory: Path
-    surprises: list[str] = field(default_factory=list)
+    environment: Environment  # where remesh is installed
+    directory: Path  # where the user works; empty at first
+    surprises: list[str] = field(default_factory=list)  # what the user would not have expected
 
     def run(
         self,

@@ -48,20 +48,12 @@ _PRELOAD = (
 
 @dataclass(frozen=True)
 class Death:
-    """How a launch dies.
+    """How a launch dies."""
 
-    Attributes:
-        rank: Which rank kills itself; None if the starter kills all.
-        change: At which of its changes of the storage.
-        after: Whether the change is made before that.
-        seconds: After which the starter kills all of them; by default a launch has all the time
-            that its test has.
-    """
-
-    rank: int | None = None
-    change: int = 0
-    after: bool = False
-    seconds: float = math.inf
+    rank: int | None = None  # which rank kills itself; None if the starter kills all
+    change: int = 0  # at which of its changes of the storage
+    after: bool = False  # whether the change is made before that
+    seconds: float = math.inf  # after which the starter kills all of them
 
 
 @dataclass(frozen=True)
@@ -233,21 +225,13 @@ def _train(launch: Launch, note: Callable[..., None]) -> None:
 
 @dataclass(frozen=True)
 class History:
-    """What all launches of a run did, as far as it counted in the end.
+    """What all launches of a run did, as far as it counted in the end."""
 
-    Attributes:
-        losses: Step → loss.
-        samples: Epoch → samples, in the order of steps and ranks.
-        resumed: What each launch resumed from that came that far.
-        lost: Announced steps from before which a later launch resumed.
-        passed_over: Checkpoints that some launch could not use.
-    """
-
-    losses: Mapping[int, float]
-    samples: Mapping[int, list[int]]
-    resumed: list[int]
-    lost: list[tuple[int, int]]
-    passed_over: list[Any]
+    losses: Mapping[int, float]  # by step
+    samples: Mapping[int, list[int]]  # by epoch, in the order of steps and ranks
+    resumed: list[int]  # what each launch resumed from that came that far
+    lost: list[tuple[int, int]]  # announced steps from before which a later launch resumed
+    passed_over: list[Any]  # checkpoints that some launch could not use
 
     @classmethod
     def read(cls, notes: list[Path]) -> History:

@@ -12,9 +12,6 @@ from remesh.cli import output
 from remesh.core.geometry import Box
 from remesh.maintenance.repair import RepairReport, plan_repair, write_repaired
 
-EXIT_LOST = 1
-"""Something that was saved once could not be saved again."""
-
 MAX_HOLES = 4
 """Holes of a tensor that are listed for people; JSON has all."""
 
@@ -72,7 +69,7 @@ def repair(
         output.print_error(f"{path}: nothing can be saved{hint}")
         ctx.exit(output.EXIT_USAGE)
     if not report.is_complete:
-        ctx.exit(EXIT_LOST)
+        ctx.exit(output.EXIT_DAMAGED)
 
 
 def _print_report(report: RepairReport, save_id: str | None) -> None:

@@ -201,13 +201,9 @@ def _join(tensors: Sequence[torch.Tensor], steps: Sequence[int | None]) -> torch
 
 def _step_of(tensor: torch.Tensor) -> int | None:
     """Elements of memory from one of the sample to the next; None if the sample is the whole."""
-    if _num_samples(tensor) < NUM_SAMPLES or tensor.nbytes <= WHOLE_BYTES:
+    if tensor.numel() < NUM_SAMPLES or tensor.nbytes <= WHOLE_BYTES:
         return None
     return (_num_spanned(tensor) - 1) // (NUM_SAMPLES - 1)
-
-
-def _num_samples(tensor: torch.Tensor) -> int:
-    return tensor.numel() if tensor.nbytes <= WHOLE_BYTES else min(tensor.numel(), NUM_SAMPLES)
 
 
 def _host_bytes(sample: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -221,11 +217,9 @@ def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return tensors
     # Of a DTensor; the general way takes longer.
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    return local if set(map(type, local)) <= _PLAIN else _parts_of(local)
-
-
-def _parts_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [part for tensor in tensors for part in _parts_of_subclass(tensor)]
+    if set(map(type, local)) <= _PLAIN:
+        return local
+    return [part for tensor in local for part in _parts_of_subclass(tensor)]
 
 
 def _parts_of_subclass(tensor: Any) -> Iterator[torch.Tensor]:

@@ -117,12 +117,16 @@ def streams_of(generators: Mapping[str, object], *, is_alone: bool) -> dict[str,
 
 
 def rewind_of_streams(*, is_alone: bool) -> Callable[[], None]:
-    """A function that puts all streams but the user's own generators back to where they are now."""
+    """A function that puts all streams but the user's own generators back to where they are now.
+
+    Further calls of it do nothing.
+    """
     streams = streams_of({}, is_alone=is_alone)
     states = {name: stream.get() for name, stream in streams.items()}
 
     def rewind() -> None:
-        for name, state in states.items():
+        while states:
+            name, state = states.popitem()
             streams[name].set(state)
 
     return rewind
