@@ -9,8 +9,8 @@ An asynchronous save has a foreground and a background.
   training's own are never disturbed.
 
 A failure is raised by `result` of the handle, or by the saver's next save that has to wait for the
-failed one, or by `close`, and never touches the previous checkpoint. A save raises it in its first
-exchange, so it reaches every rank, even if only one of them knew.
+failed one, or by `close`, and never touches the previous checkpoint. A save raises it on every
+rank, even if only one of them knew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -43,7 +43,7 @@ from remesh.checkpoint.saving import check_options, open_place, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore, timed
-from remesh.exchange import Exchange, run_each, run_on_all
+from remesh.exchange import Exchange, run_each
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.writer import Part
 from remesh.pipeline import Compress
@@ -208,15 +208,10 @@ class Saver:
     ) -> SaveReport:
         """Like `remesh.save`, with the plan of earlier saves. Collective."""
         options = self._options_of(overwrite, metadata, format_options)
-        return save_agreed(
-            state,
-            path,
-            options,
-            group=self._group,
-            cache=self._cache,
-            on_event=self._on_event,
-            earlier=_failure_of(self.wait),
-        )
+        exchange = exchange_of(self._group)
+        run_each(exchange, self.wait)
+        cache, on_event = self._cache, self._on_event
+        return save_agreed(state, path, options, group=exchange, cache=cache, on_event=on_event)
 
     def save_async(
         self,
@@ -255,32 +250,26 @@ class Saver:
         self, state: Any, path: Any, options: SaveOptions, group: Any, on_event: OnEvent
     ) -> SaveHandle:
         begun, exchange = time.monotonic(), exchange_of(group)
-        storage = run_each(exchange, lambda: open_place("save_async", state, path, options))
-        emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
 
-        def make_room() -> None:
+        def begin() -> Storage:
+            storage = open_place("save_async", state, path, options)
             if self._has_process:
                 _place_for_process(path, storage)
             self._wait_for_turn(storage.url)
+            return storage
 
-        mine = agree(
-            exchange,
-            storage,
-            state,
-            replace(options, in_background=True),
-            cache=self._cache,
-            emit=emit,
-            earlier=_failure_of(make_room),
-        )
+        storage = run_each(exchange, begin)
+        emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
+        options = replace(options, in_background=True)
+        mine = agree(exchange, storage, state, options, cache=self._cache, emit=emit)
         started: list[BackgroundSave] = []
 
-        def start() -> bytes:
+        def start() -> None:
             self._set_budget(mine.stream.layout.num_bytes)
             started.append(self._start(exchange, path, storage, mine, emit, begun))
-            return b""
 
         try:
-            run_on_all(exchange, start)
+            run_each(exchange, start)
         except BaseException as error:
             for save in started:
                 save.withdraw(error)
@@ -422,15 +411,6 @@ class Saver:
 def _rest(saver: weakref.ref[Saver]) -> None:
     if (alive := saver()) is not None:
         alive._rest()  # noqa: SLF001 - of this module
-
-
-def _failure_of(action: Callable[[], None]) -> BaseException | None:
-    """Do something; the failure, if it fails."""
-    try:
-        action()
-    except BaseException as error:  # noqa: BLE001 - raised on all ranks by the save that waits
-        return error
-    return None
 
 
 def _place_for_process(path: Any, storage: Storage) -> str:

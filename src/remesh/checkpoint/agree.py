@@ -254,19 +254,15 @@ def agree(
     *,
     cache: PlanCache,
     emit: Emit,
-    earlier: BaseException | None = None,
 ) -> RankSavePlan:
     """Describe, compare, check and plan. Collective; all ranks raise the failure of one.
 
-    The cache has the plan of the last save, and gets that of this one. An `earlier` failure of a
-    rank is raised in place of the first step.
+    The cache has the plan of the last save, and gets that of this one.
     """
     held: list[_Held] = []
     planners: list[_Planner] = []
 
     def describe() -> bytes:
-        if earlier is not None:
-            raise earlier
         with gc_paused():
             if exchange.rank == 0:
                 plain = replace(options, metadata=_plain_metadata(options.metadata))

@@ -158,20 +158,16 @@ def save_agreed(
     group: Any,
     on_event: OnEvent,
     cache: PlanCache | None = None,
-    earlier: BaseException | None = None,
     is_shown: bool = False,
 ) -> SaveReport:
-    """`save`, with the plan of earlier saves; `is_shown`: with progress on a terminal.
-
-    `earlier` is that of `agree`.
-    """
+    """`save`, with the plan of earlier saves; `is_shown`: with progress on a terminal."""
     started, cache = time.monotonic(), cache or PlanCache()
     exchange = exchange_of(group)
     storage = run_each(exchange, lambda: open_place("save", state, path, options))
     moments = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
     bar = showing(moments, "saving", exchange.rank, storage.url)
     with bar if is_shown else nullcontext(moments) as emit:
-        mine = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
+        mine = agree(exchange, storage, state, options, cache=cache, emit=emit)
         join, write_mine = partial(run_joined, exchange), partial(write, storage, mine, emit)
         try:
             parts = write_and_commit(join, storage, mine.global_plan, write_mine, emit)

@@ -123,17 +123,16 @@ def save_scattered(
     buffers: Buffers | None = None,
     num_replicas: int,
     cache: PlanCache,
-    earlier: BaseException | None,
     emit: Emit,
 ) -> None:
     """Save a state into the places of the nodes. Collective; complete when it returns.
 
     The storage is the place of this rank's node, for this checkpoint alone. Each file lies on
-    `num_replicas` further nodes, if there are so many. `earlier` is that of `agree`. After any
+    `num_replicas` further nodes, if there are so many. After any
     failure what was written is removed, unless it may be complete.
     """
     options = SaveOptions(metadata=metadata, overwrite=True, shares_place=False, buffers=buffers)
-    mine = agree(exchange, storage, state, options, cache=cache, emit=emit, earlier=earlier)
+    mine = agree(exchange, storage, state, options, cache=cache, emit=emit)
     parts: list[list[Part]] = []
 
     def join(replies: list[bytes]) -> list[bytes]:

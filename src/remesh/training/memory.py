@@ -34,7 +34,7 @@ from remesh.core.integrity import hex_digest
 from remesh.core.state import Joined
 from remesh.errors import StorageError
 from remesh.events import OnEvent, emitter
-from remesh.exchange import Exchange, run_on_all
+from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.storage import LocalStorage
 from remesh.training.resuming import Recorder, Source
 
@@ -85,15 +85,14 @@ class Memory:
         full = Joined(state)
         metadata: dict[str, object] = {}
 
-        earlier: BaseException | None = None
-        try:
+        def prepare() -> None:
             self._recorder.describe(step, metrics, full, metadata)
             if self._nodes.is_first(self._exchange.rank):
                 self._remove_all_but(self._newest)
                 self._storage.put(ROOT_NAME, self._root.encode(), overwrite=True)
-        except BaseException as error:  # noqa: BLE001 - raised on all ranks
-            earlier = error
+
         try:
+            run_each(self._exchange, prepare)
             save_scattered(
                 full,
                 self._place(name),
@@ -103,7 +102,6 @@ class Memory:
                 buffers=self._buffers,
                 num_replicas=self._num_replicas,
                 cache=self._cache,
-                earlier=earlier,
                 emit=self._emit,
             )
         except StorageError as error:
@@ -130,12 +128,11 @@ class Memory:
     def keep(self, name: str) -> None:
         """Remove all snapshots but one, if there is one of this name."""
 
-        def remove() -> bytes:
+        def remove() -> None:
             if self._nodes.is_first(self._exchange.rank):
                 self._remove_all_but(name)
-            return b""
 
-        run_on_all(self._exchange, remove)
+        run_each(self._exchange, remove)
         self._newest = name
 
     def _remove_all_but(self, name: str) -> None:
