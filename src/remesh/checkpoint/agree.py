@@ -121,7 +121,7 @@ class RankSavePlan:
     document: bytes  # its values, encoded
     stream: RankStream  # what it writes
     layout: bytes  # digest of its boxes
-    files: Sequence[OwnFile]  # all files of this rank, if files may be kept
+    frozen: OwnFile | None  # its file of frozen tensors, if that may be kept
     kept: Sequence[Part]
     """What it says of those that did not change, which are there already."""
     global_plan: GlobalSavePlan | None = None  # on rank 0, what it knows of all ranks
@@ -143,7 +143,7 @@ class RankSavePlan:
 
     def committed(self, storage: Storage, parts: Sequence[Part]) -> History:
         """The history after this save is committed, given what this rank said of it."""
-        return History.after(self.layout, storage, self.files, parts)
+        return History.after(self.layout, storage, self.frozen, parts)
 
 
 @dataclass(slots=True)
@@ -502,7 +502,7 @@ def _plan_rank(
     # All of them: a live reshard reads also what other ranks' files hold.
     finish_device_work(tensors.memories)
     save_id, rank, file_plan = assigned.save_id, exchange.rank, assigned.file_plan
-    files: list[OwnFile] = []
+    frozen: OwnFile | None = None
     kept: list[Part] = []
     layout = held.boxes.layout
 
@@ -510,10 +510,9 @@ def _plan_rank(
         return writer.frames(boxes, rows, rank, save_id, file_plan)
 
     if options.keeps and writer.has_record:
-        files = own_files(writer, tensors, rows, (rank, save_id, file_plan))
-        kept = keep_frozen(storage, cache.history, files, tensors)
-        there = {part.path for part in kept}
-        left = [file for file in files if file.frame.path not in there]
+        changing, frozen = own_files(writer, tensors, rows, (rank, save_id, file_plan))
+        kept = keep_frozen(storage, cache.history, frozen, tensors)
+        left = [file for file in (changing, None if kept else frozen) if file is not None]
         frames, numbers = [file.frame for file in left], [file.numbers for file in left]
         stream = lay_out(frames, tensors, numbers, CHUNK_SIZE, options.compress)
     elif not assigned.holders:
@@ -523,7 +522,7 @@ def _plan_rank(
         is_final = decode_files(file_plan).names == "final"
         replaces = is_final and options.overwrite
         stream = replace(stream, files=replace(stream.files, replaces=replaces))
-    return RankSavePlan(save_id, options, tensors, held.document, stream, layout, files, kept)
+    return RankSavePlan(save_id, options, tensors, held.document, stream, layout, frozen, kept)
 
 
 def _lay_out_collected(

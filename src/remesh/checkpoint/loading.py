@@ -209,18 +209,18 @@ def plan_into(
     Returns the plan of this rank, and whether what is stored was compared for it on any rank, so
     that it holds for these bytes alone.
     """
-    transform, resizes = options.transform, bool(options.resize)
+    transform, made = options.transform, None
     if transform is not None:
-        describe = describe_transformed(
-            exchange, state, stored, transform, cast=options.cast, resizes=resizes
+        made = describe_transformed(
+            exchange, state, stored, transform, cast=options.cast, resizes=bool(options.resize)
         )
     plans: list[RankLoadPlan] = []
 
     def plan() -> bytes:
         known: Names = stored
         with gc_paused():
-            if transform is not None:
-                description, known = describe()
+            if made is not None:
+                description, known = made
             else:
                 description = describe_local(state, stored)
                 own = own_buffers(description.tensors, stored.index, stored.rank)

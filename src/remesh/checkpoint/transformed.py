@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,11 +172,11 @@ def describe_transformed(
     *,
     cast: bool,
     resizes: bool,
-) -> Callable[[], tuple[Description, TransformedState]]:
+) -> tuple[Description, TransformedState]:
     """Describe this rank's state as the target of a load through a transformation. Collective.
 
-    Returns what tells the description and what the transformation makes, resolved against the
-    targets of all ranks.
+    Returns the description, and what the transformation makes, resolved against the targets of all
+    ranks.
     """
     described: list[tuple[Description, TransformedState]] = []
 
@@ -198,14 +198,12 @@ def describe_transformed(
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
 
-    def finish() -> tuple[Description, TransformedState]:
-        [(description, names)] = described
-        resolved = resolve(names.transform, with_outputs=False)
-        return description, dataclasses.replace(names, resolved=resolved)
-
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
     tables = run_on_all(exchange, describe_again)
-    return finish
+    [(description, names)] = described
+    # What is resolved is the same on all ranks, and so is a failure.
+    resolved = resolve(names.transform, with_outputs=False)
+    return description, dataclasses.replace(names, resolved=resolved)
 
 
 def _table_of(description: Description) -> bytes:

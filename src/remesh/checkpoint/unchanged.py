@@ -46,7 +46,6 @@ class OwnFile:
 
     frame: Frame  # what it is; the rows are those of the rank's boxes
     numbers: IntArray  # numbers of its boxes in the rank's assignment
-    is_frozen: bool  # whether it holds frozen tensors
     key: bytes  # digest of its header: equal for files of equal pieces
 
 
@@ -61,15 +60,12 @@ class History:
 
     @classmethod
     def after(
-        cls, layout: bytes, storage: Storage, files: Sequence[OwnFile], parts: Sequence[Part]
+        cls, layout: bytes, storage: Storage, frozen: OwnFile | None, parts: Sequence[Part]
     ) -> History:
         """The history once a save is committed, given what this rank said of its files."""
-        of_path = {part.path: part for part in parts}
-        for file in files:
-            # A writer process that died after the commit said nothing.
-            if file.is_frozen and file.frame.path in of_path:
-                return cls(layout, storage, file.key, of_path[file.frame.path])
-        return cls()
+        # A writer process that died after the commit said nothing.
+        part = next((one for one in parts if frozen and one.path == frozen.frame.path), None)
+        return cls() if frozen is None or part is None else cls(layout, storage, frozen.key, part)
 
     def num_bytes_to_keep(self, layout: bytes) -> int:
         """Bytes that a save of these boxes will probably not write."""
@@ -78,8 +74,8 @@ class History:
 
 def own_files(
     writer: Writer, tensors: LocalTensors, rows: IntArray, place: tuple[int, str, bytes]
-) -> list[OwnFile]:
-    """The data files of a rank that writes some rows: what changes, and what is frozen.
+) -> list[OwnFile | None]:
+    """The data files of a rank that writes some rows: of what changes, and of what is frozen.
 
     The place is the number of the rank, the save's id, and the plan of the files.
     """
@@ -87,35 +83,35 @@ def own_files(
     is_frozen = tensors.is_frozen[rows]
     if tensors.boxes.num_bytes[rows][is_frozen].sum() < MIN_BYTES:
         is_frozen[:] = False
-    files: list[OwnFile] = []
+    files: list[OwnFile | None] = []
     for number, members in enumerate((~is_frozen, is_frozen)):
-        numbers = np.flatnonzero(members)
+        numbers, file = np.flatnonzero(members), None
         if len(numbers):
             [frame] = writer.frames(tensors.boxes, rows[numbers], rank, save_id, file_plan)
             frame = replace(frame, path=data_path(save_id, rank, number))
-            files.append(OwnFile(frame, numbers, number > 0, raw_digest(frame.literals[0][1])))
+            file = OwnFile(frame, numbers, raw_digest(frame.literals[0][1]))
+        files.append(file)
     return files
 
 
 def keep_frozen(
-    storage: Storage, history: History, files: Sequence[OwnFile], tensors: LocalTensors
+    storage: Storage, history: History, frozen: OwnFile | None, tensors: LocalTensors
 ) -> list[Part]:
     """Make a link to the frozen file, unless it changed or cannot be had.
 
     What the rank says of it then.
     """
     last, source = history.storage, history.part
-    for file in files:
-        if last is None or source is None or not file.is_frozen or file.key != history.key:
-            continue
-        stream = lay_out([file.frame], tensors, [file.numbers])
-        if (
-            storage.shares_files
-            and has_digests(stream.layout, source.written.digests, stored_copies(tensors.memories))
-            and storage.link_from(last, source.path, file.frame.path, source.stored_size)
-        ):
-            part = as_written(stream.parts[0], source.written)
-            return [msgspec.structs.replace(part, is_kept=True)]
+    if last is None or source is None or frozen is None or frozen.key != history.key:
+        return []
+    stream = lay_out([frozen.frame], tensors, [frozen.numbers])
+    if (
+        storage.shares_files
+        and has_digests(stream.layout, source.written.digests, stored_copies(tensors.memories))
+        and storage.link_from(last, source.path, frozen.frame.path, source.stored_size)
+    ):
+        part = as_written(stream.parts[0], source.written)
+        return [msgspec.structs.replace(part, is_kept=True)]
     return []
 
 
