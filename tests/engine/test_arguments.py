@@ -48,6 +48,12 @@ def test_a_target_that_cannot_be_filled_in_place(state: Any) -> None:
         remesh.reshard({}, state)
 
 
+@pytest.mark.parametrize("option", [{"missing": "kep"}, {"unexpected": "eror"}, {"cast": "false"}])
+def test_an_option_of_a_reshard_that_there_is_not(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"reshard: {next(iter(option))}= must be "):
+        remesh.reshard({}, {}, **option)
+
+
 def test_storages_and_sources_are_places(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="swapped"):
         remesh.save(MemoryStorage(), STATE)

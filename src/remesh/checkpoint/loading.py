@@ -144,14 +144,9 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
 
     def check() -> tuple[Place, LoadOptions]:
         check_order("load", state, path)
-        check_choice("load", "missing", missing, ("error", "keep"))
-        check_choice("load", "unexpected", unexpected, ("ignore", "error"))
-        check_flag("load", "cast", cast)
         check_target("load", state)
-        for pattern, policy in (resize or {}).items():
-            check_choice("load", f"resize[{pattern!r}]", policy, get_args(Policy))
-        policies = missing == "keep", unexpected == "error"
-        return place_of(path), LoadOptions(*policies, cast, as_transform(transform), resize or {})
+        options = checked_options("load", missing, unexpected, cast, transform, resize or {})
+        return place_of(path), options
 
     place, options = run_each(exchange, check)
     storage, makes = place.storage, options.transform is not None
@@ -185,6 +180,24 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     if exchange.rank == 0:
         _LOGGER.info("loaded %s: %s", storage.url, report)
     return report
+
+
+def checked_options(
+    call: str,
+    missing: str,
+    unexpected: str,
+    cast: bool,
+    transform: Transform | Program | None,
+    resize: Mapping[str, str],
+) -> LoadOptions:
+    """The options of the caller of a load or a reshard."""
+    check_choice(call, "missing", missing, ("error", "keep"))
+    check_choice(call, "unexpected", unexpected, ("ignore", "error"))
+    check_flag(call, "cast", cast)
+    for pattern, policy in resize.items():
+        check_choice(call, f"resize[{pattern!r}]", policy, get_args(Policy))
+    keeps, refuses = missing == "keep", unexpected == "error"
+    return LoadOptions(keeps, refuses, cast, as_transform(transform), resize)
 
 
 OnRead = Callable[[int], None]

@@ -39,7 +39,7 @@ from remesh.checkpoint.agree import (
 from remesh.checkpoint.arguments import check_target
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.copies import Compares
-from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
+from remesh.checkpoint.loading import OnRead, checked_options, fill_planned, plan_into
 from remesh.checkpoint.local import (
     DeviceInUse,
     LocalTensors,
@@ -49,7 +49,7 @@ from remesh.checkpoint.local import (
     exchange_of,
     finish_device_work,
 )
-from remesh.checkpoint.match import LoadOptions, RankLoadPlan, RankReads
+from remesh.checkpoint.match import RankLoadPlan, RankReads
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.stored import StoredState
 from remesh.core import values
@@ -64,7 +64,7 @@ from remesh.exchange import run_on_all, run_on_one
 from remesh.formats import native
 from remesh.pipeline import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
-from remesh.transform import Program, Transform, as_transform
+from remesh.transform import Program, Transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ def reshard(
         this rank took of its own source, for itself and for others.
 
     Raises:
+        OptionError: If an option has a wrong type or value.
         StateError: If the source cannot be saved, or the target cannot be loaded into, or they
             share elements in memory. Nothing was changed.
         MismatchError: If they do not fit. Nothing was changed.
@@ -173,9 +174,7 @@ class Resharder:
         check_target("reshard", target_state)
         self.target_state = target_state
         self._source_state = source_state
-        self._options = LoadOptions(
-            missing == "keep", unexpected == "error", cast, as_transform(transform)
-        )
+        self._options = checked_options("reshard", missing, unexpected, cast, transform, {})
         self._buffers = buffers
         self._exchange = exchange_of(group)
         self._emit = emitter(on_event, self._exchange.rank)
