@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,10 +49,19 @@ def test_a_target_that_cannot_be_filled_in_place(state: Any) -> None:
         remesh.reshard({}, state)
 
 
-@pytest.mark.parametrize("option", [{"missing": "kep"}, {"unexpected": "eror"}, {"cast": "false"}])
-def test_an_option_of_a_reshard_that_there_is_not(option: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=f"reshard: {next(iter(option))}= must be "):
-        remesh.reshard({}, {}, **option)
+@pytest.mark.parametrize(
+    ("call", "name", "value"),
+    [
+        (partial(remesh.reshard, {}, {}), "missing", "kep"),
+        (partial(remesh.reshard, {}, {}), "unexpected", "eror"),
+        (partial(remesh.reshard, {}, {}), "cast", "false"),
+        (remesh.Saver, "arena_bytes", "1 GB"),
+        (remesh.Saver, "deadline", 0),
+    ],
+)
+def test_a_value_that_an_option_has_not(call: Callable[..., Any], name: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f": {name}= must be "):
+        call(**{name: value})
 
 
 def test_storages_and_sources_are_places(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from remesh.background.process import RemoteWriter, WriterProcess
 from remesh.background.save import BackgroundSave, SaveHandle
 from remesh.background.writer import SaveWriter, WriteTask
 from remesh.checkpoint.agree import PlanCache, RankSavePlan, SaveOptions, agree
-from remesh.checkpoint.arguments import check_choice, check_count
+from remesh.checkpoint.arguments import check_choice, check_count, check_seconds
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.local import (
     describe_local,
@@ -119,6 +119,9 @@ class Saver:
         on_event: OnEvent = ignore,
     ) -> None:
         check_count("Saver", "max_in_flight", max_in_flight, 1)
+        if arena_bytes is not None:
+            check_count("Saver", "arena_bytes", arena_bytes, 1)
+        check_seconds("Saver", "deadline", deadline)
         check_choice("Saver", "writer", writer, ("thread", "process"))
         check_choice("Saver", "at_exit", at_exit, ("wait", "abort"))
         if writer == "process" and not hasattr(os, "memfd_create"):
