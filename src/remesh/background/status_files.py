@@ -319,10 +319,7 @@ class StatusFiles:
     # -----------------------------------------------------------------------------------------
 
     def _looks(self) -> Iterator[float]:
-        """Wait for the next look at the storage, which comes at once after `give_up`.
-
-        The seconds that were waited.
-        """
+        """The seconds waited, at each look at the storage; a look comes at once after `give_up`."""
         schedule, started = schedule_of(self._rank, self._num_ranks), time.monotonic()
         pause = schedule.first
         while True:

@@ -448,11 +448,7 @@ def _plan_files(
     options: Mapping[str, object],
     world_size: int,
 ) -> tuple[bytes, bytes]:
-    """Rank 0: plan the files of a format.
-
-    Returns what its writer makes of what is stored; and what all ranks hold, as an index, if each
-    file has one writer.
-    """
+    """Rank 0: the plan of a format's files; what all ranks hold, if each file has one writer."""
     file_plan = writer.plan(plan.cuts, document, options)
     if not writer.object_names or (storage.shares_files and not writer.has_checksums):
         return file_plan, b""
@@ -468,10 +464,7 @@ def _are_first(digests: Sequence[bytes]) -> list[bool]:
 
 
 def _comparison(options: SaveOptions, *, is_new: bool) -> Comparison:
-    """The copies that are compared; ranks have the same options.
-
-    Copies of frameworks are looked at when the layout is new.
-    """
+    """The copies that are compared; those of frameworks are looked at when the layout is new."""
     return Comparison(options.compared, is_new, options.buffers is not None)
 
 
@@ -532,10 +525,7 @@ def _lay_out_collected(
     holders: bytes,
     exchange: Exchange,
 ) -> RankStream:
-    """The stream of a rank that writes whole tensors of which other ranks hold boxes.
-
-    Its frames are made of a table of whole tensors; `holders` is what `_plan_files` gave.
-    """
+    """The stream of a rank that writes whole tensors of which others (`holders`) hold boxes."""
     index = Index.decode(holders, "the save")
     table, given = index.tensors, tensors.given(rows)
     boxes = given.boxes

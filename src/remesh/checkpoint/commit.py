@@ -149,11 +149,8 @@ def _look(storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]
 def _commit(
     storage: Storage, renames: Sequence[Rename], mark: SmallFile | Rename | None, overwrite: bool
 ) -> set[str]:
-    """Give data files their final names and make the checkpoint exist; the names it then has.
-
-    Without a mark the checkpoint is its only data file.
-    """
-    if mark is None:
+    """Give data files their final names and make the checkpoint exist; the names it then has."""
+    if mark is None:  # the checkpoint is its only data file
         return set()
     if not isinstance(mark, Rename):
         path, content = mark

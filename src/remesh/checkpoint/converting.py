@@ -242,10 +242,7 @@ def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
 
 
 def _import_torch_for(description: Description) -> None:
-    """Import torch, if it is installed and there are values of its types.
-
-    Only remesh's own format stores such values without it.
-    """
+    """Import torch, if it is installed, to store values of its types in another system's format."""
     plain = [*description.values.values(), *(element.data for element in description.objects)]
     kinds = {one.type_name for value in plain for one in values.unresolved(value)}
     if any(kind.startswith("torch.") for kind in kinds):

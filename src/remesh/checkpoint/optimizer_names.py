@@ -307,10 +307,7 @@ class _Renaming:
                     self.dropped.add(other)
 
     def _name_states(self, names: Mapping[str, str]) -> dict[Path, str]:
-        """Give each entry of the state the name of its parameter, as one key of its path.
-
-        Returns the lists and tuples in the states, under their new paths.
-        """
+        """Name each state by its parameter, as one key; returns the lists and tuples in them."""
         known = {name: name for group in self.live.groups for name in group} | dict(names)
         paths: dict[Path, Path] = {}
         for full, rest in self._below("state"):

@@ -324,10 +324,7 @@ class Resharder:
     def _planned(
         self, number: int, reads: RankReads, given: LocalTensors
     ) -> tuple[bytes, MemoryTransfer]:
-        """How this rank gets what it wants: as in the last push, if no rank wants anything else.
-
-        Collective.
-        """
+        """How this rank gets what it wants: as before, if all ranks want the same. Collective."""
         key = _fingerprint(reads)
         kept = self._transfers[number] if number < len(self._transfers) else None
         is_kept = kept is not None and kept[0] == key
