@@ -216,9 +216,12 @@ class Client:
             raise MasterError(f"{self.url} is not trusted: {error}") from error
         except (OSError, http.client.HTTPException) as error:
             raise MasterError(f"{no_answer(self.url, error)}{HINT}") from error
-        if status != http.HTTPStatus.OK:
-            raise MasterError(f"{self.url}: {_problem_in(status, text)}")
-        return text
+        if status == http.HTTPStatus.OK:
+            return text
+        problem = f"HTTP status {status}"
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            problem = msgspec.json.decode(text, type=Problem).error
+        raise MasterError(f"{self.url}: {problem}")
 
     def refusal(self, name: str) -> str:
         """Why a request is refused, as the master says it."""
@@ -249,14 +252,6 @@ class Client:
 def no_answer(url: str, error: Exception) -> str:
     """That a master does not answer, and why."""
     return f"the master at {url} does not answer ({str(error) or type(error).__name__})"
-
-
-def _problem_in(status: int, text: bytes) -> str:
-    """The problem that a reply tells of."""
-    try:
-        return msgspec.json.decode(text, type=Problem).error
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return f"HTTP status {status}"
 
 
 def _host_of(url: str) -> tuple[str, int]:

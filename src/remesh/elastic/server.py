@@ -205,7 +205,11 @@ class AgentSocket:
                     break
                 if message.type is not WSMsgType.BINARY:
                     raise msgspec.DecodeError("it is no binary message")
-                await self._on_message(message.data)
+                said = _decode(message.data)
+                self._master.num_messages += 1
+                if not self._limit.allows(said.incarnation):
+                    await asyncio.sleep(TOO_MANY_PAUSE)
+                self._master.on_message(self._connection, said)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             log.warning("a session with %s is ended, it sent no message: %s", request.remote, error)
             self._refuse(Problem(str(error)))
@@ -218,13 +222,6 @@ class AgentSocket:
             self.end()
             await sending
         return self._socket
-
-    async def _on_message(self, data: bytes) -> None:
-        message = _decode(data)
-        self._master.num_messages += 1
-        if not self._limit.allows(message.incarnation):
-            await asyncio.sleep(TOO_MANY_PAUSE)
-        self._master.on_message(self._connection, message)
 
     def _refuse(self, problem: Problem) -> None:
         self._give(problem)

@@ -195,7 +195,8 @@ class _Job:
         self.now, self.step, self.part = until, first + int(done), done % 1.0
         if self.saving is not None and self.saving[1] <= until:
             self.stored, self.saving = self.saving[0], None
-        every, save_seconds = self.strategy.storage_every, self._save_seconds()
+        every = self.strategy.storage_every
+        save_seconds = self.workload.state_bytes / self.cluster.storage_write
         newest = self.step // every * every
         ended = int((until - save_seconds - began) / pace)  # steps whose save would have ended
         durable = (first + ended) // every * every
@@ -207,9 +208,6 @@ class _Job:
             snapshot = self.step // self.strategy.snapshot_every * self.strategy.snapshot_every
             if snapshot > first:
                 self.snapshot = snapshot
-
-    def _save_seconds(self) -> float:
-        return self.workload.state_bytes / self.cluster.storage_write
 
     def _fail(self, pending: list[Failure]) -> None:
         """A failure has come; others may come before the job has recovered from it."""
