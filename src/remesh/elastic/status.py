@@ -215,14 +215,7 @@ def status_of(
         step_age=progress.pause_of(live.progress, now) if is_of_round else None,
         saved_step=job.saved_step,
         ranks=tuple(
-            RankStatus(
-                rank=rank,
-                step=live.ranks[rank].step,
-                age=max(now - live.ranks[rank].time, 0.0),
-                step_seconds=live.ranks[rank].step_seconds,
-                slow=slow.get(rank),
-                behind=rank in behind,
-            )
+            _rank_row(live.ranks[rank], now, rank, slow.get(rank), behind=rank in behind)
             for rank in (sorted(shown_ranks) if query is None else shown_ranks)
         ),
         ranks_part=ranks_part,
@@ -301,6 +294,15 @@ def _node_rows(
             check=job.check_findings.get(node_id, ""),
             reason=reason,
         )
+
+
+def _rank_row(
+    heard: progress.RankProgress, now: float, rank: int, slow: float | None, *, behind: bool
+) -> RankStatus:
+    age, own = max(now - heard.time, 0.0), heard.step_seconds
+    return RankStatus(
+        rank=rank, step=heard.step, age=age, step_seconds=own, slow=slow, behind=behind
+    )
 
 
 def _stacks(live: Liveness, limits: _Limits) -> dict[int, str]:
