@@ -62,6 +62,13 @@ def broken_check(directory: Path) -> str:
     return str(directory)
 
 
+def run_job(directory: Path, *words: str) -> tuple[int, str]:
+    """Run `remesh run` in a directory to its end; its exit code, and what it wrote."""
+    output = directory / "output"
+    code = Command([*REMESH, "run", *words], output, directory=directory).wait(500)
+    return code, output.read_text()
+
+
 PRELOAD = (
     "numpy,torch,torch._dynamo,torch.distributed.fsdp,remesh.training.survivors,remesh.elastic"
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from remesh.elastic.server import ServerOptions
 from remesh.elastic.status import status_of
 from remesh.errors import MasterError, StorageError
 from tests.elastic.agents import serving
+from tests.elastic.cluster import run_job
 
 WAITING = JobState(policy=Policy())
 
@@ -184,45 +183,27 @@ def test_a_redirect_takes_the_token_to_no_other_host() -> None:
 class TestOneLine:
     """What goes wrong before a node has joined ends `remesh run` with one line, not a traceback."""
 
-    @pytest.fixture(autouse=True)
-    def _leave_the_process_as_it_is(self) -> Iterator[None]:
-        from remesh.elastic.launch import SIGNALS
+    def said_by_run(self, directory: Path, *options: str) -> str:
+        """What is said of a node that cannot join."""
+        code, output = run_job(directory, *options, "--no-python", "true")
+        assert code == 1
+        assert "Traceback" not in output
+        return output
 
-        taken = {signal.SIGTERM, *(signal.Signals[name] for name in SIGNALS)}
-        before = {number: signal.getsignal(number) for number in taken}
-        environment = dict(os.environ)
-        yield
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.environ.clear()
-        os.environ.update(environment)
-
-    def errors_of_run(self, caplog: pytest.LogCaptureFixture, *options: str) -> str:
-        """The last error that was logged, of a node that cannot join."""
-        from remesh.elastic import launch
-
-        with pytest.raises(SystemExit) as ending:
-            launch.main([*options, "--no-python", "true"])
-        assert ending.value.code == 1
-        return caplog.records[-1].getMessage()
-
-    def test_a_missing_master(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_missing_master(self, tmp_path: Path) -> None:
         with held_port() as held:
             url = f"http://127.0.0.1:{held.getsockname()[1]}"
-            said = self.errors_of_run(caplog, "--master", url, "--master-patience", "0")
-        assert said.startswith(f"the master at {url} does not answer")
+            said = self.said_by_run(tmp_path, "--master", url, "--master-patience", "0")
+        assert f"the master at {url} does not answer" in said
 
-    def test_a_wrong_token(self, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def test_a_wrong_token(self, tmp_path: Path) -> None:
         token = tmp_path / "token"
         token.write_text("wrong")
-
         with serving(options=ServerOptions(token="right")) as served:
             options = ("--master", served.url, "--token-file", str(token))
-            assert "the token is missing or wrong" in self.errors_of_run(caplog, *options)
+            assert "the token is missing or wrong" in self.said_by_run(tmp_path, *options)
 
-    def test_an_address_of_no_node(self) -> None:
-        from remesh.elastic import launch
-
-        options = ["--master", "http://127.0.0.1:1", "--local-addr", "no such host"]
-        with pytest.raises(SystemExit, match="the address 'no such host' of this node cannot be"):
-            launch.main([*options, "--no-python", "true"])
+    def test_an_address_of_no_node(self, tmp_path: Path) -> None:
+        options = ("--master", "http://127.0.0.1:1", "--local-addr", "no such host")
+        said = self.said_by_run(tmp_path, *options)
+        assert "the address 'no such host' of this node cannot be resolved" in said

@@ -11,8 +11,7 @@ from remesh.elastic import handler
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.launch import make_parser
 from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_REPLACE
-from tests.elastic.cluster import REMESH
-from tests.elastic.zygote import Command
+from tests.elastic.cluster import run_job
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "elastic.md").read_text()
@@ -28,9 +27,7 @@ def block(kind: str) -> str:
 def test_the_script_survives_its_accident(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("python"))
     assert "$ remesh run --nproc-per-node 2 train.py\n" in PAGE
-    command = [*REMESH, "run", "--nproc-per-node", "2", "train.py"]
-    code = Command(command, tmp_path / "output", directory=tmp_path).wait(500)
-    output = (tmp_path / "output").read_text()
+    code, output = run_job(tmp_path, "--nproc-per-node", "2", "train.py")
     assert code == 0, output
     assert "done: step 20" in output
     assert len(re.findall(r"process \d+ goes on after step 12", output)) == 2

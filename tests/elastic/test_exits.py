@@ -17,10 +17,11 @@ import pytest
 from remesh.elastic.lifecycle import EXIT_JOB_FAILED
 from remesh.elastic.processes import Process
 from tests.campaigns.settings import share
-from tests.elastic.cluster import REMESH
-from tests.elastic.zygote import Command
+from tests.elastic.cluster import REMESH, run_job
 
 pytestmark = pytest.mark.timeout(600)
+
+TWO = ("--nproc-per-node", "2", "--max-restarts", "0")
 
 CRASHES = """
 import atexit, os, sys, time
@@ -45,17 +46,10 @@ else:
 """
 
 
-def run(directory: Path, *words: str) -> tuple[int, str]:
-    """Run a job of two processes; its exit code, and what it wrote."""
-    command = [*REMESH, "run", "--nproc-per-node", "2", "--max-restarts", "0", *words]
-    output = directory / "output"
-    return Command(command, output, directory=directory).wait(500), output.read_text()
-
-
 @pytest.mark.parametrize("words", [("-m", "crashes"), ("crashes.py",)])
 def test_a_crash_after_the_work_is_no_failure(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
-    code, output = run(tmp_path, *words, "--lr", "1")
+    code, output = run_job(tmp_path, *TWO, *words, "--lr", "1")
     assert code == 0, output
     assert "went on: ['--lr', '1']" in output
     assert "died by signal 6 at exit after its work: no failure" in output
@@ -64,7 +58,7 @@ def test_a_crash_after_the_work_is_no_failure(tmp_path: Path, words: tuple[str, 
 
 def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nsys.exit('bad')\n")
-    code, output = run(tmp_path, "fails.py")
+    code, output = run_job(tmp_path, *TWO, "fails.py")
     assert code == EXIT_JOB_FAILED
     assert "exitcode  : 1" in output
     assert "fault of remesh" not in output
@@ -72,7 +66,7 @@ def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
 
 def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nsys.exit('Connection refused')\n")
-    code, output = run(tmp_path, "--max-restarts", "2", "fails.py")
+    code, output = run_job(tmp_path, *TWO, "--max-restarts", "2", "fails.py")
     assert code == EXIT_JOB_FAILED
     assert re.findall(r"starts keep failing, the next one follows in (\d) s", output) == ["1", "2"]
     assert "no other process has failed by itself; no restart left: 2 of 2" in output

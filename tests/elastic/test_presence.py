@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from remesh.elastic.job import JobState, NodeLost, Policy, apply
+from remesh.elastic.job import JobState, NodeLost, Policy
 from remesh.elastic.liveness import (
     BEAT_SECONDS,
     CONFIRM_SECONDS,
@@ -24,8 +25,9 @@ from remesh.elastic.liveness import (
 )
 from remesh.elastic.protocol import Beat, ReportFailures
 from remesh.elastic.rendezvous import Settings
-from tests.elastic.agents import failure_of, join_of
+from tests.elastic.agents import failure_of
 from tests.elastic.cluster import Cluster
+from tests.elastic.played_job import PlayedJob
 from tests.elastic.test_scenarios import assert_same_run
 
 LATE = BEAT_SECONDS + CONFIRM_SECONDS
@@ -52,40 +54,30 @@ def test_a_restart_of_the_master_is_no_death() -> None:
     assert not live.agents
 
 
-def _world_of_two() -> tuple[JobState, Liveness]:
-    """A job that trains on two nodes, which have a session each, of the same number."""
-    job = JobState(policy=Policy(heartbeat_timeout=100.0))
-    settings = Settings(min_nodes=1, max_nodes=2)
-    for node in (0, 1):
-        job = apply(job, join_of(node, incarnation=str(node), settings=settings), 0.0)
-    live = Liveness.after_start(job, 0.0)
-    for node in (0, 1):
-        on_message(live, str(node), 0.0, session=node)
-    return job, live
-
-
-def _fails(text: str, round_of_node: int, exit_code: int = 1) -> ReportFailures:
-    failure = failure_of(0, round=round_of_node, exit_code=exit_code, message=text)
-    return ReportFailures(node_id=0, incarnation="0", round=round_of_node, failures=(failure,))
-
-
 @pytest.mark.parametrize("how", ["goes on", "failed"])
 def test_a_lost_peer_is_that_of_the_ended_session(how: str) -> None:
-    job, live = _world_of_two()
-    this_round = job.rendezvous.round
+    policy, settings = Policy(heartbeat_timeout=100.0), Settings(min_nodes=1, max_nodes=2)
+    played = PlayedJob(JobState(policy=policy), settings)
+    job = played.join(0, at=0.0, agent="0").join(1, at=0.0, agent="1").state
+    live, this_round = Liveness.after_start(job, 0.0), job.rendezvous.round
+    for node in (0, 1):
+        on_message(live, str(node), 0.0, session=node)
+    own: dict[str, Any] = {"node_id": 0, "incarnation": "0"}
+
+    def fails(text: str, round_of_node: int, exit_code: int = 1) -> None:
+        failure = failure_of(0, round=round_of_node, exit_code=exit_code, message=text)
+        on_failures(live, job, ReportFailures(**own, round=round_of_node, failures=(failure,)))
 
     def says(round_of_node: int, *, lost_peer: bool) -> None:
         if how == "goes on":
-            beat = Beat(node_id=0, incarnation="0", round=round_of_node, lost_peer=lost_peer)
-            on_beat(live, job, beat, 1.0)
+            on_beat(live, job, Beat(**own, round=round_of_node, lost_peer=lost_peer), 1.0)
         else:
-            text = "Connection reset by peer" if lost_peer else "ValueError"
-            on_failures(live, job, _fails(text, round_of_node))
+            fails("Connection reset by peer" if lost_peer else "ValueError", round_of_node)
 
     on_end_of_session(live, 1, "1", 1.0, by_peer=True)
     says(this_round - 1, lost_peer=True)  # of another world
     says(this_round, lost_peer=False)
-    on_failures(live, job, _fails("", this_round, exit_code=-signal.SIGTERM))  # it was stopped
+    fails("", this_round, exit_code=-signal.SIGTERM)  # it was stopped
     assert events_of_time(live, job, 1.0) == []
     says(this_round, lost_peer=True)
     lost = NodeLost(node_id=1, incarnation="1", is_closed=True)

@@ -18,7 +18,7 @@ from remesh.elastic.client import Client
 from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Message
 from remesh.errors import MasterError
 from tests.elastic.agents import Served, join_of
-from tests.elastic.cluster import REMESH, MasterProcess
+from tests.elastic.cluster import REMESH, MasterProcess, run_job
 from tests.elastic.zygote import Command
 from tests.waiting import wait_until
 
@@ -54,10 +54,9 @@ def test_a_job_over_https_with_a_token(tmp_path: Path) -> None:
             Client(url, token="wrong", tls_ca=str(certificate)).status()
         with pytest.raises(MasterError, match="certificate"):
             Client(url, token="secret").status()
-        command = [*REMESH, "run", "--master", url, "--token-file", str(token)]
-        command += ["--tls-ca", str(certificate), "--no-python", "true"]
-        output = tmp_path / "output"
-        assert Command(command, output).wait(400) == 0, output.read_text()
+        words = ["--master", url, "--token-file", str(token), "--tls-ca", str(certificate)]
+        code, output = run_job(tmp_path, *words, "--no-python", "true")
+        assert code == 0, output
         assert client.status().phase == "succeeded"
     finally:
         master.kill()

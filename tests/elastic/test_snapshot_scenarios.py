@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 import remesh
 from remesh.elastic.directories import SNAPSHOTS, remove_abandoned, snapshot_directory
-from tests.elastic.cluster import SILENCE, SILENCE_OF_THE_DEAD, Cluster
+from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
 from tests.elastic.test_scenarios import assert_same_run
 
 pytestmark = pytest.mark.timeout(1200)
@@ -28,84 +27,59 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def cluster_of(
-    directory: Path,
-    memory: Path,
-    nodes: str,
-    *,
-    saving: tuple[str, ...],
-    silence: float = SILENCE,
-    agent: tuple[str, ...] = (),
-    job: Literal["numpy", "fsdp"] = "numpy",
-) -> Cluster:
-    options = ("--snapshot-dir", str(memory), *agent)
-    return Cluster(directory, nodes, silence=silence, agent=options, job=job, saving=saving)
+class Remembering(Cluster):
+    """Nodes that keep snapshots in one directory."""
 
+    def __init__(
+        self, directory: Path, memory: Path, nodes: str, *, agent: tuple[str, ...] = (), **rest: Any
+    ) -> None:
+        super().__init__(directory, nodes, agent=("--snapshot-dir", str(memory), *agent), **rest)
 
-def resumes(cluster: Cluster) -> list[dict[str, Any]]:
-    """What each process resumed from, in the order of time."""
-    return cluster.said("resume")
+    def last_stored(self) -> int:
+        records = self.directory.glob("checkpoints/*/remesh.json")
+        return max((int(path.parent.name[-8:]) for path in records), default=0)
 
-
-def have_resumed(cluster: Cluster, num_processes: int) -> bool:
-    return len(resumes(cluster)) == num_processes
-
-
-def is_stored(cluster: Cluster, step: int) -> bool:
-    return (cluster.directory / "checkpoints" / f"step_{step:08d}" / "remesh.json").exists()
-
-
-def last_stored(cluster: Cluster) -> int:
-    records = cluster.directory.glob("checkpoints/*/remesh.json")
-    return max((int(path.parent.name[-8:]) for path in records), default=0)
-
-
-def has_saved_by_itself(cluster: Cluster, after: int) -> bool:
-    """Whether a checkpoint is newer than a step, and one of those that are made every 8 steps."""
-    stored = last_stored(cluster)
-    return stored > after and stored % 8 == 0
-
-
-def num_repeated(cluster: Cluster) -> int:
-    """Steps that were made twice."""
-    return sum(len(losses) - 1 for losses in cluster.losses().values())
+    def num_repeated(self) -> int:
+        """Steps that were made twice."""
+        return sum(len(losses) - 1 for losses in self.losses().values())
 
 
 @slow
 def test_after_a_killed_process_the_job_goes_on_from_memory(tmp_path: Path, memory: Path) -> None:
-    with cluster_of(tmp_path, memory, "2:2", saving=("15", "1", "0"), job="fsdp") as cluster:
+    with Remembering(tmp_path, memory, "2:2", saving=("15", "1", "0"), job="fsdp") as cluster:
         cluster.start(0, 1)
         cluster.until_step(22)
-        stored = last_stored(cluster)
+        stored = cluster.last_stored()
         cluster.kill_worker(1)
-        cluster.until(partial(have_resumed, cluster, 2))
-        (step,) = {entry["step"] for entry in resumes(cluster)}
+        cluster.until(lambda: len(cluster.said("resume")) == 2)
+        (step,) = {entry["step"] for entry in cluster.said("resume")}
         # What was in memory only is stored.
-        cluster.until(partial(is_stored, cluster, step))
+        record = tmp_path / "checkpoints" / f"step_{step:08d}" / "remesh.json"
+        cluster.until(record.exists)
         cluster.stop(0, 1)
-        assert [entry["memory"] for entry in resumes(cluster)] == [True, True]
+        assert [entry["memory"] for entry in cluster.said("resume")] == [True, True]
         assert step >= max(22, stored)
-        assert num_repeated(cluster) <= 1
+        assert cluster.num_repeated() <= 1
         assert_same_run(cluster)
     assert list(memory.iterdir()) == []
 
 
 @slow
 def test_with_replicas_the_loss_of_a_node_loses_no_step(tmp_path: Path, memory: Path) -> None:
-    saving = ("100000", "1", "1")
-    with cluster_of(tmp_path, memory, "2:3", saving=saving, silence=SILENCE_OF_THE_DEAD) as cluster:
+    options: dict[str, Any] = {"saving": ("100000", "1", "1"), "silence": SILENCE_OF_THE_DEAD}
+    with Remembering(tmp_path, memory, "2:3", **options) as cluster:
         cluster.start(0, 1, 2)
         before = cluster.until_trained(0, 1, 2)
         cluster.until_step(10)
         # If one node was late, the world has grown already.
-        num_resumes, num_twice = len(resumes(cluster)), num_repeated(cluster)
+        num_resumes, num_twice = len(cluster.said("resume")), cluster.num_repeated()
         cluster.kill_agent(1)
         cluster.until_trained(0, 2, round_after=before)
         cluster.stop(0, 2)
-        found = resumes(cluster)[num_resumes:]
+        found = cluster.said("resume")[num_resumes:]
         assert [(entry["memory"], entry["size"]) for entry in found] == [(True, 2)] * 2
         assert found[0]["step"] >= 10
-        assert num_repeated(cluster) <= num_twice + 1
+        assert cluster.num_repeated() <= num_twice + 1
         assert_same_run(cluster)
 
 
@@ -113,16 +87,20 @@ def test_with_replicas_the_loss_of_a_node_loses_no_step(tmp_path: Path, memory: 
 def test_without_replicas_it_goes_back_to_storage_and_says_why(
     tmp_path: Path, memory: Path
 ) -> None:
-    with cluster_of(
-        tmp_path, memory, "2:3", saving=("8", "1", "0"), silence=SILENCE_OF_THE_DEAD
-    ) as cluster:
+    options: dict[str, Any] = {"saving": ("8", "1", "0"), "silence": SILENCE_OF_THE_DEAD}
+    with Remembering(tmp_path, memory, "2:3", **options) as cluster:
         cluster.start(0, 1, 2)
         before = cluster.until_trained(0, 1, 2)
-        num_resumes, stored = len(resumes(cluster)), last_stored(cluster)
-        cluster.until(lambda: has_saved_by_itself(cluster, stored))
+        num_resumes, stored = len(cluster.said("resume")), cluster.last_stored()
+
+        def has_saved_by_itself() -> bool:
+            newest = cluster.last_stored()
+            return newest > stored and newest % 8 == 0
+
+        cluster.until(has_saved_by_itself)
         cluster.kill_agent(1)
         before = cluster.until_trained(0, 2, round_after=before)
-        found = resumes(cluster)[num_resumes:]
+        found = cluster.said("resume")[num_resumes:]
         assert len(found) == 2
         for entry in found:
             assert not entry["memory"]
@@ -143,13 +121,13 @@ def test_without_replicas_it_goes_back_to_storage_and_says_why(
 
 @slow
 def test_what_is_in_memory_is_stored_when_the_job_fails(tmp_path: Path, memory: Path) -> None:
-    saving, none = ("100000", "1", "0"), ("--max-restarts", "0")
-    with cluster_of(tmp_path, memory, "2:2", saving=saving, agent=none) as cluster:
+    options: dict[str, Any] = {"saving": ("100000", "1", "0"), "agent": ("--max-restarts", "0")}
+    with Remembering(tmp_path, memory, "2:2", **options) as cluster:
         cluster.start(0, 1)
         cluster.until_step(8)
         cluster.kill_worker(1)
         assert [cluster.exit_code(number) for number in (0, 1)] == [1, 1]
-        stored = last_stored(cluster)
+        stored = cluster.last_stored()
         assert stored in (cluster.step, cluster.step + 1)
         assert remesh.Checkpoint(tmp_path / f"checkpoints/step_{stored:08d}").verify().ok
     assert list(memory.iterdir()) == []

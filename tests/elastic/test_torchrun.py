@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, kill
+from tests.elastic.cluster import SILENCE_OF_THE_DEAD, TRAIN, Cluster, kill
+from tests.elastic.fsdp_job import uninterrupted
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-SCRIPT = Path(__file__).with_name("meet.py")
 
 
 class Torchrun(Cluster):
@@ -25,31 +25,25 @@ class Torchrun(Cluster):
             *(TORCHRUN, "--rdzv-backend=remesh", f"--rdzv-endpoint={self.url}"),
             # torchrun charges a node whose processes fail because others have been stopped.
             *("--nnodes=1:3", "--max-restarts=20", f"--rdzv-conf={options}"),
-            *(
-                "--local-addr=127.0.0.1",
-                "-m",
-                "remesh.elastic.script",
-                str(SCRIPT),
-                str(self.directory),
-            ),
+            *("--local-addr=127.0.0.1", "-m", "remesh.elastic.script"),
+            *(str(TRAIN), str(self.directory), "fsdp", "0.05"),
         ]
 
     def kill_node(self, number: int) -> None:
         """SIGKILL an agent and the processes that it started, which torchrun does not tie to it."""
         agent = self.agents[number].pid
-        workers = [entry["pid"] for entry in self.said() if entry.get("parent") == agent]
+        workers = [entry["pid"] for entry in self.said("start") if entry["parent"] == agent]
         self.kill_agent(number)
         del self.agents[number]
         for pid in set(workers) & set(self.workers()):
             kill(pid)
 
     def places(self, size: int) -> dict[int, int]:
-        """The rank of each node in the newest world of a size that has met."""
-        met = [entry for entry in self.said("met") if entry["size"] == size]
+        """The rank of each node in the newest world of a size that has made a step."""
         numbers = {agent.pid: number for number, agent in self.agents.items()}
-        return {
-            numbers[entry["parent"]]: entry["rank"] for entry in met if entry["parent"] in numbers
-        }
+        nodes = {one["pid"]: numbers.get(one["parent"]) for one in self.said("start")}
+        made = [(nodes[one["pid"]], one) for one in self.said("step") if one["size"] == size]
+        return {number: one["rank"] for number, one in made if number is not None}
 
 
 def test_the_world_shrinks_and_grows_with_a_master_that_is_started_again(
@@ -68,5 +62,5 @@ def test_the_world_shrinks_and_grows_with_a_master_that_is_started_again(
         cluster.until(lambda: cluster.places(3) == {4: 0, 5: 1, 7: 2})
         cluster.stop(4, 5, 7)
         assert cluster.status().phase == "succeeded"
-        ended = [entry["rank"] for entry in cluster.said("end")]
-        assert sorted(ended) == [0, 1, 2]
+        assert sorted(entry["rank"] for entry in cluster.said("end")) == [0, 1, 2]
+        cluster.assert_losses(uninterrupted(cluster.step + 1))

@@ -174,29 +174,30 @@ def test_pods_follow_the_restricted_profile() -> None:
             assert context["capabilities"] == {"drop": ["ALL"]}
 
 
+TEMPLATE = """
+metadata: {labels: {team: ml}, annotations: {a: b}}
+spec:
+  affinity:
+    nodeAffinity:
+      requiredDuringSchedulingIgnoredDuringExecution:
+        nodeSelectorTerms:
+        - matchExpressions: [{key: gpu, operator: In, values: [h100]}]
+        - matchFields: []
+  tolerations:
+  - {key: node.kubernetes.io/unreachable, operator: Exists, tolerationSeconds: 7}
+  securityContext: {runAsUser: 42}
+  containers:
+  - name: train
+    image: train:1
+    command: [env, remesh]
+    env: [{name: A, value: "1"}]
+    resources: {limits: {memory: 1Gi, cpu: 2}}
+  - {name: beside, image: other:1}
+"""
+
+
 def test_a_template_is_completed_not_overruled() -> None:
-    term = {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}
-    required = {"nodeSelectorTerms": [term, {"matchFields": []}]}
-    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
-    key = "node.kubernetes.io/unreachable"
-    template = {
-        "metadata": {"labels": {"team": "ml"}, "annotations": {"a": "b"}},
-        "spec": {
-            "affinity": affinity,
-            "tolerations": [{"key": key, "operator": "Exists", "tolerationSeconds": 7}],
-            "securityContext": {"runAsUser": 42},
-            "containers": [
-                {
-                    "name": "train",
-                    "image": "train:1",
-                    "command": ["env", "remesh"],
-                    "env": [{"name": "A", "value": "1"}],
-                    "resources": {"limits": {"memory": "1Gi", "cpu": 2}},
-                },
-                {"name": "beside", "image": "other:1"},
-            ],
-        },
-    }
+    template = yaml.safe_load(TEMPLATE)
     spec = msgspec.structs.replace(
         make_spec(),
         worker=WorkerSpec(template=template, args=("--nproc-per-node", "8")),
@@ -213,13 +214,16 @@ def test_a_template_is_completed_not_overruled() -> None:
     assert pod["securityContext"]["runAsUser"] == 42
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert {each["key"]: each["tolerationSeconds"] for each in pod["tolerations"]} == {
-        key: 7,
+        "node.kubernetes.io/unreachable": 7,
         "node.kubernetes.io/not-ready": 30,
     }
     terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     away = {"key": "metadata.name", "operator": "NotIn", "values": ["host-1"]}
     assert terms["nodeSelectorTerms"] == [
-        {**term, "matchFields": [away]},
+        {
+            "matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}],
+            "matchFields": [away],
+        },
         {"matchFields": [away]},
     ]
     assert container["command"] == ["env", "remesh"]
