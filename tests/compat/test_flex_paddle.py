@@ -178,7 +178,7 @@ def test_boxes_that_leave_a_hole(copied: Path) -> None:
         check(copied, whole(expected("two_rank")))
 
 
-def arrays_in(storage: Storage, path: str) -> dict[str, tuple[int, int, int]]:
+def arrays_in(storage: Storage, path: str) -> dict[str, tuple[int, int, str]]:
     return paddle.find_arrays(IndexBuilder(Place(storage)), path)
 
 
@@ -196,8 +196,8 @@ def test_arrays_are_found_in_place(sizes: dict[str, int], protocol: int, dtype: 
     storage.put("file", data, overwrite=False)
     found = arrays_in(storage, "file")
     assert found.keys() == arrays.keys() - {"StructuredToParameterName@@"}
-    for name, (position, num_bytes, itemsize) in found.items():
-        assert itemsize == np.dtype(dtype).itemsize
+    for name, (position, num_bytes, kind) in found.items():
+        assert kind == np.dtype(dtype).name
         stored = data[position : position + num_bytes]
         assert np.array_equal(np.frombuffer(stored, dtype), arrays[name])
 

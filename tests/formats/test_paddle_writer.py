@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import remesh
-from remesh.errors import StateError
+from remesh.errors import CorruptCheckpointError, StateError
 from remesh.exchange import Exchange
 from remesh.formats import paddle
 from tests.support import run_ranks
@@ -133,3 +133,11 @@ def test_data_files_may_be_called_safetensors(
         with pytest.raises(StateError, match="Say which to read, safetensors or paddle"):
             remesh.Checkpoint(tmp_path)
         (tmp_path / other).unlink()
+
+
+def test_elements_of_another_type_than_the_metadata_say(tmp_path: Path) -> None:
+    """Of the same size, so that nothing else would tell."""
+    remesh.save({"w": torch.arange(3)}, tmp_path, format="paddle_safetensors")
+    save_file({"w": torch.ones(3, dtype=torch.float64)}, tmp_path / "0_0.distcp")
+    with pytest.raises(CorruptCheckpointError, match="w: 24 bytes of float64 are stored"):
+        remesh.Checkpoint(tmp_path)

@@ -205,21 +205,6 @@ class IndexBuilder:
             self._file.append(self._file_row(path))
             self._position.append(position)
 
-    def add_boxes(
-        self,
-        rows: Sequence[int],
-        offsets: Sequence[Sequence[int]],
-        shapes: Sequence[Sequence[int]],
-        paths: Sequence[str],
-        positions: Sequence[int],
-    ) -> None:
-        """`add_piece` for many boxes, none of which is empty."""
-        self._tensor += rows
-        self._offsets += offsets
-        self._extents += shapes
-        self._file += map(self._file_row, paths)
-        self._position += positions
-
     def add_range(
         self, row: int, box: Box, bounds: tuple[int, int], path: str, position: int
     ) -> None:
@@ -246,15 +231,15 @@ class IndexBuilder:
         name, dtype, whole = self._tensors[row]
         if box.ndim != len(whole):
             raise self._outside(row, path, box)
-        self._file_row(path)  # so that its bytes count
+        file = self._file_row(path)  # so that its bytes count
         num_left = budget("pieces", self.num_bytes) - len(self._tensor)
         where = f"{self.where(path)}: {name}"
         offsets, shape, starts = row_major_pieces(box.shape, strides, where, num_left)
-        offsets = offsets + np.array(box.offset, dtype=np.int64)
-        starts, count = position + starts * BY_NAME[dtype].itemsize, len(starts)
-        self.add_boxes(
-            [row] * count, offsets.tolist(), [shape] * count, [path] * count, starts.tolist()
-        )
+        self._tensor += [row] * len(starts)
+        self._offsets += (offsets + np.array(box.offset, dtype=np.int64)).tolist()
+        self._extents += [shape] * len(starts)
+        self._file += [file] * len(starts)
+        self._position += (position + starts * BY_NAME[dtype].itemsize).tolist()
 
     def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive) -> None:
         """Add a whole tensor that lies in an archive of `torch.save`."""

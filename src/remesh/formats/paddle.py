@@ -22,6 +22,7 @@ ones, and so on. The number of the checkpoint is always 0. The metadata is writt
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -163,19 +164,17 @@ def _fields(kind: type[_Box], record: Record, where: str) -> _Box:
 # ---------------------------------------------------------------------------------------------
 
 
-_Stored = tuple[int, int, int]
-"""Where the elements of an array lie in a data file: first byte, bytes, bytes of an element."""
+_Stored = tuple[int, int, str]
+"""Where the elements of an array lie in a data file: first byte, bytes, element type."""
 
 
 def find_arrays(builder: IndexBuilder, path: str) -> dict[str, _Stored]:
     """The arrays of a data file; what is between them is all that is read."""
     storage, where, num_bytes = builder.storage, builder.where(path), builder.size_of(path)
     if storage.read(path, 8, 9) == b"{":  # behind the length of a header
-        flat = {name: one.flat() for name, one in read_arrays(builder, [path])[path].items()}
-        widths = {name: BY_NAME[one.dtype].itemsize for name, one in flat.items()}
         return {
-            name: (one.position, one.num_elements * widths[name], widths[name])
-            for name, one in flat.items()
+            name: (one.position, math.prod(one.shape) * BY_NAME[one.dtype].itemsize, one.dtype)
+            for name, one in read_arrays(builder, [path])[path].items()
         }
     pickled = parse_file(open_range(storage, path, 0, num_bytes), where)
     found = restricted_pickle.check_names(pickled, where, allow=builder.place.allow).root
@@ -200,7 +199,7 @@ def _pickled_array(array: Any, where: str) -> _Stored:
         raise damaged(where, f"not an array: {error!s:.80}") from error
     if is_fortran or element.byteorder == ">":
         raise damaged(where, f"an array of shape {extents} is not row-major and little-endian")
-    return span.position, span.num_bytes, element.itemsize
+    return span.position, span.num_bytes, element.name
 
 
 # ---------------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ def read(place: Place, builder: IndexBuilder) -> None:
     rows = {}
     for name, boxes in metadata.state_dict_metadata.items():
         dtype, shape = _tensor_of(f"{builder.where(path)}: {name}", boxes)
-        rows[name] = (builder.add_tensor(name, dtype, shape), BY_NAME[dtype].itemsize)
+        rows[name] = builder.add_tensor(name, dtype, shape), BY_NAME[dtype]
         builder.set_path(name, metadata.flat_mapping.get(name) or (name,))
     arrays: dict[str, dict[str, _Stored]] = {}
     for index, file in metadata.storage_metadata.items():
@@ -252,18 +251,21 @@ def read(place: Place, builder: IndexBuilder) -> None:
             raise damaged(where, f"stored, but {path} does not describe it")
         if index.replica_id not in {None, 0}:
             continue
-        row, itemsize = rows[name]
+        row, wanted = rows[name]
         box, start, stop = _part_of(metadata, index, where)
         if file not in arrays:
             arrays[file] = find_arrays(builder, file)
         if name not in arrays[file]:
             raise damaged(where, "missing, though the metadata name it")
-        position, num_bytes, width = arrays[file][name]
-        if (width, num_bytes) != (itemsize, itemsize * (stop - start)):
+        position, num_bytes, stored = arrays[file][name]
+        # What numpy has no type for is stored as integers of that size, which may have a sign.
+        carrier = wanted.carrier.name
+        kinds = {wanted.name, *(() if wanted.is_native else (carrier, carrier.removeprefix("u")))}
+        if stored not in kinds or num_bytes != wanted.itemsize * (stop - start):
             raise damaged(
                 where,
-                f"{num_bytes} bytes in elements of {width} are stored\n"
-                f"The metadata say {stop - start} elements of {itemsize}.",
+                f"{num_bytes} bytes of {stored} are stored\n"
+                f"The metadata say {stop - start} elements of {wanted.name}.",
             )
         builder.add_range(row, box, (start, stop), file, position)
     builder.described_by = builder.where(path)
