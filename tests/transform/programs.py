@@ -192,7 +192,7 @@ class Writer:
         self.program.write(f"{name} -> {', '.join(targets)}, unstack={axis}", **results)
 
     def reshape(self, name: str, tensor: Tensor) -> None:
-        shape = self.draw(st.sampled_from(_factorings(tensor.array.size)))
+        shape = self.draw(st.sampled_from(factorings(tensor.array.size)))
         if shape == tensor.array.shape:
             return
         target = self.target()
@@ -225,7 +225,7 @@ class Writer:
         )
 
 
-def _factorings(size: int) -> list[tuple[int, ...]]:
+def factorings(size: int) -> list[tuple[int, ...]]:
     """Shapes of up to three axes with as many elements."""
     if size == 0:
         return [(0,), (2, 0), (0, 3)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +14,8 @@ from remesh import Transform
 from remesh.core.geometry import Box
 from remesh.transform import Resolved, TensorInfo
 from tests.strategies import boxes_in, partitions
-from tests.transform.programs import Program, programs
-from tests.transform.simulated import Piece, fetch, pieces_of
+from tests.transform.programs import Program, factorings, programs
+from tests.transform.simulated import Piece, cut_evenly, fetch, pieces_of
 
 
 def _resolved(program: Program) -> Resolved:
@@ -66,6 +69,31 @@ def test_a_region_reads_no_more_than_it_wants(program: Program, data: st.DataObj
     assert sum(region.source_box.size for region in regions) == box.size
     assert sum(region.target_box.size for region in regions) == box.size
     assert all(box.contains(region.target_box) for region in regions)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_of_blocks_go_through_permutations_and_reshapes(seed: int) -> None:
+    """A chain of them on one tensor, of which ranks hold parts and want a part."""
+    dice = random.Random(seed)
+    shape = dice.choice([(4, 6, 2), (3, 16), (2, 2, 3, 4)])
+    whole = expected = np.arange(48, dtype=np.float32).reshape(shape)
+    statements = []
+    for _ in range(dice.randint(1, 4)):
+        reshaped = dice.choice(factorings(48))
+        if dice.random() < 0.6 and reshaped != expected.shape:
+            expected = expected.reshape(reshaped)
+            statements.append(f"x -> x, reshape={[*reshaped]}")
+        else:
+            order = dice.sample(range(expected.ndim), expected.ndim)
+            expected = expected.transpose(order)
+            statements.append(f"x -> x, permute={order}")
+    resolved = Transform(statements).resolve({"x": TensorInfo("float32", shape)})
+    sources = {"x": pieces_of(whole, cut_evenly(shape, [dice.randint(1, n) for n in shape]))}
+    for _ in range(10):
+        ends = [sorted(dice.sample(range(n + 1), 2)) for n in expected.shape]
+        box = Box.from_slices(*((start, stop) for start, stop in ends))
+        found = fetch(resolved.regions("x", box), sources, box)
+        np.testing.assert_array_equal(found, expected[box.slices])
 
 
 @settings(deadline=None)
