@@ -38,7 +38,7 @@ from remesh.adapters.memory import alias_key, check_strided, strided_layout
 from remesh.adapters.tensor_subclass import unwrapped
 from remesh.adapters.wrappers import entry_names, inner_attribute
 from remesh.core.geometry import Box
-from remesh.core.sharded import ArrayLike, Part, ShardedTensor, dtype_name
+from remesh.core.sharded import Part, ShardedTensor, dtype_name
 from remesh.core.state import Path, Role, TensorEntry, Walk, name_of
 from remesh.errors import StateError
 
@@ -334,7 +334,7 @@ def add_shards(
     assert place.shards is not None
     check_strided(local_of(tensor), name_of(path))
     shape = place.shards.global_shape
-    views = [(part.box, _alias_key(part.data)) for part in parts]
+    views = [(part.box, alias_key(part.data)) for part in parts]  # type: ignore[arg-type]
     key = ("shards", shape, *views) if views and views[0][1] is not None else None
     name = walk.claim(path)
     dtype = dtype_name(local_of(tensor), name)
@@ -342,7 +342,3 @@ def add_shards(
     walk.description.tensors.append(
         TensorEntry(name, dtype, shape, parts, place.role, resize, alias_key=key)
     )
-
-
-def _alias_key(data: ArrayLike) -> object:
-    return alias_key(data) if isinstance(data, torch.Tensor) else None

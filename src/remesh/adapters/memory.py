@@ -113,10 +113,12 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
     """The memory of a tensor or a numpy array, which is not copied."""
     if isinstance(array, torch.Tensor):
         tensor = _with_memory(array, where, writable)
+        dtype = BY_NAME[dtype_name(tensor, where)]
         if tensor.device.type == "cpu":
-            return HostMemory(_carrier_view(tensor, where).numpy())
-        carrier = BY_NAME[dtype_name(tensor, where)].carrier
-        return DeviceMemory(tensor.view(MOVABLE[tensor.itemsize]), carrier)
+            # numpy knows only some types; the others are seen as one of the same size.
+            known = tensor if dtype.is_native else tensor.view(_STAND_INS[dtype.itemsize])
+            return HostMemory(known.numpy())
+        return DeviceMemory(tensor.view(MOVABLE[tensor.itemsize]), dtype.carrier)
     return HostMemory(_numpy_carrier(array, where, writable))
 
 
@@ -215,12 +217,6 @@ def _with_memory(tensor: torch.Tensor, where: str, writable: bool) -> torch.Tens
         )
     # Describing has detached most of them already, and it takes its time.
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _carrier_view(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """The same memory in a type that numpy knows."""
-    dtype = BY_NAME[dtype_name(tensor, where)]
-    return tensor if dtype.is_native else tensor.view(_STAND_INS[dtype.itemsize])
 
 
 def _numpy_carrier(array: ArrayLike, where: str, writable: bool) -> CarrierArray:

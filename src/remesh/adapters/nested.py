@@ -13,7 +13,6 @@ where the caller's `allocate` hands it out.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, TypeGuard
 
@@ -114,17 +113,6 @@ def _beginning_in(path: Path, places: Mapping[Path, object]) -> Path | None:
     if not places:
         return None
     return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
-
-
-def visit_with_role(walk: Walk, path: Path, node: object, role: Role) -> Rebuild:
-    """Visit a node whose plain tensors have copies on other ranks of which something is known."""
-    tensors = walk.description.tensors
-    first = len(tensors)
-    rebuild = walk.visit(path, node)
-    for number in range(first, len(tensors)):
-        if tensors[number].role is Role.ASSUMED:
-            tensors[number] = dataclasses.replace(tensors[number], role=role)
-    return rebuild
 
 
 def leaves_of(node: object, path: Path) -> list[tuple[Path, object]]:

@@ -61,7 +61,6 @@ from remesh.adapters.nested import (
     describe_stored,
     leaves_of,
     sequences_of,
-    visit_with_role,
 )
 from remesh.adapters.tensor import amend
 from remesh.adapters.tensor_subclass import is_of_torchao
@@ -461,7 +460,11 @@ def _visit(
     `known` has what is no shard, by its name: several shards of a parameter must agree about it.
     """
     if place.shards is None:
-        return visit_with_role(walk, path, node, place.role)
+        first = len(walk.description.tensors)
+        rebuild = walk.visit(path, node)
+        if place.role is Role.EQUAL:  # then so is the state, that of plain tensors too
+            amend(walk, first, role=Role.EQUAL)
+        return rebuild
     walk.description.sequences.update(sequences_of(node, path))
     for leaf_path, leaf in leaves_of(node, path):
         where = name_of(leaf_path)

@@ -178,15 +178,12 @@ def _plain(value: object, where: str) -> object:
         return "device"
     if isinstance(value, Mapping):
         return {str(key): _plain(item, where) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {"type": _class_of(value), **_fields(value._asdict(), where)}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in dataclasses.fields(value)]
-        return {"type": _class_of(value), **_fields({n: getattr(value, n) for n in names}, where)}
+    fields: tuple[str, ...] | None = getattr(value, "_fields", None)  # of a named tuple
+    if dataclasses.is_dataclass(value):
+        fields = tuple(one.name for one in dataclasses.fields(value))
+    if fields is not None and not isinstance(value, type):
+        plain = {name: _plain(getattr(value, name), where) for name in fields}
+        return {"type": _class_of(value), **plain}
     if isinstance(value, list | tuple):
         return [_plain(item, where) for item in value]
     return _class_of(value)
-
-
-def _fields(values: Mapping[str, object], where: str) -> dict[str, object]:
-    return {name: _plain(item, where) for name, item in values.items()}

@@ -70,7 +70,9 @@ def save_state_dict(
     saver = _SAVERS.get(process_group)
     if saver is not None:
         saver.wait()
-    number = _next_number(exchange, path) if unique_id is None else _checked(unique_id)
+    if unique_id is not None and unique_id < 0:
+        raise StateError(f"unique_id={unique_id} is no number of a checkpoint; they begin at 0")
+    number = _next_number(exchange, path) if unique_id is None else unique_id
     state = _engine_state(exchange, state_dict, may_be_plain=True)
     place, overwrite = _place(path, number), unique_id is not None
     if async_save:
@@ -246,12 +248,6 @@ def _described(key: str, weight: object, name: str) -> EngineTensor | torch.Tens
 
 def _place(path: str | os.PathLike[str], name: int | str) -> str:
     return f"{os.fspath(path).rstrip('/')}/{name}"
-
-
-def _checked(number: int) -> int:
-    if number < 0:
-        raise StateError(f"unique_id={number} is no number of a checkpoint; they begin at 0")
-    return number
 
 
 def _next_number(exchange: Exchange, path: str | os.PathLike[str]) -> int:
