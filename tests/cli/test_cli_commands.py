@@ -23,6 +23,8 @@ SHOWN = [
     ("verify {one}", "{one}: sound, 2 files with tensors, "),
     ("prune {empty} --incomplete", "nothing is left of dead saves\n"),
     ("plan {one} --layout tp=2,fsdp=2", "whole blocks of digests"),
+    ("diff {one} {one}", "equal: 6 tensors; nothing differs\n"),
+    ("advise --checkpoint {plain} --nodes 1 --step-seconds 1", "24 B on 1 node, "),
 ]
 """Commands, and a part of what each shows."""
 

@@ -48,12 +48,6 @@ def theirs(tmp_path: Path) -> Path:
 # ----- diff -----
 
 
-def test_a_checkpoint_does_not_differ_from_itself(run: Run, ours: Path) -> None:
-    result = run("diff", ours, ours)
-
-    assert (result.exit_code, result.stdout) == (0, "equal: 3 tensors; nothing differs\n")
-
-
 def test_values_are_compared_with_a_tolerance(run_json: Any, tmp_path: Path, ours: Path) -> None:
     remesh.save({"model": weights(change=0.25), "step": 4, "more": 1}, tmp_path / "other")
 
@@ -244,11 +238,3 @@ def test_advice_names_the_arguments_that_a_script_gives(run_json: Any, run: Run)
     assert run(*job, "--state-size", "1TB", "--copies", 8).stdout.endswith(
         f"recommended: live memory\n  {document['arguments']}\n"
     )
-
-
-def test_advice_takes_the_size_of_a_checkpoint(checkpoint: Path, run: Run) -> None:
-    num_bytes = sum(tensor.num_bytes for tensor in remesh.Checkpoint(checkpoint).index.values())
-
-    done = run("advise", "--checkpoint", checkpoint, "--nodes", 1, "--step-seconds", 1)
-
-    assert done.stdout.startswith(f"{num_bytes} B on 1 node, ")
