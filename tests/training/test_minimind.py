@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,9 @@ def test_both_modes_of_one_call(tmp_path: Path) -> None:
     scaler.scale(model(torch.arange(12).reshape(2, 6))).backward()
     scaler.step(optimizer)
     scaler.update()
-    for step in (6, 7):
+    run: Any = type("Run", (), {"__module__": "wandb.sdk.wandb_run", "id": "abc123"})()
+    run.project = run.entity = "p"
+    for step, tracker in ((6, None), (7, run)):
         saved = minimind.lm_checkpoint(
             config,
             weight="pretrain",
@@ -95,6 +98,7 @@ def test_both_modes_of_one_call(tmp_path: Path) -> None:
             step=step,
             save_dir=str(tmp_path),
             scaler=scaler,
+            wandb=tracker,
             note="a value",
             nothing=None,
         )
@@ -104,7 +108,8 @@ def test_both_modes_of_one_call(tmp_path: Path) -> None:
         "pretrain_16_moe_resume.pth",
     ]
     data = minimind.lm_checkpoint(config, weight="pretrain", save_dir=str(tmp_path))
-    assert (data["epoch"], data["step"], data["note"], data["wandb_id"]) == (1, 7, "a value", None)
+    found = (data["epoch"], data["step"], data["note"], data["wandb_id"])
+    assert found == (1, 7, "a value", "abc123")
     assert "nothing" not in data
     other, other_optimizer, other_scaler = parts()
     other.load_state_dict(data["model"])
@@ -116,22 +121,6 @@ def test_both_modes_of_one_call(tmp_path: Path) -> None:
         state, other_state = optimizer.state[ours], other_optimizer.state[theirs]
         assert state["step"] == other_state["step"] == 1
         assert torch.equal(state["exp_avg_sq"], other_state["exp_avg_sq"])
-
-
-def test_the_id_of_a_tracked_run_is_kept(tmp_path: Path) -> None:
-    minimind = load_example("minimind")
-    run = type("Run", (), {"__module__": "wandb.sdk.wandb_run", "id": "abc123"})()
-    run.project = run.entity = "p"
-    model = minimind.LanguageModel(minimind.LMConfig(4))
-    minimind.lm_checkpoint(
-        minimind.LMConfig(4),
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters()),
-        wandb=run,
-        save_dir=str(tmp_path),
-    )
-    data = minimind.lm_checkpoint(minimind.LMConfig(4), save_dir=str(tmp_path))
-    assert data["wandb_id"] == "abc123"
 
 
 @pytest.mark.slow
