@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -28,20 +27,33 @@ ENVIRONMENT = {
 }
 
 
-class AtomicServer(ThreadedMotoServer):
+class S3Server(ThreadedMotoServer):
     """moto looks for an object and makes it in two steps; stores do that in one.
 
     Args:
-        ignores_conditions: Whether conditional puts succeed whatever there is, as some stores let
-            them.
-        ignores_ranges: Whether objects are given whole where a part is asked for.
+        ignored: Headers of requests that are ignored, as some stores do: `If-None-Match`, so that
+            conditional puts succeed whatever there is, or `Range`, so that objects are given whole.
+
+    Attributes:
+        methods: The kinds of requests that it has got.
     """
 
-    def __init__(self, *, ignores_conditions: bool = False, ignores_ranges: bool = False) -> None:
+    def __init__(self, *ignored: str) -> None:
         super().__init__(ip_address="127.0.0.1", port=0, verbose=False)
-        self._ignores_ranges = ignores_ranges
-        self._ignores_conditions = ignores_conditions
+        self._ignored = [f"HTTP_{name.upper().replace('-', '_')}" for name in ignored]
         self.methods: list[str] = []
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens."""
+        host, port = self.get_host_and_port()
+        return f"http://{host}:{port}"
+
+    def uploads(self) -> list[str]:
+        """Keys of multipart uploads that are neither completed nor aborted."""
+        with client_of(self.endpoint) as client:
+            found = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        return sorted(upload["Key"] for upload in found)
 
     def _server_entry(self) -> None:
         lock = threading.Lock()
@@ -49,10 +61,8 @@ class AtomicServer(ThreadedMotoServer):
 
         def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
             self.methods.append(_kind(environ["REQUEST_METHOD"], environ["QUERY_STRING"]))
-            if self._ignores_conditions:
-                environ.pop("HTTP_IF_NONE_MATCH", None)
-            if self._ignores_ranges:
-                environ.pop("HTTP_RANGE", None)
+            for name in self._ignored:
+                environ.pop(name, None)
             if environ["REQUEST_METHOD"] != "PUT":
                 return app(environ, start)
             with lock:
@@ -72,56 +82,30 @@ def _kind(method: str, query: str) -> str:
     return "DELETE" if method == "POST" and query.startswith("delete") else method
 
 
-@dataclass(frozen=True, slots=True)
-class S3Server:
-    """Where the server listens, and the kinds of requests that it has got."""
+def client_of(endpoint: str) -> Any:
+    """A client of another make, to be closed by `with`."""
+    import boto3
 
-    endpoint: str
-    methods: list[str]
-
-    def uploads(self) -> list[str]:
-        """Keys of multipart uploads that are neither completed nor aborted."""
-        import boto3
-
-        client = boto3.client("s3", endpoint_url=self.endpoint)
-        try:
-            found = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
-        finally:
-            client.close()
-        return sorted(upload["Key"] for upload in found)
+    return closing(boto3.client("s3", endpoint_url=endpoint))
 
 
 @contextmanager
-def s3_server(
-    *, ignores_conditions: bool = False, ignores_ranges: bool = False
-) -> Iterator[S3Server]:
+def s3_server(*ignored: str) -> Iterator[S3Server]:
     """A server with an empty bucket; the environment names it and its credentials."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = AtomicServer(ignores_conditions=ignores_conditions, ignores_ranges=ignores_ranges)
+    server = S3Server(*ignored)
     server.start()
     try:
-        host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
         with pytest.MonkeyPatch.context() as patch:
             for name, value in ENVIRONMENT.items():
                 patch.setenv(name, value)
-            patch.setenv("AWS_ENDPOINT_URL", endpoint)
-            make_bucket(endpoint)
-            yield S3Server(endpoint, server.methods)
+            patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+            with client_of(server.endpoint) as client:
+                client.create_bucket(Bucket=BUCKET)
+                # moto has one set of buckets a process: a server that ended may have left uploads.
+                for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
+                    named = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    client.abort_multipart_upload(Bucket=BUCKET, **named)
+            yield server
     finally:
         server.stop()
-
-
-def make_bucket(endpoint: str, name: str = BUCKET) -> None:
-    """Make an empty bucket."""
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=endpoint)
-    try:
-        client.create_bucket(Bucket=name)
-        # moto has one set of buckets a process: a server that has ended may have left uploads.
-        for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", []):
-            named = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-            client.abort_multipart_upload(Bucket=name, **named)
-    finally:
-        client.close()
