@@ -6,23 +6,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
-from remesh.errors import ExchangeError, MismatchError, StateError, StorageError
+from remesh.errors import ExchangeError, MismatchError, StateError
 from remesh.exchange import Exchange
-from remesh.storage import MemoryStorage, Storage
 from tests.support import (
     Died,
-    Fail,
-    FaultyStorage,
     Outcome,
     Raised,
     Returned,
@@ -31,21 +25,8 @@ from tests.support import (
     returned_values,
     run_processes,
     run_processes_outcomes,
-    run_ranks,
     run_ranks_outcomes,
 )
-
-
-def _describe(exchange: Exchange, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    total = tensor * (exchange.rank + 1)
-    dist.all_reduce(total)
-    return os.getpid(), total
-
-
-def test_processes_have_a_gloo_group() -> None:
-    results = run_processes(3, _describe, torch.ones(2))
-    assert len({pid for pid, _ in results} | {os.getpid()}) == 4
-    assert [total.tolist() for _, total in results] == [[6.0, 6.0]] * 3
 
 
 class _AwkwardError(Exception):
@@ -139,24 +120,6 @@ def test_each_end_of_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(raised.error, SystemExit)
 
 
-def test_the_rank_that_began_it_is_blamed() -> None:
-    def work(exchange: Exchange) -> None:
-        exchange.all_gather(b"")
-        if exchange.rank == 2:
-            raise LookupError("lost")
-        exchange.all_gather(b"")
-
-    with pytest.raises(LookupError, match="lost") as caught:
-        run_ranks(3, work)
-    cause, *others = caught.value.__notes__
-    assert cause.startswith("rank 2 raised this:\nTraceback")
-    assert 'raise LookupError("lost")' in cause
-    assert [note.partition(":")[0] for note in others] == [
-        "rank 0 raised ExchangeError",
-        "rank 1 raised ExchangeError",
-    ]
-
-
 def _foreign(rank: int) -> Raised:
     error = StateError(f"from {rank}")
     error.rank = rank
@@ -182,28 +145,3 @@ def test_blame(outcomes: list[Outcome[int]], expected: str) -> None:
     failed = [rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, Returned)]
     told = f"{caught.value}\n" + "\n".join(getattr(caught.value, "__notes__", []))
     assert all(f"rank {rank}" in told for rank in failed)
-
-
-@pytest.mark.parametrize(
-    ("operation", "call"),
-    [
-        ("list", lambda storage: storage.list()),
-        ("size", lambda storage: storage.size("file")),
-        ("read", lambda storage: storage.read("file")),
-        ("read_into", lambda storage: storage.read_into("file", 0, np.empty(1, np.uint8))),
-        ("put", lambda storage: storage.put("file", b"y", overwrite=True)),
-        ("create", lambda storage: storage.create("new", 1)),
-        ("write", lambda storage: storage.create("new", 1).write(0, np.empty(1, np.uint8))),
-        ("finish", lambda storage: storage.create("new", 1).finish()),
-        ("delete", lambda storage: storage.delete("file")),
-        ("sync", lambda storage: storage.sync()),
-    ],
-)
-def test_an_operation_of_a_storage_can_fail(
-    operation: str, call: Callable[[Storage], object]
-) -> None:
-    inner = MemoryStorage()
-    inner.put("file", b"x", overwrite=False)
-    with pytest.raises(StorageError, match=rf"(?s)cannot {operation}.*Input/output error"):
-        call(FaultyStorage(inner, [Fail(operation)]))
-    assert (inner.list(), inner.read("file")) == (["file"], b"x")
