@@ -141,9 +141,11 @@ def test_a_range_decodes_the_blocks_that_it_meets(
     buffer = np.empty(10, np.uint8)
     assert files.read_into(path, BLOCK_SIZE - 5, buffer) == 10
     assert sum(reads.num_bytes) == lengths[:2].sum()
+    whole, size = files.read(path), index.files[0].num_bytes
+    assert buffer.tobytes() == whole[BLOCK_SIZE - 5 :][:10]
     assert files.read(path, BLOCK_SIZE - 5, BLOCK_SIZE + 5) == buffer.tobytes()
-    size = index.files[0].num_bytes
     assert files.read_into(path, size - 3, buffer) == 3
+    assert buffer[:3].tobytes() == whole[-3:]
     assert files.read_into(path, size + 3, buffer) == 0
     assert files.read(path, size) == files.read(path, 9, 5) == b""
     # Ranks that take columns of the rows that others saved decode each block once, together.

@@ -25,12 +25,12 @@ from remesh.core.geometry import IntArray
 from remesh.core.index import Index
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.errors import CorruptCheckpointError
-from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.formats.decoding import read_table
 from remesh.maintenance.repair import plan_repair, repair
 from remesh.storage import MemoryStorage
 from tests.engine.compressed import places_of, save_rows, truth
+from tests.engine.scenes import saved_by
 from tests.engine.small_checkpoint import flip
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.trial import attempt, import_late_modules
@@ -135,14 +135,8 @@ LIES: dict[str, Callable[[Index], Index]] = {
 def small() -> tuple[Files, Any]:
     """The files of a small compressed checkpoint, and a target for it."""
     import_late_modules()
-    storage = MemoryStorage()
     state = {"w": np.zeros(400_000), "b": np.arange(7.0)}
-
-    def save(exchange: Exchange) -> None:
-        mine = {name: array for name, array in state.items() if exchange.rank == (name == "b")}
-        remesh.save(mine, storage, compress="zstd", group=exchange)
-
-    run_ranks(2, save)
+    storage = saved_by(2, lambda rank: {"wb"[rank]: state["wb"[rank]]}, compress="zstd")
     files = {path: storage.read(path) for path in storage.list()}
     return files, {name: np.ones_like(array) for name, array in state.items()}
 

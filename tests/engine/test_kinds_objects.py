@@ -498,39 +498,29 @@ STATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("live", ["the same", "empty", "another"])
 @pytest.mark.parametrize("kind", STATES)
-def test_objects_with_a_state_dict(kind: str, tmp_path: Path) -> None:
-    remesh.save({"data": Stateful(STATES[kind])}, tmp_path)
-    target = Stateful(copy.deepcopy(STATES[kind]))
-    load_exactly({"data": target}, tmp_path)
-    assert flat(target.state) == flat(STATES[kind])
-    assert type(target.state) is type(STATES[kind])
-    if kind == "mixed":
-        assert isinstance(target.state["array"], np.ndarray)
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_objects_get_the_stored_state_when_theirs_is_empty(kind: str, tmp_path: Path) -> None:
-    remesh.save({"data": Stateful(STATES[kind])}, tmp_path)
-    target = Stateful({})
-    load_exactly({"data": target}, tmp_path)
-    assert flat(target.state) == flat(STATES[kind])
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_objects_get_the_stored_state_when_theirs_is_another(kind: str, tmp_path: Path) -> None:
-    """What only they have is missing, where the stored state has names of that kind."""
-    remesh.save({"data": Stateful(STATES[kind])}, tmp_path)
-    live = {"buffer": torch.zeros(7), "epoch": 0}
-    target = Stateful(copy.deepcopy(live))
-    missing = {"data.buffer", "data.epoch"} if kind in {"nested", "numbered", "deep"} else set()
-    if missing:
+def test_objects_get_the_stored_state_whatever_theirs_is(
+    kind: str, live: str, tmp_path: Path
+) -> None:
+    stored, other = STATES[kind], {"buffer": torch.zeros(7), "epoch": 0}
+    remesh.save({"data": Stateful(stored)}, tmp_path)
+    target = Stateful(copy.deepcopy({"the same": stored, "empty": {}, "another": other}[live]))
+    if live != "another":
+        load_exactly({"data": target}, tmp_path)
+    elif kind in {"nested", "numbered", "deep"}:
+        # What only they have is missing, where the stored state has names of that kind.
         with pytest.raises(remesh.MismatchError) as caught:
             remesh.load({"data": target}, tmp_path)
-        assert set(caught.value.missing) == missing
-        assert flat(target.state) == flat(live)
-    remesh.load({"data": target}, tmp_path, unexpected="error", missing="keep")
-    assert flat(target.state) == flat({**STATES[kind], **live} if missing else STATES[kind])
+        assert set(caught.value.missing) == {"data.buffer", "data.epoch"}
+        assert flat(target.state) == flat(other)
+        stored = {**stored, **other}
+    if live == "another":
+        remesh.load({"data": target}, tmp_path, unexpected="error", missing="keep")
+    assert flat(target.state) == flat(stored)
+    if live == "the same":
+        assert type(target.state) is type(stored)
+        assert kind != "mixed" or isinstance(target.state["array"], np.ndarray)
 
 
 # ---------------------------------------------------------------------------------------------
