@@ -24,10 +24,9 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import httpx2
@@ -150,13 +149,10 @@ async def read(
     client: AsyncClient, kind: type[GenericNamespacedResource], namespace: str, name: str
 ) -> dict[str, Any] | None:
     """An object; None if there is none of this name."""
-    with errors_of(f"read {name}"):
-        try:
-            return dict(await client.get(kind, name, namespace=namespace))
-        except ApiError as error:
-            if error.status.code == NOT_FOUND:
-                return None
-            raise
+    found = None
+    with errors_of(f"read {name}", ignore=NOT_FOUND):
+        found = dict(await client.get(kind, name, namespace=namespace))
+    return found  # noqa: RET504 - the block may have ended before
 
 
 class ApiCluster:
@@ -333,8 +329,7 @@ def seen_of_master(status: Status, epoch: int, now: datetime) -> MasterAnswer:
     return MasterAnswer(epoch=epoch, training=training, errors=tuple(errors))
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """A pass over a job."""
 
     job: ElasticJob  # the job after it

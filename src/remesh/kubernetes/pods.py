@@ -61,15 +61,11 @@ def pod_name(job_name: str, role: Role, index: int) -> str:
     return f"{job_name}-{role}-{index}"
 
 
-def master_host(job: ElasticJob) -> str:
-    """The name under which pods reach the master."""
-    return f"{service_name(job.name)}.{job.namespace}.svc"
-
-
 def master_url(job: ElasticJob, host: str | None = None) -> str:
-    """The URL of the master."""
+    """The URL of the master, by default at the name under which pods reach it."""
     scheme = "http" if job.spec.tls is None else "https"
-    return f"{scheme}://{host or master_host(job)}:{job.spec.master.port}"
+    host = host or f"{service_name(job.name)}.{job.namespace}.svc"
+    return f"{scheme}://{host}:{job.spec.master.port}"
 
 
 def token_of(key: bytes, job: ElasticJob) -> str:
@@ -217,7 +213,8 @@ def _variables(job: ElasticJob, role: Role) -> list[Manifest]:
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
     ]
     if role is Role.WORKER and job.spec.checkpoint is not None:
-        variables.append({"name": "REMESH_CHECKPOINT_ROOT", "value": job.spec.checkpoint.root})
+        root = job.spec.checkpoint.url or job.spec.checkpoint.path
+        variables.append({"name": "REMESH_CHECKPOINT_ROOT", "value": root})
     return variables
 
 

@@ -103,8 +103,7 @@ class Cause(StrEnum):
     FAILED = "Failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MasterAnswer:
+class MasterAnswer(NamedTuple):
     """The answer of a job's master."""
 
     epoch: int  # `JobStatus.epoch` of the job when it was asked
@@ -112,36 +111,31 @@ class MasterAnswer:
     errors: tuple[FailureEntry, ...] = ()  # the newest failures, newest first
 
 
-@dataclass(frozen=True, slots=True)
-class HoldJob:
+class HoldJob(msgspec.Struct, frozen=True):
     """Keep a deleted job until its pods are gone; or let it go, without service and secret."""
 
     held: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CreateShared:
+class CreateShared(msgspec.Struct, frozen=True):
     """Create the service of the master and the secret with the token, if they are not there."""
 
 
-@dataclass(frozen=True, slots=True)
-class CreatePod:
+class CreatePod(msgspec.Struct, frozen=True):
     """Create a pod as the status says, if it is not there."""
 
     role: Role
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeletePod:
+class DeletePod(msgspec.Struct, frozen=True):
     """Delete a pod; with force, without waiting for its kubelet."""
 
     name: str
     force: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     """Tell users of the job what happened, as an event."""
 
     reason: str
@@ -159,8 +153,7 @@ class Ending(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The next status, and what is to be done."""
 
     status: JobStatus  # the status to be written before the actions
@@ -211,16 +204,11 @@ class _Draft:
 
         The next pass is when one of them should be gone.
         """
-        living = [
-            pod
-            for pod in self.pods
-            if pod.role is Role.WORKER
-            and not pod.has_ended
-            and (pod.expires is None or pod.expires > self.now)
-        ]
-        expiries = [pod.expires for pod in living if pod.expires is not None]
-        self.wakes.extend((time - self.now).total_seconds() for time in expiries)
-        return living
+        workers = [pod for pod in self.of(Role.WORKER).values() if not pod.has_ended]
+        expiries = {pod.index: pod.expires for pod in workers if pod.expires is not None}
+        left = {index: (time - self.now).total_seconds() for index, time in expiries.items()}
+        self.wakes += [seconds for seconds in left.values() if seconds > 0]
+        return [pod for pod in workers if left.get(pod.index, 1.0) > 0]
 
     def failed(self, where: str, ending: Ending) -> None:
         entry = FailureEntry(time=self.now, where=where, what=ending.cause, message=ending.text)
@@ -541,15 +529,15 @@ def stalled(conditions: object, text: str, now: datetime) -> list[Any]:
     """The conditions of such a job, whatever stands in its JSON for those it has."""
     found = conditions if isinstance(conditions, list) else []
     known = [each for each in found if isinstance(each, Mapping) and "type" in each]
-    made = Condition(
-        type=STALLED,
-        status="True",
-        reason="OperatorFailed",
-        message=text,
-        last_transition_time=now,
-    )
+    made = _condition(STALLED, "True", "OperatorFailed", text, now)
     others = [each for each in known if each["type"] != STALLED]
     return [*others, msgspec.to_builtins(made)]
+
+
+def _condition(kind: str, status: Holds, reason: str, message: str, since: datetime) -> Condition:
+    return Condition(
+        type=kind, status=status, reason=reason, message=message, last_transition_time=since
+    )
 
 
 def _describe(this: _Draft) -> None:
@@ -573,14 +561,9 @@ def _describe(this: _Draft) -> None:
     }
     since = {(each.type, each.status): each.last_transition_time for each in this.status.conditions}
     conditions = []
-    for kind, (holds, why, message) in values.items():
+    for kind, (holds, why, text) in values.items():
         known: Holds = "True" if holds else "False"
-        time = since.get((kind, known), this.now)
-        conditions.append(
-            Condition(
-                type=kind, status=known, reason=why, message=message, last_transition_time=time
-            )
-        )
+        conditions.append(_condition(kind, known, why, text, since.get((kind, known), this.now)))
     this.set(conditions=tuple(conditions))
 
 

@@ -85,11 +85,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         SecretName | None, about("A Secret whose keys become variables of the workers.")
     ] = None
 
-    @property
-    def root(self) -> str:
-        """The value of `REMESH_CHECKPOINT_ROOT` in the workers."""
-        return self.url or self.path
-
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Certificates of the master, for the name <job>-master.<namespace>.svc."""
