@@ -153,25 +153,24 @@ class TestWhatIsNoJournal:
             Journal(tmp_path / "missing" / "journal")
 
     @pytest.mark.parametrize(
-        ("content", "age"),
+        ("content", "why"),
         [
-            (b'{"version": 6, "job": {"what": "nobody knows yet"}}', "a newer"),
-            (b'{"version": 4}', "an older"),
+            pytest.param(
+                '{"version": 6, "job": {"what": "nobody knows yet"}}',
+                "written by a newer remesh",
+                id="newer",
+            ),
+            pytest.param('{"version": 4}', "written by an older remesh", id="older"),
+            pytest.param("on Monday\n" * 100, "is no journal of a master", id="another file"),
+            pytest.param(
+                '{"version": 5, "time": 1.0, "job": {"policy": 7}}',
+                r"journal is damaged: .*\nMove it away",
+                id="damaged",
+            ),
         ],
     )
-    def test_one_of_another_version(self, tmp_path: Path, content: bytes, age: str) -> None:
-        (tmp_path / "journal").write_bytes(content)
-        with pytest.raises(StorageError, match=f"written by {age} remesh"):
-            Journal(tmp_path / "journal")
-        assert (tmp_path / "journal").read_bytes() == content
-
-    def test_another_file(self, tmp_path: Path) -> None:
-        (tmp_path / "notes").write_text("what I did on Monday\n" * 100)
-        with pytest.raises(StorageError, match="is no journal of a master"):
-            Journal(tmp_path / "notes")
-        assert "Monday" in (tmp_path / "notes").read_text()
-
-    def test_a_damaged_one(self, tmp_path: Path) -> None:
-        (tmp_path / "journal").write_text('{"version": 5, "time": 1.0, "job": {"policy": 7}}')
-        with pytest.raises(StorageError, match=r"journal is damaged: .*\nMove it away"):
+    def test_it_is_refused_and_left_as_it_is(self, tmp_path: Path, content: str, why: str) -> None:
+        (tmp_path / "journal").write_text(content)
+        with pytest.raises(StorageError, match=why):
             loaded(tmp_path / "journal")
+        assert (tmp_path / "journal").read_text() == content
