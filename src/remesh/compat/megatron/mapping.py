@@ -19,6 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,12 +175,11 @@ class ShardedTensor(ShardedBase):
         """The largest extent that shards may have along each axis so that the grid stays."""
         if self.axis_fragmentations is None:
             raise CheckpointingException(f"the shards are no grid: {self}")
-        for extent, count in zip(self.global_shape, self.axis_fragmentations, strict=True):
+        pairs = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
+        for extent, count in pairs:
             if extent % count and not self.allow_shape_mismatch:
                 raise CheckpointingException(f"{extent} cannot be cut into {count} shards: {self}")
-        return tuple(
-            n // c for n, c in zip(self.global_shape, self.axis_fragmentations, strict=True)
-        )
+        return tuple(extent // count for extent, count in pairs)
 
     def without_data(self) -> ShardedTensor:
         return replace(self, data=None)
@@ -265,18 +265,20 @@ class ShardedTensor(ShardedBase):
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
         if self.global_shape[axis] % extent or self.global_offset[axis] % extent:
             raise CheckpointingException(f"only shards of a grid can be narrowed: {self}")
-        changed: dict[str, Any] = {
-            "local_shape": _with(self.local_shape, dim, length),
-            "global_shape": _with(
-                self.global_shape, axis, self.global_shape[axis] // extent * length
-            ),
-            "global_offset": _with(
-                self.global_offset, axis, self.global_offset[axis] // extent * length
-            ),
-        }
+
+        def scaled(values: tuple[int, ...], at: int) -> tuple[int, ...]:
+            return (*values[:at], values[at] // extent * length, *values[at + 1 :])
+
+        narrowed = partial(
+            replace,
+            self,
+            local_shape=scaled(self.local_shape, dim),
+            global_shape=scaled(self.global_shape, axis),
+            global_offset=scaled(self.global_offset, axis),
+        )
         if self.flattened_range is None:
             data = None if self.data is None else self.data.narrow(dim, start, length)
-            return [replace(self, data=data, **changed)]
+            return [narrowed(data=data)]
         if dim != 0:
             raise CheckpointingException(f"a flattened range can be narrowed in dim 0 only: {self}")
         row = math.prod(self.local_shape[1:])
@@ -286,11 +288,7 @@ class ShardedTensor(ShardedBase):
             return []
         data = None if self.data is None else self.data[first - own[0] : last - own[0]]
         left = slice(first - start * row, last - start * row)
-        return [replace(self, data=data, flattened_range=left, **changed)]
-
-
-def _with(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])
+        return [narrowed(data=data, flattened_range=left)]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:

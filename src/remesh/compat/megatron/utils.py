@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, extract_matching_values
@@ -23,35 +24,19 @@ def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> ShardId:
     return sharded_tensor.key, tuple(sharded_tensor.global_offset), span
 
 
-def _extract(state_dict: Any, *kinds: type) -> tuple[Any, Any]:
-    return extract_matching_values(state_dict, lambda leaf: isinstance(leaf, kinds))
+def _extract(sharded_state_dict: Any, *, kinds: tuple[type, ...]) -> tuple[Any, Any]:
+    """The leaves of some kinds, and everything else, each in its containers."""
+    return extract_matching_values(sharded_state_dict, lambda leaf: isinstance(leaf, kinds))
 
 
-def extract_sharded_tensors(sharded_state_dict: Any) -> tuple[Any, Any]:
-    """The `ShardedTensor`s, and everything else, each in its containers."""
-    return _extract(sharded_state_dict, ShardedTensor)
-
-
-def extract_sharded_tensors_and_factories(sharded_state_dict: Any) -> tuple[Any, Any]:
-    """The `ShardedTensor`s and factories, and everything else, each in its containers."""
-    return _extract(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
-
-
-def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: Any) -> tuple[Any, Any]:
-    """`ShardedTensor`s, factories and local objects, and everything else, in their containers."""
-    return _extract(
-        sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject
-    )
-
-
-def extract_sharded_base(sharded_state_dict: Any) -> tuple[Any, Any]:
-    """Everything sharded, and everything else, each in its containers."""
-    return _extract(sharded_state_dict, ShardedBase)
-
-
-def extract_nonpersistent(sharded_state_dict: Any) -> tuple[Any, Any]:
-    """The local objects, and everything else, each in its containers."""
-    return _extract(sharded_state_dict, LocalNonpersistentObject)
+_TENSORS = (ShardedTensor, ShardedTensorFactory)
+extract_sharded_tensors = partial(_extract, kinds=(ShardedTensor,))
+extract_sharded_tensors_and_factories = partial(_extract, kinds=_TENSORS)
+extract_sharded_tensors_or_nonpersistent = partial(
+    _extract, kinds=(*_TENSORS, LocalNonpersistentObject)
+)
+extract_sharded_base = partial(_extract, kinds=(ShardedBase,))
+extract_nonpersistent = partial(_extract, kinds=(LocalNonpersistentObject,))
 
 
 def _rename(sharded_state_dict: Any, new_key: Callable[[str], str]) -> None:
