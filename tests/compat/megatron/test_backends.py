@@ -135,6 +135,7 @@ def leaves(*, values: bool) -> dict[str, Any]:
         "none": ShardedObject("none", None, (1, 1), (0, 0)),
         "local": {"here": LocalNonpersistentObject("mine")},
         "args": argparse.Namespace(lr=1e-3, dtype=torch.bfloat16) if values else "ignored",
+        "table": torch.arange(5),
         "common": {
             "step": 5,
             "nested": [{"t": torch.arange(3), "a": np.ones(2)}, (1, "x")],
@@ -164,7 +165,8 @@ def test_every_kind_of_leaf_comes_back(tmp_path: Path, backend: str) -> None:
     assert loaded["extra"].read() == b"state"
     assert loaded["local"] == {"here": "mine"}
     assert loaded["args"] == argparse.Namespace(lr=1e-3, dtype=torch.bfloat16)
-    assert str(loaded["common"]) == str(leaves(values=True)["common"])
+    for name in ("common", "table"):
+        assert str(loaded[name]) == str(leaves(values=True)[name])
     assert isinstance(wanted["fused"], ShardedTensorFactory)
     assert dist_checkpointing.load_content_metadata(tmp_path) == {"version": 2}
 
@@ -184,7 +186,8 @@ def test_metadata_and_plain_tensors(tmp_path: Path, backend: str) -> None:
     plain = dist_checkpointing.load_plain_tensors(tmp_path)
     assert set(plain) == set(tensors)
     assert plain["layers.weight"].shape == (3, 2, 2)
-    assert set(dist_checkpointing.load_common_state_dict(tmp_path)) == {"args", "common"}
+    common = dist_checkpointing.load_common_state_dict(tmp_path)
+    assert set(common) == {"args", "common", "table"}
 
 
 @backends

@@ -354,3 +354,17 @@ def test_copies_that_are_cut_otherwise_than_their_main_replica_are_not_written(
 ) -> None:
     """As with Megatron's own wrapper, which looks for a main replica of the same shard."""
     run_processes(2, _copies_cut_otherwise, tmp_path)
+
+
+def _ranges_and_boxes(exchange: Exchange, folder: Path) -> None:
+    """A tensor of which one rank has a flattened range, and the other a box."""
+    rank, whole = exchange.rank, torch.arange(8.0).reshape(2, 4)
+    row, place = whole[rank : rank + 1].clone(), (0, rank, 2)
+    flat = flat_shard("w", row.flatten(), (1, 4), place, flattened_range=slice(0, 4))
+    save({"w": flat if rank == 0 else shard("w", row, place)}, folder, ("torch_dist", 1))
+    loaded = load({"w": shard("w", torch.zeros(1, 4), place)}, folder)
+    assert torch.equal(loaded["w"], row)
+
+
+def test_a_range_on_one_rank_and_a_box_on_another(tmp_path: Path) -> None:
+    run_processes(2, _ranges_and_boxes, tmp_path)
