@@ -67,13 +67,17 @@ _COUNT, _SECONDS = click.IntRange(min=1), click.FloatRange(min=0, min_open=True)
 @_option("--spares", click.IntRange(min=0), "N", "Further nodes that wait for a place.", default=0)
 @_option("--step-seconds", _SECONDS, "SECONDS", "Time of a step.", required=True)
 @_option(
-    *("--copies", _COUNT, "N"),
+    "--copies",
+    _COUNT,
+    "N",
     "Nodes that hold each element: 1 if the state is fully sharded (FSDP, ZeRO), else the "
     "number of data-parallel replicas (DDP, HSDP).",
     default=1,
 )
 @_option(
-    *("--failures-per-day", click.FloatRange(min=0), "NUMBER"),
+    "--failures-per-day",
+    click.FloatRange(min=0),
+    "NUMBER",
     "Failures of the whole job; by default those of Llama 3's training, per node.",
 )
 @_bytes_option("--storage-write", "What the storage takes a second, from all nodes.", "10GB")
@@ -81,12 +85,16 @@ _COUNT, _SECONDS = click.IntRange(min=1), click.FloatRange(min=0, min_open=True)
 @_bytes_option("--link", "What a node receives a second from others.", "25GB")
 @_bytes_option("--memory", "What a node copies in its memory a second.", "40GB")
 @_option(
-    *("--start-seconds", click.FloatRange(min=0), "SECONDS"),
+    "--start-seconds",
+    click.FloatRange(min=0),
+    "SECONDS",
     "From the start of a process until it can resume.",
     default=60.0,
 )
 @_option(
-    *("--days", click.FloatRange(min=1, max=3650), "N"),
+    "--days",
+    click.FloatRange(min=1, max=3650),
+    "N",
     "Length of each of the simulated jobs.",
     default=30.0,
 )
