@@ -5,12 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
-from remesh.errors import CheckpointNotFoundError, StorageError
+from remesh.errors import StorageError
 from remesh.storage import LocalStorage, MemoryStorage, is_local, open_storage
-from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import Bucket, ObjectStorage, open_bucket
 from tests.support import FaultyStorage
 
@@ -153,15 +151,6 @@ def test_missing_libraries_of_fsspec_are_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("fsspec.core.url_to_fs", lack)
     with pytest.raises(StorageError, match="cannot open sftp://host/run: Install paramiko"):
         open_storage("sftp://host/run")
-
-
-def test_passwords_in_urls_are_not_shown(tmp_path: Path) -> None:
-    url = "ftp://user:secret@host/run"
-    storage = FsspecStorage(url, fsspec.filesystem("file"), str(tmp_path))
-    assert storage.url == "ftp://***@host/run"
-    with pytest.raises(CheckpointNotFoundError) as caught:
-        storage.read("gone")
-    assert "secret" not in str(caught.value) + repr(storage)
 
 
 def test_libraries_are_imported_when_they_are_needed() -> None:

@@ -61,8 +61,8 @@ def limits_for(latency: float | None, num_bytes: int) -> ReadLimits:
     (smallest, largest), number = REMOTE_WINDOWS, NUM_REMOTE_READS
     if 0 < latency < NEAR_SECONDS:
         largest, number = largest // 2, number // 2
-    far = flow_for(num_bytes, latency, sizes=(smallest, largest), min_number=number)
-    return ReadLimits(far.size, far.size // 8, far.number)
+    size, number = flow_for(num_bytes, latency, sizes=(smallest, largest), min_number=number)
+    return ReadLimits(size, size // 8, number)
 
 
 def read_runs(

@@ -58,7 +58,7 @@ from remesh.errors import RemeshError, StorageError
 from remesh.storage.base import HIDDEN, Buffer, Directory, FileFacts, check_path, taken
 from remesh.storage.messages import RANGES_ADVICE, explain, shown_url
 from remesh.storage.remote import RemoteStorage, StreamWriter
-from remesh.storage.workers import Flow, ask_meanwhile, ask_together, flow_for
+from remesh.storage.workers import ask_meanwhile, ask_together, flow_for
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
@@ -270,8 +270,8 @@ class ObjectStorage(RemoteStorage):
             raise taken(self._name(path))
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> StreamWriter:
-        flow = flow_for(num_bytes, self.latency, sizes=PART_BYTES, min_number=NUM_UPLOADS)
-        part_bytes = self._part_bytes or flow.size
+        size, number = flow_for(num_bytes, self.latency, sizes=PART_BYTES, min_number=NUM_UPLOADS)
+        part_bytes = self._part_bytes or size
         if num_bytes > part_bytes * MAX_PARTS:
             least = -(-num_bytes // MAX_PARTS)
             part_bytes = -(-least >> 20) << 20  # whole mebibytes
@@ -280,7 +280,7 @@ class ObjectStorage(RemoteStorage):
             if not overwrite:
                 parts = self._if_free(path, parts)
             if num_bytes > part_bytes:
-                self._put_parts(path, parts, Flow(part_bytes, flow.number))
+                self._put_parts(path, parts, part_bytes, number)
                 return
             # Taking all parts waits until the writer finishes.
             whole = [*parts, np.empty(0, np.uint8)][0]
@@ -416,7 +416,7 @@ class ObjectStorage(RemoteStorage):
 
         return taken()
 
-    def _put_parts(self, path: str, parts: Iterator[Buffer], flow: Flow) -> None:
+    def _put_parts(self, path: str, parts: Iterator[Buffer], part_bytes: int, number: int) -> None:
         """Put an object of parts; if taking them raises, there is nothing left of it."""
 
         def counted() -> Iterator[memoryview]:
@@ -431,8 +431,8 @@ class ObjectStorage(RemoteStorage):
             self._key(path),
             counted(),
             use_multipart=True,
-            chunk_size=flow.size,
-            max_concurrency=flow.number,
+            chunk_size=part_bytes,
+            max_concurrency=number,
         )
 
 

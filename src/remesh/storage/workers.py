@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from remesh.storage.base import Buffer, Storage, aligned_buffer
@@ -91,16 +90,10 @@ BYTES_UNDER_WAY = 256 << 20
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """How bytes are moved to or from a storage that is a network away."""
-
-    size: int  # bytes of a request
-    number: int  # requests under way at a time
-
-
-def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_number: int) -> Flow:
-    """The requests that move some bytes at the rate of the link.
+def flow_for(
+    num_bytes: int, latency: float, *, sizes: tuple[int, int], min_number: int
+) -> tuple[int, int]:
+    """The requests that move some bytes at the rate of the link: bytes of each, how many at a time.
 
     A few bytes go in as many requests as are under way at a time, so that they take one round trip.
     Many go in the largest requests, which cost least. The farther a storage is (latency, in
@@ -112,7 +105,7 @@ def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_numb
     while size < largest and 2 * size * min_number <= num_bytes:
         size *= 2
     number = math.ceil(latency * LINK_RATE / size)
-    return Flow(size, min(max(number, min_number), BYTES_UNDER_WAY // size))
+    return size, min(max(number, min_number), BYTES_UNDER_WAY // size)
 
 
 def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
