@@ -150,11 +150,11 @@ class CollectingStager(Stager):
             return np.array([lacks, -(-self._layout.num_chunks // chunks)], "<i8").tobytes()
 
         replies = run_on_all(self._collection.exchange, tell)
-        told = np.array([np.frombuffer(reply, "<i8") for reply in replies])
-        if not told[:, 0].any():
+        rounds = np.array([np.frombuffer(reply, "<i8") for reply in replies])
+        if not rounds[:, 0].any():
             super().stage(hand_over, on_chunk)
             return
-        for number in range(int(told[:, 1].max())):
+        for number in range(int(rounds[:, 1].max())):
             numbers = range(number * chunks, (number + 1) * chunks)
             own = numbers[: self._layout.num_chunks - numbers.start]
             self._round(own, hand_over, on_chunk)

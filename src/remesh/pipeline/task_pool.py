@@ -221,8 +221,8 @@ class TaskPool:
         if turn + 1 < self._next_meeting:
             return
         used = (time.monotonic() - self._met) / (self._exchange.patience / 2)
-        told = self._exchange.all_gather(msgspec.msgpack.encode(used))
-        most = max(msgspec.msgpack.decode(reply, type=float) for reply in told)
+        replies = self._exchange.all_gather(msgspec.msgpack.encode(used))
+        most = max(msgspec.msgpack.decode(reply, type=float) for reply in replies)
         # Turns may become slower, so the number of turns grows in steps.
         self._between = max(int(self._between / max(most, 1 / 4)), 1)
         self._next_meeting += self._between
@@ -238,30 +238,30 @@ class TaskPool:
         while True:
             self._wait_for(lambda: self._is_finished, interval)
             message = (self._is_finished, self._is_late, self._num_read, self._tasks.num_bytes)
-            told = [
+            replies = [
                 msgspec.msgpack.decode(data, type=tuple[bool, bool, int, int])
                 for data in self._exchange.all_gather(msgspec.msgpack.encode(message))
             ]
-            slow = [rank for rank, (is_finished, *_) in enumerate(told) if not is_finished]
+            slow = [rank for rank, (is_finished, *_) in enumerate(replies) if not is_finished]
             if not slow:
                 return
-            if any(is_late for _, is_late, *_ in told):
+            if any(is_late for _, is_late, *_ in replies):
                 self.close()
                 named = ", ".join(map(str, slow[:10])) + (", ..." if len(slow) > 10 else "")
                 raise self._too_late(f"rank {named}" if len(slow) == 1 else f"ranks {named}")
             if self._exchange.rank == 0 and self._seconds >= self._logged + LOG_INTERVAL:
                 self._logged = self._seconds
-                self._log_slowest(told, slow)
+                self._log_slowest(replies, slow)
 
-    def _log_slowest(self, told: list[tuple[bool, bool, int, int]], slow: list[int]) -> None:
-        slowest = min(slow, key=lambda rank: told[rank][2] / max(told[rank][3], 1))
-        _, _, num_read, num_bytes = told[slowest]
+    def _log_slowest(self, replies: list[tuple[bool, bool, int, int]], slow: list[int]) -> None:
+        slowest = min(slow, key=lambda rank: replies[rank][2] / max(replies[rank][3], 1))
+        _, _, num_read, num_bytes = replies[slowest]
         _LOGGER.warning(
             "reading for %.0f s; %d of %d ranks have not finished\n"
             "The slowest is rank %d with %.1f of %.1f MB",
             self._seconds,
             len(slow),
-            len(told),
+            len(replies),
             slowest,
             num_read / 1e6,
             num_bytes / 1e6,

@@ -315,11 +315,11 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
 
     try:
         offers = run_on_all(exchange, share)
-        told = run_on_all(exchange, look)
+        replies = run_on_all(exchange, look)
     finally:
         for one in shared:
             one.close()
-    by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in told]
+    by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in replies]
     arriving = plan.incoming.buffer_bytes_but_from(seen)
     return MessageBuffers(
         *carried,

@@ -227,8 +227,8 @@ class ChunkWriter:
         begin = max(int(np.searchsorted(files.start, start, "right")) - 1, 0)
         end = int(np.searchsorted(files.start, start + len(chunk), "left"))
         columns = (files.file, files.start, files.position, files.num_bytes)
-        told = zip(*(column[begin:end].tolist() for column in columns), strict=True)
-        for file, first, position, num_bytes in told:
+        ranges = zip(*(column[begin:end].tolist() for column in columns), strict=True)
+        for file, first, position, num_bytes in ranges:
             skipped = max(start - first, 0)
             part = chunk[first + skipped - start : max(first + num_bytes - start, 0)]
             if len(part):
