@@ -72,6 +72,12 @@ def test_a_conversion_that_overflows_is_infinite() -> None:
     assert result["b"].tolist() == [np.inf]
 
 
+def test_conversions_happen_one_after_the_other() -> None:
+    a = torch.tensor([1 + 2**-8 + 2**-11])  # a tie for bfloat16 once it is rounded to float16
+    result = Transform("a -> b, dtype=float16   b -> c, dtype=bfloat16").apply({"a": a})["c"]
+    assert result.tolist() == a.half().bfloat16().tolist() == [1]
+
+
 def test_an_array_of_text_is_refused() -> None:
     with pytest.raises(UnsupportedValueError, match="a: element type"):
         Transform("a -> b").apply({"a": np.array(["text"])})

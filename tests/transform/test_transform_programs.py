@@ -71,7 +71,8 @@ def test_a_region_reads_no_more_than_it_wants(program: Program, data: st.DataObj
     assert all(box.contains(region.target_box) for region in regions)
 
 
-@pytest.mark.parametrize("seed", range(40))
+# In the last ones a later step cuts what an earlier one has left whole.
+@pytest.mark.parametrize("seed", [*range(40), 171, 195, 234])
 def test_parts_of_blocks_go_through_permutations_and_reshapes(seed: int) -> None:
     """A chain of them on one tensor, of which ranks hold parts and want a part."""
     dice = random.Random(seed)

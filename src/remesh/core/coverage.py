@@ -5,8 +5,8 @@ Three tests of rising cost, each applied to the tensors that the one before coul
 1. *Chain*: every box of the tensor is contiguous in flat order, and sorted by flat start each
    begins where the one before ends. Decides whole tensors, dim-0 shards, and flattened ranges, for
    all tensors at once.
-2. *Grid*: the boxes are exactly the cells between the cut points of each dim. Decides every regular
-   or ragged grid, one tensor at a time.
+2. *Grid*: the extents add up to the tensor, and the boxes are cells between the cut points of each
+   dim. Decides every regular or ragged grid, one tensor at a time.
 3. *Search*: the extents add up to the tensor and no two boxes overlap. Decides everything else.
 
 Only when a tensor fails are the offending boxes worked out, for the message.
@@ -99,16 +99,14 @@ def _undecided_by_chain(boxes: BoxTable, sizes: IntArray) -> BoolArray:
 
 
 def _is_grid(offsets: IntArray, extents: IntArray) -> bool:
-    """True if distinct boxes are all the cells between the cut points of each dim."""
-    num_cells = 1
+    """True if boxes are cells between the cut points of each dim; distinct ones do not overlap."""
     for dim in range(offsets.shape[1]):
         cuts = np.unique(np.concatenate((offsets[:, dim], offsets[:, dim] + extents[:, dim])))
         first = np.searchsorted(cuts, offsets[:, dim])
         last = np.searchsorted(cuts, offsets[:, dim] + extents[:, dim])
         if (last - first != 1).any():
             return False
-        num_cells *= len(cuts) - 1
-    return num_cells == len(offsets)
+    return True
 
 
 def _overlaps(offsets: IntArray, extents: IntArray) -> bool:

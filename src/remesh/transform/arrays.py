@@ -212,8 +212,8 @@ def _apart_from(tensors: Mapping[str, Array], targets: Iterable[Array]) -> Mappi
 
 
 def _layout(array: Array) -> Layout | None:
-    """Where the elements of an array lie; None if it has none."""
-    if _is_torch(array) and array.numel():
+    """Where the elements of an array lie; None if it has none, or no memory."""
+    if _is_torch(array) and array.numel() and not array.is_meta:
         size = array.element_size()
         strides = tuple(stride * size for stride in array.stride())
         return Layout(str(array.device), array.data_ptr(), tuple(array.shape), strides, size)
