@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -654,16 +655,29 @@ def test_mounts_are_found_by_device(
     assert local.mount_of(device) == (kind, source)
 
 
-def test_a_network_file_system_has_one_name_on_all_machines(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "source", "boot_id", "identity"),
+    [
+        ("nfs4", "server:/export", "b7", "nfs4:server:/export"),
+        ("ext4", "/dev/vda", "b7", "b7:"),
+        ("ext4", "/dev/vda", "", f"{socket.gethostname()}:"),
+    ],
+)
+def test_room_has_a_name_that_all_ranks_in_it_give_it(
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    source: str,
+    boot_id: str,
+    identity: str,
 ) -> None:
     storage.put("file", b"", overwrite=False)
-    assert not storage.is_remote
-    monkeypatch.setattr(local, "mount_of", lambda _device: ("nfs4", "server:/export"))
+    monkeypatch.setattr(local, "mount_of", lambda _device: (kind, source))
+    monkeypatch.setattr(local, "_kernel_text", lambda _path: f"{boot_id}\n")
     space = storage.space()
     assert space is not None
-    assert space.identity == "nfs4:server:/export"
-    assert storage.is_remote
+    assert space.identity.startswith(identity)
+    assert storage.is_remote == (kind == "nfs4")
 
 
 def test_this_machines_mounts_parse() -> None:

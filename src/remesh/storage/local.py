@@ -494,7 +494,7 @@ class LocalWriter:
         try:
             # This changes no byte that is there, so each process of a shared file may do it.
             _reserve(self._buffered, num_bytes)
-            if direct and not shared:
+            if direct:
                 self._direct = open_direct(path, os.O_WRONLY)
             if self._direct is not None:
                 self._open.append(self._direct)
