@@ -19,12 +19,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from remesh.errors import RankFailedError
 from tests.support.outcomes import Died, Outcome, Raised, Returned, TimedOut, returned_values
@@ -75,16 +73,6 @@ def run_processes_outcomes(
     return _run(world_size, fn, args, timeout=timeout, grace=timeout)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The task of a rank's process; `call` is the pickled function and its arguments."""
-
-    world_size: int
-    store: str
-    timeout: float
-    call: bytes
-
-
 def _run(
     world_size: int,
     fn: Callable[..., T],
@@ -100,13 +88,13 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="remesh-ranks-") as directory:
         # Plain pickle, not the pipes' own: that one lends tensors from process to process by
         # descriptors, which end with the process that lends them.
-        job = _Job(world_size, str(Path(directory, "store")), timeout, pickle.dumps((fn, args)))
+        job = (world_size, f"file://{directory}/store", timeout, pickle.dumps((fn, args)))
         try:
             for rank in range(world_size):
                 pipe, other_end = context.Pipe(duplex=False)
                 pipes.append(pipe)
                 process = context.Process(
-                    target=_play, args=(rank, job, other_end), name=f"rank {rank}", daemon=True
+                    target=_play, args=(other_end, rank, *job), name=f"rank {rank}", daemon=True
                 )
                 process.start()
                 processes.append(process)
@@ -148,11 +136,11 @@ def _receive(process: ForkServerProcess, pipe: Connection) -> Outcome[T]:
     return cast("Outcome[T]", pickle.loads(report))
 
 
-def _play(rank: int, job: _Job, pipe: Connection) -> None:
+def _play(pipe: Connection, *job: Any) -> None:
     """The main function of a rank's process."""
     outcome: Outcome[object]
     try:
-        outcome = Returned(_call(rank, job))
+        outcome = Returned(_call(*job))
         report = pickle.dumps(outcome)
     except BaseException as error:  # noqa: BLE001 - it is the outcome of this rank
         report = _pickle_error(error, traceback.format_exc())
@@ -160,21 +148,21 @@ def _play(rank: int, job: _Job, pipe: Connection) -> None:
     pipe.close()
 
 
-def _call(rank: int, job: _Job) -> object:
+def _call(rank: int, world_size: int, store: str, timeout: float, call: bytes) -> object:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
 
     from remesh.exchange.torch_group import TorchGroup
 
-    fn, args = pickle.loads(job.call)
+    fn, args = pickle.loads(call)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{job.store}",
+        init_method=store,
         rank=rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.timeout),
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
     )
     try:
         # Joining ends when this rank has its connections. If it then ended at once, it would take
