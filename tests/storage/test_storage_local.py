@@ -570,6 +570,12 @@ def test_delete_prunes_empty_directories(storage: LocalStorage) -> None:
     assert os.listdir(storage.url) == []
 
 
+def test_a_link_is_made_with_its_directory(storage: LocalStorage) -> None:
+    storage.put("a/first", b"x", overwrite=False)
+    assert storage.link_from(storage, "a/first", "b/second", 1)
+    assert storage.read("b/second") == b"x"
+
+
 def test_links_to_files_are_followed(storage: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"content")
     snapshot = Path(storage.url, "snapshot")
