@@ -33,7 +33,7 @@ def _is_engines(strategy: object) -> bool:
 
 
 class _Wrapper:
-    """A strategy, and the group that shares its work."""
+    """What makes a wrapper of a strategy that is not the engine's Megatron's own."""
 
     def __new__(cls, strategy: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Megatron's wrapper of this name for a strategy that is not the engine's."""
@@ -41,10 +41,6 @@ class _Wrapper:
         if strategy is not None and not _is_engines(strategy):
             own = of_release("strategies.fully_parallel", cls.__name__)
         return super().__new__(cls) if own is None else own(strategy, *args, **kwargs)
-
-    def _wrap(self, strategy: Any, group: Any) -> None:
-        self.base_strategy = strategy
-        self.parallelization_group = group
 
 
 class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
@@ -58,7 +54,7 @@ class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
         self, strategy: SaveShardedStrategy, parallelization_group: Any = None, *_: Any, **__: Any
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
-        self._wrap(strategy, parallelization_group)
+        self.base_strategy, self.parallelization_group = strategy, parallelization_group
         if isinstance(strategy, EngineSaveShardedStrategy):
             strategy.shares_replicas = True
 
@@ -81,7 +77,7 @@ class FullyParallelLoadStrategyWrapper(_Wrapper, LoadShardedStrategy):
     def __init__(
         self, strategy: LoadShardedStrategy, parallelization_group: Any = None, *_: Any, **__: Any
     ) -> None:
-        self._wrap(strategy, parallelization_group)
+        self.base_strategy, self.parallelization_group = strategy, parallelization_group
         if isinstance(strategy, EngineLoadShardedStrategy):
             strategy.group, strategy.share_reads = parallelization_group, True
 
