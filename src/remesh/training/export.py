@@ -172,12 +172,13 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         boxes.setdefault(one.name, []).append(one)
     storage = open_storage(path)
     values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
+    limit = {"max_shard_bytes": max_file_bytes} if format == "safetensors" else {}
     options = SaveOptions(
         overwrite=True,
         metadata=json.loads(json.dumps(values)),
         compares="sampled",
         format=_FORMATS[format],
-        format_options={"name": name, "max_shard_bytes": max_file_bytes},
+        format_options={"name": name, **limit},
     )
     description = Description(
         tensors=[one for tensor in tensors for one in _entries_of(tensor, boxes)]
