@@ -78,45 +78,45 @@ class FaultyStorage(StorageView):
 
     def list(self, prefix: str = "") -> list[str]:
         self.meet("list")
-        return self._inner.list(prefix)
+        return super().list(prefix)
 
     def size(self, path: str) -> int:
         self.meet("size", path)
-        return min(self._inner.size(path), self._end(path))
+        return min(super().size(path), self._end(path))
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         self.meet("read", path)
         end = self._end(path)
-        data = self._inner.read(path, min(start, end), end if stop is None else min(stop, end))
+        data = super().read(path, min(start, end), end if stop is None else min(stop, end))
         return self.flip(path, start, data, when="read")
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         self.meet("read_into", path)
         room = buffer[: max(self._end(path) - start, 0)]
-        num_bytes = self._inner.read_into(path, start, room)
+        num_bytes = super().read_into(path, start, room)
         flipped = self.flip(path, start, room[:num_bytes].tobytes(), when="read")
         room[:num_bytes] = np.frombuffer(flipped, np.uint8)
         return num_bytes
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         self.meet("put", path)
-        self._inner.put(path, self.flip(path, 0, data, when="written"), overwrite=overwrite)
+        super().put(path, self.flip(path, 0, data, when="written"), overwrite=overwrite)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> FaultyWriter:
         self.meet("create", path)
-        return FaultyWriter(self, path, self._inner.create(path, num_bytes, overwrite=overwrite))
+        return FaultyWriter(self, path, super().create(path, num_bytes, overwrite=overwrite))
 
     def delete(self, path: str) -> None:
         self.meet("delete", path)
-        self._inner.delete(path)
+        super().delete(path)
 
     def sync(self) -> None:
         self.meet("sync")
-        self._inner.sync()
+        super().sync()
 
     def space(self) -> FileSystemSpace | None:
         self.meet("space")
-        return self._inner.space()
+        return super().space()
 
     def meet(self, operation: str, path: str = "") -> None:
         """Note a call, and let the faults that it matches happen."""
