@@ -129,7 +129,8 @@ def lightning(
     words = ("--directory", str(directory), "--every", str(every), *words)
     model = example.train(example.parse_args([*words]), PowerCut())
     trainer = model.trainer
-    others = trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
+    schedules = [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]
+    others = trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], schedules
     return Ended(trainer.global_step, weights_of(model), others=others)
 
 
