@@ -81,9 +81,9 @@ class MasterProcess:
     def __init__(self, directory: Path, *options: str, limit: str = "true") -> None:
         self._log = directory / "master.log"
         self._command = ["bash", "-c", f'{limit}; exec "$@"', "master", *REMESH, "master"]
-        self._command += ["--state", str(directory / "master.json"), *options]
+        self._command += ["--state", str(directory / "master.json"), *options, "--port", "0"]
         self.start()
-        self._command += ["--port", self.url.rpartition(":")[2]]
+        self._command[-1] = self.url.rpartition(":")[2]
 
     def start(self) -> None:
         """Start it; a second time, where it was first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -369,6 +369,21 @@ def test_all_nodes_stop_as_soon_as_the_processes_of_one_have_failed() -> None:
     again = job.join(0, 1, at=111.0)
     assert (again.nodes.round, again.nodes.broken) == (2, None)
     assert again.fail(0, at=112.0).state.rendezvous.broken is not None
+
+
+def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() -> None:
+    """In each new session, until it is in another world: then records of long ago may be gone."""
+    settings = msgspec.structs.replace(SETTINGS, max_nodes=2)
+    job = PlayedJob.running(settings=settings, max_restarts=1).fail(1, at=110.0)
+    ready = job.join(1, at=111.0)
+    assert ready.nodes.ready.keys() == {1}
+    in_world = ready.join(0, at=112.0)
+    assert in_world.world == (2, [0, 1])
+    failure = failure_of(1, round=1, exit_code=1, time=110.0, message="")
+    again = ReportFailures(node_id=1, incarnation="a", round=1, failures=(failure,))
+    for now in (ready, in_world):
+        forgotten = replace(now, state=msgspec.structs.replace(now.state, failures=()))
+        assert forgotten.after(again, at=999.0).state == forgotten.state
 
 
 class TestCause:

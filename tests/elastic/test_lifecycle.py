@@ -141,7 +141,7 @@ def test_pauses_grow_until_a_start_makes_a_step() -> None:
         (Seen(content=Rejected("a broken machine")), lifecycle.EXIT_REPLACE),
         (Seen(content=JobEnded(Outcome.FAILED, "no restart left")), lifecycle.EXIT_JOB_FAILED),
         (Seen(content=world(1), drains=True), lifecycle.EXIT_DRAINED),
-        (Seen(content=world(1), silence=3601.0), None),
+        (Seen(content=world(1), silence=0.1), None),
     ],
     ids=["rejected", "job failed", "drains", "no master"],
 )

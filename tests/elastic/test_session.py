@@ -182,7 +182,8 @@ def session_of(client: Client, beat: Callable[[], Beat | None] = lambda: None) -
 class Fake:
     """A master that answers each message with the next of its replies, or again with the last.
 
-    A reply is the content of an instruction, an instruction or a problem; None ends the session.
+    A reply is the content of an instruction, an instruction or a problem, or a function that makes
+    it of the message; None ends the session.
     """
 
     def __init__(self, *replies: Any) -> None:
@@ -202,6 +203,8 @@ class Fake:
         async for message in wire:
             self.heard.append(msgspec.msgpack.decode(message.data, type=Message))
             reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
+            if callable(reply):
+                reply = reply(self.heard[-1])
             if reply is None:
                 break
             if not isinstance(reply, Instruction | Problem):

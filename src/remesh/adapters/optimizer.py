@@ -463,7 +463,10 @@ def _visit(
         first = len(walk.description.tensors)
         rebuild = walk.visit(path, node)
         if place.role is Role.EQUAL:  # then so is the state, that of plain tensors too
-            amend(walk, first, role=Role.EQUAL)
+            for number, entry in enumerate(walk.description.tensors[first:], first):
+                if entry.role is Role.ASSUMED:
+                    amended = dataclasses.replace(entry, role=Role.EQUAL)
+                    walk.description.tensors[number] = amended
         return rebuild
     walk.description.sequences.update(sequences_of(node, path))
     for leaf_path, leaf in leaves_of(node, path):

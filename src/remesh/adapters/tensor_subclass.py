@@ -178,7 +178,8 @@ def _plain(value: object, where: str) -> object:
         return "device"
     if isinstance(value, Mapping):
         return {str(key): _plain(item, where) for key, item in value.items()}
-    fields: tuple[str, ...] | None = getattr(value, "_fields", None)  # of a named tuple
+    # A named tuple's; other classes may call something else so.
+    fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
     if dataclasses.is_dataclass(value):
         fields = tuple(one.name for one in dataclasses.fields(value))
     if fields is not None and not isinstance(value, type):

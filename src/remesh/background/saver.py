@@ -305,7 +305,9 @@ class Saver:
             if self._process is not None:
                 self._process.close()
                 self._process = None
-            self._arena.close()
+            # A wait that was interrupted leaves saves that use the chunks still.
+            if all(handle.done() for handle in self._in_flight):
+                self._arena.close()
 
     def _start(
         self,
@@ -350,7 +352,11 @@ class Saver:
             if self._has_process
             else SaveWriter(task, storage, self._arena.chunk, save.trainer)
         )
-        save.start(writer, daemon=self._at_exit == "abort")
+        try:
+            save.start(writer, daemon=self._at_exit == "abort")
+        except BaseException as error:
+            save.withdraw(error)  # its thread may have begun, and waits
+            raise
         return save
 
     def _rest_later(self) -> None:

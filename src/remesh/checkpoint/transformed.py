@@ -30,7 +30,7 @@ from remesh.core.index import Index
 from remesh.core.state import Description, Path, cut_name, name_of
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import MismatchError, StateError
-from remesh.exchange import Exchange, run_on_all
+from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.planner import merge_tensors
 from remesh.planner.saving import widen
 from remesh.transform import (
@@ -201,8 +201,7 @@ def describe_transformed(
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
     tables = run_on_all(exchange, describe_again)
     [(description, names)] = described
-    # What is resolved is the same on all ranks, and so is a failure.
-    resolved = resolve(names.transform, with_outputs=False)
+    resolved = run_each(exchange, lambda: resolve(names.transform, with_outputs=False))
     return description, dataclasses.replace(names, resolved=resolved)
 
 

@@ -431,9 +431,12 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
     node = nodes.known(event.node_id)
     if node is None or node.incarnation != event.incarnation:
         return job
+    # A node says it again, in each new session, until it is in another world. It has joined after
+    # it had said it first, and the records of long ago are gone.
+    has_joined = node.id in nodes.ready or (event.round < nodes.round and node.id in nodes.active)
     known = {(record.node_id, record.round) for record in job.failures}
-    if not event.failures or (event.node_id, event.round) in known:
-        return job  # the second copy of a message
+    if not event.failures or has_joined or (event.node_id, event.round) in known:
+        return job
     charges = charges_of(job, event.node_id, now)
     decision = decide(
         event.failures,

@@ -143,7 +143,7 @@ class Tell(StrEnum):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """End the processes, then the agent; with the errors of those that made the job fail, if so."""
+    """End the processes, then the agent; with the errors of those that failed, if the job has."""
 
     code: int
     reason: str
@@ -236,14 +236,14 @@ def _join(state: State, seen: Seen) -> Next:
         if isinstance(seen.content, JobEnded | Rejected):
             return state, [exit_of(seen.content)]
         # The master has not received the failures yet, unless it stops this world.
-        if seen.stop is None and not seen.drains and seen.silence <= state.limits.patience:
+        if seen.stop is None and not seen.drains and not seen.silence:
             return state, []
         # Pauses grow as long as starts fail without a step.
         state = replace(state, num_in_vain=0 if seen.progress else state.num_in_vain + 1)
         pause = restart_pause(state.num_in_vain)
     if seen.drains:
         return state, [Exit(EXIT_DRAINED, "its processes had stopped already", Outcome.DRAINED)]
-    return replace(state, joins=True), [JoinRound(pause)]
+    return replace(state, joins=True, prepares=False), [JoinRound(pause)]
 
 
 def _train(state: State, seen: Seen, now: float) -> Next:

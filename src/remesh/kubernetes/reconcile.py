@@ -281,8 +281,11 @@ def _finish(this: _Draft, phase: Phase, reason: str) -> None:
 
 def _clean(this: _Draft) -> None:
     """Delete the pods of a finished job that its policy does not keep; workers first."""
-    policy, living = this.job.spec.clean_policy, this.living_workers()
-    if policy is CleanPolicy.NONE or (living and _ends_by_itself(this)):
+    policy = this.job.spec.clean_policy
+    if policy is CleanPolicy.NONE:
+        return
+    living = this.living_workers()
+    if living and _ends_by_itself(this):
         return  # the workers learn of the end from the master
     unwanted = [pod for pod in this.pods if policy is CleanPolicy.ALL or not pod.has_ended]
     this.delete(living or unwanted)

@@ -8,9 +8,9 @@ Responses of object stores need no such buffer, for they lie in memory already.
 
 `write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What
-they do is planned in `remesh.planner`. `write_stream` joins the two, for files that one rank
-writes of tensors on several. `stage` also cuts writing in two, so that a trainer need only wait for
-the first half.
+they do is planned in `remesh.planner`. With a `Collection`, `write_stream` also joins the two,
+for files that one rank writes of tensors on several. `stage` also cuts writing in two, so that a
+trainer need only wait for the first half.
 """
 
 from remesh.pipeline.collect import Collection as Collection

@@ -181,6 +181,7 @@ class Arena:
             self._max_chunks = self._least_chunks
             while self._unpin:
                 self._unpin.pop()()
+            self._pin = None
             if self._file is not None:
                 os.close(self._file)
                 self._file = None

@@ -25,7 +25,7 @@ import numpy as np
 
 from remesh.errors import StorageError
 from remesh.storage.base import HIDDEN, Buffer, Directory, FileFacts, check_path, taken
-from remesh.storage.messages import RANGES_ADVICE, explain, shown_url
+from remesh.storage.messages import RANGES_ADVICE, explain, hide_secrets, shown_url
 from remesh.storage.remote import RemoteStorage, StreamWriter
 
 PART_BYTES = 16 << 20
@@ -156,7 +156,12 @@ def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
         )
     try:
         file_system, root = fsspec.core.url_to_fs(url)
-    except Exception as error:  # noqa: BLE001 - also that a library is missing, and which
+    except ImportError as error:
+        raise StorageError(
+            f"{shown_url(url)!r}: fsspec lacks a library for the scheme {scheme!r} "
+            f"({hide_secrets(str(error), url)}); install it"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - file systems raise what they like
         raise explain("open", url, error) from None
     return FsspecStorage(url, file_system, root)
 

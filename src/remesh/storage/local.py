@@ -159,7 +159,7 @@ class LocalStorage(Storage):
         assert stop is None or stop >= 0
         file = self._file(path)
         with explained("read", file):
-            descriptor = os.open(file, _READ)
+            descriptor = _open(file, _READ)
             try:
                 size = file_size(file, os.fstat(descriptor))
                 end = size if stop is None else min(stop, size)
@@ -287,7 +287,7 @@ class LocalStorage(Storage):
         self._make_parents(file)
         return make()
 
-    def _make_parents(self, file: Path) -> None:
+    def _make_parents(self, file: Path, tries: int = 9) -> None:
         """Make the file's directory, remembering every directory that gets or may lack an entry."""
         directory = file.parent
         changed = {directory}
@@ -299,14 +299,14 @@ class LocalStorage(Storage):
                 changed.add(directory)
             file.parent.mkdir(parents=True, exist_ok=True)
             changed.update(self._not_known(file.parent))
-        except FileExistsError as error:
-            if not os.path.lexists(file.parent):  # it has just been removed
-                self._make_parents(file)
-                return
-            raise StorageError(
-                f"cannot write {file}: {file.parent} is not a directory; choose another place"
-            ) from error
         except OSError as error:
+            if isinstance(error, FileExistsError | FileNotFoundError) and tries:
+                self._make_parents(file, tries - 1)  # others may have just removed it
+                return
+            if isinstance(error, FileExistsError):
+                raise StorageError(
+                    f"cannot write {file}: {file.parent} is not a directory; choose another place"
+                ) from error
             raise explain("make", file.parent, error) from error
         with self._lock:
             self._unsynced |= changed
@@ -444,12 +444,20 @@ def explain(action: str, path: Path, error: OSError) -> RemeshError:
     return StorageError(f"{what}; {remedy}")
 
 
+def _open(path: Path, flags: int) -> int:
+    """A descriptor; it is waited for a file that another program has a lease of."""
+    try:
+        return os.open(path, flags)
+    except BlockingIOError:
+        return os.open(path, flags & ~os.O_NONBLOCK)
+
+
 def open_direct(path: Path, flags: int) -> int | None:
     """A descriptor for direct I/O, or None where the file system has none."""
     if not _O_DIRECT:
         return None
     try:
-        return os.open(path, flags | _O_DIRECT | os.O_CLOEXEC)
+        return _open(path, flags | _O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None
@@ -564,7 +572,7 @@ def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
     descriptor = open_direct(path, _READ) if num_direct else None
     is_direct = descriptor is not None
     if descriptor is None:
-        descriptor = os.open(path, _READ)
+        descriptor = _open(path, _READ)
     try:
         done = 0
         if is_direct:

@@ -181,6 +181,7 @@ class Manager:
     ) -> None:
         check_flag("Manager", "background", background)
         check_flag("Manager", "save_at_end", save_at_end)
+        check_flag("Manager", "verify_replicas", verify_replicas)
         check_seconds("Manager", "deadline", deadline)
         if arena_bytes is not None:
             check_count("Manager", "arena_bytes", arena_bytes, 1)

@@ -204,8 +204,7 @@ def _apart_from(tensors: Mapping[str, Array], targets: Iterable[Array]) -> Mappi
     layouts = [*taken, *(layout for _, layout in sources)]
     pairs = shared_pairs(layouts, lambda one, two: (one < len(taken)) == (two < len(taken)))
     result = dict(tensors)
-    for _, number in pairs:
-        name = sources[number - len(taken)][0]
+    for name in {sources[number - len(taken)][0] for _, number in pairs}:
         array = tensors[name]
         result[name] = array.detach().clone() if _is_torch(array) else array.copy()
     return result

@@ -61,7 +61,7 @@ class RemeshCallback(TrainerCallback):
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
-        self._rewind: Callable[[], None] = lambda: None  # puts the random numbers back, once
+        self._rewind: Callable[[], None] | None = None  # puts the random numbers back, once
         self._metrics: dict[str, float] = {}
         self._offered = 0
 
@@ -124,7 +124,8 @@ class RemeshCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Save the step before, if a policy says so. Collective."""
-        self._rewind()
+        if self._rewind is not None:
+            self._rewind()
         self._offer(args, state, control, parts)
 
     def on_log(

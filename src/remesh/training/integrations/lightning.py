@@ -82,7 +82,7 @@ class RemeshCallback(Callback):
         self._root = root
         self._loader = loader
         self._options = options
-        self._rewind: Callable[[], None] = lambda: None  # puts the random numbers back, once
+        self._rewind: Callable[[], None] | None = None  # puts the random numbers back, once
         self._offered = 0
         self.manager: Manager | None = None
         self.resumed: Resumed | None = None
@@ -114,7 +114,8 @@ class RemeshCallback(Callback):
         self, _trainer: Trainer, _pl_module: LightningModule, _batch: Any, _batch_idx: int
     ) -> None:
         """Put the random numbers back: beginning to iterate has drawn some, as before the save."""
-        self._rewind()
+        if self._rewind is not None:
+            self._rewind()
 
     def on_train_batch_end(
         self,

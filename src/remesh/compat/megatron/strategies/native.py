@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from remesh.adapters.memory import strided_layout
 from remesh.background import Saver
 from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
+from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.opened import Checkpoint
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import (
@@ -46,7 +48,7 @@ from remesh.core.state import Path, assemble
 from remesh.core.strided import shared_pairs
 from remesh.core.values import encode_object
 from remesh.errors import CoverageError
-from remesh.exchange import Alone
+from remesh.exchange import Alone, run_on_all
 from remesh.formats import native
 from remesh.formats.archive import archive_of, read_archive
 from remesh.formats.table import place_of
@@ -129,8 +131,8 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
                 return save(state)
             except CoverageError:
                 # Copies may be cut otherwise than main replicas. No rank writes such, so none
-                # shares the work, which changes nothing about a hole between main replicas.
-                return save(_engine_state(one for one in leaves if is_main_replica(one.replica_id)))
+                # shares the work. That there is no main replica at all stays an error.
+                return save(_engine_state(_without_copies(leaves)))
 
         return share
 
@@ -154,6 +156,14 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
     ) -> tuple[list[Any], dict[str, object]]:
         """What is stored of main replicas, and options of the format. Collective."""
         return leaves, {}
+
+
+def _without_copies(leaves: list[Any]) -> list[Any]:
+    """The main replicas, and what has none on any rank. Collective."""
+    own = {one.key for one in leaves if is_main_replica(one.replica_id)}
+    replies = run_on_all(exchange_of(None), lambda: msgspec.msgpack.encode(own))
+    with_main = {key for reply in replies for key in msgspec.msgpack.decode(reply, type=set[str])}
+    return [one for one in leaves if is_main_replica(one.replica_id) or one.key not in with_main]
 
 
 def _wait_for(_: None, end: Callable[[], object]) -> None:
