@@ -68,6 +68,30 @@ def test_as_many_as_asked_for_and_within_the_budget(tmp_path: Path) -> None:
         assert (remesh.Checkpoint(tmp_path / str(number)).read_array("w") == number).all()
 
 
+def test_a_close_that_is_interrupted_takes_no_memory_from_saves_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, places = Gate(), [MemoryStorage(), MemoryStorage()]
+    saver = remesh.Saver(max_in_flight=3, on_event=gate)
+    weights = np.ones(CHUNK_SIZE // 8 + 5)
+    first = saver.save_async({"w": weights}, places[0])
+
+    def interrupt(_saver: remesh.Saver) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remesh.Saver, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saver.close()
+    second = saver.save_async({"w": 2 * weights}, places[1])
+    gate.opened.set()
+    wait([first, second], 240)
+    saver.save_async({"w": 3 * weights}, MemoryStorage()).result(240)
+    for place, value in zip(places, (1, 2), strict=True):
+        assert (remesh.Checkpoint(place).read_array("w") == value).all()
+    saver.close()
+
+
 def test_the_default_budget_grows_with_the_saves_in_flight(tmp_path: Path) -> None:
     gate = Gate()
     saver = remesh.Saver(max_in_flight=3, on_event=gate)

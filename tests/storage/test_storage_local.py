@@ -307,6 +307,32 @@ def test_a_directory_that_goes_before_its_first_file_is_made_again(
     assert set(removed) == {Path(storage.url) / "a"}
 
 
+def test_a_link_to_nothing_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "scratch").symlink_to(tmp_path / "not mounted")
+    for path in ("file", "a/file"):
+        with pytest.raises(StorageError, match="not a directory"):
+            LocalStorage(tmp_path / "scratch").put(path, b"1", overwrite=False)
+
+
+def test_a_file_that_is_leased_is_waited_for(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a file server for one of its clients; the system gives it back to those who wait."""
+    storage.put("file", content := pattern(2 * ALIGNMENT).tobytes(), overwrite=False)
+    call = os.open
+
+    def open_leased(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_NONBLOCK:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return call(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_leased)
+    assert storage.read("file") == content
+    buffer = aligned_buffer(len(content))
+    assert storage.read_into("file", 0, buffer) == len(content)
+    assert buffer.tobytes() == content
+
+
 # ----- errors -----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_an_epoch_has_the_same_length_wherever_it_begins(
     assert len(loader) == length
     assert loader.num_done == num_done
     assert len(list(loader)) == length - num_done
+
+
+def test_a_callback_can_be_sent_to_processes_that_are_spawned() -> None:
+    loader = EpochLoader(
+        range(4), ResumableBatchSampler(ResumableSampler(4, rank=0, world_size=1), 2)
+    )
+    callback = pickle.loads(pickle.dumps(RemeshCallback("root", loader, every=3)))
+    assert callback.manager is None
 
 
 @pytest.mark.parametrize("is_first", [True, False])

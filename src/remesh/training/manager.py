@@ -660,9 +660,11 @@ class Manager:
         """True if policies save, and all ranks have the last step unchanged. Collective."""
 
         def look() -> bytes:
-            last, is_periodic = self._last, policies.is_periodic(self._every)
-            own = None if last is None else (last.step, is_periodic, last.change())
-            return msgspec.msgpack.encode(own)
+            last, saved = self._last, self._saved
+            if last is None or (saved is not None and saved.step > last.step):
+                return msgspec.msgpack.encode(None)
+            is_periodic = policies.is_periodic(self._every)
+            return msgspec.msgpack.encode((last.step, is_periodic, last.change()))
 
         kind = tuple[int, bool, str] | None
         replies = run_on_all(self._exchange, look)

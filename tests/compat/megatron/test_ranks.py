@@ -347,6 +347,9 @@ def _copies_cut_otherwise(exchange: Exchange, folder: Path) -> None:
             assert torch.equal(torch.cat(list(loaded.values())), whole)
         with pytest.raises(CheckpointingException, match="no main replica"):
             save(_halves_on_rank_1(1, whole), folder / "no main", strategy)
+    mixed = {**_halves_on_rank_1(rank, whole), "b": shard("b", whole.clone(), replica_id=1)}
+    with pytest.raises(CheckpointingException, match=r"b: .*no main replica"):
+        save(mixed, folder / "no main", shared, validate_access_integrity=False)
 
 
 def test_copies_that_are_cut_otherwise_than_their_main_replica_are_not_written(
