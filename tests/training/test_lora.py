@@ -328,6 +328,25 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     assert any("lora_A.default" in name for name in load_file(tmp_path / "named/model.safetensors"))
 
 
+def _export_merged(exchange: Exchange, models: list[Any], place: Any) -> None:
+    export_weights(models[exchange.rank], place, merge=True, group=exchange)
+
+
+def test_weights_are_not_written_beside_an_adapter(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    for place in (tmp_path, storage):
+        export_weights(adapted(), place, dtype=None)
+        refused = r"adapter_config\.json: (?s:.*)another folder, or remove"
+        with pytest.raises(StateError, match=refused):
+            export_weights(base_model(), place)
+        for outcome in run_ranks_outcomes(2, _export_merged, [adapted(), adapted()], place):
+            assert isinstance(outcome, Raised)
+            assert isinstance(outcome.error, StateError)
+    assert not (tmp_path / "model.safetensors").exists()
+    export_weights(adapted(seed=2), tmp_path, dtype=None)  # the adapter may be replaced
+    export_weights(base_model(), tmp_path, format="pth")  # which from_pretrained does not read
+
+
 def _wrapped_inside(kind: str, seed: int = 1) -> Any:
     """A model of which parts are wrapped."""
     model = adapted(seed=seed)

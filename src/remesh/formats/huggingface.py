@@ -76,7 +76,8 @@ _STEMS = (
     "diffusion_pytorch_model",
     "adapter_model",
 )
-_ADAPTER = _STEMS.index("adapter_model")
+ADAPTER_NAME = "adapter_model"
+_ADAPTER = _STEMS.index(ADAPTER_NAME)
 _TRAINER_STEP = re.compile(r"checkpoint-[0-9]+")
 _OF_PEFT = {"base_layer", "modules_to_save"}
 _OF_TORCH = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -293,7 +294,7 @@ def config_file(saved: Saved) -> list[SmallFile]:
     if not saved.metadata:
         return []
     text = json.dumps(dict(saved.metadata), indent=2, sort_keys=True) + "\n"
-    is_adapter = saved.options.get("name") == _STEMS[_ADAPTER]
+    is_adapter = saved.options.get("name") == ADAPTER_NAME
     return [(ADAPTER_CONFIG_NAME if is_adapter else CONFIG_NAME, text.encode())]
 
 

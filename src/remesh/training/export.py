@@ -54,7 +54,13 @@ from remesh.errors import StateError, UnsupportedValueError
 from remesh.events import ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.decoding import decoded
-from remesh.formats.huggingface import PthExport, SafetensorsExport, check_names
+from remesh.formats.huggingface import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    PthExport,
+    SafetensorsExport,
+    check_names,
+)
 from remesh.formats.table import Contents, place_of, writer_of
 from remesh.pipeline.source import TensorSource, converted
 from remesh.storage import Storage, open_storage
@@ -138,8 +144,9 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     Raises:
         ValueError: If there is no such format.
         StateError: If there are no such weights, two get one name, a name is that of a wrapper
-            which no other program knows (and `names` is None), adapters cannot be merged, or a
-            value is too large for the dtype. In a file system, earlier files are still there then.
+            which no other program knows (and `names` is None), adapters cannot be merged, weights
+            would lie beside an adapter, or a value is too large for the dtype. In a file system,
+            earlier files are still there then.
         UnsupportedValueError: If the format has no name for an element type.
         StorageError: If the storage fails.
         ExchangeError: If a rank died.
@@ -171,6 +178,8 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     for one, _ in with_all_names(local.tensors):
         boxes.setdefault(one.name, []).append(one)
     storage = open_storage(path)
+    if format == "safetensors" and name != ADAPTER_NAME:
+        _refuse_adapter(exchange, storage)
     values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
     limit = {"max_shard_bytes": max_file_bytes} if format == "safetensors" else {}
     options = SaveOptions(
@@ -220,7 +229,7 @@ def _export_adapters(
             adapter_tensors(model, adapter),
             f"{os.fspath(path)}/{folder}" if folder else path,
             dtype=dtype,
-            name="adapter_model",
+            name=ADAPTER_NAME,
             entry=None,
             names=str,
             max_file_bytes=sys.maxsize,
@@ -234,6 +243,21 @@ def _export_adapters(
         {},
         sum(one.seconds for one in reports.values()),
     )
+
+
+def _refuse_adapter(exchange: Exchange, storage: Storage) -> None:
+    """Refuse a folder with an adapter: from_pretrained adds it to the weights there. Collective."""
+
+    def look() -> bytes:
+        if storage.exists(ADAPTER_CONFIG_NAME):
+            raise StateError(
+                f"{ADAPTER_CONFIG_NAME}: from_pretrained would add this adapter to the weights\n"
+                f"It lies in {storage.url}. Export the weights to another folder, or remove the "
+                "adapter's files first"
+            )
+        return b""
+
+    run_on_one(exchange, look)
 
 
 def _report(
