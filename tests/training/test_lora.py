@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import remesh
-from remesh.errors import MismatchError, StateError
+from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from remesh.training.export import export_weights
@@ -186,6 +186,16 @@ def test_several_adapters(writer: str, tmp_path: Path) -> None:
         remesh.load(adapted(("default", "c")), tmp_path)
     with pytest.raises(StateError, match="adapter b lies in a folder of its own; give the place"):
         export_weights(model, MemoryStorage())
+
+
+def test_adapters_beside_checkpoints_are_not_one_checkpoint(tmp_path: Path) -> None:
+    model = adapted(("a", "b"))
+    model.save_pretrained(tmp_path)
+    remesh.load(adapted(("a", "b"), seed=2), tmp_path, unexpected="error")
+    remesh.save({"model": model}, tmp_path / "step_00000001")
+    with pytest.raises(CheckpointNotFoundError):
+        remesh.load(adapted(("a", "b")), tmp_path)
+    assert remesh.Checkpoint(tmp_path / "b").format == "huggingface"
 
 
 def test_a_checkpoint_of_the_model_is_no_file_of_peft(tmp_path: Path) -> None:

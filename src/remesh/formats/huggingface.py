@@ -6,7 +6,8 @@
     model.safetensors.index.json        or several, and which of them holds which name
     pytorch_model.bin[.index.json]      the same by torch.save
     adapter_model.safetensors           an adapter of PEFT, and others
-    NAME/adapter_model.safetensors      of one model, whose names begin with the name of the folder
+    NAME/adapter_model.safetensors      of one model, whose names begin with the name of the folder;
+                                        without the above only if all folders here are such
     model_index.json                    diffusers: each folder below is a part of the pipeline,
     unet/diffusion_pytorch_model...     whose names begin with the name of the folder
     optimizer.pt, scheduler.pt          the Trainer and Accelerate (`.bin`): a whole training state
@@ -122,7 +123,7 @@ def read(place: Place, builder: IndexBuilder) -> None:
         for number, group in groupby(sorted(_weights_in(names)), lambda found: found.number):
             chosen = _chosen(list(group), builder.where(folder))
             keys = [f"model{number}"] if is_training or number else []
-            _add_weights(builder, folder, chosen, (*filter(None, [folder]), *keys))
+            _add_weights(builder, folder, chosen, (*keys, *filter(None, [folder])))
     for base in sharded:  # their names begin with `model.` and `optimizer.` already
         torch_dcp.add_folder(builder, base)
     for found in states if is_training else ():
@@ -136,14 +137,21 @@ def _parts_in(paths: Iterable[str]) -> dict[str, list[str]]:
         folder, _, name = path.rpartition("/")
         folders.setdefault(folder, []).append(name)
     if PARTS_NAME not in folders.get("", ()):
-        top = folders.get("", [])
-        is_adapter = all(one.stem == _ADAPTER for one in _weights_in(top))
+        top = folders.pop("", [])
         # The Trainer keeps its steps below a folder of the same kind.
-        folders = {
+        adapters = {
             folder: names
             for folder, names in folders.items()
-            if is_adapter and ADAPTER_CONFIG_NAME in names and not _TRAINER_STEP.fullmatch(folder)
-        } | {"": top}
+            if ADAPTER_CONFIG_NAME in names and not _TRAINER_STEP.fullmatch(folder)
+        }
+        weights = _weights_in(top)
+        # Without an adapter here, they are those of one model only if there is nothing else.
+        are_parts = (
+            all(one.stem == _ADAPTER for one in weights)
+            if weights
+            else {folder.partition("/")[0] for folder in folders} <= adapters.keys()
+        )
+        folders = (adapters if are_parts else {}) | {"": top}
     return {
         folder: names
         for folder, names in sorted(folders.items())
