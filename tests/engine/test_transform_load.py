@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import remesh
+from remesh.checkpoint import convert
 from remesh.checkpoint.transformed import renamed_path, renamed_sequences
 from remesh.core.state import Path as Keys
 from remesh.exchange import Exchange
@@ -248,6 +254,8 @@ GROUP: Keys = ("optimizer", "param_groups", 0, "lr")
         ("a.b.0.weight", ("model", "0.weight"), ("a", "b", "0.weight")),
         ("model.blocks.0.w", ("model", "layers.0.w"), ("model", "blocks.0.w")),
         ("opt.state.qk.step", ("opt", "state", "q", "step"), ("opt", "state", "qk", "step")),
+        ("opt.state.m.q.step", ("opt", "state", "q", "step"), ("opt", "state", "m.q", "step")),
+        ("model.net.0.weight", ("model", "0.weight"), ("model", "net.0.weight")),
         ("y", ("x",), ("y",)),
     ],
 )
@@ -266,3 +274,109 @@ def test_lists_of_a_state_move_with_what_is_in_them() -> None:
     }
     expected = {("adam", "param_groups"): "list", ("x",): "tuple"}
     assert renamed_sequences(moved, sequences) == expected
+
+
+LAYERS = ("0.weight", "0.bias", "1.weight", "1.bias")
+PREFIXES: dict[str, Any] = {
+    "prefix": {"model.": "model.net."},
+    "prefix of states as well": {"model.": "model.net.", "opt.state.": "opt.state.net."},
+    "function": lambda name: name.replace("model.", "model.net."),
+    "names": {f"model.{name}": f"model.net.{name}" for name in LAYERS},
+    "text": "\n".join(f"model.{name} -> model.net.{name}" for name in LAYERS),
+}
+"""Ways to say that all parameters have a new prefix."""
+KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1.0),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5),
+}
+
+
+def two_layers(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    return model, KINDS[kind](model)
+
+
+def save_two_layers(kind: str, source: str, place: Path) -> torch.optim.Optimizer:
+    """Save a trained model and its optimizer; returns the optimizer."""
+    model, optimizer = two_layers(kind, 0)
+    model(torch.ones(3)).square().sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.125
+    if source == "native":
+        remesh.save({"model": model, "opt": optimizer}, place)
+    else:
+        model_state, packed = get_state_dict(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            dcp.save({"model": model_state, "opt": packed}, checkpoint_id=str(place))  # type: ignore[attr-defined]
+    return optimizer
+
+
+def check_same(optimizer: torch.optim.Optimizer, trained: torch.optim.Optimizer) -> None:
+    found, wanted = optimizer.state_dict(), trained.state_dict()
+    assert found["state"].keys() == wanted["state"].keys() == {0, 1, 2, 3}
+    for number, entries in wanted["state"].items():
+        assert found["state"][number].keys() == entries.keys()
+        assert all(torch.equal(found["state"][number][key], entries[key]) for key in entries)
+    assert found["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("source", ["native", "DCP"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", PREFIXES)
+def test_a_fresh_optimizer_finds_its_state_under_a_new_prefix(
+    way: str, kind: str, source: str, tmp_path: Path
+) -> None:
+    trained = save_two_layers(kind, source, tmp_path / "a")
+    inner, optimizer = two_layers(kind, 1)
+    state = {"model": nn.ModuleDict({"net": inner}), "opt": optimizer}
+    remesh.load(state, tmp_path / "a", transform=PREFIXES[way], unexpected="error")
+    check_same(optimizer, trained)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", [way for way in PREFIXES if "states" not in way])
+def test_a_new_prefix_may_be_a_new_place_of_the_module(way: str, kind: str, tmp_path: Path) -> None:
+    trained = save_two_layers(kind, "native", tmp_path / "a")
+    inner, optimizer = two_layers(kind, 1)
+    state = {"model": {"net": inner}, "opt": optimizer}  # names in the optimizer stay as they are
+    remesh.load(state, tmp_path / "a", transform=PREFIXES[way], unexpected="error")
+    check_same(optimizer, trained)
+
+
+@pytest.mark.parametrize("source", ["native", "DCP"])
+@pytest.mark.parametrize("way", PREFIXES)
+def test_a_checkpoint_that_got_a_new_prefix_loads(way: str, source: str, tmp_path: Path) -> None:
+    trained = save_two_layers("AdamW", source, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=PREFIXES[way])
+    inner, optimizer = two_layers("AdamW", 1)
+    state = {"model": nn.ModuleDict({"net": inner}), "opt": optimizer}
+    remesh.load(state, tmp_path / "b", unexpected="error")
+    check_same(optimizer, trained)
+
+
+@pytest.mark.parametrize("way", PREFIXES)
+def test_live_state_goes_to_a_fresh_optimizer_under_a_new_prefix(way: str, tmp_path: Path) -> None:
+    trained = save_two_layers("AdamW", "native", tmp_path / "a")
+    outer, optimizer = two_layers("AdamW", 0)
+    remesh.load({"model": outer, "opt": optimizer}, tmp_path / "a")
+    inner, fresh = two_layers("AdamW", 1)
+    target = {"model": nn.ModuleDict({"net": inner}), "opt": fresh}
+    remesh.reshard({"model": outer, "opt": optimizer}, target, transform=PREFIXES[way])
+    check_same(fresh, trained)
+
+
+@pytest.mark.parametrize("stored", ["with an optimizer", "without one"])
+def test_a_group_that_is_kept_beside_stored_state_is_told(
+    stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = two_layers("AdamW", 0)
+    save_two_layers("AdamW", "native", tmp_path / "a")
+    if stored == "without one":
+        remesh.save({"model": model}, tmp_path / "a", overwrite=True)
+    state = {"model": nn.ModuleDict({"net": model}), "opt": optimizer}
+    remesh.load(state, tmp_path / "a", missing="keep")
+    told = [r.message for r in caplog.records if "stay as they are" in r.message]
+    assert len(told) == (stored == "with an optimizer")
+    assert all("1 groups of optimizers" in text and "transform=" in text for text in told)

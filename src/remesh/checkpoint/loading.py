@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -324,6 +324,14 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
     )
 
 
+def _is_left(name: str, unexpected: Iterable[str]) -> bool:
+    """True if a name is that of a group whose optimizer has stored state that is not loaded."""
+    optimizer, found, rest = f".{name}".partition(".param_groups.")
+    state = f"{optimizer}.state.".lstrip(".")
+    is_group = bool(found) and rest.endswith(".params")
+    return is_group and any(other.startswith(state) for other in unexpected)
+
+
 def open_shared(exchange: Exchange, source: Any) -> StoredState:
     """Open a checkpoint of any format on every rank; only rank 0 reads."""
     place = source if isinstance(source, Place) else place_of(source)
@@ -369,6 +377,16 @@ def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
             len(left),
             url,
             listed(left),
+        )
+    new = [name for name in report.missing if _is_left(name, report.unexpected)]
+    if new:
+        _LOGGER.warning(
+            "%d groups of optimizers stay as they are, without the state in %s\n"
+            "Their parameters are not in its groups: %s. If they have other names there, rename "
+            "them with transform=",
+            len(new),
+            url,
+            listed(new),
         )
     if report.dropped:
         _LOGGER.warning(

@@ -44,6 +44,7 @@ from remesh.transform import (
 )
 
 Infos = Mapping[str, TensorInfo | None]
+_Table = tuple[bytes, list[str], list[str]]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,7 @@ class TransformedState:
     it: lists of names and containers."""
     outputs: Resolved  # what it makes and leaves over
     resolved: Resolved  # the transformation, resolved against the targets of all ranks
+    called: Container[str]  # what the optimizers of all ranks call their parameters
     sequences: Mapping[Path, str] = field(init=False)
     _lists: dict[str, str] = field(init=False)
     _made: list[str] = field(init=False)
@@ -128,8 +130,18 @@ class TransformedState:
                     more.append(made.removeprefix(new_prefix).rpartition(".")[0])
             elif len(sources) == 1:
                 # Also a parameter without state, which is frozen or was not stepped yet.
-                more += _short_names(made, sources[0], known)
+                more += self._short_names(made, sources[0], known)
         return list(dict.fromkeys([*stored, *more]))
+
+    def _short_names(self, made: str, source: str, known: Container[str]) -> list[str]:
+        """How an optimizer calls a renamed parameter, if it knows the old one."""
+        short, owner = source, ""
+        while short not in known:
+            head, dot, short = short.partition(".")
+            if not dot:
+                return []
+            owner += head + dot
+        return [short_name(owner, short, made, self.called)]
 
     def under(self, path: Path) -> list[tuple[Path, str]]:
         """See `Stored.under`; of a made name only the part up to `path` has a known path."""
@@ -151,17 +163,6 @@ class TransformedState:
                 break
             found.append(((*path, *name.removeprefix(prefix).split(".")), name))
         return found
-
-
-def _short_names(made: str, source: str, known: Container[str]) -> list[str]:
-    """How an optimizer calls a renamed parameter, if it knows the old one."""
-    short, owner = source, ""
-    while short not in known:
-        head, dot, short = short.partition(".")
-        if not dot:
-            return []
-        owner += head + dot
-    return [short_name(owner, short, made)]
 
 
 def describe_transformed(
@@ -188,17 +189,19 @@ def describe_transformed(
             cast=cast,
             with_outputs=with_outputs,
             resizes=resizes,
+            called=called,
         )
 
     def describe_again() -> bytes:
         """Optimizers now get the states that are made for them."""
-        bound = transform.bind([*stored.index, *stored.document.values])
+        bound = transform.bind([*stored.index, *stored.document.values], called=called)
         outputs = resolve(bound, with_outputs=True)
-        names = TransformedState(stored, bound, outputs, outputs)
+        names = TransformedState(stored, bound, outputs, outputs, called)
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
 
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
+    called = _called(tables)
     tables = run_on_all(exchange, describe_again)
     [(description, names)] = described
     resolved = run_each(exchange, lambda: resolve(names.transform, with_outputs=False))
@@ -206,19 +209,27 @@ def describe_transformed(
 
 
 def _table_of(description: Description) -> bytes:
-    """The tensors, boxes and values of a description, for `_targets`."""
+    """The tensors, boxes, values and listed names of a description, for the two that follow."""
     tensors = {e.name: (e.name, e.dtype, e.global_shape) for e in description.tensors}
     rows = {name: row for row, name in enumerate(tensors)}
     boxes = [(rows[entry.name], part.box) for entry in description.tensors for part in entry.parts]
     table = BoxTable.of(TensorTable.of(list(tensors.values())), boxes)
-    return msgspec.msgpack.encode((encode_columns(table.columns()), list(description.values)))
+    listed = [name for names in description.merged_lists.values() for name in names]
+    columns = encode_columns(table.columns())
+    return msgspec.msgpack.encode((columns, list(description.values), listed))
+
+
+def _called(replies: list[bytes]) -> frozenset[str]:
+    """What the optimizers of all ranks call their parameters."""
+    listed = (msgspec.msgpack.decode(reply, type=_Table)[2] for reply in replies)
+    return frozenset(name for names in listed for name in names)
 
 
 def _targets(replies: list[bytes]) -> Infos:
     """The targets of all ranks, with how they are cut."""
     tables, names = [], []
     for reply in replies:
-        columns, values = msgspec.msgpack.decode(reply, type=tuple[bytes, list[str]])
+        columns, values, _ = msgspec.msgpack.decode(reply, type=_Table)
         tables.append(BoxTable.from_columns(decode_columns(columns, "targets")[0]))
         names += values
     tensors, renumber = merge_tensors([table.tensors for table in tables])
@@ -291,8 +302,17 @@ def renamed_path(name: str, old: Path) -> Path:
     between = old[head : len(old) - tail]
     if not text:
         return (*old[:head], *keys)
+    if _is_prefix(old[:head], between, keys):
+        return (*old[:head], f"{text}.{keys[0]}", *keys[1:])
     is_key = any("." in key for key in between if isinstance(key, str))
     return (*old[:head], *((text,) if is_key else cut_name(text)), *keys)
+
+
+def _is_prefix(head: Path, between: Path, keys: Path) -> bool:
+    """True if what comes between keys is a prefix of the next key, the name of a parameter."""
+    is_state = head[-1:] == ("state",) and len(keys) > 1
+    is_dotted = isinstance(keys[0], str) and "." in keys[0] if keys else False
+    return bool(head) and not between and (is_state or is_dotted)
 
 
 def renamed_sequences(

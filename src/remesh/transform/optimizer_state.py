@@ -20,7 +20,7 @@ stated if a statement touches such a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,18 +59,25 @@ class State(NamedTuple):
     after: str  # part of its name after the parameter
     owner: str  # part of the parameter's name before the part that the state's name repeats
 
-    def name_for(self, parameter: str) -> str:
-        """The name of the same state of another parameter."""
-        short = short_name(self.owner, self.parameter.removeprefix(self.owner), parameter)
+    def name_for(self, parameter: str, called: Container[str] = ()) -> str:
+        """The name of the same state of another parameter; `called` as for `short_name`."""
+        short = short_name(self.owner, self.parameter.removeprefix(self.owner), parameter, called)
         return f"{self.before}{short}{self.after}"
 
 
-def short_name(owner: str, short: str, new: str) -> str:
-    """How an optimizer calls a parameter `owner + short`, which has a new name."""
+def short_name(owner: str, short: str, new: str, called: Container[str] = ()) -> str:
+    """How an optimizer calls a parameter `owner + short`, which has a new name.
+
+    A new prefix may be one of the parameter in its module, or a new place of the module in the
+    state. `called` has the names that optimizers are known to use, which tell the two apart.
+    """
+    kept = new[len(owner) :] if new.startswith(owner) else None
     if new == short or new.endswith(f".{short}"):
-        return short
-    if new.startswith(owner):
-        return new[len(owner) :]
+        is_moved = short in called if owner else True
+        if kept is None or (is_moved and kept not in called):
+            return short
+    if kept is not None:
+        return kept
     if short.endswith(f".{new}"):
         return new
     return ".".join(new.split(".")[owner.count(".") :])

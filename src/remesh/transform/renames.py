@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from remesh.errors import TransformError
@@ -203,9 +203,9 @@ def _rule(
 
 
 def renames_among(
-    rule: Rule, names: Iterable[str], owners: Mapping[str, str]
+    rule: Rule, names: Iterable[str], owners: Mapping[str, str], called: Container[str] = ()
 ) -> dict[str, str | None]:
-    """The names that a rule changes, and what they become."""
+    """The names that a rule changes, and what they become; `called` as for `short_name`."""
 
     @functools.cache
     def renamed(name: str) -> str | None:
@@ -225,7 +225,7 @@ def renames_among(
             known is not None or all(renamed(one.parameter) == one.parameter for one in maybe)
         ):
             continue
-        own = {_state_name(new, renamed(one.parameter), one) for one in maybe} or {new}
+        own = {_state_name(new, renamed(one.parameter), one, called) for one in maybe} or {new}
         # If one owner is renamed and the other is not, the old name stays a source as well.
         changed = own - {name} if None not in own else own
         if len(changed or own) == 1:
@@ -234,7 +234,9 @@ def renames_among(
     return found
 
 
-def _state_name(name: str | None, parameter: str | None, state: State) -> str | None:
+def _state_name(
+    name: str | None, parameter: str | None, state: State, called: Container[str]
+) -> str | None:
     """The new name of an optimizer state, which also repeats the new name of its parameter."""
     if name is None or parameter is None:
         return None
@@ -242,4 +244,5 @@ def _state_name(name: str | None, parameter: str | None, state: State) -> str | 
     if not name.endswith(short + state.after):
         return name
     before = name[: len(name) - len(short + state.after)]
-    return before + short_name(state.owner, short, parameter) + state.after
+    new = short_name(state.owner, short, parameter, called) + state.after
+    return name if f".{name}".endswith(f".{new}") else before + new

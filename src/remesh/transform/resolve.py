@@ -22,7 +22,7 @@ tensors that must agree are left for later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from remesh._repr import short_repr
@@ -236,6 +236,7 @@ class Resolver:
     cast: bool = False
     with_outputs: bool = False
     resizes: bool = False
+    called: Container[str] = ()
 
     def __post_init__(self) -> None:
         program = self.program
@@ -558,7 +559,7 @@ class Resolver:
                 for names in states.by_parameter.get(base, {}).values():
                     for state_name in names:
                         state = states.by_name[state_name]
-                        like.setdefault(state.name_for(name), state)
+                        like.setdefault(state.name_for(name, self.called), state)
         for state_name, state in like.items():
             found = {
                 leaf.name: source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,13 @@ class Transform:
                 "bind(names) first"
             )
 
-    def bind(self, names: Iterable[str]) -> Transform:
+    def bind(self, names: Iterable[str], *, called: Container[str] = ()) -> Transform:
         """The transformation as statements, once the names of its sources are known.
 
         Args:
             names: Names of tensors and plain values.
+            called: What the optimizers of the targets call their parameters, as far as that is
+                known. Of a parameter with a new prefix it says whether they repeat the prefix.
 
         Returns:
             This one, unless it renames by prefix, regular expression or function.
@@ -92,7 +94,7 @@ class Transform:
         """
         if self.rename is None or self.program is not None:
             return self
-        renames = renames_among(self.rename, names, self.owners)
+        renames = renames_among(self.rename, names, self.owners, called)
         return _filled(object.__new__(Transform), self.owners, self.rename, renames)
 
     def reversed(self) -> Transform:
@@ -116,6 +118,7 @@ class Transform:
         cast: bool = False,
         with_outputs: bool = False,
         resizes: bool = False,
+        called: Container[str] = (),
     ) -> Resolved:
         """Find out where every target comes from, without reading anything.
 
@@ -134,6 +137,7 @@ class Transform:
                 optimizer states of it and of the targets.
             resizes: List targets that are one source under another name, but have another shape,
                 in `Resolved.resized`, and do not refuse them.
+            called: As for `bind`.
 
         Returns:
             The answers. Targets that are missing, and untouched ones that do not fit, are listed
@@ -146,7 +150,7 @@ class Transform:
             aliases = getattr(sources, "aliases", {})
         with gc_paused():
             infos = infos_of(sources)
-            program = self.bind(infos).program
+            program = self.bind(infos, called=called).program
             assert program is not None
             return Resolver(
                 program,
@@ -157,6 +161,7 @@ class Transform:
                 cast=cast,
                 with_outputs=with_outputs,
                 resizes=resizes,
+                called=called,
             ).run()
 
     def apply(
