@@ -76,8 +76,9 @@ RETRIES: RetryConfig = {
         "base": 2,
     },
 }
-"""A failed request is repeated, with growing pauses, for three minutes at most: also one that was
-not answered before its timeout."""
+"""A failed request is repeated ten times, with growing pauses, for three minutes at most: also one
+that was not answered before its timeout. Where nobody listens, that takes only seconds, and so does
+a wrong host."""
 
 CLIENT: ClientConfig = {
     # Endpoints are https:// unless the user has written something else.
