@@ -10,6 +10,7 @@ import stat
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -19,10 +20,11 @@ from remesh.elastic.journal import Journal
 from remesh.elastic.master import RETRY_SECONDS, Connection, Master
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.protocol import Instruction, Waiting
-from remesh.elastic.rendezvous import Settings
+from remesh.elastic.rendezvous import Outcome, Rendezvous, Settings
 from remesh.elastic.status import status_of
 from remesh.errors import StorageError
 from tests.elastic.agents import Clock, join_of
+from tests.elastic.cluster import run_job
 
 POLICY = Policy(heartbeat_timeout=600.0)
 
@@ -138,6 +140,43 @@ class TestKept:
         (tmp_path / "journal").touch()
         (warning,) = loaded(tmp_path / "journal")[1]
         assert "was empty: if it held a job's state, that is lost" in warning
+
+
+ENDED = msgspec.structs.replace(
+    after(0),
+    ended=90.0,
+    rendezvous=Rendezvous(outcome=Outcome.FAILED, reason="no restart left"),
+)
+
+
+class TestEnded:
+    def test_a_master_says_at_once_that_it_goes_on_with_a_job_that_has_ended(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = tmp_path / "journal"
+        with closing(Journal(file)) as journal:
+            assert journal.ended() == ""
+            journal.write(ENDED, 100.0)
+        with closing(Journal(file)) as journal:
+            master = Master(POLICY, journal, Clock())
+        (warning,) = master.warnings
+        assert warning.splitlines() == [
+            f"{file}: holds a job that has ended (failed)",
+            "It ended at 1970-01-01 00:01:30 UTC: no restart left",
+            "For a new job give another file to --state, or remove this one",
+        ]
+        assert caplog.messages == [warning]
+
+    def test_a_job_of_one_machine_is_not_begun_on_it(self, tmp_path: Path) -> None:
+        pytest.importorskip("torch")
+        with closing(Journal(tmp_path / "journal")) as journal:
+            journal.write(ENDED, 100.0)
+        (tmp_path / "job.py").touch()
+        code, output = run_job(tmp_path, "--state", "journal", "job.py")
+        assert code == 2, output
+        assert "error: journal: holds a job that has ended (failed)\n" in output
+        with closing(Journal(tmp_path / "journal")) as journal:  # the lock is free
+            assert journal.load(POLICY)[0] == ENDED
 
 
 class TestWhatIsNoJournal:

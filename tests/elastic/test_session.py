@@ -391,6 +391,16 @@ def waiting_node(url: str) -> NodeClient:
     return node
 
 
+def test_a_node_that_comes_after_the_end_says_that_it_trains_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Fake(ENDED) as master:
+        node = NodeClient(Client(master.url), JOIN, lambda _test: RESULT)
+        assert node.join() == ENDED
+        node.close()
+    assert "before this node joined: it trains nothing\nFor a new job start a master" in caplog.text
+
+
 @pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.FAILED])
 def test_a_node_that_goes_in_any_case_has_little_patience(
     outcome: Outcome, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ was. A lock on a file beside it keeps a second master from undoing what the firs
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import fcntl
 import os
 import shutil
@@ -101,6 +102,19 @@ class Journal:
         if job is None:
             return JobState(policy=policy), 0.0
         return msgspec.structs.replace(job, policy=policy), self._content.time
+
+    def ended(self) -> str:
+        """That the job in the file has ended, and what to do; empty if there is no such job."""
+        job, _ = self.load(Policy())
+        if job.ended is None:
+            return ""
+        when = dt.datetime.fromtimestamp(job.ended, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        nodes = job.rendezvous
+        return (
+            f"{self._path}: holds a job that has ended ({nodes.outcome})\n"
+            f"It ended at {when}: {nodes.reason}\n"
+            "For a new job give another file to --state, or remove this one"
+        )
 
     def write(self, job: JobState, time: float) -> None:
         """Make the job durable."""

@@ -243,9 +243,17 @@ def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
         hang_action=HangAction(options.hang_action),
         patterns=read_patterns(options.failure_patterns),
     )
+
+    def make() -> Master:
+        journal = Journal(options.state)
+        if ended := journal.ended():  # its only agent has been told
+            journal.close()
+            raise StorageError(ended)
+        return Master(policy, journal)
+
     try:
         return ServerThread(
-            lambda: Master(policy, Journal(options.state)),
+            make,
             ServerOptions(port=options.port, token=token),
         )
     except StorageError:

@@ -95,6 +95,8 @@ class Master:
         self._journal = journal
         self._on_excluded = on_excluded
         self.job, last = journal.load(policy)
+        if ended := journal.ended():  # agents may still have to be told
+            journal.warnings.append(ended)
         for text in journal.warnings:
             log.warning(text)
         self._failing_since: float | None = None  # since when the journal cannot be written

@@ -145,6 +145,14 @@ class NodeClient:
                 case Stop(round=number) if number > self._round:
                     self._round = number  # it was over before this node had entered it
                     self._say_join(session)
+                case JobEnded(outcome) if self._node_id is None:
+                    log.warning(
+                        "the job had %s before this node joined: it trains nothing\n"
+                        "For a new job start a master at %s that has another --state file",
+                        outcome,
+                        self.client.url,
+                    )
+                    return content
                 case Rejected() | JobEnded():
                     return content
 
