@@ -152,7 +152,7 @@ def test_a_fault_of_remesh_has_a_code_of_its_own(
     first, *_, last = result.stderr.splitlines()
     assert first == "Traceback (most recent call last):"
     assert last.startswith(
-        f"error: a fault of remesh, not of the checkpoint ({type(error).__name__}"
+        f"error: a fault of remesh, not of what it was given ({type(error).__name__}"
     )
     assert "some other failure" in last
     assert "report it" in last

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from remesh.elastic import launch
 from remesh.elastic.lifecycle import EXIT_JOB_FAILED
 from remesh.elastic.processes import Process
 from tests.campaigns.settings import share
@@ -62,6 +63,35 @@ def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
     assert code == EXIT_JOB_FAILED
     assert "exitcode  : 1" in output
     assert "fault of remesh" not in output
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--nnodes", "3:2", "job.py"), "--nnodes 3:2: the most nodes are fewer than the least"),
+        (("--nnodes", "0", "job.py"), "--nnodes 0: give the number of nodes, 1 or more"),
+        (("--nnodes", "two", "job.py"), "--nnodes two: give the number of nodes"),
+        (("--max-restarts", "-1", "job.py"), "--max-restarts -1: give 0 or more"),
+        (("--nproc-per-node", "0", "job.py"), "--nproc-per-node 0: this node has to start 1"),
+        (("--nproc-per-node", "gpu", "job.py"), "--nproc-per-node gpu: Cuda is not available\n"),
+        (("--nproc-per-node", "all", "job.py"), "--nproc-per-node all: Unsupported"),
+        (("missing.py",), "the script missing.py does not exist\n"),
+    ],
+)
+def test_a_mistake_in_the_options_is_said_before_anything_starts(
+    tmp_path: Path,
+    words: tuple[str, ...],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "job.py").touch()
+    with pytest.raises(SystemExit) as ending:
+        launch.main(words)
+    assert ending.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
 
 
 def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:

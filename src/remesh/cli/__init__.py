@@ -95,7 +95,7 @@ class _Commands(click.Group):
                 ctx.exit(EXIT_PIPE)
             traceback.print_exception(error)
             print_error(
-                f"a fault of remesh, not of the checkpoint ({type(error).__name__}: {error}). "
+                f"a fault of remesh, not of what it was given ({type(error).__name__}: {error}). "
                 "Please report it with the lines above."
             )
             ctx.exit(EXIT_FAULT)

@@ -11,10 +11,12 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -22,7 +24,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, get_args_parser
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+)
 
 from remesh.elastic import directories, script
 from remesh.elastic.agent import Agent, guarded
@@ -187,7 +193,35 @@ def _add_master_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script as this node's part of a job."""
-    _run(make_parser().parse_args(arguments))
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if problem := _problem_of(options):
+        parser.exit(2, f"error: {problem}\n")
+    _run(options)
+
+
+def _problem_of(options: argparse.Namespace) -> str:
+    """The problem with options that torchrun's parser takes as they are; empty if there is none."""
+    nodes, restarts = str(options.nnodes), options.max_restarts
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+        return f"--nnodes {nodes}: give the number of nodes, 1 or more, or MIN:MAX"
+    least, _, most = nodes.partition(":")
+    if int(most or least) < int(least):
+        return f"--nnodes {nodes}: the most nodes are fewer than the least; give MIN:MAX"
+    if restarts < 0:
+        return f"--max-restarts {restarts}: give 0 or more"
+    wanted = options.nproc_per_node
+    try:
+        is_number = determine_local_world_size(wanted) > 0
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        return f"--nproc-per-node {wanted}: {reason}\nGive the number of processes of this node"
+    if not is_number:
+        return f"--nproc-per-node {wanted}: this node has to start 1 process or more"
+    script_file = options.training_script
+    if not (options.module or options.no_python or Path(script_file).exists()):
+        return f"the script {script_file} does not exist\nThis is looked for in {Path.cwd()}"
+    return ""
 
 
 @record  # an error of ours goes where torchrun's would
