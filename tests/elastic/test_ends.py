@@ -67,6 +67,21 @@ def test_without_an_answer_of_the_master_the_end_is_not_known(tmp_path: Path) ->
         assert re.search(said, (tmp_path / "node-1.log").read_text())
 
 
+def test_a_node_that_is_excluded_by_hand_says_why_and_leaves_at_sigterm(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "1:2") as cluster:
+        cluster.start(0, 1)
+        before = cluster.until_trained(0, 1)
+        cluster.client.set_node("1", is_used=False, reason="its fan is broken")
+        cluster.until_trained(0, round_after=before)
+        said = "node 1 waits: an operator has excluded it: its fan is broken"
+        cluster.until(lambda: said in (tmp_path / "node-1.log").read_text())
+        cluster.agents[1].send_signal(signal.SIGTERM)
+        assert cluster.exit_code(1) == EXIT_DRAINED
+        history = [line.text for line in cluster.status().history]
+        assert "node 1 leaves, drained: SIGTERM, it waited for a round" in history
+        cluster.stop(0)
+
+
 def test_sigterm_ends_a_node_that_waits_for_the_end(tmp_path: Path) -> None:
     with Pair(tmp_path) as cluster:
         cluster.agents[1].send_signal(signal.SIGTERM)

@@ -180,6 +180,9 @@ class Agent:
                 found = self._handler.enter()
         except MasterError as error:
             self._exit(lifecycle.Exit(lifecycle.EXIT_JOB_FAILED, str(error), Outcome.FAILED))
+        except SystemExit:  # SIGTERM
+            why = "SIGTERM, it waited for a round"
+            self._exit(lifecycle.Exit(lifecycle.EXIT_DRAINED, why, Outcome.DRAINED))
         if not isinstance(found, RendezvousInfo):
             self._exit(lifecycle.exit_of(found))
         self._world = found

@@ -727,7 +727,9 @@ def _test_of(job: JobState, check: RunningCheck, nodes: Rendezvous, node_id: int
 
 
 def _waiting(job: JobState, node_id: int) -> protocol.Waiting:
-    return protocol.Waiting(node_id, _wait_reason(job, node_id), job.policy.heartbeat_timeout)
+    reason, timeout = _wait_reason(job, node_id), job.policy.heartbeat_timeout
+    is_held = node_id in job.rendezvous.held and node_id in job.rendezvous.ready
+    return protocol.Waiting(node_id, reason, timeout, is_held=is_held)
 
 
 def _wait_reason(job: JobState, node_id: int) -> str:

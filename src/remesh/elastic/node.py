@@ -132,7 +132,9 @@ class NodeClient:
                 case Assignment(round=number) if number > self._round:
                     return self._enter(session, content)
                 case protocol.Waiting(node_id, reason):
-                    if reason != said:
+                    if reason != said and content.is_held:  # it may wait for days
+                        log.warning("node %d waits: %s", node_id, reason)
+                    elif reason != said:
                         log.info("node %d waits: %s", node_id, reason)
                     said = reason
                 case protocol.NodeTest(check=check, test_round=number) if (check, number) != tested:

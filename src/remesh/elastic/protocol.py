@@ -68,6 +68,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     node_id: int
     reason: str  # what the job waits for
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    is_held: bool = False  # whether an operator has excluded the node
 
 
 class NodeTest(msgspec.Struct, frozen=True, tag=True):
