@@ -257,6 +257,18 @@ def test_a_manager_takes_over_from_one_that_was_abandoned(
     assert names(tmp_path) == ["0001", "0002"]
 
 
+def test_a_manager_of_an_earlier_entry_is_closed_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = TrainingJob()
+    older = Manager(tmp_path, every=1, group=Alone(), job=job)
+    job.entries += 1
+    with Manager(tmp_path, every=1, group=Alone(), job=job):
+        assert "was not closed" not in caplog.text
+        with pytest.raises(StateError, match="replaced by a later Manager"):
+            older.step(1, state_of(1))
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

@@ -201,7 +201,8 @@ class Manager:
         )
         self._recorder = Recorder(self._exchange, randomness or Randomness(), config)
         place = self._storage.url, self._exchange.rank, self._exchange.world_size
-        _close_earlier(place)
+        self._entry = 0 if job is None else job.entries
+        _close_earlier(place, self._entry)
         self._saves_at_end = save_at_end
         # Until the first save, time counts from here, or from the last save of the resumed state.
         self._began = time.monotonic()
@@ -717,11 +718,15 @@ _OPEN: weakref.WeakValueDictionary[_Place, Manager] = weakref.WeakValueDictionar
 """The managers of this process that are not closed, by root, rank and number of ranks."""
 
 
-def _close_earlier(place: _Place) -> None:
-    """Close an older manager of this root that was abandoned. Not collective."""
+def _close_earlier(place: _Place, entry: int) -> None:
+    """Close an older manager of this root that was abandoned. Not collective.
+
+    One of an earlier entry of the training function may have been interrupted before its `with`.
+    """
     older = _OPEN.get(place)
     if older is not None:
-        _LOGGER.warning("an earlier Manager of %s was not closed; it is closed now", place[0])
+        if older._entry == entry:  # noqa: SLF001 - of this class
+            _LOGGER.warning("an earlier Manager of %s was not closed; it is closed now", place[0])
         older.abandon("was replaced by a later Manager of the same root")
 
 
