@@ -195,6 +195,7 @@ def test_without_record_and_index_nothing_is_proven(damaged: Path) -> None:
     with pytest.raises(CheckpointError, match="keep_unchecked=True saves what no digest proves"):
         repair(damaged, damaged.with_name("repaired"))
     report = repaired(damaged, keeps=ALL - {"empty"}, keep_unchecked=True)
+    assert {file.state for file in report.files} == {"readable"}
     assert set(report.unchecked) == (ALL | VALUES | {"tied"}) - {"empty"}
     assert not report.is_complete
     assert report.lost == ()

@@ -79,7 +79,7 @@ from remesh.storage.workers import run_workers
 READ_BYTES = 8 * BLOCK_SIZE
 """Bytes read at a time."""
 
-DataFileState = Literal["sound", "damaged", "truncated", "unreadable", "missing"]
+DataFileState = Literal["sound", "readable", "damaged", "truncated", "unreadable", "missing"]
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -219,8 +219,8 @@ class ScannedFile:
 
     path: str  # relative to the damaged checkpoint
     num_bytes: int  # its size, if it is compressed that of its content
-    state: DataFileState  # `sound` files can be used as they are
-    problem: str  # what is wrong with it, in words; empty if it is sound
+    state: DataFileState  # `sound` and `readable` files can be used as they are
+    problem: str  # what is wrong with it, in words; empty if nothing is
     written: WrittenFile  # the digests of its blocks, and where they lie if it is compressed
     bad: _Flags  # which blocks must not be used
     is_checked: _Flags  # which blocks an old digest proves
@@ -356,6 +356,8 @@ def _scan_file(
         # Bytes may be proven, but not what they are.
         is_checked = np.zeros_like(is_checked)
     state, why = _state_of(size, stored_bytes, bad, unreadable, problem)
+    if state == "sound" and not is_checked.all():
+        state = "readable"
     return ScannedFile(path, num_bytes, state, why, written, bad, is_checked, pieces)
 
 
@@ -636,9 +638,10 @@ class FileReport:
     path: str
     """Relative to the damaged checkpoint."""
     state: DataFileState
-    """`sound`, `damaged`, `truncated`, `unreadable` (nothing in it can be found) or `missing`."""
+    """`sound`, `readable` (no digests prove all of it), `damaged`, `truncated`, `unreadable`
+    (nothing in it can be found) or `missing`."""
     problem: str
-    """What is wrong with it; empty if it is sound."""
+    """What is wrong with it; empty if nothing is."""
 
     __repr__ = short_repr
 
@@ -947,7 +950,8 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         rows = rows[np.lexsort(order)]
         assignments.append(rows)
         stored = file.written.stored_bytes or file.num_bytes
-        if file.state == "sound" and storage.link_from(plan.storage, file.path, path, stored):
+        is_good = file.state in {"sound", "readable"}
+        if is_good and storage.link_from(plan.storage, file.path, path, stored):
             positions = tensors.position[rows]
             parts.append([part_of(path, file.num_bytes, positions, file.written)])
         else:
