@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from remesh.checkpoint.report import Findings
-from remesh.checkpoint.stored import StoredState
+from remesh.checkpoint.stored import LIVE, StoredState
 from remesh.core import values
 from remesh.errors import MismatchError
 from remesh.recipes.hub import suggested_call
@@ -157,9 +157,8 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     conflicts = tuple(text for text in found.conflicts if not text.startswith(found.others))
     if not conflicts and (keep_missing or not missing):
         return
-    lines = [
-        f"the state does not fit the checkpoint (nothing was changed)\ncheckpoint: {stored.url}"
-    ]
+    other = stored.url if stored.url == LIVE else "the checkpoint"
+    lines = [f"the state does not fit {other} (nothing was changed)\n{_place(stored)}"]
     if missing:
         taken = {*found.restored, *found.renamed.values(), *found.cast, *found.resized}
         names = [name for name in stored if name not in taken]
@@ -182,11 +181,16 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     raise MismatchError("\n".join(lines), missing=missing, conflicts=conflicts)
 
 
+def _place(stored: StoredState) -> str:
+    """Where what is stored lies: a checkpoint, or other live state."""
+    return f"in {LIVE}:" if stored.url == LIVE else f"checkpoint: {stored.url}"
+
+
 def unasked(names: Sequence[str], stored: StoredState) -> MismatchError:
     """The error about names that are stored and that no rank asks for."""
     return MismatchError(
         f"{counted(len(names), 'is', 'are')} stored that no rank asks for (nothing was changed)\n"
-        f"checkpoint: {stored.url}\n  {listed(names)}\n"
+        f"{_place(stored)}\n  {listed(names)}\n"
         'unexpected="ignore" leaves them out.',
         unexpected=tuple(names),
     )

@@ -51,7 +51,7 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.match import RankLoadPlan, RankReads
 from remesh.checkpoint.report import RestoreReport
-from remesh.checkpoint.stored import StoredState
+from remesh.checkpoint.stored import LIVE, StoredState
 from remesh.core import values
 from remesh.core.collector import gc_paused
 from remesh.core.index import Index
@@ -314,12 +314,12 @@ class Resharder:
             run_on_one(exchange, tell), type=tuple[bytes, bytes]
         )
         if encoded:
-            self._index, self._transfers = Index.decode(encoded, "the source state"), []
+            self._index, self._transfers = Index.decode(encoded, LIVE), []
         assert self._index is not None
-        found = native.ValuesDocument.decode(document, "the source state")
+        found = native.ValuesDocument.decode(document, LIVE)
         if found.aliases != self._index.aliases:
             self._index = dataclasses.replace(self._index, aliases=found.aliases)
-        return StoredState("the source state", self._index, found), agreed
+        return StoredState(LIVE, self._index, found), agreed
 
     def _planned(
         self, number: int, reads: RankReads, given: LocalTensors

@@ -13,6 +13,9 @@ from remesh.formats import native
 from remesh.pipeline import limits_for
 from remesh.planner import ReadLimits
 
+LIVE = "the source state"
+"""The place of a state that is not stored, but resharded."""
+
 
 @dataclass(slots=True, eq=False)
 class StoredState:
