@@ -77,7 +77,7 @@ RETRIES: RetryConfig = {
     },
 }
 """A failed request is repeated ten times, with growing pauses, for three minutes at most: also one
-that was not answered before its timeout. Where nobody listens, that takes only seconds, and so does
+that was not answered before its timeout. Refused connections are given up after seconds, and so is
 a wrong host."""
 
 CLIENT: ClientConfig = {
