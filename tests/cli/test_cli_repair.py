@@ -27,6 +27,18 @@ def test_what_no_digest_proves_is_left_out(
     assert "step" in run_json("verify", tmp_path / "new")["checkpoints"][0]["unchecked"]
 
 
+def test_of_many_names_the_first_are_listed(run: Run, tmp_path: Path) -> None:
+    remesh.save({f"value_{number:03}": number for number in range(200)}, tmp_path / "many")
+    (tmp_path / "many" / "remesh.json").unlink()
+
+    text = run("repair", tmp_path / "many", "--dry-run").stdout
+    kept = run("repair", tmp_path / "many", "--dry-run", "--keep-unchecked").stdout
+
+    assert "because no digest proves them: value_000, value_001" in text
+    assert "value_007 and 192 more" in text
+    assert "value_007 and 192 more" in kept
+
+
 def test_json_of_a_dry_run(run_json: RunJson, checkpoint: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in checkpoint.parent.rglob("*")}
     report = run_json("repair", checkpoint, "--dry-run")

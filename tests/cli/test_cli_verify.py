@@ -192,6 +192,13 @@ def test_a_directory_of_checkpoints(run: Run, run_json: RunJson, runs: Path) -> 
         assert f"remesh repair {runs / name} --dry-run" in run("verify", runs).stdout
 
 
+def test_an_unfinished_save_without_a_byte_is_to_be_removed(run: Run, runs: Path) -> None:
+    (runs / "step_300" / "data-0123456789ab").mkdir(parents=True)
+    for command in ("ls", "verify"):
+        told = f"remesh prune {runs / 'step_300'} --incomplete --yes"
+        assert told in run(command, runs).stdout
+
+
 def test_a_newer_format_is_not_damage(run: Run, run_json: RunJson, checkpoint: Path) -> None:
     change_record(checkpoint, version=native.FORMAT_VERSION + 1)
 

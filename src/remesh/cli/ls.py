@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -61,7 +62,8 @@ def ls(
 
     Of a directory of checkpoints, each is listed with its status: committed (the newest has a *),
     unfinished (no commit record), damaged (files are missing or have another size), or unreadable.
-    Only `remesh verify` reads everything.
+    Only `remesh verify` reads everything. In a bucket, those of remesh are found one level down;
+    give the path of any other one.
 
     With --stats, minimum, maximum, mean, deviation, NaN and infinities are shown of the chosen
     tensors, which are read in chunks. Complex tensors have no statistics. With --usage, the parts
@@ -123,7 +125,14 @@ def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -
         output.line("", *reasons)
     broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
     if broken:
-        output.line(repair_advice(broken[-1].path))
+        output.line(advice_on(broken[-1]))
+
+
+def advice_on(step: catalog.Entry) -> str:
+    """The command for a step that is broken, as a sentence."""
+    if step.status == "unfinished" and not step.num_bytes:  # a save was killed before it wrote
+        return f"To remove it: remesh prune {shlex.quote(step.path)} --incomplete --yes"
+    return repair_advice(step.path)
 
 
 def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:

@@ -92,12 +92,11 @@ def _print_report(report: RepairReport, save_id: str | None) -> None:
         f"{output.plural(report.num_values, 'value')}"
     )
     if report.unchecked:
-        line(f"  of which no digest proves: {', '.join(report.unchecked)}", style="yellow")
+        names = output.listed(report.unchecked, show_all=False)
+        line(f"  of which no digest proves: {names}", style="yellow")
     if report.left_out:
-        line(
-            f"left out, because no digest proves them: {', '.join(report.left_out)}",
-            style="yellow",
-        )
+        names = output.listed(report.left_out, show_all=False)
+        line(f"left out, because no digest proves them: {names}", style="yellow")
         line("  they may be right or wrong; --keep-unchecked saves them, too", style="yellow")
     if report.lost or report.lost_aliases:
         line(

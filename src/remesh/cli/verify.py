@@ -17,6 +17,7 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
+from remesh.cli.ls import advice_on
 from remesh.core.integrity import Finding, hex_digest, repair_advice
 from remesh.errors import (
     CheckpointNotFoundError,
@@ -66,7 +67,7 @@ def _check_all(paths: Sequence[str]) -> Iterator[Verdict]:
             yield check(path)
         for one in entries:
             if one.status == "unfinished":
-                advice = repair_advice(one.path)
+                advice = advice_on(one)
                 yield Verdict(one.path, "unfinished", error=one.reason, advice=advice)
             else:
                 yield check(one.path)
