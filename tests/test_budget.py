@@ -19,7 +19,7 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1027, 1200),
-    "adapters": (3492, 3200),
+    "adapters": (3547, 3200),
     "background": (1659, 1400),
     "catalog": (778, 900),
     "checkpoint": (6285, 4900),
@@ -29,7 +29,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "demo": (1025, 1000),
     "elastic": (8640, 6300),
     "exchange": (1011, 800),
-    "formats": (7539, 7000),
+    "formats": (7548, 7000),
     "kubernetes": (2033, 2000),
     "maintenance": (1237, 1100),
     "pipeline": (2677, 2750),
@@ -37,7 +37,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "recipes": (496, 400),
     "simulation": (589, 700),
     "storage": (2678, 2600),
-    "training": (4843, 4600),
+    "training": (4871, 4600),
     "transform": (4234, 4300),
 }
 

@@ -177,9 +177,7 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     boxes: dict[str, list[TensorEntry]] = {}  # of each tensor on this rank
     for one, _ in with_all_names(local.tensors):
         boxes.setdefault(one.name, []).append(one)
-    storage = open_storage(path)
-    if format == "safetensors" and name != ADAPTER_NAME:
-        _refuse_adapter(exchange, storage)
+    storage = _opened(exchange, path, format, name)
     values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
     limit = {"max_shard_bytes": max_file_bytes} if format == "safetensors" else {}
     options = SaveOptions(
@@ -245,11 +243,16 @@ def _export_adapters(
     )
 
 
-def _refuse_adapter(exchange: Exchange, storage: Storage) -> None:
-    """Refuse a folder with an adapter: from_pretrained adds it to the weights there. Collective."""
+def _opened(exchange: Exchange, path: Any, kind: WeightFormat, name: str) -> Storage:
+    """The place of an export. Collective.
+
+    A folder with an adapter is none for whole weights, to which from_pretrained would add it.
+    """
+    storage = open_storage(path)
+    is_whole = kind == "safetensors" and name != ADAPTER_NAME
 
     def look() -> bytes:
-        if storage.exists(ADAPTER_CONFIG_NAME):
+        if is_whole and storage.exists(ADAPTER_CONFIG_NAME):
             raise StateError(
                 f"{ADAPTER_CONFIG_NAME}: from_pretrained would add this adapter to the weights\n"
                 f"It lies in {storage.url}. Export the weights to another folder, or remove the "
@@ -258,6 +261,7 @@ def _refuse_adapter(exchange: Exchange, storage: Storage) -> None:
         return b""
 
     run_on_one(exchange, look)
+    return storage
 
 
 def _report(
