@@ -359,6 +359,15 @@ def test_a_model_with_merged_adapters_is_neither_saved_nor_filled(tmp_path: Path
     assert torch.equal(logits(merged), logits(model))
 
 
+def test_a_load_of_the_base_and_one_of_the_whole_name_the_cure(tmp_path: Path) -> None:
+    remesh.save(base_model(), tmp_path / "base")
+    remesh.save(adapted(), tmp_path / "whole")
+    with pytest.raises(MismatchError, match=r"load it before peft\.get_peft_model"):
+        remesh.load(adapted(), tmp_path / "base")
+    with pytest.raises(MismatchError, match=r"load it into what peft\.get_peft_model returns"):
+        remesh.load(base_model(), tmp_path / "whole")
+
+
 def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     model = adapted()
     remesh.save({"model": model}, tmp_path / "c")
@@ -366,6 +375,10 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
         export_weights(tmp_path / "c", tmp_path / "weights")
     with pytest.raises(StateError, match=r"(?s)needs a live model of peft.*Load the checkpoint"):
         export_weights(tmp_path / "c", tmp_path / "weights", merge=True)
+    base = model.get_base_model()
+    for merge, refused in ((True, "of peft, which knows"), (False, "a weight of a peft model")):
+        with pytest.raises(StateError, match=rf"(?s){refused}.*, not its get_base_model\(\)"):
+            export_weights(base, tmp_path / "weights", merge=merge)
     with pytest.raises(StateError, match="a weight of a peft model"):
         remesh.save(model, tmp_path / "weights", format="huggingface")
     with pytest.raises(StateError, match="Leave out format='pth'"):

@@ -120,6 +120,19 @@ def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
     return lines
 
 
+def _peft_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
+    """What to do if only one of state and checkpoint is of a model of peft."""
+    wanted, stored = (
+        any(".base_layer." in name or ".lora_" in name for name in some)
+        for some in (missing, names)
+    )
+    if wanted == stored:
+        return []
+    if wanted:
+        return ["If it is of the base model, load it before peft.get_peft_model wraps that."]
+    return ["It is of a peft model: load it into what peft.get_peft_model returns."]
+
+
 def kind_of(record: object) -> str:
     """The kind that the record of a tensor that is made of others says."""
     kind = record.get("class") if isinstance(record, Mapping) else None
@@ -162,7 +175,7 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     if missing:
         taken = {*found.restored, *found.renamed.values(), *found.cast, *found.resized}
         names = [name for name in stored if name not in taken]
-        lines += _missing_lines(missing, names)
+        lines += [*_missing_lines(missing, names), *_peft_lines(missing, names)]
         if found.new_parameters:
             lines.append(
                 "Parameters that are new to an optimizer then begin without its state. If the "

@@ -276,7 +276,8 @@ def check_names(names: Sequence[str]) -> None:
         if is_wrapped or any(key in _OF_PEFT or key.startswith("lora_") for key in keys):
             raise StateError(
                 f"{name}: a weight of a peft model, whose names from_pretrained ignores\n"
-                "Export the live model, its adapters alone or, by merge=True, all weights merged: "
+                "Export the live PeftModel, not its get_base_model(): its adapters alone or, by "
+                "merge=True, all weights merged: "
                 "remesh.training.export_weights(model, path, merge=True). If these names are "
                 "wanted, say so there: names=lambda name: name"
             )

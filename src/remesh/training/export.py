@@ -203,7 +203,7 @@ def _merged(model: Any, config: Any) -> tuple[Any, Any]:
     if model is None:
         raise StateError(
             "merge=True needs a live model of peft, which knows how its adapters are merged\n"
-            "Load the checkpoint into the model, and export that"
+            "Load the checkpoint into the model, and export that, not its get_base_model()"
         )
     merged = merged_copy(model)
     is_its_own = config is not None and config is getattr(model, "config", None)
