@@ -257,7 +257,8 @@ class TestNodesOfAMasterThatStoodStill:
         with self.master_of_two(Clock()) as master:
             other = Settings(min_nodes=3, max_nodes=3)
             message = join_of(7, node_id=None, incarnation="x", settings=other)
-            with pytest.raises(RefusedError, match="other options"):
+            said = "other options than the job\nIt has --nnodes 3:3, the job --nnodes 2:2;"
+            with pytest.raises(RefusedError, match=said):
                 master.on_message(Connection(0, lambda _: None, lambda: None), message)
             assert "x" not in master.live.agents
 

@@ -144,7 +144,10 @@ def master(
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot listen on {options.host}:{options.port}: {error}") from error
+        raise StorageError(
+            f"cannot listen on {options.host}:{options.port}: {error}\n"
+            "If another master has this port, give --port a free one; 0 takes any"
+        ) from error
 
 
 async def _serve(

@@ -242,6 +242,8 @@ def _run(options: argparse.Namespace) -> None:
             url = stack.enter_context(_own_master(options, token)).url
             file = stack.enter_context(directories.token_file(int(url.rpartition(":")[2]), token))
             log.warning("the job's page is at %s; it asks for the token in %s", url, file)
+            if config.min_nodes > 1:
+                log.warning("without --master no other machine can join, --nnodes wants more nodes")
         handler = _make_handler(options, config, url, file)
         stack.callback(handler.node.close)
         snapshots = stack.enter_context(directories.snapshot_directory(options.snapshot_dir))
@@ -293,7 +295,10 @@ def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot listen on port {options.port}: {error}") from error
+        raise StorageError(
+            f"cannot listen on port {options.port}: {error}\n"
+            "If another master has it, give --port a free one, or leave --port out"
+        ) from error
 
 
 def _make_handler(

@@ -34,7 +34,7 @@ from remesh.elastic.job import Event, JobState, NodeHeld, NodeLost, Policy, Tick
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.protocol import Sender
-from remesh.elastic.rendezvous import MAX_LISTED, leaving
+from remesh.elastic.rendezvous import MAX_LISTED, Settings, leaving
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -336,8 +336,8 @@ class Master:
         if self.job.began is not None and message.settings != wanted:
             raise RefusedError(
                 f"node {message.name} has other options than the job\n"
-                f"It wants {message.settings}, the job runs with {wanted}; start all nodes "
-                "with the same options"
+                f"It has {_options(message.settings, wanted)}, the job "
+                f"{_options(wanted, message.settings)}; start all nodes with the same options"
             )
         now = self.clock()
 
@@ -354,6 +354,17 @@ class Master:
             )
         node_id, name = identity
         return msgspec.structs.replace(message, node_id=node_id, name=name)
+
+
+def _options(given: Settings, other: Settings) -> str:
+    """The options of `remesh run` by which settings differ from others."""
+    texts = {
+        "--nnodes": (f"{given.min_nodes}:{given.max_nodes}", f"{other.min_nodes}:{other.max_nodes}")
+    }
+    for name in ("node_unit", "last_call", "join_timeout"):
+        option = f"--{name.replace('_', '-')}"
+        texts[option] = f"{getattr(given, name):g}", f"{getattr(other, name):g}"
+    return " ".join(f"{option} {own}" for option, (own, its) in texts.items() if own != its)
 
 
 def _new_lines(before: JobState, after: JobState) -> list[jobs.HistoryLine]:
