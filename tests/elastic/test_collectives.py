@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from remesh.elastic.collectives import break_collectives
+from remesh.elastic.collectives import break_collectives, leave_groups
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -79,3 +79,16 @@ def test_a_collective_raises_and_other_connections_stay(other_library: socket.so
     other_library.setblocking(False)
     with pytest.raises(BlockingIOError):  # it would be the end of the stream
         other_library.recv(8)
+
+
+def test_a_group_whose_making_was_interrupted_takes_no_number() -> None:
+    """New processes call their first group by the first number, and wait for one of that name."""
+    with pytest.raises(RuntimeError, match="No rendezvous handler"):
+        dist.init_process_group("gloo", "nowhere://", rank=1, world_size=2)
+    leave_groups()
+    store = dist.HashStore()  # type: ignore[attr-defined] # not said to be exported
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert dist.distributed_c10d._get_default_group().group_name == "0"
+    finally:
+        leave_groups()

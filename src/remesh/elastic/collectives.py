@@ -48,7 +48,12 @@ def break_collectives(store_port: int) -> int:
 def leave_groups() -> None:
     """Destroy the process groups of this process, if there are any."""
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if dist is None or not dist.is_available():
+        return
+    if not dist.is_initialized():
+        # A group whose making was interrupted has taken a number. The next one would be called by
+        # another number than that of new processes, and all would wait for each other.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - the counter of all groups
         return
     try:
         dist.destroy_process_group()
