@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from remesh.cli.output import EXIT_USAGE
 from remesh.elastic import handler
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.launch import make_parser
@@ -14,6 +17,7 @@ from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_REPLACE
 from tests.elastic.cluster import run_job
 
 DOCS = Path(__file__).parents[2] / "docs"
+SBATCH = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 PAGE = (DOCS / "elastic.md").read_text()
 TORCHRUN = (DOCS / "how-to/torchrun.md").read_text()
 
@@ -56,7 +60,7 @@ def test_options_that_are_named_are_there() -> None:
 def test_exit_codes() -> None:
     table = PAGE.partition("## Exit codes")[2].partition("##")[0]
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
-    assert codes == [0, 1, EXIT_REPLACE, EXIT_DRAINED]
+    assert codes == [0, 1, EXIT_USAGE, EXIT_REPLACE, EXIT_DRAINED]
 
 
 def test_options_of_the_handler() -> None:
@@ -64,3 +68,30 @@ def test_options_of_the_handler() -> None:
     source = Path(handler.__file__).read_text()
     read = re.findall(r"parameters\.get(?:_as_int)?\(\s*\"([a-z_]+)\"", source)
     assert sorted(keys) == sorted(set(read) - {"max_restarts"})
+
+
+def test_the_script_for_slurm_shows_why_the_master_does_not_start(tmp_path: Path) -> None:
+    remesh = tmp_path / "remesh"
+    remesh.write_text('#!/bin/sh\necho "error: cannot start: $*" >&2\nexit 2\n')
+    remesh.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "RUN": str(tmp_path / "run"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_JOB_ID": "6",
+        "SLURM_ARRAY_TASK_ID": "0",
+    }
+    done = subprocess.run(
+        ["bash", str(SBATCH), "train.py"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    first, said = done.stderr.splitlines()
+    assert first == f"the master has ended; the end of {tmp_path}/run/master.log:"
+    assert said.startswith("error: cannot start: master --host ")
+    assert " --port 0 " in said
+    assert f" --state {tmp_path}/run/master-6.json " in said
