@@ -387,7 +387,8 @@ def waiting_node(url: str) -> NodeClient:
             node.join()
 
     threading.Thread(target=join, daemon=True).start()
-    wait_until(lambda: node.content is not None, "the first instruction")
+    # The other thread takes it from the first instruction, which may be there before.
+    wait_until(lambda: node._node_id is not None, "its id")
     return node
 
 
