@@ -27,7 +27,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "compat": (4349, 4100),
     "core": (3828, 5000),
     "demo": (1025, 1000),
-    "elastic": (8616, 6300),
+    "elastic": (8620, 6300),
     "exchange": (1011, 800),
     "formats": (7549, 7000),
     "kubernetes": (2033, 2000),

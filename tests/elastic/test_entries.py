@@ -322,6 +322,32 @@ def test_what_hangs_while_the_function_is_left_is_interrupted_again(
     run(train)
 
 
+def test_what_makes_the_function_be_left_does_not_meet_the_next_entry(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function ends by an error of its own while the other thread breaks its collectives."""
+    breaks, left = threading.Event(), threading.Event()
+
+    def break_slowly(_port: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            breaks.set()
+            left.wait(1.0)  # longer than it takes to leave and to enter again
+        return 0
+
+    monkeypatch.setattr(entries, "break_collectives", break_slowly)
+
+    def train(job: TrainingJob) -> int:
+        if job.entries == 0:
+            agent.beside(agent.change_world)
+            breaks.wait(60)
+            raise WorldChangedError("noticed")
+        time.sleep(1.5)  # a signal that comes late would end this
+        assert not job.must_leave
+        return job.entries
+
+    assert run(train) == 1
+
+
 @pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "0"), ("0", "0"), ("3", "3")])
 def test_a_value_of_the_user_for_nccl_is_kept(
     given: str | None,

@@ -143,6 +143,7 @@ class _ReentrantRunner:
         self._is_inside = False
         self._is_forced = False
         self._raised_at = 0.0
+        self._leaving = threading.Lock()  # held by what makes the main thread leave a world
         self._is_closing = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._former = signal.signal(SIGNAL, self._interrupt)
@@ -203,7 +204,8 @@ class _ReentrantRunner:
     def _leave_world(self, error: BaseException) -> None:
         """Leave the world: nothing of it is in use when the agent learns of it."""
         began = time.monotonic()
-        break_collectives(_store_port())
+        with self._leaving:  # the listener is done with this world, and does not meet the next one
+            break_collectives(_store_port())
         _clear_frames(error)
         leave_groups()
         gc.collect()
@@ -270,7 +272,9 @@ class _ReentrantRunner:
                 continue
             ordered_at = time.monotonic() if ordered_at is None else ordered_at
             try:
-                pause = self._make_leave(time.monotonic() - ordered_at)
+                with self._leaving:
+                    if self._is_inside and self._must_leave():
+                        pause = self._make_leave(time.monotonic() - ordered_at)
             except OSError as error:  # the system may have no descriptor to give at the moment
                 log.warning("the training function is not left yet: %s", error)
                 pause = RETRY_SECONDS
