@@ -273,7 +273,7 @@ class _ReentrantRunner:
             ordered_at = time.monotonic() if ordered_at is None else ordered_at
             try:
                 with self._leaving:
-                    if self._is_inside and self._must_leave():
+                    if self._must_leave():  # still
                         pause = self._make_leave(time.monotonic() - ordered_at)
             except OSError as error:  # the system may have no descriptor to give at the moment
                 log.warning("the training function is not left yet: %s", error)
