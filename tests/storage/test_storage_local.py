@@ -727,3 +727,29 @@ def test_a_place_that_takes_no_files_is_not_called_full(
     with pytest.raises(StorageError, match="Permission denied; give the user") as caught:
         storage.space()
     assert not isinstance(caught.value, NoSpaceError)
+
+
+@pytest.mark.parametrize(("kind", "num_reads"), [("ext4", local.MAX_READS), ("nfs4", 4)])
+def test_reads_under_way_at_a_time(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, kind: str, num_reads: int
+) -> None:
+    monkeypatch.setattr(local, "mount_of", lambda _device: (kind, "somewhere"))
+    storage.put("a", bytes(4 * ALIGNMENT), overwrite=False)
+    together = threading.Barrier(num_reads, timeout=60)
+    under_way, seen, lock = 0, [], threading.Lock()
+
+    def read(_file: Path, _start: int, buffer: local.Buffer, *, direct: bool) -> int:
+        nonlocal under_way
+        with lock:
+            under_way += 1
+            seen.append(under_way)
+        together.wait()
+        with lock:
+            under_way -= 1
+        return buffer.size
+
+    monkeypatch.setattr(local, "read_range", read)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(storage.read_into, "a", 0, aligned_buffer(ALIGNMENT))
+    assert max(seen) == num_reads

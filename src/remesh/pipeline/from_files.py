@@ -30,9 +30,9 @@ from remesh.planner import (
 )
 from remesh.storage import Buffer, Storage
 
-NUM_SHARING_THREADS = 2
+NUM_SHARING_THREADS = 3
 """Threads that read from this machine for several ranks: fewer than those of a rank that reads for
-itself, for these pack messages as well."""
+itself, for others send and unpack messages."""
 
 NUM_FAR_SHARING_THREADS = 16
 """The same for storages that are a network away, at most: each holds what it has read until the

@@ -154,10 +154,11 @@ MIN_ALIKE = 2
 class ReadLimits:
     """How a load cuts and merges reads."""
 
-    window_bytes: int = 4 << 20
+    window_bytes: int = 8 << 20
     """Files are read in windows that begin at multiples of this, which is a multiple of every
     digest block. No read crosses a window's end, so it bounds the buffer of each reading thread,
-    and no block is read twice."""
+    and no block is read twice. What a read costs besides its bytes weighs little in one of this
+    length."""
     gap_bytes: int = 256 << 10
     """Bytes between two ranges that are read rather than skipped: on disks and object stores a
     request costs as much as reading this much."""

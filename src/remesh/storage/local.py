@@ -55,7 +55,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,6 +82,12 @@ _IN_MEMORY = frozenset({"ramfs", "tmpfs"})
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 _Made = TypeVar("_Made")
+
+
+MAX_READS = 2
+"""Reads from a disk of this machine that are under way at a time: the disk is busy while one of
+them ends, and other threads compute. If all waited for the disk, they would also compute at the
+same time, and the disk would rest."""
 
 
 class LocalStorage(Storage):
@@ -118,6 +124,11 @@ class LocalStorage(Storage):
         except OSError:
             return None  # reading it will say what is wrong
         return 0.0 if mount_of(device)[0] in _NETWORK else None
+
+    @functools.cached_property
+    def _reading(self) -> AbstractContextManager[object]:
+        """What is entered for each read."""
+        return nullcontext() if self.is_remote else threading.Semaphore(MAX_READS)
 
     def list(self, prefix: str = "") -> list[str]:
         def fail(error: OSError) -> None:
@@ -171,7 +182,7 @@ class LocalStorage(Storage):
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         assert start >= 0
         file = self._file(path)
-        with explained("read", file):
+        with explained("read", file), self._reading:
             return read_range(file, start, buffer, direct=self._direct)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
