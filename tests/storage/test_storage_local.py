@@ -729,7 +729,7 @@ def test_a_place_that_takes_no_files_is_not_called_full(
     assert not isinstance(caught.value, NoSpaceError)
 
 
-@pytest.mark.parametrize(("kind", "num_reads"), [("ext4", local.MAX_READS), ("nfs4", 4)])
+@pytest.mark.parametrize(("kind", "num_reads"), [("ext4", local.MAX_AT_DISK), ("nfs4", 4)])
 def test_reads_under_way_at_a_time(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, kind: str, num_reads: int
 ) -> None:

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 from remesh.storage import Buffer, map_memory, touch
 
-SLAB_CHUNKS = 16
+SLAB_CHUNKS = 8
 """Chunks that are mapped at a time; large mappings get large pages."""
 
-SHARED_SLAB_CHUNKS = 256
+SHARED_SLAB_CHUNKS = 128
 """The same for shared arenas, where each mapping costs its processes a descriptor."""
 
 _LOGGER = logging.getLogger("remesh")

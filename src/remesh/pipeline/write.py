@@ -33,7 +33,7 @@ from remesh.storage import Buffer, Storage, Writer
 Compress = Literal["zstd"]
 """How files are compressed."""
 
-CHUNK_SIZE = 2 << 20
+CHUNK_SIZE = 4 << 20
 """Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
 enough to be still in the processor's cache when it is digested and written."""
 

@@ -84,9 +84,9 @@ _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 _Made = TypeVar("_Made")
 
 
-MAX_READS = 2
-"""Reads from a disk of this machine that are under way at a time: the disk is busy while one of
-them ends, and other threads compute. If all waited for the disk, they would also compute at the
+MAX_AT_DISK = 2
+"""Reads, and writes, of a disk of this machine that are under way at a time: it is busy while one
+of them ends, and other threads compute. If all waited for the disk, they would also compute at the
 same time, and the disk would rest."""
 
 
@@ -126,9 +126,9 @@ class LocalStorage(Storage):
         return 0.0 if mount_of(device)[0] in _NETWORK else None
 
     @functools.cached_property
-    def _reading(self) -> AbstractContextManager[object]:
-        """What is entered for each read."""
-        return nullcontext() if self.is_remote else threading.Semaphore(MAX_READS)
+    def _at_disk(self) -> AbstractContextManager[object]:
+        """What is entered for each read, and each write."""
+        return nullcontext() if self.is_remote else threading.Semaphore(MAX_AT_DISK)
 
     def list(self, prefix: str = "") -> list[str]:
         def fail(error: OSError) -> None:
@@ -182,7 +182,7 @@ class LocalStorage(Storage):
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         assert start >= 0
         file = self._file(path)
-        with explained("read", file), self._reading:
+        with explained("read", file), self._at_disk:
             return read_range(file, start, buffer, direct=self._direct)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
@@ -204,14 +204,18 @@ class LocalStorage(Storage):
         file = self._file(path)
         with explained("write", file):
             try:
-                return self._make(file, lambda: LocalWriter(file, num_bytes, direct=self._direct))
+                return self._make(
+                    file, lambda: LocalWriter(file, num_bytes, self._at_disk, direct=self._direct)
+                )
             except FileExistsError as error:
                 raise StorageError(f"{file} exists already; choose another place") from error
 
     def open_shared(self, path: str, num_bytes: int) -> LocalWriter:
         file = self._file(path)
         with explained("write", file):
-            return self._make(file, lambda: LocalWriter(file, num_bytes, direct=False, shared=True))
+            return self._make(
+                file, lambda: LocalWriter(file, num_bytes, nullcontext(), direct=False, shared=True)
+            )
 
     def rename(self, path: str, new: str) -> None:
         file, renamed = self._file(path), self._file(new)
@@ -500,8 +504,17 @@ class LocalWriter:
     belong to two processes.
     """
 
-    def __init__(self, path: Path, num_bytes: int, *, direct: bool, shared: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_bytes: int,
+        at_disk: AbstractContextManager[object],
+        *,
+        direct: bool,
+        shared: bool = False,
+    ) -> None:
         self._path = path
+        self._at_disk = at_disk
         self._num_bytes = num_bytes
         self._is_shared = shared
         self._done = False
@@ -524,7 +537,7 @@ class LocalWriter:
     def write(self, position: int, data: Buffer) -> None:
         assert self._open, f"{self._path} is closed"
         assert 0 <= position <= position + data.size <= self._num_bytes
-        with explained("write", self._path):
+        with explained("write", self._path), self._at_disk:
             done = self._write_directly(position, data)
             _write_all(self._buffered, position + done, data[done:])
 
