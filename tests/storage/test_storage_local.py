@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from remesh.errors import CheckpointExistsError, NoSpaceError, StorageError
-from remesh.storage import ALIGNMENT, LocalStorage, aligned_buffer, local
+from remesh.storage import ALIGNMENT, Buffer, LocalStorage, aligned_buffer, local
 from remesh.storage.local import open_direct
 from tests.descriptors import open_below
 from tests.storage.scenes import aligned, pattern, write
@@ -738,7 +738,7 @@ def test_reads_under_way_at_a_time(
     together = threading.Barrier(num_reads, timeout=60)
     under_way, seen, lock = 0, [], threading.Lock()
 
-    def read(_file: Path, _start: int, buffer: local.Buffer, *, direct: bool) -> int:
+    def read(_file: Path, _start: int, buffer: Buffer, *, direct: bool) -> int:
         nonlocal under_way
         with lock:
             under_way += 1
