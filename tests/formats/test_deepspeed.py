@@ -206,7 +206,7 @@ def test_a_folder_of_the_trainer_holds_weights_as_well(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "hf" / "model.safetensors", tmp_path)
     with pytest.raises(StateError, match="huggingface or deepspeed"):
         remesh.Checkpoint(tmp_path)
-    found = remesh.Checkpoint(remesh.formats.Source(tmp_path, format="deepspeed"))
+    found = remesh.Checkpoint(tmp_path, format="deepspeed")
     assert "optimizer.state.net.0.weight.exp_avg" in found
 
     def run(*words: str) -> tuple[int, str]:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import remesh
+from remesh.checkpoint import convert
 from remesh.core.values import UnresolvedValue
 from remesh.errors import CheckpointError, CorruptCheckpointError, RemeshError
 from remesh.formats import table
@@ -33,7 +34,6 @@ from remesh.formats.restricted_pickle import (
     ArchivedTensor,
     resolved,
 )
-from remesh.formats.table import Source
 from tests.formats import hostile
 from tests.formats.auditing import audited
 from tests.formats.hostile import CHECKPOINTS, archive, call, mapping, name, number, text
@@ -269,12 +269,16 @@ def test_checkpoints_of_other_pythons_and_torches(written: str) -> None:
 
 def test_allowed_names_run_by_the_users_decision(tmp_path: Path) -> None:
     torch.save({"counts": __import__("collections").ChainMap({"a": 2})}, tmp_path / "x.pt")
-    source = Source(tmp_path / "x.pt", allow=("collections.ChainMap",))
-    assert remesh.Checkpoint(source).values == {"counts.a": 2}
+    allow = ["collections.ChainMap"]
+    assert remesh.Checkpoint(tmp_path / "x.pt", allow=allow).values == {"counts.a": 2}
+    state = {"counts": {"a": 0}}
+    remesh.load(state, tmp_path / "x.pt", allow=allow)
+    assert state == {"counts": {"a": 2}}
+    convert(tmp_path / "x.pt", tmp_path / "converted", format="remesh", allow=allow)
+    assert remesh.Checkpoint(tmp_path / "converted").values == {"counts.a": 2}
     # What an allowed call gives is not called in turn.
     data = call(call(name("builtins.getattr"), name("os.system"), text("x")), text("y")) + b"."
     (tmp_path / "y.pt").write_bytes(archive(data))
-    source = Source(tmp_path / "y.pt", allow=("builtins.getattr",))
-    found = remesh.Checkpoint(source).values["value"]
+    found = remesh.Checkpoint(tmp_path / "y.pt", allow=["builtins.getattr"]).values["value"]
     assert isinstance(found, UnresolvedValue)
     assert "what another call" in found.type_name

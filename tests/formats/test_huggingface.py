@@ -20,7 +20,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import remesh
 from remesh.errors import FormatVersionError, StateError
 from remesh.exchange import Exchange
-from remesh.formats import Source
 from tests.support import run_processes
 from tests.support.torch_versions import has, needs
 
@@ -205,9 +204,9 @@ def test_what_is_chosen_where_there_are_several(tmp_path: Path) -> None:
     write("consolidated.safetensors", 5)
     assert remesh.Checkpoint(tmp_path).read("w") == 4
     assert remesh.Checkpoint(tmp_path / "consolidated.safetensors").read("w") == 5
-    assert remesh.Checkpoint(Source(tmp_path / "pytorch_model.bin")).read("w") == 3
+    assert remesh.Checkpoint(tmp_path / "pytorch_model.bin").read("w") == 3
     with pytest.raises(StateError, match=r"both hold w\nName one file"):
-        remesh.Checkpoint(Source(tmp_path, format="safetensors"))
+        remesh.Checkpoint(tmp_path, format="safetensors")
 
 
 def test_what_an_index_says_must_be_there(saved: Path, tmp_path: Path) -> None:

@@ -14,13 +14,12 @@ from contextlib import suppress
 import numpy as np
 
 from remesh.errors import OptionError, StateError
-from remesh.formats import Source
 from remesh.storage import Storage
 
 
 def is_place(value: object) -> bool:
-    """True if a value names a place: a path, a URL, a storage or a `Source`."""
-    return isinstance(value, str | os.PathLike | Source | Storage)
+    """True if a value names a place: a path, a URL or a storage."""
+    return isinstance(value, str | os.PathLike | Storage)
 
 
 def check_order(call: str, state: object, path: object) -> None:

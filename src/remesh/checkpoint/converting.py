@@ -40,7 +40,7 @@ from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone, Exchange, run_each, run_on_one
 from remesh.formats import native
-from remesh.formats.table import FORMATS, Contents, Source, writer_of
+from remesh.formats.table import Contents, place_of, writer_of
 from remesh.formats.writer import Writer
 from remesh.pipeline import Compress
 from remesh.pipeline.source import StoredMemory, TensorSource
@@ -83,6 +83,8 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     path: Any,
     *,
     format: str,  # noqa: A002 - as in `save`
+    source_format: str | None = None,
+    allow: Sequence[str] = (),
     transform: Transform | Program | None = None,
     only: str | Sequence[str] = "*",
     overwrite: bool = False,
@@ -100,9 +102,11 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     what a killed `remesh.save` leaves: no checkpoint.
 
     Args:
-        source: The checkpoint to convert: a path, URL or storage, or a `remesh.formats.Source`.
+        source: The checkpoint to convert: a path, URL or storage.
         path: Directory of the new checkpoint; it need not exist.
         format: As of `remesh.save`.
+        source_format: That of the source, as `format` of `remesh.load`.
+        allow: As of `remesh.load`.
         transform: What becomes of the tensors and the names: a `Transform`, or what makes one.
         only: Which stored names take part, as patterns of a shell; others are left out.
         overwrite: Replace a checkpoint of the format that is there.
@@ -132,7 +136,7 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     exchange = Alone() if group is None else exchange_of(group)
 
     def describe() -> tuple[Contents, Description]:
-        contents, stored, url = open_source(source)
+        contents, stored, url = open_source(place_of(source, source_format, allow))
         contents = _chosen(contents, only)
         if url == target.url:
             raise StateError(f"{url}: source and destination are one place; convert to another")
@@ -178,8 +182,7 @@ def _read_again(
     """Read a new checkpoint again on rank 0: its tensors, their bytes, and what was found."""
 
     def read() -> bytes:
-        row = next(row for row in FORMATS if writer in row.writers)
-        written = Checkpoint(Source(target, format=row.name))
+        written = Checkpoint(target, format=writer.name)
         report, index = written.verify(), written.index
         if not report.ok:
             raise CorruptCheckpointError(

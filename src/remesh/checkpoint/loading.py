@@ -79,6 +79,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     state: Any,
     path: Any,
     *,
+    format: str | None = None,  # noqa: A002 - as in `save`
+    allow: Sequence[str] = (),
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
@@ -97,8 +99,12 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     Args:
         state: The target, built like the state that was saved. Only its names are read. A tuple or
             a plain value stands in a dict or list, where it can be replaced.
-        path: Directory of a committed checkpoint, of remesh or of another system that it reads;
-            or a `remesh.formats.Source`. Of a model of peft, files of peft fill the adapters.
+        path: Directory of a committed checkpoint, of remesh or of another system that it reads. Of
+            a model of peft, files of peft fill the adapters.
+        format: The format to read, if there are files of several at the path; None to look.
+        allow: Qualified names (`package.module.Class`) that a pickle in the checkpoint may import
+            and call. A person who can write such a checkpoint can then do with this process what
+            these names can do.
         missing: What to do about names that the state has and the checkpoint lacks.
         unexpected: What to do about names that the checkpoint has and no rank's state.
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
@@ -146,7 +152,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         check_order("load", state, path)
         check_target("load", state)
         options = checked_options("load", missing, unexpected, cast, transform, resize or {})
-        return place_of(path), options
+        return place_of(path, format, allow), options
 
     place, options = run_each(exchange, check)
     storage, makes = place.storage, options.transform is not None
@@ -334,7 +340,7 @@ def _is_left(name: str, unexpected: Iterable[str]) -> bool:
 
 def open_shared(exchange: Exchange, source: Any) -> StoredState:
     """Open a checkpoint of any format on every rank; only rank 0 reads."""
-    place = source if isinstance(source, Place) else place_of(source)
+    place = place_of(source)
 
     def read() -> bytes:
         with explained_absence(place):

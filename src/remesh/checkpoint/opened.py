@@ -25,6 +25,7 @@ from remesh.core.state import Path, assemble
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
 from remesh.formats.decoding import decoded
+from remesh.formats.place import Place
 from remesh.formats.table import Contents, place_of, read_contents
 from remesh.pipeline.source import TensorSource
 from remesh.planner import ReadLimits
@@ -117,9 +118,8 @@ class TensorSlice:
         return self.checkpoint.read(self.stored.name, box).reshape(kept)
 
 
-def open_source(path: Any) -> tuple[Contents, TensorSource, str]:
+def open_source(place: Place) -> tuple[Contents, TensorSource, str]:
     """What a place holds, what its tensors are read from, and where it is, for messages."""
-    place = place_of(path)
     with explained_absence(place):
         contents = read_contents(place)
     identity = "" if contents.record is None else native.identity_of(contents.record)
@@ -145,20 +145,30 @@ class Checkpoint:
     `CheckpointReplacedError`; open the checkpoint again.
 
     Args:
-        path: Directory of the checkpoint, or a `remesh.formats.Source`.
+        path: Directory of the checkpoint.
         framework: The type of returned tensors; None for torch tensors if torch is installed.
+        format: As of `remesh.load`.
+        allow: As of `remesh.load`.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
+        StateError: If it is not known which of several formats to read.
         CorruptCheckpointError: If record, index or values were damaged.
         FormatVersionError: If it was written by a newer remesh.
     """
 
-    def __init__(self, path: Any, framework: Literal["torch", "numpy"] | None = None) -> None:
+    def __init__(
+        self,
+        path: Any,
+        framework: Literal["torch", "numpy"] | None = None,
+        *,
+        format: str | None = None,  # noqa: A002 - as in `save`
+        allow: Sequence[str] = (),
+    ) -> None:
         if framework not in {None, "torch", "numpy"}:
             raise StateError(f'framework must be "torch", "numpy" or None, not {framework!r}')
         self._framework = framework
-        self._contents, self._source, url = open_source(path)
+        self._contents, self._source, url = open_source(place_of(path, format, allow))
         self._storage = self._source.storage
         self._stored = StoredState(
             url, self._contents.index, self._contents.document, self._source.identity

@@ -42,7 +42,7 @@ def save(  # noqa: PLR0913 - each option stands for itself
     state: Any,
     path: Any,
     *,
-    format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.formats.Source`
+    format: str = FORMAT_NAME,  # noqa: A002 - what everybody calls it
     format_options: Mapping[str, object] | None = None,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,

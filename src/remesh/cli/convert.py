@@ -92,21 +92,22 @@ def convert(
     is 1 if SRC is damaged, 2 if it cannot be read or the format does not take what it holds, else
     0.
     """
-    opened = places.source(source)
+    source_format = places.format_of(source)
     metadata = None
     if metadata_file is not None:
         metadata = json_object(metadata_file.read_bytes(), str(metadata_file))
     if recipe is not None:
         if transform is not None:
             raise StateError("--recipe and --transform are two transformations; give one of them")
-        index = Checkpoint(opened).index
+        index = Checkpoint(source, format=source_format).index
         transform = _recipe(recipe, source, index, metadata)
         only = only or _sources_of(transform, index)
     with _ranks() as (rank, group):
         report = convert_checkpoint(
-            opened,
+            source,
             target,
             format=name,
+            source_format=source_format,
             transform=transform,
             only=only or "*",
             metadata=metadata,

@@ -245,7 +245,7 @@ def diff(
     tolerance = None if structure else (atol, rtol)
 
     def run() -> Comparison:
-        one, other = Checkpoint(places.source(first)), Checkpoint(places.source(second))
+        one, other = (Checkpoint(at, format=places.format_of(at)) for at in (first, second))
         num_bytes = 0 if structure else other.index.num_bytes
         with progress(f"comparing {second}", num_bytes) as on_read:
             return compare(one, other, transform=transform, tolerance=tolerance, on_read=on_read)

@@ -162,7 +162,7 @@ class _Listing:
     def of(
         cls, path: str, patterns: Sequence[str], with_statistics: bool, depth: int | None
     ) -> _Listing:
-        checkpoint = Checkpoint(places.source(path))
+        checkpoint = Checkpoint(path, format=places.format_of(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         index = checkpoint.index
         tensors = _chosen(index, patterns)

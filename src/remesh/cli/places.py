@@ -17,7 +17,7 @@ from remesh.core.index import Index
 from remesh.core.integrity import Finding
 from remesh.errors import StateError
 from remesh.formats import native
-from remesh.formats.table import FORMATS, Source, formats_at, place_of
+from remesh.formats.table import FORMATS, formats_at, place_of
 from remesh.storage import open_storage, shown_url
 from remesh.transform import Transform
 
@@ -69,7 +69,7 @@ def _keep(ctx: click.Context, _parameter: click.Parameter, name: str | None) -> 
 
 
 def format_option(flag: str = "--format") -> Callable[[_Command], _Command]:
-    """The option of commands that read checkpoints; `source` takes what it says."""
+    """The option of commands that read checkpoints; `format_of` takes what it says."""
     return click.option(
         flag,
         type=click.Choice([row.name for row in FORMATS]),
@@ -80,23 +80,21 @@ def format_option(flag: str = "--format") -> Callable[[_Command], _Command]:
     )
 
 
-def source(path: str) -> str | Source:
-    """The source at a path: of several formats, the one that the user named."""
+def format_of(path: str) -> str | None:
+    """The format that the user named, if a path holds checkpoints of several."""
     command = click.get_current_context(silent=True)
     name = None if command is None else command.meta.get(_FORMAT)
-    if name is None or len(formats_at(place_of(path))) < 2:
-        return path
-    return Source(path, format=name)
+    return None if name is None or len(formats_at(place_of(path))) < 2 else name
 
 
 def open_checkpoint(path: str) -> Checkpoint:
     """Open the checkpoint at a path, anew if it is replaced meanwhile."""
-    return native.retry_if_replaced(lambda: Checkpoint(source(path)))
+    return native.retry_if_replaced(lambda: Checkpoint(path, format=format_of(path)))
 
 
 def is_checkpoint(path: str) -> bool:
     """True if a path holds one checkpoint; errors are those of `catalog.is_checkpoint`."""
-    return catalog.is_checkpoint(place_of(source(path)))
+    return catalog.is_checkpoint(place_of(path, format_of(path)))
 
 
 def record_of(checkpoint: Checkpoint) -> native.CommitRecord | None:

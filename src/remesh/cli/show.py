@@ -99,7 +99,7 @@ def show(*, path: str, name: str | None, box_text: str | None, as_json: bool) ->
 
 def _open_and_look(path: str, name: str, box_text: str | None) -> tuple[Checkpoint, _Looked | None]:
     """A checkpoint, and what is found in it if the name is that of a tensor."""
-    checkpoint = Checkpoint(places.source(path))
+    checkpoint = Checkpoint(path, format=places.format_of(path))
     is_tensor = name in checkpoint.index
     return checkpoint, _look_at(checkpoint, name, box_text) if is_tensor else None
 

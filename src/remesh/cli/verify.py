@@ -154,7 +154,7 @@ def check(path: str) -> Verdict:
 def _check(path: str) -> Verdict:
     storage = open_storage(path)
     try:
-        checkpoint = Checkpoint(places.source(path))
+        checkpoint = Checkpoint(path, format=places.format_of(path))
         num_bytes = sum(file.num_bytes for file in checkpoint.index.files)
         with progress(f"reading {path}", num_bytes) as on_read:
             report = checkpoint.verify(on_read)

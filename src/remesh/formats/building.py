@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh._repr import shown
+from remesh._repr import short_repr, shown
 from remesh.core import values
 from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
@@ -134,6 +134,8 @@ class IndexBuilder:
     _position: list[int] = field(default_factory=list)
     _views: dict[tuple[object, ...], str] = field(default_factory=dict)
     _sequences: dict[Path, str] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     @property
     def storage(self) -> Storage:

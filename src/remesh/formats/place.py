@@ -26,10 +26,13 @@ class Place:
 
     storage: Storage  # where the checkpoint is
     format: str | None = None  # name of its format, or None to look
-    allow: tuple[str, ...] = ()  # see `remesh.formats.table.Source`
+    allow: tuple[str, ...] = ()  # qualified names that its pickles may import and call
     file: str = ""  # the file, if the source is a single one
     known: Listing | None = None
     """The files that count, if the caller has listed them; else all below the place."""
+
+    def __str__(self) -> str:
+        return self.url
 
     @property
     def url(self) -> str:

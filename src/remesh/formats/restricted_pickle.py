@@ -106,8 +106,8 @@ def resolved(
 def refusal(type_name: str, where: str) -> PickleRefusedError:
     """The error for a name that is not allowed."""
     remedy = (
-        "If you trust this checkpoint as much as your own code, allow it: "
-        f"remesh.formats.Source(path, allow=[{type_name[:200]!r}])."
+        "If you trust this checkpoint as much as your own code, allow it: open or load it with "
+        f"allow=[{type_name[:200]!r}]."
     )
     if type_name.startswith(_REBUILDS):  # with that name alone it would lack its class and parts
         remedy = (

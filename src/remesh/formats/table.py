@@ -8,7 +8,7 @@ may say besides. The index is built and checked here, the same way for all; ever
 format by an entry point of the group `remesh.formats`.
 
 A place is asked for the marks of every format. None, or several, is an error that says what was
-looked for; a `Source` that names the format settles it.
+looked for; a caller that names the format settles it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
-from remesh._repr import short_repr
 from remesh.core.index import Index
 from remesh.errors import CheckpointNotFoundError, RemeshError, StateError
 from remesh.formats import (
@@ -43,25 +42,6 @@ from remesh.formats.building import IndexBuilder
 from remesh.formats.place import Place
 from remesh.formats.writer import Writer
 from remesh.storage import ask_together, open_storage
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint to load, with its format or the classes that its pickles may import.
-
-    Pass it instead of the path to `remesh.load` and `remesh.Checkpoint`.
-    """
-
-    path: Any
-    """A path, URL or storage, as everywhere."""
-    format: str | None = None
-    """Name of the format, if the place could be read as several."""
-    allow: tuple[str, ...] = ()
-    """Qualified names (`package.module.Class`) that a pickle in the checkpoint may import and call.
-    A person who can write such a checkpoint can then do with this process what these names can
-    do."""
-
-    __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,22 +123,33 @@ def writer_of(name: str) -> Writer:
     return found
 
 
-def place_of(source: Any) -> Place:
-    """Open what a caller named: a path, a URL, a storage or a `Source`."""
-    if isinstance(source, Source):
-        place = place_of(source.path)
-        names = [row.name for row in FORMATS]
-        if source.format is not None and source.format not in names:
-            raise StateError(f"no format {source.format!r}; known are {', '.join(names)}")
-        return Place(place.storage, source.format, tuple(source.allow), place.file)
+def place_of(source: Any, name: str | None = None, allow: Iterable[str] = ()) -> Place:
+    """Open a path, a URL or a storage; of a place that has been opened the format may be named.
+
+    Args:
+        source: What a caller named.
+        name: Name of the format that is read or written, if the place could be read as several.
+        allow: See `Place`.
+    """
+    known = None if name is None else _read_as(name).name
+    if isinstance(source, Place):
+        return source if known is None else replace(source, format=known)
+    storage, file = source, ""
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
-        folder, _, name = text.rpartition("/")
-        folder = folder or ("/" if text.startswith("/") else ".")
-        is_file = any(row.files is not None and row.files.fullmatch(name) for row in FORMATS)
+        folder, _, last = text.rpartition("/")
+        is_file = any(one.files is not None and one.files.fullmatch(last) for one in FORMATS)
         if is_file and not os.path.isdir(text):
-            return Place(open_storage(folder), file=name)
-    return Place(open_storage(source))
+            storage, file = folder or ("/" if text.startswith("/") else "."), last
+    return Place(open_storage(storage), known, tuple(allow), file)
+
+
+def _read_as(name: str) -> Format:
+    """The format of a name; that of a writer is the one that reads what it has written."""
+    for row in FORMATS:
+        if name == row.name or any(name == writer.name for writer in row.writers):
+            return row
+    raise StateError(f"no format {name!r}; known are {', '.join(row.name for row in FORMATS)}")
 
 
 def formats_at(place: Place) -> list[Format]:
@@ -192,8 +183,8 @@ def format_at(place: Place) -> Format:
         marks = " and ".join(row.marker for row in found)
         raise StateError(
             f"{place.storage.url}: holds {marks}\nSay which to read, "
-            f"{' or '.join(row.name for row in found)}: --format (of `remesh convert`: "
-            "--source-format), or remesh.formats.Source(path, format=...)"
+            f"{' or '.join(row.name for row in found)}: format=..., or --format; for a "
+            "conversion source_format=..., or --source-format"
         )
     return found[0]
 

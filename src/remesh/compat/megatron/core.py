@@ -27,7 +27,7 @@ from remesh.errors import (
     StateError,
 )
 from remesh.exchange import run_on_all
-from remesh.formats.table import Source, place_of
+from remesh.formats.table import place_of
 from remesh.storage import Storage
 
 T = TypeVar("T")
@@ -80,14 +80,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: Any) -> bool:
 
 
 def storage_of(checkpoint_dir: Any) -> Storage:
-    """Where a checkpoint lies: a path, a URL, a storage, or a `remesh.formats.Source` of one."""
+    """Where a checkpoint lies: a path, a URL or a storage."""
     return place_of(checkpoint_dir).storage
-
-
-def source_of(checkpoint_dir: Any, file_format: str) -> Source:
-    """A checkpoint as the engine opens it, in the format that `metadata.json` names."""
-    place = place_of(checkpoint_dir)
-    return Source(place.storage, file_format, place.allow)
 
 
 def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remesh.checkpoint.local import exchange_of
@@ -63,6 +63,7 @@ from remesh.compat.megatron.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from remesh.exchange import Exchange, run_on_one
+from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME
 
 logger = logging.getLogger(__name__)
@@ -210,15 +211,17 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     strict: str | bool | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify_integrity: bool = False,
     process_group: Any = None,
+    *,
+    allow: Sequence[str] = (),
 ) -> Any:
     """Load into a sharded state dict. Collective.
 
     Tensors are filled in place and converted to their dtype; tensors without data are made on the
-    CPU. Everything in the state dict that is not sharded is ignored. `checkpoint_dir` may be a URL
-    or a `remesh.formats.Source`. A bool as `common_strategy` is `validate_access_integrity`, which
-    newer Megatron has in this place. `process_group` has the ranks that together hold everything
-    exactly once, by default all: all ranks take part in the load, each group with a state dict of
-    its own.
+    CPU. Everything in the state dict that is not sharded is ignored. `checkpoint_dir` may be a
+    URL. A bool as `common_strategy` is `validate_access_integrity`, which newer Megatron has in
+    this place. `process_group` has the ranks that together hold everything exactly once, by default
+    all: all ranks take part in the load, each group with a state dict of its own. `allow` is that
+    of `remesh.load`.
 
     Raises:
         CheckpointingException: On every rank, if there is no checkpoint, or it does not fit what is
@@ -234,6 +237,8 @@ def load(  # noqa: PLR0917 - the order is Megatron's
 
     if verify_integrity:
         _digests_of_release("verify_integrity_manifest", checkpoint_dir)()
+    if allow:
+        checkpoint_dir = place_of(checkpoint_dir, allow=allow)
 
     def open_checkpoint() -> tuple[LoadShardedStrategy, StateDict]:
         found = verify_checkpoint_and_load_strategy(

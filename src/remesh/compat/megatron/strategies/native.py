@@ -32,7 +32,6 @@ from remesh.compat.megatron.core import (
     maybe_load_config,
     on_all_ranks,
     require_known,
-    source_of,
     storage_of,
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
@@ -224,7 +223,7 @@ class EngineLoadShardedStrategy(LoadShardedStrategy):
             target = _engine_state(
                 leaf if isinstance(leaf, ShardedTensor) else leaf.without_data() for leaf in leaves
             )
-            source = source_of(checkpoint_dir, self.format)
+            source = place_of(checkpoint_dir, self.format)
             load(target, source, cast=True, share_reads=self.share_reads, group=self.group)
             filled = iter(target.values())
 
@@ -243,7 +242,7 @@ class EngineLoadShardedStrategy(LoadShardedStrategy):
     def stored_state(self, checkpoint_dir: Any) -> StoredState:
         """The index and values of a checkpoint, read by this process alone."""
         with as_checkpointing_exception():
-            return open_shared(Alone(), source_of(checkpoint_dir, self.format))
+            return open_shared(Alone(), place_of(checkpoint_dir, self.format))
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
         return tensors_metadata(self.stored_state(checkpoint_dir))
@@ -291,7 +290,7 @@ def load_common(checkpoint_dir: Any) -> Any:
     """The common state: `common.pt`, or what is an object of that name. Not collective.
 
     `common.pt` is a file of `torch.save`, because Megatron reads no other. What it may not ask for
-    is an error that names it, and `remesh.formats.Source(path, allow=...)` allows it.
+    is an error that names it, and `load(..., allow=...)` allows it.
     """
     place, config = place_of(checkpoint_dir), maybe_load_config(checkpoint_dir)
     # A file of another checkpoint that was here before does not count.
@@ -301,7 +300,7 @@ def load_common(checkpoint_dir: Any) -> Any:
             data, where = place.storage.read(COMMON_NAME), f"{place.storage.url}/{COMMON_NAME}"
             archive = read_archive(io.BytesIO(data), where, allow=place.allow)
             return require_known(opaque(archive, data, 0), where)
-        source = source_of(checkpoint_dir, "remesh" if is_native else "torch_dcp")
+        source = place_of(place, "remesh" if is_native else "torch_dcp")
         stored, where = open_shared(Alone(), source), f"{place.storage.url}: common state"
         document, unique_key = stored.document, common_object({}, 0).unique_key
         if unique_key in document.objects:
