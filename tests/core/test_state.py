@@ -102,7 +102,7 @@ def test_every_leaf_has_a_path_and_a_name() -> None:
 def test_a_tensor_leaf_is_one_box_that_anybody_may_hold() -> None:
     array = arange(2, 3)
     [entry] = describe({"w": array}).tensors
-    assert (entry.dtype, entry.role, entry.resize) == ("float32", Role.ASSUMED, None)
+    assert (entry.dtype, entry.role, entry.may_resize) == ("float32", Role.ASSUMED, False)
     assert [part.box for part in entry.parts] == [Box.whole((2, 3))]
     assert entry.parts[0].data is array
 
@@ -309,7 +309,7 @@ def test_options_reach_the_tensor() -> None:
         "w", arange(2), (5,), (3,), replica_id=3, allow_shape_mismatch=True
     )
     [entry] = describe({"w": tensor}).tensors
-    assert (entry.resize, entry.role) == ("zeros", Role.REPLICA)
+    assert (entry.may_resize, entry.role) == (True, Role.REPLICA)
 
 
 @pytest.mark.parametrize(

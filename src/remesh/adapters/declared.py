@@ -338,7 +338,7 @@ def add_shards(
     key = ("shards", shape, *views) if views and views[0][1] is not None else None
     name = walk.claim(path)
     dtype = dtype_name(local_of(tensor), name)
-    resize = "zeros" if place.shards.allow_shape_mismatch else None
+    may_resize = place.shards.allow_shape_mismatch
     walk.description.tensors.append(
-        TensorEntry(name, dtype, shape, parts, place.role, resize, alias_key=key)
+        TensorEntry(name, dtype, shape, parts, place.role, may_resize, alias_key=key)
     )

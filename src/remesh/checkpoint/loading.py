@@ -21,9 +21,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -40,10 +40,8 @@ from remesh.checkpoint.local import (
 from remesh.checkpoint.match import (
     LoadOptions,
     Names,
-    Policy,
     RankLoadPlan,
     RankReads,
-    check_patterns,
     match,
 )
 from remesh.checkpoint.mismatch import listed, refuse, unasked, with_recipe
@@ -85,7 +83,6 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
     transform: Transform | Program | None = None,
-    resize: Mapping[str, Policy] | None = None,
     share_reads: bool | None = None,
     timeout: float | None = None,
     group: Any = None,
@@ -114,12 +111,6 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
             (`{"model.": "net."}`) or regular expressions, or a function from name to name.
             Optimizer state follows its parameter. Only the bytes that are needed are read. The
             language is specified in docs/transform.md.
-        resize: What becomes of the new elements of tensors that are larger than what is stored, by
-            name in the state or by pattern as of `Checkpoint.names`: "keep" leaves them as they
-            are, "zeros" fills them with zeros, "mean" fills new rows with the mean of the stored
-            ones. Of a smaller tensor, what lies beyond it is not loaded. State of a resized
-            parameter follows in its optimizer, with zeros for what is new. Tensors that `transform`
-            makes of others are not resized, those that it only renames are.
         share_reads: Whether one rank reads what several need and passes it on, so that storage
             serves every byte once. None decides: shared if that spares more reading than it costs
             to move bytes between ranks, which is little where storage is a network away.
@@ -137,8 +128,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         MismatchError: If state and checkpoint do not fit. Nothing was changed.
         TransformError: If the transformation is malformed, or does not fit the stored tensors or
             the state. Nothing was changed.
-        StateError: If the state cannot be a target (a tensor on the meta device, say), or `resize`
-            fits no tensor of it. Nothing was changed.
+        StateError: If the state cannot be a target (a tensor on the meta device, say). Nothing was
+            changed.
         CorruptCheckpointError: If stored bytes are missing or damaged.
         CheckpointReplacedError: If other saves replaced the checkpoint faster than it could be
             read, many times in a row.
@@ -151,7 +142,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     def check() -> tuple[Place, LoadOptions]:
         check_order("load", state, path)
         check_target("load", state)
-        options = checked_options("load", missing, unexpected, cast, transform, resize or {})
+        options = checked_options("load", missing, unexpected, cast, transform)
         return place_of(path, format, allow), options
 
     place, options = run_each(exchange, check)
@@ -194,16 +185,13 @@ def checked_options(
     unexpected: str,
     cast: bool,
     transform: Transform | Program | None,
-    resize: Mapping[str, str],
 ) -> LoadOptions:
     """The options of the caller of a load or a reshard."""
     check_choice(call, "missing", missing, ("error", "keep"))
     check_choice(call, "unexpected", unexpected, ("ignore", "error"))
     check_flag(call, "cast", cast)
-    for pattern, policy in resize.items():
-        check_choice(call, f"resize[{pattern!r}]", policy, get_args(Policy))
     keeps, refuses = missing == "keep", unexpected == "error"
-    return LoadOptions(keeps, refuses, cast, as_transform(transform), resize)
+    return LoadOptions(keeps, refuses, cast, as_transform(transform))
 
 
 OnRead = Callable[[int], None]
@@ -230,9 +218,7 @@ def plan_into(
     """
     transform, made = options.transform, None
     if transform is not None:
-        made = describe_transformed(
-            exchange, state, stored, transform, cast=options.cast, resizes=bool(options.resize)
-        )
+        made = describe_transformed(exchange, state, stored, transform, cast=options.cast)
     plans: list[RankLoadPlan] = []
 
     def plan() -> bytes:
@@ -249,20 +235,19 @@ def plan_into(
             except MismatchError as error:
                 raise error if transform else with_recipe(error, state, stored) from None
         [mine] = plans
-        return msgspec.msgpack.encode((bool(mine.checks), mine.asked_bits(), mine.unfitting))
+        return msgspec.msgpack.encode((bool(mine.checks), mine.asked_bits()))
 
     replies = [
-        msgspec.msgpack.decode(reply, type=tuple[bool, bytes, list[str]])
+        msgspec.msgpack.decode(reply, type=tuple[bool, bytes])
         for reply in run_on_all(exchange, plan)
     ]
-    check_patterns([unfitting for _, _, unfitting in replies])
     [mine] = plans
-    compares = any(compares for compares, _, _ in replies)
+    compares = any(compares for compares, _ in replies)
     if compares:
         run_each(exchange, lambda: _compare(mine, read))
     names = list(stored)
     asked = np.zeros(len(names), np.bool_)  # by any rank
-    for _, bits, _ in replies:
+    for _, bits in replies:
         asked |= np.unpackbits(np.frombuffer(bits, np.uint8), count=len(names)).astype(np.bool_)
     left = [name for name, is_asked in zip(names, asked.tolist(), strict=True) if not is_asked]
     unexpected = without_buffers_of_ranks(names, left)
@@ -305,8 +290,6 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
     def fill() -> bytes:
         nonlocal shared
         shared = read(plan.filling, count)
-        for fill_new in plan.after:
-            fill_new()
         emit("load.read")
         return msgspec.msgpack.encode((plan.report.bytes_needed, sum(sizes)))
 

@@ -7,10 +7,10 @@ A tensor that a transformation makes is wanted as the regions of stored tensors 
 They go through a memory that brings them into their new shape (`remesh.pipeline.source`), so only
 needed bytes are read, in stored dtypes, and no whole tensor is ever made.
 
-Of a tensor of another size than what is stored, the box is filled that both have in common. What
-the target has beyond it is new, and a policy decides about it; what is stored beyond it is not
-read. A policy is given by the caller (`resize=`), or declared by a `ShardedTensor`. Optimizer state
-follows its parameter: where that may be resized, so may its state, and new elements of it are zero.
+Of a tensor that may have another size than what is stored, as a `ShardedTensor` declares it, the
+box is filled that both have in common. What the target has beyond it becomes zeros; what is stored
+beyond it is not read. Optimizer state follows its parameter: where that may be resized, so may its
+state.
 
 Two tensors of a state may be one memory: tied weights, and views of all kinds. A load fills one
 after the other, so where they share an element, the last one would win. They may be filled
@@ -27,12 +27,10 @@ All else is an error that names the two.
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -62,13 +60,6 @@ Check = tuple[str, Callable[[], bool]]
 """What to say if two stored values differ, and whether they are equal, once both are read."""
 
 
-Policy = Literal["keep", "zeros", "mean"]
-"""What becomes of new elements of a tensor that is larger than what is stored."""
-
-_ROWS_AT_ONCE = 4096
-"""How many rows are converted for a sum at once."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options of the caller of a load."""
@@ -77,7 +68,6 @@ class LoadOptions:
     refuse_unexpected: bool  # refuse a checkpoint with names that no rank asks for
     cast: bool  # convert dtypes
     transform: Transform | None  # what stored tensors become; None if they stay what they are
-    resize: Mapping[str, str] = field(default_factory=dict)  # policies, by name or pattern
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +116,8 @@ class RankLoadPlan:
     names: Names  # the same by the names of the state
     filling: RankReads  # what is read into the tensors of the state
     before: Sequence[Callable[[], None]]  # what is done before, such as to fill new elements
-    after: Sequence[Callable[[], None]]  # and with what is read
     comparing: RankReads  # what is read to be compared, before anything in the state is touched
     checks: Sequence[Check]  # what has to be equal then
-    unfitting: Sequence[str]  # what of `LoadOptions.resize` fits no tensor of this rank
     report: RestoreReport  # what is done, but for what depends on other ranks and on the reading
 
     def value(self, name: str) -> object:
@@ -195,29 +183,25 @@ class _Matching:
         self.index = self.stored.index
         self.found = Findings()
         self.entries = with_all_names(description.tensors)
-        self.policies = policies_of(self.entries, options.resize)
+        self.resizable = resizable_names(self.entries)
         self.filling, self.comparing = (RankReads(self.index, self.stored.limits) for _ in "12")
         self.filled: list[_Filled] = []
         self.before: list[Callable[[], None]] = []
-        self.after: list[Callable[[], None]] = []
         self.checks: list[Check] = []
 
     def run(self, reserved: Sequence[tuple[str, Layout]]) -> RankLoadPlan:
         found = self.found
-        found.unfitting += unfitting_patterns(self.entries, self.options.resize)
         self.match_values()
         plain: list[tuple[TensorEntry, StoredTensor]] = []
         made: list[tuple[TensorEntry, str]] = []
         for entry, own in self.entries:
             is_touched = self.made is not None and not self.made.is_untouched(own)
-            resized = self.made.resized_from(own) if self.made and is_touched else None
-            sources = [resized] if resized else [name for name in own if name in self.index]
-            if self.made and is_touched and resized is None:
+            sources = [name for name in own if name in self.index]
+            if self.made and is_touched:
                 target = self.match_made(self.made.resolved, entry, own)
                 made += [] if target is None else [(entry, target)]
             elif sources:
-                if resized is None:
-                    found.derived.update({name: sources[0] for name in own if name not in sources})
+                found.derived.update({name: sources[0] for name in own if name not in sources})
                 tensor = self.index[sources[0]]
                 if self.fits(entry, tensor):
                     plain.append((entry, tensor))
@@ -242,10 +226,8 @@ class _Matching:
             self.names,
             self.filling,
             self.before,
-            self.after,
             self.comparing,
             self.checks,
-            found.unfitting,
             found.report(tuple(self.description.dropped), int(self.filling.table.num_bytes.sum())),
         )
 
@@ -309,17 +291,15 @@ class _Matching:
 
     def fits(self, entry: TensorEntry, stored: StoredTensor) -> bool:
         """True if a stored tensor can fill an entry; what becomes of it, or why not, is filed."""
-        name, found, policy = entry.name, self.found, self.policies.get(entry.name)
+        name, found = entry.name, self.found
         differ = f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted"
         is_opaque = BY_NAME[stored.dtype].is_opaque or BY_NAME[entry.dtype].is_opaque
         shapes = stored.shape, entry.global_shape
-        is_float = stored.dtype.startswith(("float", "bfloat"))
-        is_real = is_float and not BY_NAME[stored.dtype].is_opaque
-        refused = None if shapes[0] == shapes[1] else refusal(*shapes, policy, is_real=is_real)
-        if refused is not None:
-            found.conflicts.append(f"{name}: {refused}")
-            is_one_dim = sum(map(operator.ne, *shapes)) == 1 and len({*map(len, shapes)}) == 1
-            found.resizable += [name] if policy is None and is_one_dim else []
+        may_differ = name in self.resizable and len(shapes[0]) == len(shapes[1])
+        if shapes[0] != shapes[1] and not may_differ:
+            text = f"{name}: shape {stored.shape} is stored, {entry.global_shape} is wanted"
+            found.conflicts.append(text)
+            found.other_sizes |= len(shapes[0]) == len(shapes[1])
         elif stored.dtype != entry.dtype and not self.options.cast:
             found.conflicts.append(f"{differ} (cast=True converts)")
         elif stored.dtype != entry.dtype and is_opaque:
@@ -381,7 +361,6 @@ class _Matching:
 
     def want(self, entry: TensorEntry, stored: StoredTensor) -> None:
         """Want this rank's part of a tensor from a stored one."""
-        policy = self.policies.get(entry.name)
         is_exact = stored.shape == entry.global_shape
         content = ("stored", self.index.row(stored.name))
         for part in entry.parts:
@@ -393,16 +372,8 @@ class _Matching:
                 else casting_memory_of(part.data, stored.dtype, entry.name)
             )
             box = part.box if is_exact else part.box.intersect(Box.whole(stored.shape))
-            if box != part.box and policy == "zeros":
+            if box != part.box:
                 self.before.append(partial(fill_with_zeros, memory, part.box.shape))
-            elif box != part.box and policy == "mean":
-                known = max(stored.shape[0] - part.box.offset[0], 0)
-                new = Box.from_slices(
-                    (known, part.box.shape[0]), *((0, n) for n in part.box.shape[1:])
-                )
-                rows = Box((0, *part.box.offset[1:]), (stored.shape[0], *part.box.shape[1:]))
-                read = self.filling.array(stored.name, rows)
-                self.after.append(partial(fill_with_mean, memory, new, stored.dtype, read))
             if box is not None:
                 self.filling.add(stored.name, box, Destination(part.box.offset, memory))
             self.note_filled(entry.name, part.box, memory, content)
@@ -517,70 +488,11 @@ def _same_elements(first: _Filled, second: _Filled) -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
-def check_patterns(unfitting: Sequence[Iterable[str]]) -> None:
-    """Refuse patterns that fit no tensor of any rank, given those that fit none of each."""
-    unknown = sorted(set(unfitting[0]).intersection(*unfitting))
-    if unknown:
-        raise StateError(
-            f"resize= fits no tensor of the state: {', '.join(unknown)}\n"
-            "Nothing was changed. Give names of tensors of the state, such as "
-            "'model.embed.weight', or patterns for them, such as '*.embed.weight'."
-        )
-
-
-def policies_of(
-    entries: Sequence[tuple[TensorEntry, list[str]]], resize: Mapping[str, str]
-) -> dict[str, str]:
-    """The policy of each tensor of a state that may be resized, by name.
-
-    A whole name comes before a pattern, and patterns come in their order. A tied tensor may be
-    called by any of its names.
-    """
-    found: dict[str, str] = {}
-    for entry, names in entries:
-        policy = entry.resize if entry.follows else _given(names, resize) or entry.resize
-        if policy is not None:
-            found.update(dict.fromkeys(names, policy))
-    for entry, names in entries:
-        if entry.follows is not None and entry.name not in found:
-            follows = entry.follows in found or _given([entry.follows], resize)
-            policy = "zeros" if follows else _given(names, resize)
-            if policy is not None:
-                found.update(dict.fromkeys(names, policy))
-    return found
-
-
-def _given(names: Sequence[str], resize: Mapping[str, str]) -> str | None:
-    """The policy that the caller gives a tensor, if any."""
-    exact = next((resize[name] for name in names if name in resize), None)
-    patterns = (policy for pattern, policy in resize.items() if _fits(pattern, names))
-    return exact or next(patterns, None)
-
-
-def _fits(pattern: str, names: Iterable[str]) -> bool:
-    return any(name == pattern or fnmatchcase(name, pattern) for name in names)
-
-
-def unfitting_patterns(
-    entries: Sequence[tuple[TensorEntry, list[str]]], resize: Mapping[str, str]
-) -> list[str]:
-    """The names and patterns that fit no tensor of this rank's state."""
-    names = [name for _, own in entries for name in own]
-    return [pattern for pattern in resize if not _fits(pattern, names)]
-
-
-def refusal(
-    stored: tuple[int, ...], wanted: tuple[int, ...], policy: str | None, *, is_real: bool
-) -> str | None:
-    """Why a tensor of a stored shape cannot be resized to a wanted one; None if it can."""
-    differ = f"shape {stored} is stored, {wanted} is wanted"
-    if policy is None or len(stored) != len(wanted):
-        return differ
-    if policy == "mean" and (stored[1:] != wanted[1:] or not stored[0]):
-        return f'{differ}; "mean" makes rows of stored rows, so that only dim 0 may differ'
-    if policy == "mean" and not is_real:
-        return f'{differ}; "mean" is for floating-point tensors'
-    return None
+def resizable_names(entries: Sequence[tuple[TensorEntry, list[str]]]) -> set[str]:
+    """The names of tensors that may have another size, and of the optimizer state that follows."""
+    declared = {name for entry, names in entries if entry.may_resize for name in names}
+    follow = {name for entry, names in entries if entry.follows in declared for name in names}
+    return declared | follow
 
 
 def has_size_of(state: tuple[int, ...], stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -598,18 +510,3 @@ def has_size_of(state: tuple[int, ...], stored: tuple[int, ...], wanted: tuple[i
 def fill_with_zeros(memory: Memory, shape: tuple[int, ...]) -> None:
     """Fill memory of a shape."""
     memory.copy_in(Box.whole(shape), np.broadcast_to(np.zeros((), memory.carrier), shape))
-
-
-def fill_with_mean(memory: Memory, box: Box, stored: str, rows: CarrierArray) -> None:
-    """Fill each row of a box with the mean of rows that were read, of a stored dtype."""
-    import torch
-
-    dtype: torch.dtype = getattr(torch, stored)
-    # A tensor of one dim has rows of one element.
-    columns = torch.from_numpy(rows.reshape(len(rows), -1).view(np.uint8)).view(dtype)
-    total = torch.zeros(columns.shape[1], dtype=torch.float64)
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        total += columns[start : start + _ROWS_AT_ONCE].to(torch.float64).sum(0)
-    mean = (total / len(rows)).to(dtype)
-    carried = mean.view(torch.uint8).numpy().view(rows.dtype)
-    memory.copy_in(box, np.broadcast_to(carried.reshape(box.shape[1:]), box.shape))

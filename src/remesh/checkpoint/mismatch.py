@@ -184,12 +184,10 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     if conflicts:
         lines.append(f"{counted(len(conflicts), 'differs', 'differ')}:")
         lines += _lines(conflicts)
-    if found.unfitting:
-        lines.append(f"resize= fits no tensor of this rank: {listed(found.unfitting)}")
-    if found.resizable:
+    if found.other_sizes:
         lines.append(
-            f'resize={{"{found.resizable[0]}": "zeros"}} loads what both sizes of it have, and '
-            'fills the rest with zeros ("keep" and "mean": docs/how-to/load-a-part.md).'
+            "A tensor is loaded in the size in which it is stored; change its size afterwards "
+            "(docs/how-to/load-a-part.md)."
         )
     raise MismatchError("\n".join(lines), missing=missing, conflicts=conflicts)
 

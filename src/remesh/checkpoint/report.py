@@ -51,8 +51,8 @@ class RestoreReport:
     cast: dict[str, str]
     """Tensors whose dtype was converted: name → `stored → wanted`."""
     resized: dict[str, str]
-    """Tensors of another global shape that were enlarged or cut, as `resize=` or the target allows:
-    name → `stored → wanted`."""
+    """Tensors of another global shape that were enlarged or cut, as the target allows: name →
+    `stored → wanted`."""
     derived: dict[str, str]
     """Names that were filled from others: tied tensors, and what a transformation makes: name →
     stored names."""
@@ -137,8 +137,7 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
-    resizable: list[str] = field(default_factory=list)
-    unfitting: list[str] = field(default_factory=list)
+    other_sizes: bool = False  # whether a tensor is stored with as many dims, and another shape
     others: tuple[str, ...] = ()  # what a name below tensors begins with that are something else
     new_parameters: bool = False  # whether an optimizer has parameters that the stored one has not
 

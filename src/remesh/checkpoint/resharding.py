@@ -174,7 +174,7 @@ class Resharder:
         check_target("reshard", target_state)
         self.target_state = target_state
         self._source_state = source_state
-        self._options = checked_options("reshard", missing, unexpected, cast, transform, {})
+        self._options = checked_options("reshard", missing, unexpected, cast, transform)
         self._buffers = buffers
         self._exchange = exchange_of(group)
         self._emit = emitter(on_event, self._exchange.rank)

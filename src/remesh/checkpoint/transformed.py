@@ -77,9 +77,8 @@ class TransformedState:
         info = self.outputs.targets.get(name)
         if info is None:
             return None
-        # A target that no statement touches, or only renames, may have another shape than stored.
-        source = name if name in self.outputs.untouched else self.outputs.resized.get(name)
-        found = None if source is None else self.stored.tensor(source)
+        # A target that no statement touches may have another shape than what is stored.
+        found = self.stored.tensor(name) if name in self.outputs.untouched else None
         return info.dtype, info.shape if found is None else found[1]
 
     def has_value(self, name: str) -> bool:
@@ -101,10 +100,6 @@ class TransformedState:
     def is_untouched(self, names: Iterable[str]) -> bool:
         """True if no statement touches any of the names."""
         return self.resolved.untouched.issuperset(names)
-
-    def resized_from(self, names: Sequence[str]) -> str | None:
-        """The stored tensor that is renamed to one of the names, if it has another size."""
-        return next(filter(None, map(self.resolved.resized.get, names)), None)
 
     def read_for(self, names: Iterable[str]) -> set[str]:
         """The stored names that some names of a state are made of, and those that are deleted."""
@@ -172,7 +167,6 @@ def describe_transformed(
     transform: Transform,
     *,
     cast: bool,
-    resizes: bool,
 ) -> tuple[Description, TransformedState]:
     """Describe this rank's state as the target of a load through a transformation. Collective.
 
@@ -188,7 +182,6 @@ def describe_transformed(
             aliases=stored.index.aliases,
             cast=cast,
             with_outputs=with_outputs,
-            resizes=resizes,
             called=called,
         )
 

@@ -86,9 +86,8 @@ class TensorEntry:
     global_shape: tuple[int, ...]  # shape of the global tensor
     parts: tuple[Part, ...]  # this rank's boxes with their arrays
     role: Role  # what this rank says of its copy
-    resize: str | None = None
-    """What becomes of new elements if another global shape is stored ("zeros" if a `ShardedTensor`
-    allows that); None if that is an error."""
+    may_resize: bool = False
+    """Whether another global shape may be stored; new elements become zeros then."""
     alias_key: object = None
     """Equal for leaves that are the same memory (tied weights); None if it has none."""
     is_buffer: bool = False
@@ -368,7 +367,7 @@ class Walk:
                     node.global_shape,
                     node.parts,
                     role_of(node),
-                    "zeros" if node.allow_shape_mismatch else None,
+                    node.allow_shape_mismatch,
                 )
             )
         return lambda _loaded: node

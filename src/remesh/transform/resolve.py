@@ -131,8 +131,6 @@ class Resolved:
     """Names that statements assigned, which are no targets and were not read."""
     plans: dict[str, Plan] = field(default_factory=dict, repr=False)
     """The plan of each target."""
-    resized: dict[str, str] = field(default_factory=dict)
-    """Targets that are one source in another size, where this is allowed, and the source."""
     unused: tuple[str, ...] = ()
     """Sources that no target reads and no statement deleted."""
 
@@ -235,7 +233,6 @@ class Resolver:
     aliases: Mapping[str, str] = field(default_factory=dict)
     cast: bool = False
     with_outputs: bool = False
-    resizes: bool = False
     called: Container[str] = ()
 
     def __post_init__(self) -> None:
@@ -359,9 +356,7 @@ class Resolver:
         if lacking is not None:
             self.result.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
             return
-        if self.resizes and isinstance(node, Leaf) and info and node.shape != info.shape:
-            self.result.resized[name] = node.name
-        elif info is not None:
+        if info is not None:
             self.check_shape(name, name, node, info)
             if node.dtype != info.dtype and self.cast and node.dtype is not None:
                 node = convert(node, info.dtype)
@@ -394,8 +389,6 @@ class Resolver:
             else:
                 same_dtype = self.cast or info.dtype == found.dtype
                 agree = same_dtype and info.shape == found.shape
-                if self.resizes and len(sources) == 1 and info.shape != found.shape:
-                    self.result.resized[name], agree = source, True
             if not agree:
                 self.result.conflicts[name] = (
                     f"is {_described(info)}, but {source!r} is {_described(found)}"

@@ -117,7 +117,6 @@ class Transform:
         aliases: Mapping[str, str] | None = None,
         cast: bool = False,
         with_outputs: bool = False,
-        resizes: bool = False,
         called: Container[str] = (),
     ) -> Resolved:
         """Find out where every target comes from, without reading anything.
@@ -135,8 +134,6 @@ class Transform:
                 where otherwise a statement would have to say so.
             with_outputs: Include all outputs: what statements make and do not read again, and the
                 optimizer states of it and of the targets.
-            resizes: List targets that are one source under another name, but have another shape,
-                in `Resolved.resized`, and do not refuse them.
             called: As for `bind`.
 
         Returns:
@@ -160,7 +157,6 @@ class Transform:
                 aliases,
                 cast=cast,
                 with_outputs=with_outputs,
-                resizes=resizes,
                 called=called,
             ).run()
 

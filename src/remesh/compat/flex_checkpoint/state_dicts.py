@@ -44,7 +44,7 @@ _LOGGER = logging.getLogger("remesh")
 
 _MASTER = "master_weights"
 _MASTER_SUFFIX = "_fp32_master_0"
-_ENGINE_ARGUMENT = re.compile(r"\b(missing|transform|resize)=")
+_ENGINE_ARGUMENT = re.compile(r"\b(missing|transform)=")
 _AOA_KEYS = frozenset({"aoa_statements", "aoa_config_reverse", "enable_traceback"})
 
 
