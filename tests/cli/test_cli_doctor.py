@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from click.testing import CliRunner
 
 import remesh
 from remesh.cli import cli
-from remesh.storage import LocalStorage, MemoryStorage
-from remesh.storage.checks import check_place, check_shared
+from remesh.storage import MemoryStorage
+from remesh.storage.checks import check_place
 
 
 def test_a_good_place(tmp_path: Path) -> None:
@@ -64,23 +63,3 @@ def test_a_store_that_lets_two_writers_succeed() -> None:
     assert careless["exclusive creation"] == "bad"
     good = {each.name: each.status for each in check_place(MemoryStorage())}
     assert set(good.values()) == {"good"}
-
-
-def statuses(places: list[Path], seconds: float) -> list[str]:
-    """What each rank finds, rank 0 first."""
-
-    def play(rank: int) -> str:
-        place = LocalStorage(places[rank])
-        return check_shared(place, rank, len(places), seconds=seconds).status
-
-    with ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(play, range(len(places))))
-
-
-def test_ranks_find_each_other(tmp_path: Path) -> None:
-    assert statuses([tmp_path] * 3, 120.0) == ["good"] * 3
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_a_rank_that_reaches_another_place_is_named(tmp_path: Path) -> None:
-    assert statuses([tmp_path / "a", tmp_path / "b"], 0.2) == ["bad", "bad"]

@@ -15,9 +15,8 @@ from remesh._repr import format_bytes
 from remesh.cli import output
 from remesh.core.host_memory import available_memory
 from remesh.errors import RemeshError
-from remesh.run_info import run_info
 from remesh.storage import open_storage, shown_url
-from remesh.storage.checks import PlaceCheck, check_place, check_shared
+from remesh.storage.checks import PlaceCheck, check_place
 
 _PACKAGES = {
     "numpy": "",
@@ -37,35 +36,21 @@ _OF_ELASTIC = ("torch", "aiohttp", "prometheus-client")
 
 @click.command(epilog=output.example("remesh doctor", "remesh doctor /mnt/runs"))
 @click.argument("place", metavar="[DIR]", required=False)
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    help="How long ranks wait for each other.",
-)
 @output.json_option
 @click.pass_context
-def doctor(ctx: click.Context, *, place: str | None, timeout: float, as_json: bool) -> None:
+def doctor(ctx: click.Context, *, place: str | None, as_json: bool) -> None:
     """Show what is installed here, and try out DIR as a place for checkpoints.
 
     DIR is a directory or URL. Small files are written there, made durable, replaced, linked and
-    removed. Started on all ranks of a job, as by torchrun, it also says whether all of them reach
-    the same place. The exit code is 1 if checkpoints are not safe there, else 0.
+    removed. The exit code is 1 if checkpoints are not safe there, else 0.
     """
-    info = run_info()
     checks: list[PlaceCheck] = []
     if place is not None:
         try:
-            storage = open_storage(place)
-            if info.rank == 0:
-                checks += check_place(storage)
-            if info.world_size > 1:
-                checks.append(check_shared(storage, info.rank, info.world_size, seconds=timeout))
+            checks += check_place(open_storage(place))
         except RemeshError as error:
             checks.append(PlaceCheck("write and read", "bad", str(error)))
-    is_bad = any(check.status == "bad" for check in checks)
-    if as_json and info.rank == 0:
+    if as_json:
         versions = _versions()
         output.print_json(
             {
@@ -76,12 +61,9 @@ def doctor(ctx: click.Context, *, place: str | None, timeout: float, as_json: bo
                 "trials": [asdict(check) for check in checks],
             }
         )
-    elif info.rank == 0:
+    else:
         _print(place, checks)
-    elif is_bad:
-        for check in checks:
-            output.print_error(f"{check.name}: {check.detail}")
-    if is_bad:
+    if any(check.status == "bad" for check in checks):
         ctx.exit(output.EXIT_DAMAGED)
 
 

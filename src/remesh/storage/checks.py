@@ -1,8 +1,7 @@
-"""Checks of a place: does it do what saves need of it, and do all ranks reach the same one?
+"""Checks of a place: does it do what saves need of it?
 
-`check_place` makes a few small files there and removes them. `check_shared` lets the ranks of a job
-find each other through files, so neither torch nor a network is needed: rank 0 asks with a number
-of its own, and each other rank that sees the question answers it.
+A few small files are made there, and removed. Whether all ranks of a job reach the same place, each
+save finds out (`remesh.checkpoint.sharing`).
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.errors import CheckpointExistsError
 from remesh.storage.base import Storage
 from remesh.storage.local import is_local, open_direct
 
@@ -103,51 +101,3 @@ def _checks_of_file_system(directory: Path) -> Iterator[PlaceCheck]:
         os.close(descriptor)
         text = "O_DIRECT works: saves do not fill the page cache"
         yield PlaceCheck("direct I/O", "good", text)
-
-
-def check_shared(storage: Storage, rank: int, world_size: int, *, seconds: float) -> PlaceCheck:
-    """Find out whether all ranks reach the same place. Every rank calls it.
-
-    Returns on rank 0 which ranks it sees; on the others, whether they see rank 0.
-    """
-    check = _answer if rank else _ask
-    is_good, text = check(storage, rank or world_size, seconds)
-    return PlaceCheck("seen by all ranks", "good" if is_good else "bad", text)
-
-
-def _ask(storage: Storage, world_size: int, seconds: float) -> tuple[bool, str]:
-    folder = f"{_FOLDER}-ranks/{secrets.token_hex(8)}"
-    storage.put(f"{folder}/ask", b"", overwrite=False)
-    ends = time.monotonic() + seconds
-    missing = set(range(1, world_size))
-    try:
-        while missing and time.monotonic() < ends:
-            missing -= {int(path.rpartition("-")[2]) for path in storage.list(f"{folder}/answer-")}
-            if missing:
-                time.sleep(0.05)
-    finally:
-        storage.put(f"{folder}/done", b"", overwrite=True)
-        storage.delete_many(storage.list(f"{folder}/a"))
-        storage.delete(f"{folder}/done")
-    if missing:
-        names = ", ".join(map(str, sorted(missing)[:16]))
-        return False, f"no file of these ranks is seen within {seconds:g} s: {names}"
-    return True, f"{world_size} ranks reach the same place"
-
-
-def _answer(storage: Storage, rank: int, seconds: float) -> tuple[bool, str]:
-    ends = time.monotonic() + seconds
-    answered: set[str] = set()
-    while time.monotonic() < ends:
-        asked = {path for path in storage.list(f"{_FOLDER}-ranks/") if path.endswith("/ask")}
-        if answered - asked:  # rank 0 has removed its question: it has seen all answers
-            break
-        for path in asked - answered:
-            answer = path.removesuffix("ask") + f"answer-{rank}"
-            with suppress(CheckpointExistsError, CheckpointNotFoundError, StorageError):
-                storage.put(answer, b"", overwrite=True)
-            answered.add(path)
-        time.sleep(0.05)
-    if answered:
-        return True, f"rank {rank} sees rank 0"
-    return False, f"rank {rank} sees no file of rank 0 within {seconds:g} s: it is another place"
