@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import remesh
-from remesh.sharding import ShardedObject
+from remesh.sharding import Box, ShardedObject
 
 
 @pytest.fixture
@@ -48,35 +48,21 @@ def test_items_are_what_is_stored(checkpoint: remesh.Checkpoint) -> None:
         assert all(everything[name] == value for name, value in kind.items())
 
 
-def test_slices_read_only_their_part(tmp_path: Path) -> None:
+def test_boxes_and_patterns(tmp_path: Path) -> None:
     whole = torch.arange(60.0).reshape(5, 4, 3)
-    remesh.save(
-        {"m": {"w": whole, "h": torch.ones(2, dtype=torch.bfloat16)}, "n": 1}, tmp_path / "c"
-    )
+    state = {"m": {"w": whole, "h": torch.ones(2, dtype=torch.bfloat16)}, "n": 1}
+    remesh.save(state, tmp_path / "c")
     checkpoint = remesh.Checkpoint(tmp_path / "c")
-    part = checkpoint.get_slice("m.w")
-    assert (part.shape, part.dtype) == ((5, 4, 3), "float32")
-    for key in (
-        (slice(1, 3),),
-        (2,),
-        (-1, slice(None), 0),
-        (..., slice(1, 2)),
-        (0, ..., 2),
-        (slice(4, 2),),
-        (slice(None, None), 3),
-        (1, 2, 1),
-        (...,),
+    for box in (
+        Box((1, 0, 0), (2, 4, 3)),
+        Box((4, 0, 0), (1, 4, 1)),
+        Box((4, 0, 0), (0, 4, 3)),
+        Box((1, 2, 1), (1, 1, 1)),
     ):
-        assert torch.equal(part[key], whole[key])
-    for wrong in ((0, 0, 0, 0), (5,), (slice(0, 4, 2),)):
-        with pytest.raises(IndexError):
-            part[wrong]
+        assert torch.equal(checkpoint.read("m.w", box), whole[box.slices])
+        assert np.array_equal(checkpoint.read_array("m.w", box), whole[box.slices])
+    for wrong in (Box((0, 0), (1, 1)), Box((5, 0, 0), (1, 4, 3))):
+        with pytest.raises(remesh.errors.StateError, match="does not lie in shape"):
+            checkpoint.read("m.w", wrong)
     assert checkpoint.names("m.*") == ["m.w", "m.h"]
     assert list(checkpoint.state("m.w")["m"]) == ["w"]
-    arrays = remesh.Checkpoint(tmp_path / "c", framework="numpy")
-    assert isinstance(arrays["m.w"], np.ndarray)
-    assert isinstance(arrays.get_slice("m.w")[1:2], np.ndarray)
-    with pytest.raises(remesh.errors.UnsupportedValueError, match="numpy has no bfloat16"):
-        arrays.read("m.h")
-    with pytest.raises(remesh.errors.StateError, match="framework must be"):
-        remesh.Checkpoint(tmp_path / "c", framework="pt")  # type: ignore[arg-type]

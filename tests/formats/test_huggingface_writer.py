@@ -190,7 +190,7 @@ def test_tensors_are_collected_for_an_object_store(
     found = {name: value for path in files for name, value in load(storage.read(path)).items()}
     assert {name: places[name] for name in found} == places
     check(found, 1)
-    stored = remesh.Checkpoint(storage, framework="numpy")
+    stored = remesh.Checkpoint(storage)
     assert stored.format == "huggingface"
     check({name: stored[name] for name in stored}, 1)
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from remesh.checkpoint.converting import convert as convert
     from remesh.checkpoint.loading import load as load
     from remesh.checkpoint.opened import Checkpoint as Checkpoint
-    from remesh.checkpoint.opened import TensorSlice as TensorSlice
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
     from remesh.checkpoint.report import RestoreReport as RestoreReport
     from remesh.checkpoint.report import SaveReport as SaveReport
@@ -37,7 +36,7 @@ else:
             "remesh.checkpoint.buffers": ("Buffers",),
             "remesh.checkpoint.converting": ("ConversionReport", "convert"),
             "remesh.checkpoint.loading": ("load",),
-            "remesh.checkpoint.opened": ("Checkpoint", "TensorSlice", "VerifyReport"),
+            "remesh.checkpoint.opened": ("Checkpoint", "VerifyReport"),
             "remesh.checkpoint.report": ("RestoreReport", "SaveReport"),
             "remesh.checkpoint.resharding": ("ReshardReport", "Resharder", "reshard"),
             "remesh.checkpoint.saving": ("save",),
@@ -50,7 +49,6 @@ __all__ = [
     "ReshardReport",
     "RestoreReport",
     "SaveReport",
-    "TensorSlice",
     "VerifyReport",
     "convert",
 ]

@@ -6,9 +6,8 @@ import fnmatch
 import functools
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -64,60 +63,6 @@ class VerifyReport:
         return not self.damages and not self.incomplete
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """A stored tensor; indexing it reads the indexed part only."""
-
-    checkpoint: Checkpoint
-    """Where it is stored."""
-    stored: StoredTensor
-    """Its name, dtype and shape."""
-
-    __repr__ = short_repr
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its global shape."""
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> str:
-        """Name of its element type."""
-        return self.stored.dtype
-
-    def __getitem__(self, key: Any) -> Any:
-        """A part, as `Checkpoint.read` gives it.
-
-        Args:
-            key: Whole numbers, slices without steps, and `...`, as for an array.
-
-        Raises:
-            IndexError: If the key does not fit the shape.
-            RemeshError: As `Checkpoint.read`.
-        """
-        keys = key if isinstance(key, tuple) else (key,)
-        if Ellipsis in keys:
-            at = keys.index(Ellipsis)
-            rest = (slice(None),) * (len(self.shape) - len(keys) + 1)
-            keys = (*keys[:at], *rest, *keys[at + 1 :])
-        if len(keys) > len(self.shape):
-            raise IndexError(f"{self.stored.name}: {len(keys)} indices for shape {self.shape}")
-        bounds, kept = [], []
-        for extent, one in zip_longest(self.shape, keys, fillvalue=slice(None)):
-            assert isinstance(extent, int)
-            if isinstance(one, slice):
-                start, stop, step = one.indices(extent)
-                if step != 1:
-                    raise IndexError(f"{self.stored.name}: a slice with step {step}; read all")
-                bounds.append((start, max(stop - start, 0)))
-                kept.append(bounds[-1][1])
-            else:
-                number = range(extent)[one]
-                bounds.append((number, 1))
-        box = Box(tuple(start for start, _ in bounds), tuple(extent for _, extent in bounds))
-        return self.checkpoint.read(self.stored.name, box).reshape(kept)
-
-
 def open_source(place: Place) -> tuple[Contents, TensorSource, str]:
     """What a place holds, what its tensors are read from, and where it is, for messages."""
     with explained_absence(place):
@@ -139,14 +84,14 @@ class Checkpoint:
     aliases, plain values, lists and elements of sharded objects.
 
     Tensors are returned as torch tensors on the CPU. Without torch they are returned as numpy
-    arrays, if numpy has their element type.
+    arrays, if numpy has their element type. `read` gives a box of one; `read_array` gives an array
+    with torch, too.
 
     An open checkpoint belongs to one save. If another save replaces that save, reading raises
     `CheckpointReplacedError`; open the checkpoint again.
 
     Args:
         path: Directory of the checkpoint.
-        framework: The type of returned tensors; None for torch tensors if torch is installed.
         format: As of `remesh.load`.
         allow: As of `remesh.load`.
 
@@ -160,14 +105,10 @@ class Checkpoint:
     def __init__(
         self,
         path: Any,
-        framework: Literal["torch", "numpy"] | None = None,
         *,
         format: str | None = None,  # noqa: A002 - as in `save`
         allow: Sequence[str] = (),
     ) -> None:
-        if framework not in {None, "torch", "numpy"}:
-            raise StateError(f'framework must be "torch", "numpy" or None, not {framework!r}')
-        self._framework = framework
         self._contents, self._source, url = open_source(place_of(path, format, allow))
         self._storage = self._source.storage
         self._stored = StoredState(
@@ -319,27 +260,15 @@ class Checkpoint:
 
     def _check_readable(self, name: str) -> None:
         dtype = BY_NAME[self.tensor(name).dtype]
-        if self._torch() is None and not dtype.is_native:
+        if _torch() is None and not dtype.is_native:
             raise UnsupportedValueError(
                 f"{name}: numpy has no {dtype.name}\nRead it as a torch tensor, or its bits as "
                 "unsigned integers with read_array"
             )
 
-    def _torch(self) -> Any:
-        """The module torch, if it is installed and wanted."""
-        if self._framework == "numpy":
-            return None
-        try:
-            import torch
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            return None
-        return torch
-
     def _as_tensor(self, name: str, array: CarrierArray) -> Any:
         """An array that was read as what `read` gives."""
-        torch = self._torch()
+        torch = _torch()
         if torch is None:
             return array
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
@@ -352,14 +281,6 @@ class Checkpoint:
             pattern: As of a shell: `*` stands for any characters, dots included.
         """
         return [name for name in self._names if fnmatch.fnmatchcase(name, pattern)]
-
-    def get_slice(self, name: str) -> TensorSlice:
-        """A stored tensor of which parts are read: `checkpoint.get_slice(name)[2:4]`.
-
-        Raises:
-            StateError: If no such tensor is stored; the message has the nearest names.
-        """
-        return TensorSlice(self, self.tensor(name))
 
     def state(self, pattern: str = "*") -> Any:
         """The state as it was nested when it was saved, with full tensors as of `read`.
@@ -431,3 +352,14 @@ class Checkpoint:
         if not report.ok:
             native.check_current(storage, self._stored.identity)
         return report
+
+
+def _torch() -> Any:
+    """The module torch, if it is installed."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return None
+    return torch
