@@ -1,4 +1,4 @@
-"""Several saves in flight, and what is said of slow ones."""
+"""A save that is in flight when another one begins, and what is said of slow ones."""
 
 from __future__ import annotations
 
@@ -35,46 +35,38 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
-        self.num_saves = 0
 
     def __call__(self, event: Event) -> None:
         if event.point == "save.file_created":
-            self.num_saves += 1
             assert self.opened.wait(240)
 
 
-def test_as_many_as_asked_for_and_within_the_budget(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     gate = Gate()
-    budget = 4 * CHUNK_SIZE
-    weights = np.zeros(CHUNK_SIZE // 8 + 5)
-    saver = remesh.Saver(max_in_flight=2, arena_bytes=budget, on_event=gate)
-    handles = []
-    for number in range(2):
-        weights[:] = number
-        handles.append(saver.save_async({"w": weights}, tmp_path / str(number)))
-    assert not any(handle.done() for handle in handles)
-    third = threading.Thread(
-        target=lambda: handles.append(saver.save_async({"w": weights * 0 + 2}, tmp_path / "2"))
+    saver = remesh.Saver(on_event=gate)
+    weights = np.ones(CHUNK_SIZE // 8 + 5)
+    handles = [saver.save_async({"w": weights}, tmp_path / "0")]
+    second = threading.Thread(
+        target=lambda: handles.append(saver.save_async({"w": weights * 2}, tmp_path / "1"))
     )
-    third.start()
-    third.join(0.3)
-    assert third.is_alive()
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
     gate.opened.set()
-    third.join(240)
-    assert not third.is_alive()
+    second.join(240)
     saver.close()
-    assert [handle.exception() for handle in handles] == [None] * 3
-    for number in range(3):
-        assert (remesh.Checkpoint(tmp_path / str(number)).read_array("w") == number).all()
+    assert [handle.exception() for handle in handles] == [None] * 2
+    for number in range(2):
+        assert (remesh.Checkpoint(tmp_path / str(number)).read_array("w") == number + 1).all()
 
 
-def test_a_close_that_is_interrupted_takes_no_memory_from_saves_in_flight(
+def test_a_close_that_is_interrupted_takes_no_memory_from_the_save_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gate, places = Gate(), [MemoryStorage(), MemoryStorage()]
-    saver = remesh.Saver(max_in_flight=3, on_event=gate)
+    gate, place = Gate(), MemoryStorage()
+    saver = remesh.Saver(on_event=gate)
     weights = np.ones(CHUNK_SIZE // 8 + 5)
-    first = saver.save_async({"w": weights}, places[0])
+    first = saver.save_async({"w": weights}, place)
 
     def interrupt(_saver: remesh.Saver) -> None:
         raise KeyboardInterrupt
@@ -83,39 +75,21 @@ def test_a_close_that_is_interrupted_takes_no_memory_from_saves_in_flight(
         patch.setattr(remesh.Saver, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             saver.close()
-    second = saver.save_async({"w": 2 * weights}, places[1])
+    weights[:] = 2
     gate.opened.set()
-    wait([first, second], 240)
+    wait([first], 240)
     saver.save_async({"w": 3 * weights}, MemoryStorage()).result(240)
-    for place, value in zip(places, (1, 2), strict=True):
-        assert (remesh.Checkpoint(place).read_array("w") == value).all()
+    assert (remesh.Checkpoint(place).read_array("w") == 1).all()
     saver.close()
 
 
-def test_the_default_budget_grows_with_the_saves_in_flight(tmp_path: Path) -> None:
-    gate = Gate()
-    saver = remesh.Saver(max_in_flight=3, on_event=gate)
-    weights = np.ones(CHUNK_SIZE // 8 - 1000)  # one chunk with its header
-    for number in range(3):
-        saver.save_async({"w": weights}, tmp_path / str(number))
-    assert saver.num_arena_bytes == 3 * CHUNK_SIZE
-    gate.opened.set()
-    saver.close()
-
-
-def test_a_save_to_the_same_place_waits_for_the_one_before(tmp_path: Path) -> None:
-    with remesh.Saver(max_in_flight=4) as saver:
+def test_saves_to_the_same_place(tmp_path: Path) -> None:
+    with remesh.Saver() as saver:
         for number in range(4):
             weights = np.full(CHUNK_SIZE // 4, number)
             saver.save_async({"w": weights}, tmp_path / "c", overwrite=True)
     assert (remesh.Checkpoint(tmp_path / "c").read_array("w") == 3).all()
     assert len(list((tmp_path / "c").iterdir())) == 2
-
-
-@pytest.mark.parametrize("number", [0, -1])
-def test_no_save_in_flight_is_no_saver(number: int) -> None:
-    with pytest.raises(ValueError, match="max_in_flight"):
-        remesh.Saver(max_in_flight=number)
 
 
 def test_a_failure_that_one_rank_knows_is_raised_on_all() -> None:
@@ -141,21 +115,6 @@ def test_a_failure_that_one_rank_knows_is_raised_on_all() -> None:
     assert raised_1 is first_1
     assert storages[1].list() == []
     assert remesh.Checkpoint(storages[2]).verify().ok
-
-
-def test_waiting_raises_the_first_failure_and_notes_the_others(tmp_path: Path) -> None:
-    def fail(event: Event) -> None:
-        if event.point == "save.before_commit":
-            raise InjectedError(f"number {next(numbers)}")
-
-    numbers = iter(range(2))
-    saver = remesh.Saver(max_in_flight=2, on_event=fail)
-    handles = [saver.save_async({"w": np.ones(3)}, tmp_path / str(n)) for n in range(2)]
-    with pytest.raises(InjectedError) as caught:
-        saver.wait()
-    assert caught.value is handles[0].exception()
-    assert caught.value.__notes__ == [f"A later save failed as well: {handles[1].exception()}"]
-    saver.close()
 
 
 def test_a_slow_save_names_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:

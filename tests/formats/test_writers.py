@@ -87,7 +87,7 @@ def test_a_save_that_fails_leaves_nothing(format_name: str, tmp_path: Path) -> N
         with remesh.Saver(group=exchange, format=format_name, on_event=fail) as saver:
             handle = saver.save_async(state, tmp_path / "b")
             errors.append(str(handle.exception()))
-            saver._in_flight.clear()
+            saver._in_flight = None
         return errors
 
     for errors in run_ranks(2, one):

@@ -66,7 +66,8 @@ IDLE_SECONDS = 600.0
 class Saver:
     """Saves a job's state repeatedly, in the background.
 
-    It keeps host memory for staging and the plan of the last layout.
+    It keeps host memory for staging and the plan of the last layout. A save first waits for the one
+    before.
 
     Args:
         state: A state like those to come: its memory is got ready in the background (see `warm`).
@@ -74,12 +75,9 @@ class Saver:
         writer: What writes the staged state: threads of this process, or a separate process, which
             the trainer's GIL does not slow down, and which goes on if the trainer dies. A process
             opens the place by itself, so it takes a path or a URL and no `Storage`.
-        max_in_flight: Saves in flight at most. A further one first waits for the oldest, and so
-            does one to a place where another one is still being written.
         arena_bytes: Host memory for staging on this rank; by default as much as its share of the
-            state for each save in flight, but all ranks of a node together at most half of the
-            memory that is free within the container's limits. With less than the rank's share,
-            staging waits for the disk.
+            state, but all ranks of a node together at most half of the memory that is free within
+            the container's limits. With less than the rank's share, staging waits for the disk.
         deadline: Seconds that a background save waits for other ranks before it fails.
         report_seconds: A save that takes longer is reported in the log of rank 0 each time that
             so many seconds have passed, with the ranks that have not finished.
@@ -108,7 +106,6 @@ class Saver:
         format_options: Mapping[str, object] | None = None,
         without: tuple[str, ...] = (),
         writer: Literal["thread", "process"] = "thread",
-        max_in_flight: int = 1,
         arena_bytes: int | None = None,
         deadline: float = 1800.0,
         report_seconds: float = 60.0,
@@ -118,7 +115,6 @@ class Saver:
         compress: Compress | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
-        check_count("Saver", "max_in_flight", max_in_flight, 1)
         if arena_bytes is not None:
             check_count("Saver", "arena_bytes", arena_bytes, 1)
         check_seconds("Saver", "deadline", deadline)
@@ -138,14 +134,13 @@ class Saver:
         )
         check_options(self._options)
         self._has_process = writer == "process"
-        self._max_in_flight = max_in_flight
         self._arena_bytes = arena_bytes
         self._deadline = deadline
         self._report_seconds = report_seconds
         self._at_exit = at_exit
         self._on_event = on_event
         self._cache = PlanCache()
-        self._in_flight: list[SaveHandle] = []
+        self._in_flight: SaveHandle | None = None
         self._using = threading.Lock()  # held while a save of `save_async` begins, or memory goes
         self._idle: threading.Timer | None = None
         self._process: WriterProcess | None = None
@@ -258,7 +253,7 @@ class Saver:
             storage = open_place("save_async", state, path, options)
             if self._has_process:
                 _place_for_process(path, storage)
-            self._wait_for_turn(storage.url)
+            self.wait()
             return storage
 
         storage = run_each(exchange, begin)
@@ -279,34 +274,32 @@ class Saver:
             mine.remove_kept(storage)
             raise
         [save] = started
-        self._in_flight.append(save.handle)
+        self._in_flight = save.handle
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.
         self._arena.warm_beside(mine.stream.layout.num_bytes, lambda: wait([save.handle]))
         return save.handle
 
     def wait(self) -> None:
-        """Wait for the saves in flight, and raise the failure of the first that failed, once."""
-        first: BaseException | None = None
-        while self._in_flight:
-            error = self._wait_for_oldest()
-            if first is None:
-                first = error
-            elif error is not None:
-                first.add_note(f"A later save failed as well: {error}")
-        if first is not None:
-            raise first
+        """Wait for the save in flight, and raise why it failed, once."""
+        if (handle := self._in_flight) is not None:
+            wait([handle])
+            self._in_flight = None
+            if handle.cancelled():
+                raise CancelledError(f"the save to {handle.url} was cancelled")
+            if (error := handle.exception()) is not None:
+                raise error
 
     def close(self) -> None:
-        """Wait for the saves in flight and give memory back. Raises the first failure."""
+        """Wait for the save in flight and give memory back. Raises why it failed."""
         try:
             self.wait()
         finally:
             if self._process is not None:
                 self._process.close()
                 self._process = None
-            # A wait that was interrupted leaves saves that use the chunks still.
-            if all(handle.done() for handle in self._in_flight):
+            # A wait that was interrupted leaves a save that uses the chunks still.
+            if self._in_flight is None or self._in_flight.done():
                 self._arena.close()
 
     def _start(
@@ -371,32 +364,11 @@ class Saver:
 
     def _rest(self) -> None:
         with self._using:
-            if self._arena.is_warming or not all(handle.done() for handle in self._in_flight):
+            is_busy = self._in_flight is not None and not self._in_flight.done()
+            if self._arena.is_warming or is_busy:
                 self._rest_later()
             else:
                 self._arena.close()
-
-    def _wait_for_turn(self, url: str) -> None:
-        """Wait until another save may begin; raise the failure of one that had to be waited for.
-
-        The failure of another one is left for later even if it is known here, because not all
-        ranks may know it yet.
-        """
-        while len(self._in_flight) >= self._max_in_flight or any(
-            handle.url == url for handle in self._in_flight
-        ):
-            error = self._wait_for_oldest()
-            if error is not None:
-                raise error
-
-    def _wait_for_oldest(self) -> BaseException | None:
-        """Wait for the end of the oldest save in flight; why it failed."""
-        oldest = self._in_flight[0]
-        wait([oldest])
-        self._in_flight.remove(oldest)
-        if oldest.cancelled():
-            return CancelledError(f"the save to {oldest.url} was cancelled")
-        return oldest.exception()
 
     def _live_process(self) -> WriterProcess:
         """The writer process; another one, if it died."""
@@ -408,9 +380,9 @@ class Saver:
         return self._process
 
     def _set_budget(self, num_bytes: int) -> None:
-        """Let the arena hold a rank's share of all saves in flight, if the machine has room."""
+        """Let the arena hold a rank's share of a save, if the machine has room."""
         if self._arena_bytes is None:
-            rounded = -(-num_bytes // CHUNK_SIZE) * CHUNK_SIZE * self._max_in_flight
+            rounded = -(-num_bytes // CHUNK_SIZE) * CHUNK_SIZE
             # None if the system does not say what is free.
             free = int((available_memory() or 0) * ARENA_SHARE)
             free //= max(run_info().local_world_size, 1)
