@@ -268,7 +268,8 @@ def push_rows_to_columns(exchange: Exchange, num_devices: int) -> bool:
             expected = (whole + number + 1).chunk(world_size, 1)[rank].bfloat16()
             assert same_bits(wanted, expected), number
     assert step == 5
-    return pushing._transfers[-1][1].buffers.device is not None
+    assert pushing._transfer is not None
+    return pushing._transfer.buffers.device is not None
 
 
 def test_ranks_on_one_device_send_through_the_host() -> None:

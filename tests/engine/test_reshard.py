@@ -307,21 +307,19 @@ def grid(layout: str, rank: int, values: Any) -> dict[str, Any]:
 
 
 def test_weights_are_pushed_again_and_again() -> None:
-    """Planned once while the layouts stay; planned anew when one changes."""
+    """Planned once while memory and values stay; planned anew when one changes."""
     first = np.arange(600_000.0).reshape(600, 1000)
 
     def run(exchange: Exchange) -> list[remesh.checkpoint.ReshardReport]:
-        source = {**grid("rows", exchange.rank, first), "step": 0}
-        target = {**grid("columns", exchange.rank, first * 0), "step": -1}
+        source = grid("rows", exchange.rank, first)
+        target = grid("columns", exchange.rank, first * 0)
         pushing = remesh.Resharder(source, target, group=exchange)
         reports = []
         for step in range(3):
             source["a"].parts[0].data[...] = first[300 * exchange.rank :][:300] + step
-            source["step"] = step
             reports.append(pushing.push())
             expected = first[:, 500 * exchange.rank :][:, :500] + step
             np.testing.assert_array_equal(target["a"].parts[0].data, expected)
-            assert target["step"] == step
         source.update(grid("copies", exchange.rank, first))
         reports.append(pushing.push())
         expected = first[:, 500 * exchange.rank :][:, :500]
@@ -351,7 +349,7 @@ def fail_in_a_push(exchange: Exchange) -> remesh.Resharder:
 
     pushing = remesh.Resharder(source, target, group=exchange, on_event=fail)
     for step in range(3):
-        kept = [transfer for _, transfer in pushing._transfers]
+        kept = pushing._transfer
         is_failing = rank == 1 and step == 1
         if step == 1:
             with pytest.raises(Exception, match="no more"):
@@ -360,8 +358,8 @@ def fail_in_a_push(exchange: Exchange) -> remesh.Resharder:
         source["a"].parts[0].data[...] = first.chunk(2)[rank] + step
         pushing.push()
         assert torch.equal(target["a"].parts[0].data, first.chunk(2, 1)[rank] + step)
-        again = [transfer for _, transfer in pushing._transfers]
-        assert (kept == again) == (step == 2), "threads may still write into the buffers"
+        is_same = kept is pushing._transfer
+        assert is_same == (step == 2), "threads may still write into the buffers"
     return pushing
 
 
@@ -425,7 +423,7 @@ def test_a_push_sees_what_changed_on_one_rank(change: str, monkeypatch: pytest.M
         if change == "value":
             source["step"] = 5
         report = pushing.push()
-        assert report.plan_reused == (change != "layout")
+        assert report.plan_reused == (change == "nothing")
         assert target["step"] == source["step"]
         expected = grid(after, rank, values)["a"].parts[0].data
         np.testing.assert_array_equal(target["a"].parts[0].data, expected)

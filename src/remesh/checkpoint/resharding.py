@@ -12,15 +12,14 @@ through buffers of bounded size (`remesh.pipeline.from_memory`).
 
 Who pushes weights again and again keeps a `Resharder`. As long as the tensors of both states are
 where they were, and all values of the source what they were, on all ranks, the ranks tell each
-other so and move the bytes: nothing is compared, planned or asked for. If only memory or values are
-new, they use plan and requests of the last time, as saves do, by fingerprints of the layouts.
+other so and move the bytes: nothing is compared, planned or asked for. Otherwise all is planned
+anew.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -55,7 +54,6 @@ from remesh.checkpoint.stored import LIVE, StoredState
 from remesh.core import values
 from remesh.core.collector import gc_paused
 from remesh.core.index import Index
-from remesh.core.integrity import raw_digest
 from remesh.core.sharded import ArrayLike
 from remesh.core.state import Description
 from remesh.core.strided import Layout
@@ -84,7 +82,7 @@ class ReshardReport:
     buffer_bytes: int
     """Memory that the messages took, the most at any time."""
     plan_reused: bool
-    """Whether plan and requests were those of the last time."""
+    """Whether nothing was planned, since all was where it was at the last time."""
     seconds: float
     """Wall time."""
 
@@ -148,9 +146,9 @@ def reshard(
 class Resharder:
     """Reshards live state repeatedly, for instance weights from trainers to inference ranks.
 
-    It keeps the plan and the buffers. Each push inspects both states again, so their contents and
-    layouts may change; then a new plan is made. Copies of a tensor that several ranks hold are
-    compared only when a plan is made, not with every push. Args are those of `reshard`.
+    It keeps the plan and the buffers. Each push inspects both states again, so their layouts, their
+    memory and their values may change; then a new plan is made. Copies of a tensor that several
+    ranks hold are compared only when a plan is made, not with every push. Args are those of `reshard`.
 
     Attributes:
         target_state: The target, filled by the last push.
@@ -179,8 +177,7 @@ class Resharder:
         self._exchange = exchange_of(group)
         self._emit = emitter(on_event, self._exchange.rank)
         self._cache = PlanCache()
-        self._index: Index | None = None
-        self._transfers: list[tuple[bytes, MemoryTransfer]] = []
+        self._transfer: MemoryTransfer | None = None  # of the last push
         self._last: tuple[RankLoadPlan, tuple[object, ...]] | None = None
         """The plan of a push that can be made again, and what it depends on (`_facts`)."""
 
@@ -197,15 +194,14 @@ class Resharder:
         """
         started = time.monotonic()
         try:
-            restored = self._push_again()
-            is_again = restored is not None
-            if restored is None:
-                restored, reused = self._push_planned()
+            again = self._push_again()
+            restored = again or self._push_planned()
         except BaseException:
             # Threads of a push that was given up may still write into its buffers.
-            self._transfers, self._last = [], None
+            self._transfer = self._last = None
             raise
-        _, transfer = self._transfers[-1]
+        transfer = self._transfer
+        assert transfer is not None
         seconds = time.monotonic() - started
         return ReshardReport(
             dataclasses.replace(restored, seconds=seconds),
@@ -214,7 +210,7 @@ class Resharder:
             transfer.bytes_local,
             transfer.group_bytes_sent,
             transfer.buffer_bytes,
-            is_again or reused,
+            again is not None,
             seconds,
         )
 
@@ -240,6 +236,7 @@ class Resharder:
         if not all(run_on_all(self._exchange, look)):
             return None
         assert last is not None
+        assert self._transfer is not None
         [(tensors, target)] = held
 
         def begin() -> None:
@@ -248,25 +245,17 @@ class Resharder:
             if self._exchange.rank == 0:
                 self._emit("save.planned")
 
-        _, transfer = self._transfers[-1]
         given, before = tensors.given(self._cache.rows), [begin, *last[0].before]
         plan = dataclasses.replace(last[0], description=target, before=before)
-        read = partial(self._read, given, lambda _reads: transfer)
+        read = partial(self._read, given, self._transfer)
         return fill_planned(plan, self._exchange, read, self._emit)
 
-    def _push_planned(self) -> tuple[RestoreReport, bool]:
+    def _push_planned(self) -> RestoreReport:
         """Plan and move the bytes. Collective."""
         self._last = None
         stored, agreed = self._agree_on_source()
         given = agreed.tensors.given(self._cache.rows)
-        # What was compared, if anything, before what is filled.
-        used: list[tuple[bytes, MemoryTransfer]] = []
-
-        def transfer_of(reads: RankReads) -> MemoryTransfer:
-            used.append(self._planned(len(used), reads, given))
-            return used[-1][1]
-
-        read = partial(self._read, given, transfer_of)
+        read = partial(self._read, given, None)
         plan, compared = plan_into(
             self.target_state,
             stored,
@@ -278,72 +267,56 @@ class Resharder:
         # Described before they are filled, as the next push will find them.
         facts = _facts(agreed.tensors, agreed.document, plan.description)
         restored = fill_planned(plan, self._exchange, read, self._emit)
-        reused = used[-1] in self._transfers
-        self._transfers = used
         if not compared:
             self._last = plan, facts
-        return restored, reused
+        return restored
 
     def _read(
         self,
         given: LocalTensors,
-        transfer_of: Callable[[RankReads], MemoryTransfer],
+        transfer: MemoryTransfer | None,
         reads: RankReads,
         on_read: OnRead,
     ) -> bool:
-        """What a load does to read. Collective."""
-        transfer = transfer_of(reads)
+        """What a load does to read; the transfer is planned unless it is known. Collective."""
+        self._transfer = transfer = transfer or self._plan_transfer(reads, given)
         transfer.execute(self._exchange, given.memories, reads.destinations, on_read)
         return False
 
     def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
         """The state of all ranks, as if it were stored; what they agreed on. Collective."""
         options = SaveOptions(shares_place=False, buffers=self._buffers, compares=self.compares)
-        exchange, cache, num_hits = self._exchange, self._cache, self._cache.hits
+        exchange, cache = self._exchange, self._cache
         agreed = agree(
             exchange, MemoryStorage(), self._source_state, options, cache=cache, emit=self._emit
         )
-        is_known = cache.hits > num_hits and self._index is not None
 
         def tell() -> bytes:
             assert cache.plan is not None
-            index = b"" if is_known else cache.plan.index_of_holders(exchange.world_size).encode()
+            index = cache.plan.index_of_holders(exchange.world_size).encode()
             return msgspec.msgpack.encode((index, agreed.on_rank_0.saved.document.encode()))
 
         encoded, document = msgspec.msgpack.decode(
             run_on_one(exchange, tell), type=tuple[bytes, bytes]
         )
-        if encoded:
-            self._index, self._transfers = Index.decode(encoded, LIVE), []
-        assert self._index is not None
         found = native.ValuesDocument.decode(document, LIVE)
-        if found.aliases != self._index.aliases:
-            self._index = dataclasses.replace(self._index, aliases=found.aliases)
-        return StoredState(LIVE, self._index, found), agreed
+        index = dataclasses.replace(Index.decode(encoded, LIVE), aliases=found.aliases)
+        return StoredState(LIVE, index, found), agreed
 
-    def _planned(
-        self, number: int, reads: RankReads, given: LocalTensors
-    ) -> tuple[bytes, MemoryTransfer]:
-        """How this rank gets what it wants: as before, if all ranks want the same. Collective."""
-        key = _fingerprint(reads)
-        kept = self._transfers[number] if number < len(self._transfers) else None
-        is_kept = kept is not None and kept[0] == key
+    def _plan_transfer(self, reads: RankReads, given: LocalTensors) -> MemoryTransfer:
+        """How this rank gets what it wants. Collective."""
         memories = (*given.memories, *(to.memory for to in reads.destinations))
-        replies = [
-            msgspec.msgpack.decode(reply, type=tuple[bool, DeviceInUse])
-            for reply in run_on_all(
-                self._exchange, lambda: msgspec.msgpack.encode((is_kept, device_in_use(memories)))
-            )
-        ]
-        if kept is not None and all(is_kept for is_kept, _ in replies):
-            return kept
-        return key, plan_between_memories(
+        replies = run_on_all(
+            self._exchange, lambda: msgspec.msgpack.encode(device_in_use(memories))
+        )
+        in_use = [msgspec.msgpack.decode(reply, type=DeviceInUse) for reply in replies]
+        return plan_between_memories(
             self._exchange,
             reads.index,
             reads.plan.regions,
             len(reads.destinations),
             given.boxes,
-            device=agree_on_devices(self._exchange, [in_use for _, in_use in replies]),
+            device=agree_on_devices(self._exchange, in_use),
         )
 
 
@@ -383,11 +356,3 @@ def _layouts_of(tensors: LocalTensors) -> list[tuple[str, Layout]]:
     names = [table.tensors.names[row] for row in table.tensor.tolist()]
     layouts = [memory.layout for memory in tensors.memories]
     return [(name, one) for name, one in zip(names, layouts, strict=True) if one is not None]
-
-
-def _fingerprint(reads: RankReads) -> bytes:
-    """A fingerprint of what is wanted, and where it goes."""
-    regions = reads.plan.regions
-    columns = (regions.want, regions.piece, regions.offsets, regions.extents)
-    places = msgspec.msgpack.encode([one.offset for one in reads.destinations])
-    return raw_digest(b"".join([places, *(column.tobytes() for column in columns)]))
