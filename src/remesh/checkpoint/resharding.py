@@ -148,7 +148,8 @@ class Resharder:
 
     It keeps the plan and the buffers. Each push inspects both states again, so their layouts, their
     memory and their values may change; then a new plan is made. Copies of a tensor that several
-    ranks hold are compared only when a plan is made, not with every push. Args are those of `reshard`.
+    ranks hold are compared only when a plan is made, not with every push. Args are those of
+    `reshard`.
 
     Attributes:
         target_state: The target, filled by the last push.
