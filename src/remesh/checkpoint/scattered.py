@@ -299,11 +299,11 @@ def _look(storage: Storage) -> list[_Found]:
         name, _, file = path.rpartition("/")
         if file != native.RECORD_NAME:
             continue
-        text = storage.read(path)
         try:
+            text = storage.read(path)
             record = native.decode_record(text, f"{storage.url}/{path}")
-        except (CorruptCheckpointError, FormatVersionError) as error:
-            _LOGGER.warning("not used: %s", error)
+        except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
+            _LOGGER.warning("not used: %s", error)  # or removed since it was listed
             continue
         files = (record.index, record.values, *record.files)
         here = [one.path for one in files if sizes.get(f"{name}/{one.path}") == one.num_bytes]
