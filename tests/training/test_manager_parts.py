@@ -99,6 +99,22 @@ def test_bits_that_flip_while_a_checkpoint_in_use_is_to_be_removed(
     assert remesh.Checkpoint(path).verify().ok
 
 
+def test_a_save_that_is_committed_where_one_is_removed(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_1")
+
+    class Racing(LocalStorage):
+        """Another save is committed when the record has gone."""
+
+        def delete(self, path: str) -> None:
+            super().delete(path)
+            if path == "step_1/remesh.json":
+                remesh.save({"w": np.ones(2)}, tmp_path / "step_1")
+
+    assert not catalog.remove(Racing(tmp_path), "step_1", now=0.0)
+    assert remesh.Checkpoint(path).read_array("w").tolist() == [1, 1]
+    assert not (path / "removing.json").exists()
+
+
 def test_in_memory_as_on_disk() -> None:
     storage = MemoryStorage()
     at_step = MemoryStorage()

@@ -49,6 +49,7 @@ from remesh._repr import short_repr
 from remesh.core.integrity import NUM_READINGS, Finding, compare_sizes, hex_digest, repair_advice
 from remesh.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptCheckpointError,
@@ -60,12 +61,7 @@ from remesh.formats import native
 from remesh.formats.checks import MALFORMED
 from remesh.formats.place import Place
 from remesh.formats.table import FORMATS, format_at
-from remesh.storage import (
-    Directory,
-    Storage,
-    is_local,
-    open_storage,
-)
+from remesh.storage import Directory, Storage, is_local, open_storage
 
 __all__ = ["CheckpointInfo", "ManagerNote", "Provenance", "lease", "pin", "unpin"]
 
@@ -481,8 +477,9 @@ def remove(storage: Storage, name: str, *, now: float) -> bool:
     # A put makes its directory durable, and with it that the record is gone.
     storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
     files = {path.removeprefix(f"{name}/") for path in storage.list(f"{name}/")}
-    if _in_use_until(storage, name, files) > now:
-        storage.put(record_path, record, overwrite=False)
+    if native.RECORD_NAME in files or _in_use_until(storage, name, files) > now:
+        with suppress(CheckpointExistsError):  # another save has just been committed there
+            storage.put(record_path, record, overwrite=False)
         storage.delete(f"{name}/{_REMOVING}")
         return False
     _remove_files(storage, name, sorted(files))
