@@ -15,8 +15,16 @@ from pathlib import Path
 
 from benchmarks.chart import line_chart
 from benchmarks.report import median, print_table, write_json
-from remesh.simulation.cluster import DAY, LLAMA3_RATES, Cluster, Workload, draw_failures
-from remesh.simulation.training import Outcome, Strategy, simulate
+from benchmarks.simulation import (
+    DAY,
+    LLAMA3_RATES,
+    Cluster,
+    Outcome,
+    Strategy,
+    Workload,
+    draw_failures,
+    simulate,
+)
 
 CLUSTER = Cluster(num_nodes=2048, spares=64, storage_write=2e12, storage_read=2e12)
 SHARDED = Workload(state_bytes=5.7e12, step_seconds=6.0)

@@ -11,8 +11,8 @@ the longest time between two steps is measured.
 
 For processes that go on it is shown where the time goes: until the last process that lives has left
 the function, until all have entered it, have made their groups, their model and manager, have
-resumed, and until the first step. Beside it stands how long `remesh.simulation` expects to form the
-next world, with the time that processes took to leave.
+resumed, and until the first step. Beside it stands how long `benchmarks.simulation` expects it to
+take to form the next world, with the time that processes took to leave.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from typing import Any, TypeAlias
 
 from benchmarks.elastic import BIN, OWN_STORE, Job, free_port
 from benchmarks.report import median, print_table, write_json
+from benchmarks.simulation import FailureKind, formation_seconds
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
-from remesh.simulation.cluster import FailureKind
-from remesh.simulation.training import formation_seconds
 
 NUM_RANKS = 4
 KILL_AFTER = 70

@@ -24,11 +24,9 @@ SHOWN = [
     ("prune {empty} --incomplete", "nothing is left of dead saves\n"),
     ("plan {one} --layout tp=2,fsdp=2", "whole blocks of digests"),
     ("diff {one} {one}", "equal: 6 tensors; nothing differs\n"),
-    ("advise --checkpoint {plain} --nodes 1 --step-seconds 1", "24 B on 1 node, "),
 ]
 """Commands, and a part of what each shows."""
 
-SOME = "advise --nodes 2 --step-seconds 1"
 BOXES = ("", "a", "1:2:3", "-1:2", "1;2", "1,", "9" * 5000)
 REFUSED = [
     ("lss {one}", "Usage: remesh"),
@@ -76,12 +74,6 @@ REFUSED = [
     ("plan {one} --layout fsdp=0", "is not a layout"),
     (f"plan {{one}} --layout fsdp={'9' * 5000}", "is not a layout"),
     ("convert {plain} {nowhere} --format torch_dcp --compress zstd", "are never compressed"),
-    (SOME, "give --state-size or --checkpoint"),
-    (f"{SOME} --state-size 1GB --copies 5", "there are only 2 nodes"),
-    (f"{SOME} --state-size 'a lot'", "is no number of bytes; write 80GB"),
-    (f"{SOME} --state-size 0", "more than nothing"),
-    (f"{SOME} --state-size 1e400TB", "more than nothing, and finite"),
-    (f"{SOME} --state-size 1TB --days nan", "all numbers must be finite"),
 ]
 """Commands that end with the exit code 2, and a part of the error."""
 

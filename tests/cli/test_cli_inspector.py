@@ -222,19 +222,3 @@ def test_shells_complete_commands() -> None:
     )
 
     assert "plain,diff" in done.stdout.split()
-
-
-def test_advice_names_the_arguments_that_a_script_gives(run_json: Any, run: Run) -> None:
-    job = ["advise", "--nodes", 64, "--step-seconds", 1, "--failures-per-day", 24, "--days", 2]
-    document = run_json(*job, "--state-size", "1TB", "--copies", 8)
-
-    assert document["failures_per_day"] == pytest.approx(24)
-    by_name = {one["strategy"]["name"]: one for one in document["estimates"]}
-    assert next(iter(by_name)) == "storage"
-    assert by_name["live memory"]["steps_lost_per_failure"] == 0
-    assert by_name["live memory"]["goodput"] > by_name["storage"]["goodput"]
-    every = by_name["live memory"]["strategy"]["storage_every"]
-    assert document["arguments"] == f"remesh.Manager(root, every={every}, job=job)"
-    assert run(*job, "--state-size", "1TB", "--copies", 8).stdout.endswith(
-        f"recommended: live memory\n  {document['arguments']}\n"
-    )

@@ -37,7 +37,6 @@ _HOMES = {
     "diff": "remesh.cli.diff",
     "convert": "remesh.cli.convert",
     "plan": "remesh.cli.plan",
-    "advise": "remesh.cli.advise",
     "doctor": "remesh.cli.doctor",
     "repair": "remesh.cli.repairing",
     "latest": "remesh.cli.pruning",

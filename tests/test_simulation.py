@@ -7,32 +7,28 @@ from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
-
-from remesh.checkpoint.scattered import nodes_of, replica_distances
-from remesh.elastic.master import TICK_SECONDS
-from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
-from remesh.simulation.advice import best_interval, estimate, recommended, strategies
-from remesh.simulation.cluster import (
+from benchmarks.simulation import (
+    COPY_SHARE,
     DAY,
     LLAMA3_RATES,
     Cluster,
+    Durations,
     Failure,
     FailureKind,
-    Workload,
-    draw_failures,
-    scaled,
-)
-from remesh.simulation.training import (
-    COPY_SHARE,
-    Durations,
     Outcome,
     Strategy,
+    Workload,
+    draw_failures,
     formation_seconds,
     memory_survives,
     simulate,
     snapshot_survives,
 )
+from hypothesis import given
+
+from remesh.checkpoint.scattered import nodes_of, replica_distances
+from remesh.elastic.master import TICK_SECONDS
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 
 CLUSTER = Cluster(num_nodes=4, spares=4, nodes_per_rack=2, storage_write=1e9, storage_read=1e9)
 WORKLOAD = Workload(state_bytes=4e9, step_seconds=1.0, copies=2)
@@ -196,40 +192,6 @@ def test_silence_is_noticed_after_the_timeout_and_told_with_the_next_heartbeat(
     assert HEARTBEAT_TIMEOUT - 1.0 + 2.0 < formed < HEARTBEAT_TIMEOUT + TICK_SECONDS + 1.0 + 2.0
     assert formation_seconds(PROCESS, num_nodes, 0, 2.0) <= 0.1 + 1.0 + 2.0
     assert formation_seconds(None, num_nodes, 0, 2.0) <= 1.0 + 2.0
-
-
-def best_of(interval: int, factor: Callable[[int], int]) -> float:
-    cluster = Cluster(num_nodes=16, spares=16, memory=1e9)
-    workload = Workload(state_bytes=1e12, step_seconds=2.0)
-    strategy = Strategy(name="storage", storage_every=max(factor(interval), 1))
-    rates = scaled(LLAMA3_RATES, 2.0)
-    return estimate(cluster, workload, rates, strategy, days=20.0, num_jobs=3).goodput
-
-
-def test_the_interval_of_young_and_daly_is_about_the_best() -> None:
-    cost = COPY_SHARE * 1e12 / 16 / 1e9
-    interval = best_interval(cost, DAY / sum(scaled(LLAMA3_RATES, 2.0).values()), 2.0)
-
-    best = best_of(interval, lambda steps: steps)
-
-    assert best > best_of(interval, lambda steps: steps * 8)
-    assert best > best_of(interval, lambda steps: steps // 8)
-
-
-def test_advice_prefers_what_is_simpler_if_it_is_as_good() -> None:
-    cluster = Cluster(num_nodes=4, spares=1)
-    workload = Workload(state_bytes=1e9, step_seconds=0.5, copies=4)
-
-    def names(rate: float) -> str:
-        rates = {FailureKind.NODE: rate}
-        found = [
-            estimate(cluster, workload, rates, one, days=5.0, num_jobs=2)
-            for one in strategies(cluster, workload, rates)
-        ]
-        return recommended(found).strategy.name
-
-    assert names(0.001) == "storage"
-    assert names(50.0).startswith("live memory")
 
 
 @pytest.mark.parametrize(
