@@ -28,7 +28,6 @@ OF_FEW_NUMBERS = {
     "Event",
     "EverySeconds",
     "EverySteps",
-    "GlobalBatch",
     "KeepBest",
     "KeepEvery",
     "KeepLast",

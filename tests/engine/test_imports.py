@@ -30,7 +30,6 @@ NEEDS_TORCH = (
     "remesh.training.integrations",
     "remesh.training.survivors",
     "remesh.training.sampling",
-    "remesh.training.scaling",
 )
 """Packages and modules that may import torch, with what lies below them."""
 

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from remesh.training import export, sampling, scaling, trackers
+from remesh.training import export, sampling, trackers
 
 
-@pytest.mark.parametrize("module", [export, sampling, scaling, trackers])
+@pytest.mark.parametrize("module", [export, sampling, trackers])
 def test_examples_show_what_they_say(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert (found.failed, found.attempted > 0) == (0, True)

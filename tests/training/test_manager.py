@@ -130,9 +130,8 @@ def test_a_run_resumes_in_another_world_size(tmp_path: Path, *, background: bool
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
-    config = {"lr": 0.5, "layers": [1, 2]}
     for step, loss in ((1, 0.5), (2, float("nan"))):
-        with Manager(tmp_path, config=config) as manager:
+        with Manager(tmp_path) as manager:
             manager.resume(state_of(0))
             manager.save(step, state_of(step), metrics={"loss": loss}, metadata={"why": "test"})
     first, second = manager.checkpoints
@@ -142,10 +141,8 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     assert second.metrics == {"loss": None}
     assert first.note is not None
     assert second.note is not None
-    assert first.note.provenance.parent == ""
-    assert second.note.provenance.parent == f"{first.path}#{first.save_id}"
-    assert len(first.note.provenance.config_digest) == 32
-    assert first.note.provenance.versions["numpy"] == np.__version__
+    assert first.note.parent == ""
+    assert second.note.parent == f"{first.path}#{first.save_id}"
     assert manager.latest == second
     checkpoint = remesh.Checkpoint(second.path)
     assert checkpoint.metadata["why"] == "test"

@@ -1,9 +1,8 @@
-"""The catalog of checkpoints, random streams and provenance, each on its own."""
+"""The catalog of checkpoints, random streams, each on its own."""
 
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Alone
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.training import rng
-from remesh.training.resuming import digest_of, git_revision
 from tests.flipped_reads import first_readings, flip_reads
 from tests.support import run_ranks
 
@@ -310,40 +308,3 @@ def test_what_is_no_generator_or_no_state() -> None:
     for name in streams:
         with pytest.raises(StateError, match=f"manager.rng.{name}: what is stored is not"):
             rng.take_rows(streams, {name: rows[name]})
-
-
-# ---------------------------------------------------------------------------------------------
-# Provenance
-# ---------------------------------------------------------------------------------------------
-
-
-def git(directory: Path, *args: str) -> str:
-    who = ("-c", "user.name=A", "-c", "user.email=a@b")
-    command = ["git", "-C", str(directory), *who, *args]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_the_revision_is_what_git_says(tmp_path: Path) -> None:
-    assert git_revision(tmp_path) == ""
-    repository = tmp_path / "code"
-    (repository / "deep" / "er").mkdir(parents=True)
-    git(repository, "init", "-q")
-    assert git_revision(repository) == ""
-    git(repository, "commit", "-q", "--allow-empty", "-m", "one")
-    commit = git(repository, "rev-parse", "HEAD")
-    assert git_revision(repository / "deep" / "er") == commit
-    git(repository, "pack-refs", "--all")
-    assert git_revision(repository) == commit
-    git(repository, "worktree", "add", "-q", "-b", "other", str(tmp_path / "tree"))
-    git(tmp_path / "tree", "commit", "-q", "--allow-empty", "-m", "two")
-    second = git(tmp_path / "tree", "rev-parse", "HEAD")
-    assert git_revision(tmp_path / "tree") == second != commit
-    git(repository, "checkout", "-q", "--detach", second)
-    assert git_revision(repository) == second
-
-
-def test_a_digest_of_a_configuration() -> None:
-    config = {"lr": 0.1, "model": {"dim": 8, "layers": [1, 2]}}
-    same = {"model": {"layers": [1, 2], "dim": 8}, "lr": 0.1}
-    assert digest_of(config) == digest_of(same)
-    assert digest_of(config) != digest_of({**config, "lr": 0.2})

@@ -26,7 +26,6 @@ from remesh.training import (
     ResumableBatchSampler,
     ResumableSampler,
     Resumed,
-    resuming,
     survivors,
 )
 from remesh.training import manager as manager_module
@@ -448,29 +447,6 @@ def test_what_cannot_be_watched_is_not_relied_on(
         job.is_changing, job.must_leave = True, True
         with pytest.raises(WorldChangedError):
             manager.step(2, {"table": np.zeros(1 << 20)})
-
-
-def test_the_revision_of_the_code_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[Path] = []
-
-    def revision(directory: Path) -> str:
-        read.append(directory)
-        return "abc"
-
-    monkeypatch.setattr(resuming, "git_revision", revision)
-    job = TrainingJob(is_reentrant=True)
-    with remesh.Manager(tmp_path, job=job) as manager:
-        for step in range(1, 4):
-            manager.step(step, {"step": step})
-        manager.save(3, {"step": 3})
-        manager.wait()
-        assert manager.latest is not None
-        assert manager.latest.note is not None
-    assert manager.latest.note.provenance.revision == "abc"
-    assert job.boundary.note.provenance.revision == "abc"
-    assert len(read) == 1
 
 
 class _Clock:

@@ -63,7 +63,7 @@ from remesh.formats.place import Place
 from remesh.formats.table import FORMATS, format_at
 from remesh.storage import Directory, Storage, is_local, open_storage
 
-__all__ = ["CheckpointInfo", "ManagerNote", "Provenance", "lease", "pin", "unpin"]
+__all__ = ["CheckpointInfo", "ManagerNote", "lease", "pin", "unpin"]
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -105,26 +105,6 @@ class TrackerRun:
         return cls(**value)
 
 
-class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """The origin of a checkpoint: code, configuration, host; of rank 0 where ranks differ."""
-
-    revision: str = ""
-    """The commit of the git repository that the training script lies in; empty if it lies in none.
-    """
-    config_digest: str = ""
-    """Digest of the configuration (`digest_of`); empty if none was given."""
-    parent: str = ""
-    """The checkpoint from which the process had resumed, as `path#save id`; empty if it had not."""
-    host: str = ""
-    """Name of the machine."""
-    platform: str = ""
-    """Its operating system and processor."""
-    versions: dict[str, str] = {}
-    """Versions of Python, numpy and, if it is used, torch."""
-
-    __repr__ = short_repr
-
-
 class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
     """A manager's record of a checkpoint."""
 
@@ -140,8 +120,8 @@ class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the random number generators that are stored."""
     trackers: dict[str, TrackerRun] = {}
     """Name → run of an experiment tracker."""
-    provenance: Provenance = Provenance()
-    """Where it comes from."""
+    parent: str = ""
+    """The checkpoint from which the process had resumed, as `path#save id`; empty if it had not."""
 
     __repr__ = short_repr
 

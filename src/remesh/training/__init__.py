@@ -3,9 +3,8 @@
 `manager` is the place to begin: `Manager` wires the rest together. `policies` decide when to save
 and what to keep (`remesh.catalog` lists, marks and removes), `resuming` records where a checkpoint
 comes from and loads the newest that can be loaded, `rng` keeps random numbers by role, `watch`
-hears signals and requests. `sampling`, `scaling`, `export` and `trackers` are for the
-script itself: which samples come next, what a step means on another number of ranks and which
-learning rate then, weights for inference, and which curves to go on with. `integrations` has a
+hears signals and requests. `sampling`, `export` and `trackers` are for the script itself: which
+samples come next, weights for inference, and which curves to go on with. `integrations` has a
 module for each training framework that needs one.
 
 The names that scripts use are imported from here, `Manager` itself from `remesh`. Those that need
@@ -29,13 +28,6 @@ from remesh.training.policies import (
 )
 from remesh.training.resuming import Resumed
 from remesh.training.rng import Randomness, derived_seed, role_in
-from remesh.training.scaling import (
-    GlobalBatch,
-    ScalingDecision,
-    apply_scaling,
-    convert_step,
-    decide_scaling,
-)
 from remesh.training.trackers import resume_arguments, run_id_of
 
 if TYPE_CHECKING:
@@ -46,6 +38,7 @@ if TYPE_CHECKING:
         ResumableSampler,
         SampleOrder,
         SkipBatchSampler,
+        convert_step,
     )
 else:
     from remesh._lazy import lazy_names
@@ -60,6 +53,7 @@ else:
                 "SampleOrder",
                 "SkipBatchSampler",
                 "PerRankState",
+                "convert_step",
             ),
         },
     )
@@ -68,7 +62,6 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "ExportReport",
-    "GlobalBatch",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -81,12 +74,9 @@ __all__ = [
     "Resumed",
     "RetentionDecision",
     "SampleOrder",
-    "ScalingDecision",
     "SkipBatchSampler",
     "TrackerRun",
-    "apply_scaling",
     "convert_step",
-    "decide_scaling",
     "derived_seed",
     "export_weights",
     "resume_arguments",

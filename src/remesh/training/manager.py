@@ -118,7 +118,6 @@ class Manager:
             saves by `save` and requests only.
         keep: Number of checkpoints to keep, or policies (`remesh.training.policies`). None: all.
         randomness: The roles and generators of this process's random numbers.
-        config: The job's configuration, a plain value; its digest is recorded.
         memory_every: Steps between two snapshots in the memory of the nodes, from which the job
             resumes after a crash of processes; None for none. It needs `remesh run`, and as much
             memory as two copies of what the ranks of a node save.
@@ -165,7 +164,6 @@ class Manager:
         every: int | SavePolicy | Sequence[SavePolicy] | None = None,
         keep: int | KeepPolicy | Sequence[KeepPolicy] | None = None,
         randomness: Randomness | None = None,
-        config: object = None,
         memory_every: int | None = None,
         memory_replicas: int = 0,
         save_at_end: bool = True,
@@ -199,7 +197,7 @@ class Manager:
             compress=compress,
             on_event=self._on_save_event,
         )
-        self._recorder = Recorder(self._exchange, randomness or Randomness(), config)
+        self._recorder = Recorder(self._exchange, randomness or Randomness())
         place = self._storage.url, self._exchange.rank, self._exchange.world_size
         self._entry = 0 if job is None else job.entries
         _close_earlier(place, self._entry)
@@ -581,7 +579,7 @@ class Manager:
         source, info = loaded.source, loaded.source.info
         is_live = source.kind == "live"
         parent = f"{info.path}#{info.save_id}"
-        self._recorder.go_on_from(source.note, source.note.provenance.parent if is_live else parent)
+        self._recorder.go_on_from(source.note, source.note.parent if is_live else parent)
         # What was not saved before the function was entered again is not saved now.
         self._began = time.monotonic() - source.unsaved_seconds
         self._begun = None

@@ -1,12 +1,9 @@
 """What a save of a manager records beside the user's state, and how a job resumes from it.
 
 Random numbers are tensors of the state, under `manager.rng`; the note is metadata of the commit
-record. Both are taken on each rank when a save begins. The note says where a checkpoint comes from:
-which code, which configuration, which machine, which checkpoint. The revision of the code is read
-out of the files of its git repository, so no program is started and none needs to be installed.
-Whether there were uncommitted changes cannot be known that way. A digest of the state tells whether
-a step that is saved already has changed. It is made of fingerprints of the tensors
-(`fingerprints`), which cost no copy, of numpy's arrays in full, and of plain values.
+record. Both are taken on each rank when a save begins. A digest of the state tells whether a step
+that is saved already has changed. It is made of fingerprints of the tensors (`fingerprints`), which
+cost no copy, of numpy's arrays in full, and of plain values.
 
 A resume lists the sources of a state, decides which is taken first, loads it, and notes what fails.
 That is collective. Rank 0 alone looks at the directory and writes to it, and what it sees is what
@@ -18,16 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -35,9 +28,8 @@ import numpy as np
 
 from remesh import catalog
 from remesh._repr import short_repr
-from remesh.catalog import CheckpointInfo, ManagerNote, Provenance, TrackerRun
+from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
-from remesh.core import values
 from remesh.core.integrity import hex_digest
 from remesh.core.sharded import ShardedTensor
 from remesh.core.state import Joined
@@ -69,7 +61,7 @@ MAX_SHOWN = 8
 class Recorder:
     """Describes the run to which saves belong. Collective when it is made."""
 
-    def __init__(self, exchange: Exchange, randomness: Randomness, config: object) -> None:
+    def __init__(self, exchange: Exchange, randomness: Randomness) -> None:
         self.roles = rng.agree_on_roles(exchange, randomness.role)
         self.seed = randomness.seed
         self._generators, self._is_alone = randomness.generators, exchange.world_size == 1
@@ -78,7 +70,6 @@ class Recorder:
         self.trackers: dict[str, object] = {}
         self._parent = ""  # the checkpoint that the process resumed from
         self._saved_trackers: dict[str, TrackerRun] = {}  # by the names that trackers have
-        self._config_digest = "" if config is None else digest_of(config)
 
     def go_on_from(self, note: ManagerNote, parent: str) -> None:
         """Become the run that saved a checkpoint, from which the next saves descend."""
@@ -117,21 +108,7 @@ class Recorder:
             role_grid=self.roles.grid,
             streams=tuple(streams),
             trackers=self._saved_trackers | {name: run for name, run in runs if run is not None},
-            provenance=msgspec.structs.replace(self._provenance, parent=self._parent),
-        )
-
-    @cached_property
-    def _provenance(self) -> Provenance:
-        """Read once: notes are made at each step, and the code that runs is that of the start."""
-        versions = {"python": platform.python_version(), "numpy": np.__version__}
-        if "torch" in sys.modules:
-            versions["torch"] = str(sys.modules["torch"].__version__)
-        return Provenance(
-            revision=git_revision(_script_directory()),
-            config_digest=self._config_digest,
-            host=socket.gethostname(),
-            platform=platform.platform(),
-            versions=versions,
+            parent=self._parent,
         )
 
 
@@ -145,21 +122,6 @@ def with_rows(state: Any, rows: Mapping[str, ShardedTensor]) -> Joined:
     if isinstance(state, Mapping) and catalog.NOTE_KEY in state:
         raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
     return Joined(state, {catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else {})
-
-
-def digest_of(config: object) -> str:
-    """A digest of a plain value that does not depend on the order of keys."""
-    return hex_digest(values.encode(_sorted(config), "config"))
-
-
-def _sorted(value: object) -> object:
-    if type(value) is dict:
-        items = ((key, _sorted(item)) for key, item in value.items())
-        return dict(sorted(items, key=lambda item: repr(item[0])))
-    if type(value) in {list, tuple}:
-        assert isinstance(value, list | tuple)
-        return type(value)(_sorted(item) for item in value)
-    return value
 
 
 def digest_of_state(state: Any) -> str:
@@ -208,44 +170,6 @@ def named_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from named_leaves(node.state_dict(), name)
     else:
         yield name, node
-
-
-def _script_directory() -> Path:
-    """Where the program that runs lies; the working directory if it is not in a file."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path.cwd() if file is None else Path(file).absolute().parent
-
-
-def git_revision(directory: Path) -> str:
-    """The commit that is checked out in the git repository around a directory.
-
-    Empty if there is no repository, no commit, or the files cannot be read (which must not prevent
-    a save).
-    """
-    for parent in (directory, *directory.parents):
-        if (parent / ".git").exists():
-            try:
-                return _head(parent / ".git")
-            except (OSError, UnicodeDecodeError):
-                return ""
-    return ""
-
-
-def _head(git: Path) -> str:
-    if git.is_file():  # a worktree or submodule: it says where the directory is
-        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref:"):
-        return head
-    name = head.removeprefix("ref:").strip()
-    common = git / "commondir"
-    shared = git / common.read_text().strip() if common.exists() else git
-    for place in (git / name, shared / name):
-        if place.is_file():
-            return place.read_text().strip()
-    packed = shared / "packed-refs"
-    lines = packed.read_text().splitlines() if packed.exists() else []
-    return next((line.split(" ")[0] for line in lines if line.endswith(f" {name}")), "")
 
 
 # Resuming -----------------------------------------------------------------------------------------

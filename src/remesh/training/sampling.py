@@ -29,6 +29,7 @@ Of samplers and loaders that others wrote:
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -43,9 +44,12 @@ from remesh.adapters.nested import Stateful, is_stateful
 from remesh.errors import StateError
 
 OrderKind = Literal["in_order", "feistel", "torch_randperm"]
+Rounding = Literal["exact", "down", "up"]
 
 _BLOCK = 1 << 14
 """Places of an order that are computed at a time."""
+
+_log = logging.getLogger("remesh")
 
 _UInts = npt.NDArray[np.uint64]
 
@@ -373,6 +377,67 @@ class SkipBatchSampler(Sampler[list[int]]):
         samples = itertools.islice(self.sampler, self.skip_batches * self.batch_size, None)
         while batch := list(itertools.islice(samples, self.batch_size)):
             yield batch
+
+
+def convert_step(
+    old_step: int,
+    old_world: int,
+    new_world: int,
+    *,
+    old_batch_size: int = 1,
+    new_batch_size: int = 1,
+    rounding: Rounding = "exact",
+) -> int:
+    """The number of new steps that take the samples of a number of old steps.
+
+    For scripts that count steps; one that stores a sample position needs none of this. Batch sizes
+    may be left out if they did not change.
+
+    Example:
+        >>> convert_step(300, 2, 4)
+        150
+        >>> convert_step(300, 2, 4, old_batch_size=16, new_batch_size=4)
+        600
+
+    Args:
+        old_step: Finished steps.
+        old_world: Ranks that took them.
+        new_world: Ranks that go on.
+        old_batch_size: Samples of one of the old ranks in a step, those of all batches whose
+            gradients it adds up.
+        new_batch_size: Likewise of one of the new ones.
+        rounding: What to do if the samples are not a whole number of new steps: `exact` raises,
+            `down` trains on some samples again, `up` leaves some out. How many is logged.
+
+    Raises:
+        ValueError: If they are not, and `rounding` is `exact`; or if a number is out of range.
+    """
+    old = f"{old_world} ranks x {old_batch_size} samples"
+    new = f"{new_world} ranks x {new_batch_size} samples"
+    if old_step < 0 or min(old_world, old_batch_size, new_world, new_batch_size) < 1:
+        raise ValueError(
+            f"ranks and samples must be at least 1, got {old_step} steps: {old}; {new}"
+        )
+    if rounding not in {"exact", "down", "up"}:
+        raise ValueError(f"rounding must be 'exact', 'down' or 'up', got {rounding!r}")
+    num_samples = old_step * old_world * old_batch_size
+    step, rest = divmod(num_samples, new_world * new_batch_size)
+    if not rest:
+        return step
+    missing = new_world * new_batch_size - rest
+    what = f"{old_step} steps of {old} are {num_samples} samples: {step} steps of {new}, and {rest}"
+    if rounding == "exact":
+        raise ValueError(
+            f"{what} more\n"
+            f"rounding='down' goes on at step {step} and trains on these {rest} again; "
+            f"rounding='up' goes on at step {step + 1} and leaves out {missing}; a "
+            "ResumableBatchSampler goes on at the sample"
+        )
+    if rounding == "down":
+        _log.warning("%s more, which are trained on again: at step %d", what, step)
+        return step
+    _log.warning("%s more; %d are left out: at step %d", what, missing, step + 1)
+    return step + 1
 
 
 class PerRankState:

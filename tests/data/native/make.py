@@ -19,14 +19,13 @@ import torch
 from torch.optim import AdamW
 
 import remesh
-from remesh.catalog import Provenance, pin
+from remesh.catalog import pin
 from remesh.checkpoint import unchanged
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.sharded import Part
 from remesh.exchange import Exchange
 from remesh.maintenance.repair import repair
 from remesh.sharding import ShardedObject
-from remesh.training.resuming import Recorder
 from tests.adapters.test_wrapper_subclasses import Scaled
 from tests.data.native import states
 from tests.support import run_processes, run_ranks
@@ -90,7 +89,6 @@ def save_training(exchange: Exchange, folder: str) -> None:
     state = {"model": model, "optimizer": optimizer, "step": 1}
     with (
         mock.patch.object(unchanged, "MIN_BYTES", 1 << 10),
-        mock.patch.object(Recorder, "_provenance", Provenance(revision="2f0c1d7", host="node")),
         remesh.Manager(f"{folder}/run", every=1, buffers="per_rank") as manager,
     ):
         for step in (1, 2):
