@@ -169,7 +169,7 @@ async def measure(url: str, pid: int, num_nodes: int, seconds: float) -> dict[st
         beaten = usage_of(pid)
         status, page = [
             await asyncio.to_thread(size_of, f"{url}/v{PROTOCOL_VERSION}/{name}")
-            for name in ("status", "status?nodes=1")
+            for name in ("status", "status?page")
         ]
         shown = usage_of(pid)
         again = await nodes.rendezvous()
@@ -194,7 +194,7 @@ def run(num_nodes: int, seconds: float) -> dict[str, Any]:
     """Measure with a master of its own."""
     with tempfile.TemporaryDirectory() as directory:
         command = [str(Path(sys.executable).with_name("remesh")), "master", "--port", "0"]
-        command += ["--state", f"{directory}/job.json", "--max-rate", "1000000"]
+        command += ["--state", f"{directory}/job.json"]
         command += ["--heartbeat-timeout", "600"]
         with (Path(directory) / "log").open("w") as log:
             master = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

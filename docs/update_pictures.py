@@ -18,13 +18,13 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 import remesh
-from remesh.cli.plan import columns_of, parse_mesh
+from remesh.cli.plan import boxes_of_rank, parse_mesh
 from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.demo import picture
@@ -79,9 +79,17 @@ def layout_picture(directory: Path) -> str:
     index = remesh.Checkpoint(directory / "layout").index
     columns = []
     for text, title in (("fsdp=2", "FSDP2, 2 ranks"), ("tp=2", "tensor parallel, 2 ranks")):
-        stored, loaded = columns_of(index, list(shapes), parse_mesh(text, ()))
-        columns.append(picture.Column(title, "loaded", loaded.tensors))
-    saved = picture.Column("FSDP2, 4 ranks", "saved: a file each", stored.tensors)
+        held: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
+        for rank in range(2):
+            boxes = boxes_of_rank(parse_mesh(text), rank, index.tensors)
+            for row, tensor in enumerate(boxes.tensor.tolist()):
+                held[boxes.tensors.names[tensor]].append((rank, boxes.box(row)))
+        columns.append(picture.Column(title, "loaded", _tensors(shapes, held)))
+    numbers = {file.path: number for number, file in enumerate(index.files)}
+    stored = {
+        name: [(numbers[piece.path], piece.box) for piece in index.pieces(name)] for name in shapes
+    }
+    saved = picture.Column("FSDP2, 4 ranks", "saved: a file each", _tensors(shapes, stored))
     bars = [f'<rect class="r{rank}" x="{9 * rank}" width="9" height="20"/>' for rank in range(2)]
     parts = [f'<pattern id="both" {STRIPED}>{"".join(bars)}</pattern>']
     lefts = [160 + number * (TENSOR_WIDTH + 24) for number in range(3)]
@@ -97,6 +105,12 @@ def layout_picture(directory: Path) -> str:
             parts += _placed(column.tensors[name], column.holder, left, top, height)
         top += max(height, 42) + 26
     return _file(top - 24, "How the tensors lie on the ranks", parts)
+
+
+def _tensors(
+    shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[tuple[int, Box]]]
+) -> dict[str, picture.PlacedTensor]:
+    return {name: picture.PlacedTensor(shapes[name], tuple(boxes)) for name, boxes in held.items()}
 
 
 TENSOR_WIDTH = 177.0

@@ -69,7 +69,7 @@ COMMANDS = [
     ("verify {path}", "sound"),
     ("ls {theirs} --stats", "mean"),
     ("diff {theirs} {theirs}", "nothing differs"),
-    ("plan {theirs} --layout fsdp=2 --draw {root}/page", "it loads"),
+    ("plan {theirs} --layout fsdp=2", "it loads"),
     ("--help", "demo"),
     ("demo --help", "Usage: remesh demo"),
     ("--version", f"remesh {remesh.__version__}"),
@@ -100,7 +100,7 @@ def test_torch_is_never_loaded(torch_checkpoint: Path) -> None:
         [sys.executable, "-c", program, *lines], capture_output=True, text=True, check=False
     )
 
-    assert done.stderr == f"written to {torch_checkpoint.parent}/page\n"
+    assert done.stderr == ""
     for (line, expected), (code, out, is_loaded) in zip(
         COMMANDS, json.loads(done.stdout), strict=True
     ):

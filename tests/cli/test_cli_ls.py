@@ -31,7 +31,7 @@ def test_how_far_files_are_compressed(run: Run, run_json: RunJson, tmp_path: Pat
 
 
 def test_pieces_say_where_the_bytes_are(run_json: RunJson, places: dict[str, Path]) -> None:
-    (tensor,) = run_json("ls", places["one"], "model.embed", "--pieces")["tensors"]
+    tensor = run_json("show", places["one"], "model.embed")
     whole = np.arange(48, dtype=np.float32).reshape(8, 6)
 
     assert [piece["offset"] for piece in tensor["pieces"]] == [[0, 0], [4, 0]]
@@ -72,10 +72,10 @@ def test_no_tensors_scalars_and_empty_ones(run: Run, run_json: RunJson, tmp_path
 
     assert "0 tensors in 0 pieces, 0 B" in run("ls", tmp_path / "none").stdout
     assert run_json("ls", tmp_path / "none")["tensors"] == []
-    found = run_json("ls", tmp_path / "some", "--pieces")["tensors"]
+    found = run_json("ls", tmp_path / "some")["tensors"]
     shapes = {tensor["name"]: (tensor["shape"], tensor["num_bytes"]) for tensor in found}
     assert shapes == {"s": ([], 8), "e": ([0, 3], 0)}
-    assert run("ls", tmp_path / "some", "--pieces").exit_code == 0
+    assert run("ls", tmp_path / "some").exit_code == 0
 
 
 def test_missing_file_is_reported_after_the_listing(

@@ -41,8 +41,9 @@ def test_latest(run: Run, run_json: RunJson, managed: Path) -> None:
 
 
 def test_without_yes_nothing_is_removed(run: Run, run_json: RunJson, managed: Path) -> None:
+    assert run("pin", managed / "step_00000020").exit_code == 0
     before = sorted(managed.rglob("*"))
-    options = ("--keep-last", 1, "--keep-every", 40, "--keep-best", "loss:min")
+    options = ("--keep-last", 2)
     lines = run("prune", managed, *options).stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:-1]] == [
         ["superfluous", "10"],
@@ -51,7 +52,7 @@ def test_without_yes_nothing_is_removed(run: Run, run_json: RunJson, managed: Pa
         ["kept", "40"],
         ["kept", "50"],
     ]
-    assert lines[2].endswith("step_00000020  (among the best 1 by loss:min)")
+    assert lines[2].endswith("step_00000020  (pinned)")
     assert lines[-1].startswith("2 checkpoints, ")
     assert lines[-1].endswith("; --yes removes them")
     listed = run_json("prune", managed, *options)["checkpoints"]
@@ -60,9 +61,9 @@ def test_without_yes_nothing_is_removed(run: Run, run_json: RunJson, managed: Pa
 
 
 def test_with_yes_they_are_removed(run: Run, run_json: RunJson, managed: Path) -> None:
-    listed = run_json("prune", managed, "--keep-best", "loss:max:2", "--yes")["checkpoints"]
-    assert [one["step"] for one in listed if one["removed"]] == [20, 30]
-    assert steps(managed) == [10, 40, 50]
+    listed = run_json("prune", managed, "--keep-last", 3, "--yes")["checkpoints"]
+    assert [one["step"] for one in listed if one["removed"]] == [10, 20]
+    assert steps(managed) == [30, 40, 50]
     result = run("prune", managed, "--keep-last", 1, "--yes")
     assert result.stdout.splitlines()[-1].startswith("removed 2 checkpoints, ")
     assert steps(managed) == [50]

@@ -17,50 +17,19 @@ import remesh
 from .conftest import Run, RunJson, data_files, flip_byte
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0:8,0:6", np.s_[0:8, 0:6]),
-        ("3:5,5:6", np.s_[3:5, 5:6]),
-        ("5", np.s_[5:6, :]),
-        (":,2", np.s_[:, 2:3]),
-        ("6:", np.s_[6:, :]),
-        (" :2 , 4 : ", np.s_[:2, 4:]),
-    ],
-)
-def test_box(
-    run_json: RunJson, places: dict[str, Path], text: str, expected: tuple[slice, ...]
-) -> None:
-    region = np.arange(48, dtype=np.float32).reshape(8, 6)[expected]
+def test_elements_and_statistics(run_json: RunJson, places: dict[str, Path]) -> None:
+    whole = np.arange(48, dtype=np.float32)
 
-    document = run_json("show", places["one"], "model.embed", "--box", text)
+    document = run_json("show", places["one"], "model.embed")
 
-    assert document["box"]["shape"] == list(region.shape)
-    assert document["elements"] == region.reshape(-1).tolist()
-    assert document["statistics"]["mean"] == pytest.approx(float(region.mean()))
-    assert document["statistics"]["num_elements"] == region.size
-
-
-def test_pieces_are_those_of_the_box(run_json: RunJson, places: dict[str, Path]) -> None:
-    document = run_json("show", places["one"], "model.embed", "--box", "4:6")
-    assert [piece["offset"] for piece in document["pieces"]] == [[4, 0]]
+    assert document["elements"] == whole[:10].tolist()
+    assert document["statistics"]["mean"] == pytest.approx(float(whole.mean()))
+    assert document["statistics"]["num_elements"] == whole.size
 
 
 def test_a_tied_name_leads_to_the_tensor(run_json: RunJson, places: dict[str, Path]) -> None:
     document = run_json("show", places["one"], "model.tied")
     assert (document["tied_to"], document["elements"]) == ("model.head", list(range(6)))
-
-
-def test_large_box_shows_first_elements(run_json: RunJson, run: Run, tmp_path: Path) -> None:
-    values = np.arange(2000, dtype=np.int32).reshape(2, 1000)
-    remesh.save({"w": values}, tmp_path / "ck")
-
-    whole = run_json("show", tmp_path / "ck", "w", "--box", "0:2")
-    row = run_json("show", tmp_path / "ck", "w", "--box", "1")
-
-    assert whole["elements"] == list(range(10))
-    assert row["elements"] == list(range(1000, 2000))
-    assert "..." not in run("show", tmp_path / "ck", "w", "--box", "1").stdout
 
 
 @pytest.mark.parametrize("values", [[1.0, np.nan, np.inf, -np.inf, -0.0, 3.0], [np.nan, np.inf]])
@@ -151,7 +120,6 @@ def test_empty_and_scalar_tensors(run: Run, run_json: RunJson, tmp_path: Path) -
 
     assert run_json("show", tmp_path / "ck", "s")["elements"] == [7.5]
     assert run("show", tmp_path / "ck", "s").stdout.endswith("  elements\n  7.5\n")
-    assert run("show", tmp_path / "ck", "s", "--box", "0").exit_code == 2
 
 
 # ----- values -----

@@ -202,16 +202,11 @@ def serving(
     **policy: Any,
 ) -> Iterator[Served]:
     """A master with its sockets."""
-    made: list[Master] = []
-
-    def make() -> Master:
-        made.append(Master(Policy(**policy), Journal(journal), clock, on_excluded))
-        return made[0]
-
     options = options or ServerOptions()
     policy.setdefault("heartbeat_timeout", 600.0)
-    with ServerThread(make, options) as server:
-        served = Served(server, made[0], options.token)
+    master = Master(Policy(**policy), Journal(journal), clock, on_excluded)
+    with ServerThread(master, options) as server:
+        served = Served(server, master, options.token)
         try:
             yield served
         finally:

@@ -16,7 +16,6 @@ from remesh.elastic.job import (
     Policy,
     Tick,
     apply,
-    charges_of,
     content_of,
 )
 from remesh.elastic.liveness import Liveness, events_of_time, on_beat, on_message
@@ -118,10 +117,9 @@ class PlayedJob:
     def status(self, *, at: float) -> Status:
         return status_of(self.state, Liveness.after_start(self.state, at), at)
 
-    def charged(self, *, at: float = 1000.0) -> dict[int, int]:
+    def charged(self) -> dict[int, int]:
         """The restarts that nodes are charged with."""
-        charges = {number: charges_of(self.state, number, at) for number in self.state.charges}
-        return {number: one.count for number, one in charges.items() if one.count}
+        return self.state.charges
 
     @property
     def history(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remesh.elastic.job import HangDetected, StacksCollected
-from remesh.elastic.liveness import Liveness, long_pause
+from remesh.elastic.liveness import Liveness
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import ReportTest, TestResult
@@ -111,16 +111,10 @@ def test_a_pause_between_steps_is_seen() -> None:
     assert status_of(job.state, live, 100.0).step_age is None
     for now in (101.0, 102.0):
         job = job.beat(live, {0: RankProgress(step=int(now), time=0.0)}, at=now)
-    assert long_pause(live, job.state, 160.0) == ""
-    assert long_pause(live, job.state, 163.0) == "no rank has finished a step for 61 s"
     status = status_of(job.state, live, 163.0)
     assert status.step_age == 61.0
     metrics = render_metrics(status, 0, journal_failing=False).decode()
     assert "remesh_step_age_seconds 61.0" in metrics
-    drains = job.drain(0, at=163.0).state
-    assert long_pause(live, drains, 170.0) == "", "the ranks wait to be saved"
-    ended = job.leave(0, 1, outcome=Outcome.FAILED, at=164.0).state
-    assert long_pause(live, ended, 170.0) == ""
 
 
 def test_a_slow_rank_is_named_with_its_own_seconds() -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from remesh.elastic.client import Client
 from remesh.elastic.protocol import PROTOCOL_VERSION
-from remesh.elastic.server import QUIET_SECONDS, RepeatFilter, ServerOptions
-from remesh.errors import MasterError
-from tests.elastic.agents import SilentAgent, patient_status, serving
+from remesh.elastic.server import QUIET_SECONDS, RepeatFilter
+from tests.elastic.agents import SilentAgent, patient_status
 from tests.elastic.cluster import MasterProcess
 from tests.waiting import wait_until
 
@@ -45,34 +44,35 @@ def half_open(url: str, count: int, *, body: bool = False) -> Iterator[list[sock
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("body", [False, True])
-def test_nodes_beat_beside_more_half_open_connections_than_the_master_may_have(
+def test_half_open_connections_are_closed_and_nodes_beat_beside_them(
     tmp_path: Path, body: bool
 ) -> None:
-    """The master may have 100 files open, and 300 connections never say what they want."""
+    """The master may have 400 files open, and 300 connections never say what they want."""
     options = ("--port", "0", "--heartbeat-timeout", "600")
-    master = MasterProcess(tmp_path, *options, limit="ulimit -n 100")
+    master = MasterProcess(tmp_path, *options, limit="ulimit -n 400")
     try:
         url = master.url
         agent = SilentAgent(url, 0)
         agent.say_join()
-        with half_open(url, 300, body=body):
-            watching = Client(url)
-            wait_until(
-                lambda: [node.id for node in patient_status(watching).nodes] == [0], "the join"
-            )
-            for _ in range(2):
+        watching = Client(url)
+        for _ in range(2):  # there is room for the second 300 when the first are closed
+            with half_open(url, 300, body=body) as opened:
+                wait_until(
+                    lambda: [node.id for node in patient_status(watching).nodes] == [0], "the join"
+                )
                 before = num_requests(watching)
                 for _ in range(10):
                     agent.beat()
                 wait_until(lambda: num_requests(watching) > before + 10, "ten beats")  # noqa: B023
-                with half_open(url, 300, body=body):
-                    assert patient_status(watching).phase == "waiting"
+                assert patient_status(watching).phase == "waiting"
+                for wire in opened:  # what is left of them is an answer, or nothing
+                    while wire.recv(4096):
+                        pass
         agent.session.end(0.0)
     finally:
         master.kill()
     said = master.log().splitlines()
     assert len(said) < 20, said
-    assert any("too many connections are open" in line for line in said)
 
 
 def num_requests(client: Client) -> int:
@@ -83,41 +83,17 @@ def num_requests(client: Client) -> int:
     return int(float(line.split()[1]))
 
 
-def test_wrong_tokens_shut_nobody_out() -> None:
-    """Those that know the token come from the same address, as behind a gateway."""
+def test_a_message_is_logged_once_a_minute() -> None:
+    now = 0.0
+    quiet = RepeatFilter(lambda: now)
 
-    options = ServerOptions(token="right", max_requests_per_second=1.0)
-    with serving(options=options) as served:
-        for _ in range(50):
-            with pytest.raises(MasterError):
-                Client(served.url, token="wrong").status()
-        assert Client(served.url, token="right").status().phase == "waiting"
+    def say(text: str, *args: object) -> str | None:
+        record = logging.LogRecord("x", logging.WARNING, "", 0, text, args, None)
+        return record.getMessage() if quiet.filter(record) else None
 
-
-class TestRepeats:
-    def test_a_message_is_said_once_and_how_often_it_was_repeated(self) -> None:
-        now = 0.0
-        quiet = RepeatFilter(lambda: now)
-
-        def say(text: str, *args: object) -> str | None:
-            record = logging.LogRecord("x", logging.WARNING, "", 0, text, args, None)
-            return record.getMessage() if quiet.filter(record) else None
-
-        assert say("from %s", "a") == "from a"
-        assert [say("from %s", name) for name in "bcd"] == [None] * 3
-        assert say("another") == "another"
-        now = QUIET_SECONDS
-        assert say("from %s", "e") == "from e (3 more like this since the last one)"
-        assert say("from %s", "f") is None
-
-
-def test_what_agents_send_is_counted_by_itself() -> None:
-    """Others behind the same address ask too often."""
-    # A bucket for one request, which is full again after five seconds.
-    options = ServerOptions(max_requests_per_second=0.2)
-    with serving(options=options) as served:
-        while served.get("status")[0] == 200:
-            pass
-        served.agent(0).say_join()
-        assert served.agent(0).waiting().node_id == 0
-        served.beat(0)  # it is read later
+    assert say("from %s", "a") == "from a"
+    assert [say("from %s", name) for name in "bcd"] == [None] * 3
+    assert say("another") == "another"
+    now = QUIET_SECONDS
+    assert say("from %s", "e") == "from e"
+    assert say("from %s", "f") is None

@@ -186,34 +186,20 @@ def test_the_function_is_entered_when_rank_0_has_made_the_store(
     assert steps == ["listens", "entered"]
 
 
-def test_a_process_prepares_once_before_its_first_entry(agent: Agent) -> None:
-    def tokens(job: TrainingJob) -> list[int]:
-        calls.append("tokens")
-        return job.keep("tokens", lambda: [len(calls)])
-
-    calls: list[str] = []
-    assert run(tokens, prepare=tokens) == [1]
-    assert calls == ["tokens", "tokens"]
-    calls.clear()
-    run(lambda _job: calls.append("train"), prepare=lambda _job: calls.append("prepare"))
-    assert calls == ["prepare", "train"]
-
-
-def test_a_process_prepares_before_its_node_joins(agent: Agent) -> None:
+def test_a_function_that_is_called_when_the_world_changes_waits_for_the_next(
+    agent: Agent,
+) -> None:
     ranks: list[str] = []
 
     def play() -> None:
         agent.wait_out(7)
-        assert ranks == ["0"]
+        assert ranks == []
         agent.send(EnterWorld(8, {"RANK": "3"}))
-
-    def note_rank(_job: TrainingJob) -> None:
-        ranks.append(os.environ["RANK"])
 
     agent.begin(LeaveWorld(7))
     agent.beside(play)
-    run(note_rank, prepare=note_rank)
-    assert ranks == ["0", "3"]
+    run(lambda _job: ranks.append(os.environ["RANK"]))
+    assert ranks == ["3"]
 
 
 @pytest.mark.parametrize(

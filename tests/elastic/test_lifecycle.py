@@ -20,14 +20,13 @@ LATE = 1e9
 LEADER = Node(id=0, incarnation="a", name="", address="", port=0, num_processes=1)
 
 
-def limits(num_processes: int = 2, *, prepares: bool = False) -> Limits:
+def limits(num_processes: int = 2) -> Limits:
     return Limits(
         num_processes=num_processes,
         drain=60.0,
         reentry=10.0,
         shutdown=30.0,
         patience=3600.0,
-        prepares=prepares,
     )
 
 
@@ -153,20 +152,6 @@ def test_what_follows_from_failures(seen: Seen, code: int | None) -> None:
     (then,) = step(state, seen, LATE)[1]
     found = then.code if isinstance(then, lifecycle.Exit) else None
     assert found == code, then
-
-
-def test_a_process_that_prepares_is_out_before_its_node_joins() -> None:
-    state, actions = begin(limits(prepares=True))
-    assert actions[-1] == lifecycle.Prepare(1)
-    inside = {0: Report(), 1: Report(number=1, is_out=True)}
-    state, actions = step(state, replace(HEALTHY, reports=inside), LATE)
-    assert (state.joins, actions) == (False, [])
-    # One has ended meanwhile, the other is out.
-    seen = Seen(living=frozenset({1}), reports={1: inside[1]})
-    state, actions = step(state, seen, 0.0)
-    assert actions == [lifecycle.JoinRound()]
-    _, actions = step(state, seen, 0.0)
-    assert actions == [lifecycle.Enter(2, frozenset({1}))]
 
 
 # Every order of events ----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import logging
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from remesh.elastic.protocol import (
     TestResult,
 )
 from remesh.elastic.rendezvous import Change, Outcome, Settings
-from remesh.elastic.server import RateLimit, ServerOptions
+from remesh.elastic.server import ServerOptions
 from remesh.errors import MasterError, StorageError
 from tests.elastic.agents import SETTINGS, Clock, Served, SilentAgent, ask, join_of, serving
 from tests.waiting import wait_until
@@ -172,7 +171,7 @@ def test_a_silent_node_is_lost() -> None:
         assert served.agent(1).shown(Stop).change is Change.STALE
 
 
-def test_a_pause_between_steps_is_said_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pause_between_steps_is_shown() -> None:
     clock = Clock()
     with serving(clock=clock, heartbeat_timeout=1e6) as served:
         served.join_all([0, 1], settings=OF_TWO)
@@ -180,12 +179,7 @@ def test_a_pause_between_steps_is_said_and_shown(caplog: pytest.LogCaptureFixtur
             clock.now += 1
             served.beat(0, {0: RankProgress(step=step, time=0.0)})
         clock.now += 100
-        with caplog.at_level(logging.WARNING):
-            wait_until(lambda: "it may hang" in caplog.text, "the warning")
         shown = CliRunner().invoke(cli, ["status", served.url]).output
-    (said,) = [each for each in caplog.records if "it may hang" in each.getMessage()]
-    assert said.getMessage() == "no rank has finished a step for 100 s; it may hang"
-    assert "warning: no rank has finished a step for 100 s" in shown
     assert "2, the last one 100 s ago" in shown
 
 
@@ -305,8 +299,7 @@ def test_an_operator_takes_a_node_out_and_back(tmp_path: Path) -> None:
         served.agent(1).say_join()
         assert served.join_all([0, 2])[2].num_nodes == 2
         assert "its fan" in served.agent(1).waiting().reason
-        assert "is excluded, but stays for now" in order(served, "exclude", "2")
-        order(served, "readmit", "2")
+        assert "cannot go on without node 2" in order(served, "exclude", "2")
         status = served.master.job.rendezvous
     with serving(journal, save_grace=0.0) as served:
         assert served.master.job.rendezvous.held == status.held == {1: "its fan"}
@@ -461,29 +454,3 @@ class TestRefusals:
             with pytest.raises(urllib.error.HTTPError, match="413") as refused:
                 urllib.request.urlopen(f"{served.url}/v{PROTOCOL_VERSION}/check", b"x" * 2000)
             refused.value.close()
-
-    def test_too_often(self) -> None:
-        # A bucket for one request, which is full again after five seconds.
-        with serving(options=ServerOptions(max_requests_per_second=0.2)) as served:
-            statuses = [served.get("status")[0] for _ in range(30)]
-            assert statuses[0] == 200
-            assert 429 in statuses
-
-
-class TestRateLimit:
-    def test_a_thousand_nodes_behind_one_address_are_never_refused(self) -> None:
-        now = 0.0
-        limit = RateLimit(ServerOptions().max_requests_per_second, lambda: now)
-        for second in range(20):
-            now = float(second)
-            # At first each joins twice, leaves or asks for a word, and beats; then it only beats.
-            for _ in range(4 * 1000 if second == 0 else 1000):
-                assert limit.allows("10.0.0.1")
-
-    def test_who_asks_too_often_does_not_shut_out_others(self) -> None:
-        now = 0.0
-        limit = RateLimit(1.0, lambda: now)
-        assert [limit.allows("a") for _ in range(7)] == [True] * 5 + [False] * 2
-        assert limit.allows("b")
-        now = 5.0
-        assert [limit.allows("a") for _ in range(6)] == [True] * 5 + [False]

@@ -46,10 +46,9 @@ def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path, served
     for part in (
         "round 1 on 3 of 3 nodes",
         "newest checkpoint 40",
-        "Checkpoints step reported after steps 40",
         "3 active",
-        "1 report, 0 slow, 0 behind",
-        "restart budget: 3 restarts per node, no refill",
+        "1 report",
+        "restart budget: 3 per node",
         "charged restarts",
         "1 of 3",
         "host-1",

@@ -14,7 +14,6 @@ from remesh.elastic.progress import (
     goodput,
     hang_limit,
     hangs,
-    is_long,
     lagging_ranks,
     pause_of,
     report,
@@ -63,17 +62,7 @@ def test_a_job_hangs_when_no_rank_moves() -> None:
 def test_nothing_is_said_before_the_first_report_of_a_round() -> None:
     progress = begin_round(trained(begin(0.0), range(1, 11), 0.0, 1.0), 20.0)
     assert not hangs(progress, 1000.0, 30.0)
-    assert not is_long(progress, 1e9)
     assert pause_of(progress, 1000.0) is None
-
-
-def test_a_pause_is_long_after_ten_usual_steps_and_a_minute() -> None:
-    quick = trained(begin(0.0), range(1, 11), 0.0, 1.0)
-    assert (is_long(quick, 69.0), is_long(quick, 71.0)) == (False, True)
-    slow = trained(begin(0.0), range(1, 11), 0.0, 100.0)
-    assert (is_long(slow, 1999.0), is_long(slow, 2001.0)) == (False, True)
-    first = trained(begin(0.0), range(1, 2), 0.0, 100.0)
-    assert (is_long(first, 3699.0), is_long(first, 3701.0)) == (False, True)
 
 
 def test_the_limit_for_a_hang_follows_from_the_steps() -> None:

@@ -143,14 +143,16 @@ class TestChanging:
 
 
 @pytest.mark.parametrize(
-    ("finished", "leaving"), [((), [3, 1]), ((0,), [])], ids=["whole", "ending"]
+    ("held", "finished", "leaving"),
+    [((3, 1), (), [3, 1]), ((3, 1), (0,), []), ((3, 1, 0), (), [])],
+    ids=["whole", "ending", "too many"],
 )
-def test_as_many_held_members_leave_as_the_others_can_do_without(
-    finished: tuple[int, ...], leaving: list[int]
+def test_held_members_leave_if_the_others_can_do_without(
+    held: tuple[int, ...], finished: tuple[int, ...], leaving: list[int]
 ) -> None:
     job = PlayedJob.running(4, settings=Settings(min_nodes=2, max_nodes=4))
     job = job.leave(*finished, outcome=Outcome.SUCCEEDED, at=110)
-    for number in (3, 1, 0):
+    for number in held:
         job = job.hold(number, at=111)
     assert rendezvous.leaving(job.nodes) == leaving
 

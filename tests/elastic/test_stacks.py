@@ -60,7 +60,7 @@ def sockets(tmp_path: Path) -> Iterator[ProcessSockets]:
 def test_processes_are_asked_and_write_what_they_do(
     sockets: ProcessSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 60.0)  # they answer, at once or later
+    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 5.0)
     paths = [sockets.path_of(rank) for rank in range(3)]
     # The last is as a wrapper script whose child has the handler and has made the file.
     with (

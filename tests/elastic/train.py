@@ -44,13 +44,6 @@ def hang(terminated: Path) -> None:
         signal.pause()
 
 
-def prepare(_job: TrainingJob) -> None:
-    """Say in which world this process prepares."""
-    said = {"time": time.time(), "kind": "prepare", "rank": int(os.environ["RANK"])}
-    with Path(sys.argv[1], f"{os.getpid()}.jsonl").open("a") as log:
-        log.write(json.dumps(said) + "\n")
-
-
 def train(entered: TrainingJob) -> None:
     directory = Path(sys.argv[1])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.05
@@ -136,6 +129,6 @@ def train(entered: TrainingJob) -> None:
 if __name__ == "__main__":
     if sys.argv[2] in REENTRANT:
         entries.CHANGE_SECONDS = 60.0  # the machine may be slow: no step is given up
-        run(train, prepare=prepare)
+        run(train)
     else:
         train(TrainingJob())

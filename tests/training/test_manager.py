@@ -532,38 +532,6 @@ def test_a_request_seen_by_one_rank_saves_on_all_and_stops(tmp_path: Path) -> No
     assert not any(file.exists() for file in files)
 
 
-def test_after_a_request_to_wait_no_rank_makes_a_step_until_it_is_removed(tmp_path: Path) -> None:
-    root, ask = tmp_path / "run", tmp_path / "ask"
-    is_released = threading.Event()
-
-    def play(exchange: ThreadExchange) -> int:
-        every = [OnRequest(str(ask))] if exchange.rank == 1 else None
-        num_steps_after = 0
-        with Manager(root, every=every, group=exchange) as manager:
-            for step in itertools.count(1):
-                if catalog.list_checkpoints(open_storage(root)):
-                    assert is_released.is_set()
-                    num_steps_after += 1
-                if num_steps_after == 3:
-                    return manager.saved_step or 0
-                if exchange.rank == 0 and step == 3:
-                    ask.write_text("save-and-hold")
-                manager.step(step, state_of(step, exchange))
-        raise AssertionError
-
-    def release() -> None:
-        wait_until(lambda: bool(catalog.list_checkpoints(open_storage(root))), "a checkpoint")
-        is_released.set()
-        ask.unlink()
-
-    with ThreadPoolExecutor(1) as pool:
-        released = pool.submit(release)
-        saved = run_ranks(3, play)
-        released.result()
-    assert [info.step for info in Manager(root, group=Alone()).checkpoints] == [saved[0]]
-    assert saved[0] >= 3
-
-
 def test_signals_save_and_stop_and_are_given_back(tmp_path: Path) -> None:
     former = signal.getsignal(signal.SIGUSR1)
     with Manager(tmp_path, every=OnSignals(), group=Alone()) as manager:
@@ -619,6 +587,40 @@ def test_an_agent_sees_the_progress_and_asks_for_saves(
             manager.step(3, state_of(3))
         manager.abandon("has no agent")
     assert names(tmp_path / "run") == ["0002"]
+
+
+def test_after_a_request_to_wait_no_rank_makes_a_step_until_it_is_removed(
+    tmp_path: Path, agent: ProcessSockets
+) -> None:
+    root = tmp_path / "run"
+    is_released = threading.Event()
+
+    def play(exchange: ThreadExchange) -> int:
+        num_steps_after = 0
+        with Manager(root, group=exchange) as manager:
+            for step in itertools.count(1):
+                if catalog.list_checkpoints(open_storage(root)):
+                    assert is_released.is_set()
+                    num_steps_after += 1
+                if num_steps_after == 3:
+                    return manager.saved_step or 0
+                if exchange.rank == 0 and step == 3:
+                    agent.take()
+                    agent.request("save-and-hold")
+                manager.step(step, state_of(step, exchange))
+        raise AssertionError
+
+    def release() -> None:
+        wait_until(lambda: bool(catalog.list_checkpoints(open_storage(root))), "a checkpoint")
+        is_released.set()
+        agent.request(None)
+
+    with ThreadPoolExecutor(1) as pool:
+        released = pool.submit(release)
+        saved = run_ranks(3, play)
+        released.result()
+    assert [info.step for info in Manager(root, group=Alone()).checkpoints] == [saved[0]]
+    assert saved[0] >= 3
 
 
 def test_ranks_that_wait_without_a_save_save_if_they_are_asked_after_all(

@@ -1,11 +1,13 @@
 """Requests for saves: what a rank hears of them, and when they are answered."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from remesh.elastic.process_socket import ProcessSockets
 from remesh.training.policies import OnRequest, OnSignals
 from remesh.training.watch import Watch
 
@@ -20,30 +22,11 @@ def watch(ask: Path) -> Watch:
     return Watch([OnRequest(str(ask))], "")
 
 
-def test_an_empty_file_asks_for_a_save_once_it_cannot_be_one_that_is_being_written(
-    watch: Watch, ask: Path
-) -> None:
-    ask.touch()
-    assert watch.asked() == ("", None)
-    assert watch.asked() == (f"request in {ask}", "save")
-    watch.answered()
-    assert not ask.exists()
-
-
 def test_a_file_read_while_it_is_written_asks_for_what_is_written(watch: Watch, ask: Path) -> None:
     with ask.open("w") as file:
         assert watch.asked() == ("", None)
         file.write("save-and-stop")
     assert watch.asked() == (f"request in {ask}", "save-and-stop")
-
-
-def test_an_empty_file_that_was_removed_is_new_when_it_comes_again(watch: Watch, ask: Path) -> None:
-    ask.touch()
-    assert watch.asked() == ("", None)
-    ask.unlink()
-    assert watch.asked() == ("", None)
-    ask.touch()
-    assert watch.asked() == ("", None)
 
 
 @pytest.mark.parametrize("first", [None, "save"])
@@ -73,19 +56,16 @@ def test_a_signal_that_comes_while_a_save_begins_is_not_taken_for_answered() -> 
         watch.close()
 
 
-def test_a_request_to_wait_is_removed_by_its_sender(watch: Watch, ask: Path) -> None:
-    ask.write_text("save-and-hold")
-    assert watch.asked() == (f"request in {ask}", "save-and-hold")
-    watch.answered()
-    assert watch.holds() == {"save-and-hold"}
-    ask.unlink()
-    assert not watch.holds()
-
-
-def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(watch: Watch, ask: Path) -> None:
-    ask.write_text("hold")
-    assert watch.asked() == (f"request in {ask}", "save-and-hold")
-    # The save in flight goes on.
-    assert watch.asked(holds_state=True, is_saving=True) == ("", None)
-    assert watch.asked(holds_state=True) == ("", "hold")
-    assert watch.holds() == {"hold"}
+def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(tmp_path: Path) -> None:
+    with contextlib.closing(ProcessSockets(str(tmp_path), 1)) as agent:
+        watch = Watch([], agent.path_of(0))
+        agent.take()
+        agent.request("hold")
+        assert watch.asked() == ("request of the agent", "save-and-hold")
+        # The save in flight goes on.
+        assert watch.asked(holds_state=True, is_saving=True) == ("", None)
+        assert watch.asked(holds_state=True) == ("", "hold")
+        assert watch.wanted() == "hold"
+        agent.request(None)
+        assert watch.asked() == ("", None)
+        watch.close()

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import sys
-from pathlib import Path
 
 import click
 
@@ -16,45 +15,20 @@ from remesh.cli import output
 @click.command(
     epilog=output.example(
         "remesh manifests --image registry.example/remesh:1 | kubectl apply -f -",
-        "remesh manifests --only crd | kubectl apply -f -",
-        "remesh manifests --image registry.example/remesh:1 --kustomize deploy/base",
     )
 )
 @click.option("--image", default="remesh:latest", help="Image of the operator.")
 @click.option("--namespace", default="remesh", help="Where the operator runs.")
 @click.option("--watch", metavar="NAMESPACE", help="Let it see jobs of this namespace only.")
-@click.option(
-    "--only",
-    type=click.Choice(["crd", "rbac", "deployment"]),
-    help="Print this part alone.",
-)
-@click.option(
-    "--kustomize", metavar="DIR", help="Write a base for kustomize here, instead of printing."
-)
-def manifests(
-    *, image: str, namespace: str, watch: str | None, only: str | None, kustomize: str | None
-) -> None:
+def manifests(*, image: str, namespace: str, watch: str | None) -> None:
     """Print what a Kubernetes cluster needs to run ElasticJobs.
 
     That is the definition of the resource, the operator's account and rights, and its deployment.
     """
     with output.needs("this command", "kubernetes"):
         from remesh.kubernetes import manifests as made
-    parts: dict[str, list[dict[str, object]]] = {"crd": [], "rbac": [], "deployment": []}
-    for each in made.manifests(image=image, namespace=namespace, watched=watch):
-        kinds = {"CustomResourceDefinition": "crd", "Deployment": "deployment"}
-        parts[kinds.get(each["kind"], "rbac")].append(each)
-    if kustomize is None:
-        chosen = [each for part, some in parts.items() if only in (None, part) for each in some]
-        click.echo(made.to_yaml(chosen), nl=False)
-        return
-    directory = Path(kustomize)
-    base = made.kustomization([f"{part}.yaml" for part in parts], namespace)
-    with output.writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        for part, some in {**parts, "kustomization": [base]}.items():
-            (directory / f"{part}.yaml").write_text(made.to_yaml(some), encoding="utf-8")
-    click.echo(f"written to {directory}; kubectl apply --kustomize {directory}", err=True)
+    found = made.manifests(image=image, namespace=namespace, watched=watch)
+    click.echo(made.to_yaml(found), nl=False)
 
 
 @click.command(

@@ -13,7 +13,7 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.summary import Statistics, Usage, statistics_of, usages_of
+from remesh.cli.summary import Statistics, statistics_of
 from remesh.core.integrity import Finding, repair_advice
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
@@ -23,24 +23,14 @@ from remesh.storage import open_storage, shown_url
 @click.command(
     epilog=output.example(
         "remesh ls runs",
-        "remesh ls runs/step_00001000 'model.*' --pieces",
+        "remesh ls runs/step_00001000 'model.*'",
         "remesh ls model.safetensors '*.weight' --stats",
-        "remesh ls runs/step_00001000 --usage --depth 3",
     )
 )
 @click.argument("path")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @click.option("--values", "with_values", is_flag=True, help="List plain values and objects too.")
-@click.option("--pieces", "with_pieces", is_flag=True, help="List the pieces of each tensor.")
 @click.option("--stats", "with_statistics", is_flag=True, help="Read the tensors for statistics.")
-@click.option("--usage", "with_usage", is_flag=True, help="Show which parts take how many bytes.")
-@click.option(
-    "--depth",
-    type=click.IntRange(min=1),
-    default=2,
-    metavar="N",
-    help="With --usage: unite tensors whose names have these first parts in common.",
-)
 @output.all_option
 @places.format_option()
 @output.json_option
@@ -49,10 +39,7 @@ def ls(
     path: str,
     patterns: tuple[str, ...],
     with_values: bool,
-    with_pieces: bool,
     with_statistics: bool,
-    with_usage: bool,
-    depth: int,
     show_all: bool,
     as_json: bool,
 ) -> None:
@@ -66,20 +53,16 @@ def ls(
     give the path of any other one.
 
     With --stats, minimum, maximum, mean, deviation, NaN and infinities are shown of the chosen
-    tensors, which are read in chunks. Complex tensors have no statistics. With --usage, the parts
-    of a state are shown by their bytes, the largest first; tied tensors count once.
+    tensors, which are read in chunks. Complex tensors have no statistics.
     """
     storage = open_storage(path)
     if places.is_checkpoint(path):
-        usage_depth = depth if with_usage else None
-        listing = native.retry_if_replaced(
-            lambda: _Listing.of(path, patterns, with_statistics, usage_depth)
-        )
+        listing = native.retry_if_replaced(lambda: _Listing.of(path, patterns, with_statistics))
         if as_json:
-            output.print_json(_listing_document(listing, with_values, with_pieces))
+            output.print_json(_listing_document(listing, with_values))
         else:
             # What a pattern chose is shown; by default there may be too many.
-            _print_listing(listing, with_values or bool(patterns), with_pieces, show_all)
+            _print_listing(listing, with_values or bool(patterns), show_all)
         if listing.findings:
             raise CorruptCheckpointError(
                 f"{listing.path}: damaged: {catalog.describe_findings(listing.findings)}. "
@@ -154,14 +137,11 @@ class _Listing:
     findings: list[Finding]  # files that are missing or have another size
     tensors: list[str]  # chosen names of tensors, ties included
     statistics: dict[str, Statistics | None]  # theirs, without ties; empty if not asked for
-    usages: list[Usage]  # of the whole checkpoint; empty if not asked for
     values: dict[str, object]  # chosen values, lists of names included
     objects: dict[str, object]  # chosen elements of sharded objects
 
     @classmethod
-    def of(
-        cls, path: str, patterns: Sequence[str], with_statistics: bool, depth: int | None
-    ) -> _Listing:
+    def of(cls, path: str, patterns: Sequence[str], with_statistics: bool) -> _Listing:
         checkpoint = Checkpoint(path, format=places.format_of(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         index = checkpoint.index
@@ -173,7 +153,6 @@ class _Listing:
             places.findings_of(path, checkpoint),
             tensors,
             statistics_of(path, checkpoint, own),
-            [] if depth is None else usages_of(index, depth),
             {name: values[name] for name in _chosen(values, patterns)},
             {name: objects[name] for name in _chosen(objects, patterns)},
         )
@@ -204,7 +183,7 @@ def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return sorted((name for name in names if _matches(name, patterns)), key=catalog.natural_key)
 
 
-def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -> dict[str, object]:
+def _listing_document(listing: _Listing, with_values: bool) -> dict[str, object]:
     index = listing.checkpoint.index
     tensors = []
     for name in listing.tensors:
@@ -220,8 +199,6 @@ def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -
         if name in listing.statistics:
             found = listing.statistics[name]
             entry["statistics"] = None if found is None else asdict(found)
-        if with_pieces:
-            entry["pieces"] = [output.piece_document(piece) for piece in index.pieces(name)]
         tensors.append(entry)
 
     def listed(values: Mapping[str, object]) -> list[dict[str, object]]:
@@ -239,7 +216,6 @@ def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -
         "format": listing.checkpoint.format,
         **_record_document(listing.checkpoint),
         "totals": _totals(listing.checkpoint),
-        **({"parts": [asdict(usage) for usage in listing.usages]} if listing.usages else {}),
         "tensors": tensors,
         "values": listed(listing.values),
         "objects": listed(listing.objects),
@@ -260,15 +236,11 @@ def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _print_listing(listing: _Listing, with_values: bool, with_pieces: bool, show_all: bool) -> None:
+def _print_listing(listing: _Listing, with_values: bool, show_all: bool) -> None:
     output.line(listing.path, style="bold")
     hint = "" if with_values else " (--values lists them)"
     output.print_facts(summary.facts_of(listing.checkpoint, hint))
-    if listing.usages:
-        rows = summary.usage_rows(listing.usages)
-        output.line()
-        output.print_table(summary.USAGE_COLUMNS, rows, tuple, show_all=show_all)
-    elif listing.statistics:
+    if listing.statistics:
         index, found = listing.checkpoint.index, listing.statistics
         columns = ("<dtype", *(f">{title}" for title in summary.STATISTICS), "<name")
         output.line()
@@ -278,14 +250,14 @@ def _print_listing(listing: _Listing, with_values: bool, with_pieces: bool, show
             lambda name: (index[name].dtype, *summary.statistics_cells(found[name]), name),
         )
     else:
-        _print_tensors(listing, with_pieces, show_all)
+        _print_tensors(listing, show_all)
     if with_values:
         _print_values("value", listing.values, show_all)
         _print_values("object", listing.objects, show_all)
 
 
-def _print_tensors(listing: _Listing, with_pieces: bool, show_all: bool) -> None:
-    """The chosen tensors, a line each, with their pieces below."""
+def _print_tensors(listing: _Listing, show_all: bool) -> None:
+    """The chosen tensors, a line each."""
     index = listing.checkpoint.index
 
     def row(name: str) -> tuple[str, ...]:
@@ -294,16 +266,10 @@ def _print_tensors(listing: _Listing, with_pieces: bool, show_all: bool) -> None
         size, shape = format_bytes(stored.num_bytes), output.format_shape(stored.shape)
         return stored.dtype, shape, str(stored.num_pieces), size, shown
 
-    def pieces(name: str) -> list[str]:
-        if not with_pieces or name in index.aliases:
-            return []
-        rows = [output.piece_row(piece) for piece in index.pieces(name)]
-        return output.table_lines(output.PIECE_COLUMNS, rows, "    ")[1:]
-
     if listing.tensors:
         output.line()
         columns = ("<dtype", "<shape", ">pieces", ">size", "<name")
-        output.print_table(columns, listing.tensors, row, show_all=show_all, below=pieces)
+        output.print_table(columns, listing.tensors, row, show_all=show_all)
 
 
 def _print_values(kind: str, values: Mapping[str, object], show_all: bool) -> None:

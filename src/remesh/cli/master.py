@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import resource
@@ -19,7 +20,7 @@ import msgspec
 from remesh.cli import output
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.failures import read_patterns
-from remesh.elastic.job import HangAction, Policy
+from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.rendezvous import Outcome
@@ -63,7 +64,6 @@ class _JsonLines(logging.Formatter):
 @click.option("--token-file", metavar="FILE", help="What requests must know; needed off loopback.")
 @click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate.")
 @click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file.")
-@click.option("--max-rate", default=2000.0, help="Requests a second and node.")
 @click.option(
     "--end-with-job",
     is_flag=True,
@@ -87,18 +87,6 @@ class _JsonLines(logging.Formatter):
     help="Without a step for so long, a job hangs; 0: never. By default this follows from its "
     "steps, and is an hour at least.",
 )
-@click.option(
-    "--hang-action",
-    type=click.Choice([action.value for action in HangAction]),
-    default=HangAction.RESTART.value,
-    help="What happens to a job that hangs.",
-)
-@click.option(
-    "--restart-refill",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    help="Give a node one charged restart back every so many seconds.",
-)
 @click.option("--failure-patterns", metavar="FILE", help="JSON that tells kinds of failures apart.")
 def master(
     *, state: str, on_excluded: str | None, end_with_job: bool, check: bool, **given: Any
@@ -116,7 +104,6 @@ def master(
             port=given["port"],
             token=read_token(given["token_file"]),
             tls=_tls_context(given["tls_cert"], given["tls_key"]),
-            max_requests_per_second=given["max_rate"],
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from error
@@ -127,8 +114,6 @@ def master(
         exclude_stragglers=given["exclude_stragglers"],
         save_grace=given["save_grace"],
         hang_timeout=given["hang_timeout"],
-        hang_action=HangAction(given["hang_action"]),
-        restart_refill=given["restart_refill"],
         patterns=read_patterns(given["failure_patterns"]),
     )
     # Nodes that wait for a world keep a connection each.
@@ -181,16 +166,26 @@ def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | N
     return context
 
 
+def asks_master(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options with which a master is asked, and `client`."""
+
+    @click.option("--token-file", metavar="FILE", help="The master's token.")
+    @click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
+    @functools.wraps(command)
+    def asking(*, master: str, token_file: str | None, tls_ca: str | None, **given: Any) -> None:
+        command(client=Client(master, token=read_token(token_file), tls_ca=tls_ca), **given)
+
+    return asking
+
+
 @click.command(
     epilog=output.example("remesh status http://127.0.0.1:29400"),
 )
-@click.argument("url", metavar="URL")
-@click.option("--token-file", metavar="FILE", help="The master's token.")
-@click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
+@click.argument("master", metavar="URL")
+@asks_master
 @output.json_option
-def status(*, url: str, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
+def status(*, client: Client, as_json: bool) -> None:
     """Show the state of a master's job."""
-    client = Client(url, token=read_token(token_file), tls_ca=tls_ca)
     now = client.status()
     if as_json:
         output.print_json(msgspec.to_builtins(now))
@@ -208,44 +203,36 @@ def node() -> None:
     """Take a node out of a running job, and take it back."""
 
 
-_node_options = (
+_node, _master = (
     click.argument("node", metavar="NODE"),
     click.option("--master", required=True, metavar="URL", help="The job's master."),
-    click.option("--token-file", metavar="FILE", help="The master's token."),
-    click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one."),
 )
 
 
-def _of_node(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_node_options):
-        command = option(command)
-    return command
-
-
 @node.command(name="exclude")
-@_of_node
-@click.option("--reason", default=None, metavar="TEXT", help="Why; shown where the node is.")
-def exclude(
-    *, node: str, master: str, token_file: str | None, tls_ca: str | None, reason: str | None
-) -> None:
+@_node
+@_master
+@asks_master
+@click.option("--reason", default="", metavar="TEXT", help="Why; shown where the node is.")
+def exclude(*, client: Client, node: str, reason: str) -> None:
     """Exclude a node, given by its name or id, from the next world on.
 
     The ranks are asked to save first, within the master's `--save-grace`. Then the others form a
-    world without it. If they are too few for one, the node stays until another has come. Its agent
-    waits until the node is readmitted; the master remembers that over a restart.
+    world without it; if they are too few for one, start another node before. Its agent waits until
+    the node is readmitted; the master remembers that over a restart.
     """
-    client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
-    stays = client.set_node(node, is_used=False, reason=reason or "")
-    when = ", but stays for now: the others cannot go on without it" if stays else ""
-    output.line(f"node {node} is excluded{when}; see remesh status {master}")
+    client.set_node(node, is_used=False, reason=reason)
+    output.line(f"node {node} is excluded; see remesh status {client.url}")
 
 
 @node.command(name="readmit")
-@_of_node
-def readmit(*, node: str, master: str, token_file: str | None, tls_ca: str | None) -> None:
+@_node
+@_master
+@asks_master
+def readmit(*, client: Client, node: str) -> None:
     """Use a node again that was excluded by hand."""
-    Client(master, token=read_token(token_file), tls_ca=tls_ca).set_node(node, is_used=True)
-    output.line(f"node {node} may be used again; see remesh status {master}")
+    client.set_node(node, is_used=True)
+    output.line(f"node {node} may be used again; see remesh status {client.url}")
 
 
 def _last_step(now: Status) -> str:
@@ -259,9 +246,9 @@ def _print_status(now: Status) -> None:
     output.line(*(f"warning: {text}" for text in now.warnings), f"{now.phase}: {now.reason}")
     output.print_facts(
         [
-            ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
+            ("round", f"{now.round}, {output.plural(max(now.round - 1, 0), 'restart')}"),
             ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
-            ("restart budget", now.restart_budget or "not known before the first node"),
+            ("restart budget", f"{output.plural(now.max_restarts, 'restart')} per node"),
             ("step", _last_step(now)),
             ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
             ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),

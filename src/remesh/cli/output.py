@@ -23,15 +23,12 @@ import click
 import numpy as np
 from rich.console import Console
 
-from remesh._repr import format_bytes
-from remesh.core.index import Piece
 from remesh.core.values import UnresolvedValue
 from remesh.errors import (
     CorruptCheckpointError,
     CoverageError,
     MismatchError,
     RemeshError,
-    StorageError,
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -87,15 +84,6 @@ def needs(command: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         text = f"{command} needs {error.name}: pip install 'remesh[{extra}]'"
         raise click.ClickException(text) from error
-
-
-@contextmanager
-def writing(path: object) -> Iterator[None]:
-    """Name a file of the user's that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -261,15 +249,14 @@ def print_table(
     indent: str = "",
     show_all: bool = True,
     style: Callable[[_Item], str | None] = lambda _: None,
-    below: Callable[[_Item], Sequence[str]] = lambda _: (),
 ) -> None:
-    """Print a table of items, the titles in bold; `below` gives the lines that follow an item's."""
+    """Print a table of items, the titles in bold."""
     shown = items if show_all else items[:MAX_ROWS]
     titles, *lines = table_lines(columns, [row(item) for item in shown], indent)
     line(titles, style="bold")
     printed = zip(shown, lines, strict=True)
     for each, alike in itertools.groupby(printed, lambda one: style(one[0])):
-        line(*(text for item, own in alike for text in (own, *below(item))), style=each)
+        line(*(own for _, own in alike), style=each)
     _print_rest(len(items), show_all=show_all)
 
 
@@ -290,23 +277,3 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print names of facts and what they are, a line each."""
     width = max(len(name) for name, _ in facts)
     line(*(f"  {name.ljust(width)}  {fact}" for name, fact in facts))
-
-
-def piece_document(piece: Piece) -> dict[str, object]:
-    """A piece in JSON."""
-    return {
-        "offset": piece.box.offset,
-        "shape": piece.box.shape,
-        "file": piece.path,
-        "start": piece.position,
-        "num_bytes": piece.num_bytes,
-    }
-
-
-PIECE_COLUMNS = ("<box", ">size", "<bytes", "<file")
-
-
-def piece_row(piece: Piece) -> tuple[str, ...]:
-    """The cells of `PIECE_COLUMNS`."""
-    stop = piece.position + piece.num_bytes
-    return str(piece.box), format_bytes(piece.num_bytes), f"{piece.position}:{stop}", piece.path

@@ -6,12 +6,7 @@ as in `init_device_mesh`.
 * `dp` replicates.
 * `fsdp` cuts the first dim, as FSDP2 does: into equal chunks, the last ones shorter or empty.
 * `tp` cuts matrices by rows, or by columns where the name of the parameter is that of a layer whose
-  input is cut (`o_proj`, `down_proj` and their like in other models); vectors are whole. Rules of
-  the user's, `PATTERN=DIM`, come first; DIM is `-` for a tensor that every rank holds.
-* `ep` gives each rank its share of experts: those of some numbers (`experts.3.w1`), or a part of
-  the first dim of a tensor of all (`experts.gate_up_proj`). Everything else is replicated.
-* `pp` gives each rank its share of layers, by their numbers. Of what is in no layer, embeddings lie
-  on the first rank, all else on the last.
+  input is cut (`o_proj`, `down_proj` and their like in other models); vectors are whole.
 
 States of an optimizer lie as their parameters do, as their names end with those of the parameters
 or contain them. What a rank holds of a tensor is one box, unless `fsdp` cuts what `tp` has cut in
@@ -24,28 +19,20 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
 
 import click
 import numpy as np
-import numpy.typing as npt
 
 from remesh._repr import format_bytes
 from remesh.cli import output, places
 from remesh.cli.places import transform_option
-from remesh.core.geometry import Box, IntArray
+from remesh.core.geometry import IntArray
 from remesh.core.index import Index
 from remesh.core.tables import BoxTable, TensorTable
-from remesh.demo import picture
-from remesh.demo.picture import Column, PlacedTensor
 from remesh.errors import CoverageError, StateError
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.storage import shown_url
 from remesh.transform import Resolved, Transform
-
-MAX_DRAWN = 12
-"""Tensors that are drawn if no names are given: the largest ones."""
 
 AMPLIFIED = 1.5
 """Bytes read for each byte held above which the reason is printed."""
@@ -67,13 +54,11 @@ class RankPlan:
 @click.command(
     epilog=output.example(
         "remesh plan runs/step_00001000 --layout fsdp=4",
-        "remesh plan runs/step_00001000 --layout tp=2,fsdp=2 --shard '*.gate.weight=-'",
-        "remesh plan downloaded --layout pp=2,ep=4 --transform to_megatron.txt",
-        "remesh plan hf_model 'model.layers.0.*' --layout tp=2,fsdp=2 --draw layout.html",
+        "remesh plan runs/step_00001000 --layout tp=2,fsdp=2",
+        "remesh plan downloaded --layout tp=4 --transform to_megatron.txt",
     )
 )
 @click.argument("path", metavar="CKPT")
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @click.option(
     "--layout",
     "layout_text",
@@ -81,19 +66,11 @@ class RankPlan:
     help="Axes and sizes of the mesh, such as fsdp=4 or dp=2,tp=2.",
 )
 @click.option(
-    "--shard",
-    "rules",
-    multiple=True,
-    metavar="PATTERN=DIM",
-    help="The dim of tensors that tp cuts; - for none. May be given several times.",
-)
-@click.option(
     "--like",
     metavar="OTHER",
     help="A checkpoint with the names and shapes of the job that loads; by default CKPT.",
 )
 @transform_option("The transformation of the load")
-@click.option("--draw", metavar="FILE", help="Draw who holds what, as an HTML page in one file.")
 @output.all_option
 @places.format_option()
 @output.json_option
@@ -102,27 +79,21 @@ def plan(
     ctx: click.Context,
     *,
     path: str,
-    patterns: tuple[str, ...],
     layout_text: str | None,
-    rules: tuple[str, ...],
     like: str | None,
     transform: Transform | None,
-    draw: str | None,
     show_all: bool,
     as_json: bool,
 ) -> None:
     """Say whether a checkpoint loads in a layout, and what each rank reads and holds.
 
     Nothing but the index is read: no GPU, no processes, no tensors. Axes are dp (replicate), fsdp
-    (cut the first dim), tp (cut matrices; columns where the name is that of a layer whose input is
-    cut, such as o_proj), ep (share experts) and pp (share layers). What ranks read is without the
-    sharing between replicas, which reads less. The exit code is 0 if it loads, 1 if names are
+    (cut the first dim) and tp (cut matrices; columns where the name is that of a layer whose input
+    is cut, such as o_proj). What ranks read is without the sharing between replicas, which reads
+    less. The exit code is 0 if it loads, 1 if names are
     missing or shapes differ.
-
-    With --draw, the tensors that PATTERNs choose (by default the 12 largest) are drawn as they are
-    stored, each file as one holder, and beside them as the ranks of the layout hold them.
     """
-    mesh = parse_mesh(layout_text or "dp=1", rules)
+    mesh = parse_mesh(layout_text or "dp=1")
     checkpoint = places.open_checkpoint(path)
     stored, limits = checkpoint.index, checkpoint.read_limits(mesh.num_ranks)
     wanted = None if like is None else places.open_checkpoint(like).index
@@ -161,30 +132,8 @@ def plan(
         _print_ranks(ranks, mesh, show_all=show_all)
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
         output.line(verdict, style="bold")
-    if draw is not None:
-        columns = columns_of(stored, _drawn(path, stored, patterns), mesh if layout_text else None)
-        _draw(draw, f"Layout of {shown_url(path)}", columns)
     if problems:
         ctx.exit(output.EXIT_DIFFERENT)
-
-
-def _draw(file: str, title: str, columns: Sequence[Column]) -> None:
-    page = picture.page(title, [("", [picture.layout(columns)])])
-    with output.writing(file):
-        Path(file).write_text(page, encoding="utf-8")
-    click.echo(f"written to {output.printable(file)}", err=True)
-
-
-def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:
-    tensors = index.tensors
-    names = [name for name, ndim in zip(tensors.names, tensors.ndims, strict=True) if ndim > 0]
-    if not patterns:
-        largest = set(sorted(names, key=lambda name: -index[name].num_bytes)[:MAX_DRAWN])
-        return [name for name in names if name in largest]
-    chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if not chosen:
-        raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")
-    return chosen
 
 
 def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved, limits: ReadLimits) -> list[RankPlan]:
@@ -269,16 +218,11 @@ def _print_ranks(ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool) -> No
 # Layouts, and the boxes that their ranks hold
 # ---------------------------------------------------------------------------------------------
 
-KINDS = ("dp", "fsdp", "tp", "ep", "pp")
+KINDS = ("dp", "fsdp", "tp")
 _INPUT_CUT = re.compile(
     r"(^|\.)(o_proj|out_proj|down_proj|dense_4h_to_h|linear_proj|linear_fc2|c_proj|wo|w2"
     r"|attention\.dense|attention\.output\.dense|output\.dense|fc2)\.weight(\.|$)"
 )
-
-_EXPERT = re.compile(r"^(?P<group>.*?)(^|\.)(local_)?experts\.(?P<number>[0-9]{1,9})\.")
-_EXPERTS = re.compile(r"(^|\.)experts\.")
-_LAYER = re.compile(r"^(?P<group>.*?)(^|\.)(layers|layer|h|blocks|block)\.(?P<number>[0-9]{1,9})\.")
-_FIRST = re.compile(r"embed|wte|wpe|tok_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +230,6 @@ class Mesh:
     """A parallel layout: kinds of its axes and their sizes, the outermost first."""
 
     axes: tuple[tuple[str, int], ...]
-    rules: tuple[tuple[str, int | None], ...] = ()  # patterns, and the dim that tp cuts, if any
 
     @property
     def num_ranks(self) -> int:
@@ -309,8 +252,8 @@ class Mesh:
         return dict(self.axes).get(kind, 1)
 
 
-def parse_mesh(text: str, rules: Sequence[str] = ()) -> Mesh:
-    """A layout of its text, and rules of theirs."""
+def parse_mesh(text: str) -> Mesh:
+    """A layout of its text."""
     axes = []
     for part in text.split(","):
         kind, _, size = part.strip().partition("=")
@@ -322,14 +265,7 @@ def parse_mesh(text: str, rules: Sequence[str] = ()) -> Mesh:
         axes.append((kind, int(size)))
     if len(dict(axes)) < len(axes):
         raise StateError(f"{text!r}: every axis may stand once")
-    return Mesh(tuple(axes), tuple(map(_rule, rules)))
-
-
-def _rule(text: str) -> tuple[str, int | None]:
-    pattern, found, dim = text.rpartition("=")
-    if not found or not pattern or not re.fullmatch("-|[0-9]{1,3}", dim):
-        raise StateError(f"{text!r} is not a rule: write PATTERN=DIM, or PATTERN=- for no dim")
-    return pattern, None if dim == "-" else int(dim)
+    return Mesh(tuple(axes))
 
 
 def boxes_of_rank(mesh: Mesh, rank: int, tensors: TensorTable) -> BoxTable:
@@ -337,15 +273,8 @@ def boxes_of_rank(mesh: Mesh, rank: int, tensors: TensorTable) -> BoxTable:
     place = mesh.coordinates(rank)
     offsets = np.zeros_like(tensors.shapes)
     extents = tensors.shapes.copy()
-    if mesh.size("pp") > 1:
-        stages = _stages(tensors.names, mesh.size("pp"))
-        extents[stages != place["pp"], 0] = 0
-    if mesh.size("ep") > 1:
-        numbers, is_stacked = _experts(tensors, mesh.size("ep"))
-        extents[(numbers >= 0) & (numbers != place["ep"]), 0] = 0
-        _cut(offsets, extents, np.where(is_stacked, 0, -1), mesh.size("ep"), place["ep"])
     if mesh.size("tp") > 1:
-        dims = np.array(list(_tp_dims(mesh, tensors)), dtype=np.int64)
+        dims = np.array(list(_tp_dims(tensors)), dtype=np.int64)
         _cut(offsets, extents, dims, mesh.size("tp"), place["tp"])
     if mesh.size("fsdp") > 1:
         dims = np.where(tensors.ndims > 0, 0, -1)
@@ -365,71 +294,10 @@ def _cut(offsets: IntArray, extents: IntArray, dims: IntArray, parts: int, numbe
     offsets[rows, dim] += start
 
 
-def _shares(pattern: re.Pattern[str], names: Sequence[str], parts: int) -> IntArray:
-    """The part to which the number in each name belongs; -1 where there is none."""
-    found = [pattern.search(name) for name in names]
-    numbers = np.array([-1 if one is None else int(one["number"]) for one in found], np.int64)
-    counts: dict[str, int] = {}
-    for one, number in zip(found, numbers.tolist(), strict=True):
-        if one is not None:
-            counts[one["group"]] = max(counts.get(one["group"], 0), number + 1)
-    of = np.array([1 if one is None else counts[one["group"]] for one in found], np.int64)
-    return np.where(numbers < 0, -1, numbers // -(-of // parts))
-
-
-def _stages(names: Sequence[str], parts: int) -> IntArray:
-    shares = _shares(_LAYER, names, parts)
-    is_first = np.array([_FIRST.search(name) is not None for name in names], np.bool_)
-    return np.where(shares >= 0, shares, np.where(is_first, 0, parts - 1))
-
-
-def _experts(tensors: TensorTable, parts: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """The part of each tensor of one expert, -1 for others, and which tensors are of several."""
-    numbers = _shares(_EXPERT, tensors.names, parts)
-    named = [_EXPERTS.search(name) is not None for name in tensors.names]
-    return numbers, np.array(named, np.bool_) & (numbers < 0) & (tensors.ndims > 1)
-
-
-def _tp_dims(mesh: Mesh, tensors: TensorTable) -> Iterator[int]:
+def _tp_dims(tensors: TensorTable) -> Iterator[int]:
     """The dim of each tensor that tensor parallelism cuts; -1 for none."""
     for name, ndim in zip(tensors.names, tensors.ndims.tolist(), strict=True):
-        dims = [dim for pattern, dim in mesh.rules if fnmatchcase(name, pattern)]
-        if dims:
-            dim = -1 if dims[0] is None else dims[0]
-            if dim >= ndim:
-                raise StateError(f"{name}: has {ndim} dims, so none is dim {dim}")
-            yield dim
-        elif ndim != 2:
+        if ndim != 2:
             yield -1
         else:
             yield 1 if _INPUT_CUT.search(name) else 0
-
-
-# ---------------------------------------------------------------------------------------------
-# Drawings
-# ---------------------------------------------------------------------------------------------
-
-
-def columns_of(index: Index, names: Sequence[str], mesh: Mesh | None) -> list[Column]:
-    """The tensors as they are stored, and as they lie on the ranks of a layout if one is given."""
-    numbers = {file.path: number for number, file in enumerate(index.files)}
-    stored = {
-        name: [(numbers[piece.path], piece.box) for piece in index.pieces(name)] for name in names
-    }
-    num_files = output.plural(len(index.files), "file")
-    columns = [Column("as stored", num_files, _placed(index, stored), "file")]
-    if mesh is not None:
-        held: dict[str, list[tuple[int, Box]]] = {name: [] for name in names}
-        for rank in range(mesh.num_ranks):
-            boxes = boxes_of_rank(mesh, rank, index.tensors)
-            rows = {boxes.tensors.names[row]: at for at, row in enumerate(boxes.tensor.tolist())}
-            for name in names:
-                if name in rows:
-                    held[name].append((rank, boxes.box(rows[name])))
-        num_ranks = output.plural(mesh.num_ranks, "rank")
-        columns.append(Column(str(mesh), num_ranks, _placed(index, held)))
-    return columns
-
-
-def _placed(index: Index, held: Mapping[str, Sequence[tuple[int, Box]]]) -> dict[str, PlacedTensor]:
-    return {name: PlacedTensor(index[name].shape, tuple(boxes)) for name, boxes in held.items()}

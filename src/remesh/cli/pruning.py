@@ -22,14 +22,7 @@ from remesh.cli import output
 from remesh.errors import RemeshError
 from remesh.maintenance import orphans
 from remesh.storage import open_storage
-from remesh.training.policies import (
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepPolicy,
-    decide_retention,
-    remove_unkept,
-)
+from remesh.training.policies import KeepLast, decide_retention, remove_unkept
 
 
 @click.command(epilog=output.example("remesh latest runs"))
@@ -70,31 +63,15 @@ def unpin(*, checkpoint: str) -> None:
     output.line(f"{checkpoint}: not pinned")
 
 
-def parse_best(
-    _ctx: click.Context, _param: click.Parameter, texts: Sequence[str]
-) -> list[KeepBest]:
-    """The values of `--keep-best`; a callback for click."""
-    found = []
-    for text in texts:
-        metric, _, rest = text.partition(":")
-        mode, _, count = rest.partition(":")
-        if not metric or mode not in {"min", "max"} or not (count or "1").strip("0").isdecimal():
-            raise click.BadParameter(f"{text!r}: write METRIC:min or METRIC:max, then :N for N")
-        found.append(KeepBest(metric, "min" if mode == "min" else "max", int(count or 1)))
-    return found
-
-
-def _prune_checkpoints(
-    root: str, policies: Sequence[KeepPolicy], run: str | None, removes: bool
-) -> dict[str, Any]:
-    """What policies keep of a directory's checkpoints; the rest is removed if that is asked for."""
+def _prune_checkpoints(root: str, keep_last: int, run: str | None, removes: bool) -> dict[str, Any]:
+    """What is kept of a directory's checkpoints; the rest is removed if that is asked for."""
     storage = open_storage(root)
     infos = [_checked(info) for info in catalog.list_checkpoints(storage)]
     if not infos:
         raise catalog.nothing_at(storage)
     newest = catalog.newest_of([info for info in infos if not info.problem])
     whose = run if run is not None else "" if newest is None else newest.run
-    decisions = decide_retention(infos, policies, run=whose, now=time.time())
+    decisions = decide_retention(infos, [KeepLast(keep_last)], run=whose, now=time.time())
     removed: set[str] = set()
     if removes:
         removed = {info.name for info in remove_unkept(storage, decisions, now=time.time())}
@@ -182,7 +159,7 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
 @click.command(
     epilog=output.example(
         "remesh prune runs --incomplete --yes",
-        "remesh prune runs --keep-last 3 --keep-every 1000 --keep-best loss:min",
+        "remesh prune runs --keep-last 3",
     )
 )
 @click.argument("root")
@@ -200,19 +177,6 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
     metavar="N",
     help="Remove checkpoints, but not the newest N.",
 )
-@click.option(
-    "--keep-every",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Remove checkpoints, but not those whose step N divides.",
-)
-@click.option(
-    "--keep-best",
-    multiple=True,
-    metavar="METRIC:min|max[:N]",
-    callback=parse_best,
-    help="Remove checkpoints, but not the best one, or N, by a metric.",
-)
 @click.option("--run", help="Whose checkpoints may be removed; by default the newest one's run.")
 @click.option("--yes/--dry-run", "removes", default=False, help="Remove it, or only list it.")
 @output.json_option
@@ -222,8 +186,6 @@ def prune(
     incomplete: bool,
     older_than: float,
     keep_last: int | None,
-    keep_every: int | None,
-    keep_best: Sequence[KeepBest],
     run: str | None,
     removes: bool,
     as_json: bool,
@@ -235,21 +197,17 @@ def prune(
     changes its files all the time). Checkpoints are not touched, nor is anything that no save
     writes.
 
-    With --keep-...: those checkpoints directly in ROOT that none of these options keeps. Whatever
-    they say, the newest good checkpoint stays, and so do those that are pinned, in use, damaged or
-    of another run.
+    With --keep-last: the checkpoints directly in ROOT but the newest N. Those that are pinned, in
+    use, damaged or of another run stay too.
 
     Without --yes nothing is removed.
     """
-    policies: list[KeepPolicy] = [] if keep_last is None else [KeepLast(keep_last)]
-    policies += [] if keep_every is None else [KeepEvery(keep_every)]
-    policies += keep_best
-    if incomplete == bool(policies):
-        raise click.UsageError("say what to prune: --incomplete, or --keep-last and the like")
-    if incomplete:
+    if incomplete == (keep_last is not None):
+        raise click.UsageError("say what to prune: --incomplete, or --keep-last")
+    if keep_last is None:
         document = _prune_leftovers(root, older_than, removes)
     else:
-        document = _prune_checkpoints(root, policies, run, removes)
+        document = _prune_checkpoints(root, keep_last, run, removes)
     if as_json:
         output.print_json({"root": root, **document})
     elif not incomplete:

@@ -12,6 +12,7 @@ no order, so their statistics are not given.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
@@ -63,30 +63,24 @@ def is_summarised(dtype: str) -> bool:
 
 
 def statistics_of(
-    what: str, checkpoint: Checkpoint, names: Iterable[str], box: Box | None = None
+    what: str, checkpoint: Checkpoint, names: Sequence[str]
 ) -> dict[str, Statistics | None]:
-    """The statistics of tensors, or of a box of each; None where a type has none."""
+    """The statistics of tensors; None where a type has none."""
     index = checkpoint.index
-    boxes = {name: box or Box.whole(index[name].shape) for name in names}
-    counted = [one for one in boxes.items() if is_summarised(index[one[0]].dtype)]
-    num_bytes = sum(box.size * BY_NAME[index[name].dtype].itemsize for name, box in counted)
+    counted = [name for name in names if is_summarised(index[name].dtype)]
+    num_bytes = sum(index[name].num_bytes for name in counted)
     with progress(f"reading {what}", num_bytes) as on_read:
         found = statistics_of_each(checkpoint, counted, on_read)
-    return dict.fromkeys(boxes) | found
+    return dict.fromkeys(names) | found
 
 
 def statistics_of_each(
-    checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]], on_read: Callable[[int], None]
+    checkpoint: Checkpoint, names: Sequence[str], on_read: Callable[[int], None]
 ) -> dict[str, Statistics]:
-    """The statistics of a box of each of some tensors, by name; `on_read` gets bytes."""
-    index, folded = checkpoint.index, {name: _Folded() for name, _ in boxes}
-    parts = (
-        (name, part)
-        for name, box in boxes
-        for piece in index.pieces(name)
-        if (part := piece.box.intersect(box)) is not None
-    )
-    for batch in batches_of(index, parts):
+    """The statistics of tensors by name; `on_read` gets bytes."""
+    index, folded = checkpoint.index, {name: _Folded() for name in names}
+    pieces = ((name, piece.box) for name in names for piece in index.pieces(name))
+    for batch in batches_of(index, pieces):
         for (name, _), array in zip(batch, checkpoint.read_arrays(batch), strict=True):
             elements, dtype = array.reshape(-1), index[name].dtype
             for start in range(0, elements.size, _FOLD_ELEMENTS):
@@ -126,12 +120,12 @@ def chunks_of(box: Box, max_elements: int) -> Iterator[Box]:
         yield from chunks_of(Box(tuple(offset), tuple(shape)), max_elements)
 
 
-def first_elements(checkpoint: Checkpoint, name: str, box: Box, count: int) -> Array:
-    """The first elements of a box in row-major order, as true values in one dim."""
-    dtype = checkpoint.tensor(name).dtype
+def first_elements(checkpoint: Checkpoint, name: str, count: int) -> Array:
+    """The first elements of a tensor in row-major order, as true values in one dim."""
+    dtype, shape = checkpoint.index[name].dtype, checkpoint.index[name].shape
     parts = [
-        checkpoint.read_array(name, part.shift(box.offset)).reshape(-1)
-        for part in boxes_of_flat_range(box.shape, 0, min(count, box.size))
+        checkpoint.read_array(name, part).reshape(-1)
+        for part in boxes_of_flat_range(shape, 0, min(count, math.prod(shape)))
     ]
     joined = np.concatenate(parts) if parts else np.empty(0, BY_NAME[dtype].carrier)
     return true_values(joined, dtype)
@@ -249,52 +243,6 @@ def _float8_tables() -> dict[str, npt.NDArray[np.float32]]:
 _FLOAT8 = _float8_tables()
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """The tensors whose names begin alike."""
-
-    prefix: str  # what their names begin with
-    num_bytes: int  # bytes of the tensors; tied ones count once
-    num_elements: int
-    num_tensors: int  # how many there are
-
-
-def usages_of(index: Index, depth: int) -> list[Usage]:
-    """The sizes of tensors whose names have `depth` first parts in common, the largest first."""
-    tensors = index.tensors
-    sizes = tensors.shapes.prod(axis=1)
-    found: dict[str, list[int]] = {}
-    for name, size, num_bytes in zip(
-        tensors.names, sizes.tolist(), (sizes * tensors.itemsizes).tolist(), strict=True
-    ):
-        parts = name.split(".")
-        prefix = ".".join(parts[:depth]) + (".*" if len(parts) > depth else "")
-        counts = found.setdefault(prefix, [0, 0, 0])
-        counts[0] += num_bytes
-        counts[1] += size
-        counts[2] += 1
-    usages = [Usage(prefix, *counts) for prefix, counts in found.items()]
-    return sorted(usages, key=lambda usage: (-usage.num_bytes, catalog.natural_key(usage.prefix)))
-
-
-USAGE_COLUMNS = (">size", ">share", ">elements", ">tensors", "<name")
-
-
-def usage_rows(usages: Sequence[Usage]) -> list[tuple[str, ...]]:
-    """The cells of `USAGE_COLUMNS`."""
-    total = sum(usage.num_bytes for usage in usages) or 1
-    return [
-        (
-            format_bytes(usage.num_bytes),
-            f"{100 * usage.num_bytes / total:.1f} %",
-            output.format_count(usage.num_elements),
-            str(usage.num_tensors),
-            usage.prefix,
-        )
-        for usage in usages
-    ]
-
-
 STATISTICS = ("min", "max", "mean", "std", "zeros", "NaN", "inf")
 
 
@@ -347,15 +295,14 @@ def facts_of(checkpoint: Checkpoint, hint: str = "") -> list[tuple[str, str]]:
 
 
 def _elements(index: Index) -> str:
-    """The number of elements, and the parts of the state that have them."""
-    parts = sorted(usages_of(index, 1), key=lambda usage: -usage.num_elements)
-    text = output.format_count(sum(usage.num_elements for usage in parts))
+    """The number of elements, and the parts of the state that have the most."""
+    tensors, parts = index.tensors, Counter[str]()
+    for name, size in zip(tensors.names, tensors.shapes.prod(axis=1).tolist(), strict=True):
+        parts[name.split(".")[0]] += size
+    text = output.format_count(parts.total())
     if len(parts) < 2:
         return text
-    shown = [
-        f"{usage.prefix.removesuffix('.*')} {output.format_count(usage.num_elements)}"
-        for usage in parts[:4]
-    ]
-    if others := sum(usage.num_elements for usage in parts[4:]):
+    shown = [f"{part} {output.format_count(size)}" for part, size in parts.most_common(4)]
+    if others := parts.total() - sum(size for _, size in parts.most_common(4)):
         shown.append(f"others {output.format_count(others)}")
     return f"{text}: {', '.join(shown)}"

@@ -40,14 +40,6 @@ SETTLE_SECONDS = 0.005
 """Time between two looks whether the processes have left their training function."""
 LOOK_SECONDS = 1.0
 """Time between two looks while they train, at most."""
-NOWHERE = {
-    **dict.fromkeys(("RANK", "ROLE_RANK", "GROUP_RANK"), "-1"),
-    **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"), "-1"),
-    "MASTER_ADDR": "",
-    "MASTER_PORT": "0",
-    "TORCHELASTIC_RESTART_COUNT": "-1",
-}
-"""The variables of processes that prepare, before there is a world."""
 
 
 class Agent:
@@ -96,7 +88,7 @@ class Agent:
             while True:
                 for action in self._actions:
                     self._do(action)
-                is_short = self._state.phase is Phase.CHANGE and not self._state.prepares
+                is_short = self._state.phase is Phase.CHANGE
                 # Heartbeats tell what was seen last, however rarely the user wants looks.
                 self._sockets.take(SETTLE_SECONDS if is_short else min(self._pause, LOOK_SECONDS))
                 self._warm.look_after()
@@ -139,10 +131,6 @@ class Agent:
 
     def _do(self, action: Action) -> None:
         match action:
-            case lifecycle.Prepare(order):
-                log.info("the processes prepare before this node joins")
-                self._sockets.begin(self._ranks, Instruction(LeaveWorld(order)))
-                self._processes.start(self._ranks, dict.fromkeys(self._ranks, NOWHERE))
             case lifecycle.OrderToLeave(order, ranks):
                 self._sockets.order(ranks, LeaveWorld(order))
             case lifecycle.End(ranks, number, why):

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from remesh.elastic.directories import token_of
-from remesh.elastic.protocol import PROTOCOL_VERSION, NodeSet, Problem, RequestCheck, SetNode
+from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, RequestCheck, SetNode
 from remesh.elastic.status import Status
 from remesh.errors import MasterError, StorageError
 
@@ -166,18 +166,13 @@ class Client:
         """
         self._answer("check", dict, RequestCheck(reason=reason))
 
-    def set_node(self, node: str, *, is_used: bool, reason: str = "") -> bool:
+    def set_node(self, node: str, *, is_used: bool, reason: str = "") -> None:
         """Exclude a node, by name or id, or use it again.
-
-        Returns:
-            Whether a node that is excluded stays until the others can go on without it.
 
         Raises:
             MasterError: If the request is refused, or no reply comes.
         """
-        return self._answer(
-            "node", NodeSet, SetNode(node=node, is_used=is_used, reason=reason)
-        ).stays
+        self._answer("node", dict, SetNode(node=node, is_used=is_used, reason=reason))
 
     def _answer(self, name: str, kind: type[T], body: object = None) -> T:
         """The answer to a request; a master that has moved is asked where it is now."""

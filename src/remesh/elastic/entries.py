@@ -71,9 +71,7 @@ PEER_SECONDS = 60.0
 """How long a function that lost a peer waits for an order before its error ends the process."""
 
 
-def run(
-    train: Callable[[TrainingJob], T], *, prepare: Callable[[TrainingJob], object] | None = None
-) -> T:
+def run(train: Callable[[TrainingJob], T]) -> T:
     """Call a training function; under `remesh run`, again after each change of the world.
 
     The function makes its process groups, model and manager, resumes and trains. Give its manager
@@ -84,10 +82,6 @@ def run(
 
     Args:
         train: Takes the job.
-        prepare: Called once in each process, before its first entry. What it makes and keeps
-            (`job.keep`) need not be made while the others wait. With `remesh run --prepare` it is
-            called before the node joins the job; then `RANK` and `WORLD_SIZE` are -1 and nothing
-            of a world is there yet.
 
     Returns:
         What it returns.
@@ -101,15 +95,10 @@ def run(
         raise ValueError("remesh.elastic.run needs the main thread; call it there")
     agent = AgentConnection(path)
     if not agent.is_open and not agent.is_lost:
-        job = TrainingJob()
-        if prepare is not None:
-            prepare(job)
-        return train(job)
+        return train(TrainingJob())
     _quiet_nccl()
     runner = _ReentrantRunner(agent)
     try:
-        if prepare is not None:
-            prepare(runner.job)
         runner.await_world()
         return runner.run(train)
     finally:
@@ -162,7 +151,7 @@ class _ReentrantRunner:
     # The main thread ----------------------------------------------------------------------
 
     def await_world(self) -> None:
-        """If the node has not joined yet, wait until it has: the agent has ordered to leave."""
+        """Learn which orders are carried out, and wait for a world if this one is to be left."""
         while self._agent.look(WAIT_SECONDS) is None:  # the first word of the agent says it
             self._check_agent()
         order = self._order()
@@ -170,7 +159,7 @@ class _ReentrantRunner:
             self._say(is_out=False, number=order.number)
         elif order is not None and self._must_leave():
             self._say(is_out=True, number=order.number)
-            self._wait_for_entry(WorldChangedError("the node has not joined"))
+            self._wait_for_entry(WorldChangedError("the world of the job changes"))
 
     def run(self, train: Callable[[TrainingJob], T]) -> T:
         """Call the function until it returns."""

@@ -19,7 +19,6 @@ then their processes go on, and have the state in memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from itertools import chain, count
 from typing import TypeAlias
 
@@ -34,14 +33,12 @@ from remesh.elastic.failures import (
     ProcessFailure,
     decide,
 )
-from remesh.elastic.progress import TrainingProgress, Trend, extend, sample
+from remesh.elastic.progress import TrainingProgress
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Content, Drain, Join, Leave, Sender
 from remesh.elastic.rendezvous import Change, Node, Outcome, Rendezvous
 
 MAX_RECORDS = 500
 """Failures, and lines of history, that are kept."""
-MAX_CHECKPOINTS = 20
-"""Checkpoints that are remembered."""
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,14 +109,6 @@ Event: TypeAlias = (
 )
 
 
-class HangAction(StrEnum):
-    """The treatment of a job that hangs, after the stacks of its processes were collected."""
-
-    NOTHING = "nothing"
-    RESTART = "restart"
-    FAIL = "fail"
-
-
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How the master treats a job."""
 
@@ -131,33 +120,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout: float | None = None
     """Seconds without a step after which the job hangs; 0: never; None: as follows from its steps
     (`progress.hang_limit`)."""
-    hang_action: HangAction = HangAction.RESTART  # what happens then
     patterns: Patterns = Patterns()  # what distinguishes the kinds of failures
-    restart_refill: float | None = None
-    """Seconds after which a node gets back one of the restarts that it was charged with, and the
-    job one of those after hangs; None: never."""
-
-
-class Charges(msgspec.Struct, frozen=True):
-    """Restarts that were charged to a budget, and are given back in time."""
-
-    count: int = 0  # how many, at `since`
-    since: float = 0.0  # when they were counted; from then on they are given back one by one
-
-    def at(self, now: float, refill: float | None) -> Charges:
-        """The charges that are left, if one is given back every `refill` seconds."""
-        if not self.count:
-            return Charges(0, now)
-        if refill is None or now < self.since:
-            return self
-        given_back = int((now - self.since) // refill)
-        if given_back >= self.count:
-            return Charges(0, now)
-        return Charges(self.count - given_back, self.since + given_back * refill)
-
-    def plus_one(self) -> Charges:
-        """One more restart is charged."""
-        return Charges(self.count + 1, self.since)
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,13 +150,6 @@ class HistoryLine(msgspec.Struct, frozen=True):
     text: str
 
 
-class SavedCheckpoint(msgspec.Struct, frozen=True):
-    """A checkpoint that a rank has reported, and when."""
-
-    step: int
-    time: float
-
-
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that the ranks should save before the world changes."""
 
@@ -211,8 +167,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None  # when it ended; None while it runs
     rendezvous: Rendezvous = Rendezvous()  # nodes and world
     max_restarts: int = 0  # restarts that each node may be charged with
-    charges: dict[int, Charges] = {}  # restarts that each node was charged with, by node id
-    hang_charges: Charges = Charges()  # restarts after hangs
+    charges: dict[int, int] = {}  # restarts that each node was charged with, by node id
+    hang_charges: int = 0  # restarts after hangs
     names: dict[str, int] = {}  # node ids by name
     ids_below: int = 0  # all node ids below this are taken
     suspect: tuple[int, str] | None = None
@@ -228,15 +184,11 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     save_request: SaveRequest | None = None
     """The checkpoint that is awaited before the world changes."""
     saved_step: int | None = None  # the step of the newest checkpoint
-    checkpoints: tuple[SavedCheckpoint, ...] = ()  # the newest checkpoints, oldest first
     dump: int = 0  # number of the last request for stacks
     hanging: tuple[int, str] | None = None
     """Round and reason of a hang whose stacks are being collected."""
     progress: TrainingProgress | None = None  # how far the training was when that was recorded last
-    trend: Trend = Trend()  # how the training went
     history: tuple[HistoryLine, ...] = ()  # what happened
-    missing_rounds: str = ""
-    """Which rounds the nodes remember and the journal does not; empty if none."""
 
 
 def assign_id(
@@ -272,26 +224,7 @@ def apply(job: JobState, event: Event, now: float) -> JobState:
     """The job after an event; nothing happens to it before the first node joins."""
     if job.began is None and not isinstance(event, Join):
         return job
-    after = _settle(_apply(job, event, job.rendezvous, now), now)
-    if is_resized(job.rendezvous, after.rendezvous) or isinstance(event, ProgressRecorded):
-        new = sample(after.progress, num_ranks(after.rendezvous), now)
-        return _replace(after, trend=extend(after.trend, new))
-    return after
-
-
-def num_ranks(nodes: Rendezvous) -> int:
-    """The ranks of the nodes that are in the world."""
-    return sum(node.num_processes for node in nodes.world if node.id in nodes.active)
-
-
-def is_resized(before: Rendezvous, after: Rendezvous) -> bool:
-    """True if the job or a world begins, or the world breaks, or has no member any more."""
-    return (
-        after.settings is not before.settings
-        or after.world is not before.world
-        or after.broken is not before.broken
-        or bool(after.active) != bool(before.active)
-    )
+    return _settle(_apply(job, event, job.rendezvous, now), now)
 
 
 def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobState:
@@ -318,8 +251,7 @@ def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobSta
         case protocol.RequestCheck(reason=reason):
             return _note(_replace(job, check_reason=reason), now, f"check requested: {reason}")
         case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
-            saved = (*job.checkpoints, SavedCheckpoint(step, now))[-MAX_CHECKPOINTS:]
-            return _replace(job, saved_step=step, checkpoints=saved)
+            return _replace(job, saved_step=step)
         case RanksWait(number) if number == nodes.round and is_for_growth(job):
             job = _end_request(job)
         case HangDetected(number, reason) if number == nodes.round and job.hanging is None:
@@ -374,14 +306,14 @@ def _join(job: JobState, event: Join, now: float) -> JobState:
     if job.began is None:
         nodes = rendezvous.start(event.settings, now)
         job = _replace(job, began=now, rendezvous=nodes, max_restarts=event.max_restarts)
-        job = _note(job, now, f"restart budget: {restart_budget(job)}")
+        job = _note(job, now, f"restart budget: {event.max_restarts} restarts per node")
     node = node_of(event)
     if event.after_round > job.rendezvous.round:
         text = (
             f"node {node.id} comes from round {event.after_round}, the journal knows only "
             f"{job.rendezvous.round} rounds: it was lost, or is an old copy"
         )
-        job = _note(_replace(job, missing_rounds=text), now, text)
+        job = _note(job, now, text)
     if job.names.get(node.name) != node.id:
         job = _replace(job, names={**job.names, node.name: node.id})
     member = job.rendezvous.member(node.id)
@@ -415,18 +347,6 @@ def _leave(job: JobState, event: Leave, nodes: Rendezvous, now: float) -> JobSta
     return _advance(_note(job, now, text), after, now)
 
 
-def restart_budget(job: JobState) -> str:
-    """The restart budget of the nodes, in the words of the log, the page and `remesh status`."""
-    refill = job.policy.restart_refill
-    given_back = "no refill" if refill is None else f"one is given back every {refill:g} s"
-    return f"{job.max_restarts} restarts per node, {given_back}"
-
-
-def charges_of(job: JobState, node_id: int, now: float) -> Charges:
-    """The restarts that a node is charged with now."""
-    return job.charges.get(node_id, Charges()).at(now, job.policy.restart_refill)
-
-
 def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now: float) -> JobState:
     node = nodes.known(event.node_id)
     if node is None or node.incarnation != event.incarnation:
@@ -437,10 +357,10 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
     known = {(record.node_id, record.round) for record in job.failures}
     if not event.failures or has_joined or (event.node_id, event.round) in known:
         return job
-    charges = charges_of(job, event.node_id, now)
+    charged = job.charges.get(event.node_id, 0)
     decision = decide(
         event.failures,
-        num_charged=charges.count,
+        num_charged=charged,
         max_restarts=job.max_restarts,
         num_ranks=nodes.num_ranks,
         patterns=job.policy.patterns,
@@ -455,7 +375,7 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
     job = _replace(job, failures=(*job.failures, record)[-MAX_RECORDS:])
     job = _note(job, now, decision.reason)
     if decision.charged:
-        job = _replace(job, charges={**job.charges, event.node_id: charges.plus_one()})
+        job = _replace(job, charges={**job.charges, event.node_id: charged + 1})
     if decision.charged or decision.action is not FailureAction.RESTART:
         job = _replace(job, suspect=None)
     elif ordered_change(job, event.node_id, event.round) is None:
@@ -478,14 +398,13 @@ def _charge_suspect(job: JobState, nodes: Rendezvous, now: float) -> JobState:
         return job
     (node_id, text), job = job.suspect, _replace(job, suspect=None)
     text = f"{text}, but no other process has failed by itself"
-    charges, most = charges_of(job, node_id, now), job.max_restarts
-    if charges.count >= most:
-        counts = f"{charges.count} of {most} restarts"
+    charged, most = job.charges.get(node_id, 0), job.max_restarts
+    if charged >= most:
+        counts = f"{charged} of {most} restarts"
         reason = f"{text}; no restart left: {counts} charged to its node"
         return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
-    charges = charges.plus_one()
-    job = _replace(job, charges={**job.charges, node_id: charges})
-    return _note(job, now, f"{text}; {charges.count} of {most} restarts charged to its node")
+    job = _replace(job, charges={**job.charges, node_id: charged + 1})
+    return _note(job, now, f"{text}; {charged + 1} of {most} restarts charged to its node")
 
 
 def _drain(job: JobState, event: Drain, nodes: Rendezvous, now: float) -> JobState:
@@ -523,20 +442,16 @@ def _hold(job: JobState, node_id: int, reason: str | None, now: float) -> JobSta
 
 
 def _end_hang(job: JobState, number: int, nodes: Rendezvous, now: float) -> JobState:
+    """Let all start again, as long as the budget for hangs allows it."""
     if job.hanging is None or job.hanging[0] != number:
         return job
-    reason = f"the job hung: {job.hanging[1]}"
+    reason, charged = f"the job hung: {job.hanging[1]}", job.hang_charges
     job = _replace(job, hanging=None)
-    match job.policy.hang_action:
-        case HangAction.NOTHING:
-            return job
-        case HangAction.RESTART:
-            charges = job.hang_charges.at(now, job.policy.restart_refill)
-            if charges.count < job.max_restarts:
-                job = _replace(job, hang_charges=charges.plus_one())
-                return _advance(job, rendezvous.break_world(nodes, Change.HANG, reason), now)
-            counts = f"{charges.count} of {job.max_restarts} restarts"
-            reason = f"{reason}; no restart left: {counts} charged to hangs"
+    if charged < job.max_restarts:
+        job = _replace(job, hang_charges=charged + 1)
+        return _advance(job, rendezvous.break_world(nodes, Change.HANG, reason), now)
+    counts = f"{charged} of {job.max_restarts} restarts"
+    reason = f"{reason}; no restart left: {counts} charged to hangs"
     return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
 
 

@@ -8,7 +8,6 @@ was. A lock on a file beside it keeps a second master from undoing what the firs
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import fcntl
 import os
 import shutil
@@ -19,7 +18,7 @@ import msgspec
 from remesh.elastic.job import JobState, Policy
 from remesh.errors import StorageError
 
-JOURNAL_VERSION = 5
+JOURNAL_VERSION = 6
 _CURE = "Move it away to go on without it: nodes that train report again where they are"
 
 _encode = msgspec.json.Encoder().encode
@@ -108,11 +107,9 @@ class Journal:
         job, _ = self.load(Policy())
         if job.ended is None:
             return ""
-        when = dt.datetime.fromtimestamp(job.ended, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         nodes = job.rendezvous
         return (
-            f"{self._path}: holds a job that has ended ({nodes.outcome})\n"
-            f"It ended at {when}: {nodes.reason}\n"
+            f"{self._path}: holds a job that has ended ({nodes.outcome})\n{nodes.reason}\n"
             "For a new job give another file to --state, or remove this one"
         )
 

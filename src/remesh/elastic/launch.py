@@ -33,16 +33,14 @@ from torch.distributed.run import (
 from remesh.elastic import directories, script
 from remesh.elastic.agent import Agent, guarded
 from remesh.elastic.client import read_token
-from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import BACKEND, PATIENCE, Handler, make_handler
-from remesh.elastic.job import HangAction, Policy
+from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.lifecycle import EXIT_JOB_FAILED, Limits
 from remesh.elastic.master import Master
 from remesh.elastic.node_check import run_test
 from remesh.elastic.process_socket import ProcessSockets
 from remesh.elastic.processes import Processes, completed
-from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
 from remesh.elastic.warm import Warm, modules_of
@@ -150,12 +148,6 @@ def _add_process_options(ours: argparse._ArgumentGroup) -> None:
         "a script that uses remesh.elastic imports first of torch, numpy and remesh",
     )
     ours.add_argument(
-        "--prepare",
-        action="store_true",
-        help="start the processes before this node joins, and let the `prepare` that the script "
-        "gives to remesh.elastic.run make what they need",
-    )
-    ours.add_argument(
         "--snapshot-dir",
         default=directories.MEMORY,
         metavar="DIR",
@@ -167,27 +159,11 @@ def _add_master_options(parser: argparse.ArgumentParser) -> None:
     """The options of the master that a job of one machine starts for itself."""
     own = parser.add_argument_group("remesh, without --master")
     own.add_argument(
-        "--heartbeat-timeout", type=float, default=HEARTBEAT_TIMEOUT, help="seconds of silence"
-    )
-    own.add_argument("--check", action="store_true", help="test the node before training")
-    own.add_argument("--save-grace", type=float, default=60.0, help="seconds to wait for a save")
-    own.add_argument(
         "--hang-timeout",
         type=float,
         help="seconds without a step after which the job hangs; 0: never; by default this follows "
         "from its steps, and is an hour at least",
     )
-    own.add_argument(
-        "--hang-action", choices=[action.value for action in HangAction], default="restart"
-    )
-    own.add_argument(
-        "--restart-refill",
-        type=_positive,
-        metavar="SECONDS",
-        help="give one charged restart back every so many seconds",
-    )
-    own.add_argument("--failure-patterns", metavar="FILE", help="JSON: see docs/elastic.md")
-    own.add_argument("--state", default=":memory:", metavar="FILE", help="the master's journal")
     own.add_argument("--port", type=int, default=0, help="the master's port")
 
 
@@ -273,27 +249,9 @@ def _use_runner(options: argparse.Namespace) -> None:
 
 
 def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
-    names = ("heartbeat_timeout", "check", "save_grace", "hang_timeout", "restart_refill")
-    policy = Policy(
-        **{name: getattr(options, name) for name in names},
-        hang_action=HangAction(options.hang_action),
-        patterns=read_patterns(options.failure_patterns),
-    )
-
-    def make() -> Master:
-        journal = Journal(options.state)
-        if ended := journal.ended():  # its only agent has been told
-            journal.close()
-            raise StorageError(ended)
-        return Master(policy, journal)
-
+    master = Master(Policy(hang_timeout=options.hang_timeout), Journal(":memory:"))
     try:
-        return ServerThread(
-            make,
-            ServerOptions(port=options.port, token=token),
-        )
-    except StorageError:
-        raise
+        return ServerThread(master, ServerOptions(port=options.port, token=token))
     except OSError as error:
         raise StorageError(
             f"cannot listen on port {options.port}: {error}\n"
@@ -338,7 +296,6 @@ def _run_agent(
         reentry=options.reentry_timeout,
         shutdown=config.shutdown_timeout or 0.0,
         patience=options.master_patience,
-        prepares=options.prepare,
     )
     with (
         directories.agent_directory(tempfile.gettempdir(), directories.SOCKETS) as directory,

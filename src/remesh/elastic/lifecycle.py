@@ -49,13 +49,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     reentry: float  # for a process to leave a training function that is entered again
     shutdown: float  # for any other process to end after a signal
     patience: float  # for a master that does not answer
-    prepares: bool = False  # whether processes start before the node joins
 
 
 class Phase(StrEnum):
     """What an agent is about."""
 
-    CHANGE = "change"  # processes get from one world, or from what they prepare, into the next
+    CHANGE = "change"  # processes get from one world into the next
     TRAIN = "train"
     FINISHED = "finished"  # all processes have succeeded, other nodes may not
 
@@ -70,7 +69,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     has_failed: bool = False  # in a change: whether it follows from failures of this node
     is_reported: bool = False  # in such a change: whether they were reported
     joins: bool = False  # in a change: whether the node has joined the next round
-    prepares: bool = False  # whether processes make what they need before the node joins
     num_in_vain: int = 0  # starts in a row that failed without a step
     hold: Request | None = None  # what the ranks are asked for, before they have to stop
     held_since: float = 0.0
@@ -91,12 +89,6 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Actions ------------------------------------------------------------------------------------------
-
-
-class Prepare(msgspec.Struct, frozen=True):
-    """Start all processes outside of any world, ordered to leave it."""
-
-    order: int
 
 
 class OrderToLeave(msgspec.Struct, frozen=True):
@@ -150,7 +142,7 @@ class Exit(msgspec.Struct, frozen=True):
     outcome: Outcome | None = None  # with which the node leaves the job, if it has to say so
 
 
-Action: TypeAlias = Prepare | OrderToLeave | End | JoinRound | Enter | Hold | Tell | Exit
+Action: TypeAlias = OrderToLeave | End | JoinRound | Enter | Hold | Tell | Exit
 Next: TypeAlias = tuple[State, list[Action]]
 
 
@@ -159,8 +151,6 @@ Next: TypeAlias = tuple[State, list[Action]]
 
 def begin(limits: Limits) -> Next:
     """The first step of an agent."""
-    if limits.prepares:
-        return State(limits=limits, phase=Phase.CHANGE, prepares=True, order=1), [Prepare(1)]
     return State(limits=limits, phase=Phase.CHANGE, joins=True), [JoinRound()]
 
 
@@ -211,9 +201,7 @@ def _change(state: State, seen: Seen, now: float) -> Next:
             why = f"no end of the process within {state.limits.shutdown:g} s"
         return state, [End(inside, signal.SIGKILL, f"{why}: killed and started again")]
     if not state.joins:
-        # Processes that prepare get out by themselves, and the node joins after that.
-        awaited = inside if state.prepares else inside - seen.reports.keys()
-        if awaited and not (state.prepares and seen.drains):
+        if inside - seen.reports.keys():
             return state, []
         return _join(state, seen)
     if inside:
@@ -243,7 +231,7 @@ def _join(state: State, seen: Seen) -> Next:
         pause = restart_pause(state.num_in_vain)
     if seen.drains:
         return state, [Exit(EXIT_DRAINED, "its processes had stopped already", Outcome.DRAINED)]
-    return replace(state, joins=True, prepares=False), [JoinRound(pause)]
+    return replace(state, joins=True), [JoinRound(pause)]
 
 
 def _train(state: State, seen: Seen, now: float) -> Next:

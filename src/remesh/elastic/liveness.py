@@ -259,26 +259,11 @@ def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
             live.progress = msgspec.structs.replace(live.progress, moved=now)
             return [jobs.StacksCollected(nodes.round)]
         return []
-    limit = progress.hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges.count)
+    limit = progress.hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges)
     if nodes.broken is None and progress.hangs(live.progress, now, limit):
         live.hung_at, live.stacks, live.answered = now, {}, set()
-        return [jobs.HangDetected(nodes.round, _pause_text(live, now))]
+        silent, lagging = now - live.progress.moved, progress.lagging_ranks(live.ranks)
+        behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
+        reason = f"no rank has finished a step for {silent:.0f} s{behind}"
+        return [jobs.HangDetected(nodes.round, reason)]
     return []
-
-
-def _pause_text(live: Liveness, now: float) -> str:
-    silent = now - live.progress.moved
-    lagging = progress.lagging_ranks(live.ranks)
-    behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
-    return f"no rank has finished a step for {silent:.0f} s{behind}"
-
-
-def long_pause(live: Liveness, job: JobState, now: float) -> str:
-    """That the job makes no steps, for longer than usual and without a reason; empty otherwise."""
-    nodes = job.rendezvous
-    if live.round != nodes.round or nodes.broken is not None:
-        return ""
-    runs = nodes.outcome is None and bool(nodes.active) and job.check is None
-    if not runs or job.save_request is not None or job.hanging is not None:
-        return ""
-    return _pause_text(live, now) if progress.is_long(live.progress, now) else ""

@@ -5,7 +5,7 @@ messages that come together share one write of the journal. What a node has to d
 job as the journal has it (`job.content_of`). That is looked at after each message of the node that
 is no heartbeat, and for all nodes when the job has changed in what concerns them all. A session
 gets an instruction only if its content is another one than before. While the journal cannot be
-written (the disk is full, say) the master goes on, reports it, and tries again every second.
+written (the disk is full, say) the master goes on, reports it, and tries again.
 
 Time is the wall clock's when the master starts, and steady from then on: setting the clock does
 not make nodes look dead. All state is in this object and its journal. Neither torch nor a GPU is
@@ -16,11 +16,9 @@ needed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import os
-import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +32,7 @@ from remesh.elastic.job import Event, JobState, NodeHeld, NodeLost, Policy, Tick
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.protocol import Sender
-from remesh.elastic.rendezvous import MAX_LISTED, Settings, leaving
+from remesh.elastic.rendezvous import MAX_LISTED, Settings, fits_without
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -45,12 +43,6 @@ MOST_LATE = 1.0
 WRITE_PAUSES = 4.0
 """How many times as long as the processor is busy with a write no other one follows: however large
 the job is, a fifth of a core writes it."""
-RETRY_SECONDS = 1.0
-"""Seconds between two attempts to write a journal that could not be written."""
-POLL_SECONDS = 0.5
-"""Time between two looks whether a node is excluded."""
-FINISH_SECONDS = 5.0
-"""How long a command that runs when the master ends has to finish, before it is killed."""
 
 
 class RefusedError(Exception):
@@ -94,14 +86,13 @@ class Master:
     ) -> None:
         self._journal = journal
         self._on_excluded = on_excluded
+        self._reported: set[tuple[int, str]] = set()  # the nodes for which it has run
         self.job, last = journal.load(policy)
         if ended := journal.ended():  # agents may still have to be told
             journal.warnings.append(ended)
         for text in journal.warnings:
             log.warning(text)
-        self._failing_since: float | None = None  # since when the journal cannot be written
-        self._problem, self._retry_at = "", 0.0  # why, and when it is tried again
-        self._is_pausing = False  # whether it was logged that no steps are made
+        self._problem = ""  # why the journal cannot be written; empty if it can
         self.clock = SteadyClock(last) if clock is None else clock
         self.live = Liveness.after_start(self.job, self.clock())
         self._given = self.job  # the job that was last given to the journal
@@ -116,20 +107,15 @@ class Master:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings for those who operate the job: of the master itself, and of the steps."""
+        """The warnings for those who operate the job."""
         found = [*self._journal.warnings]
-        if pause := liveness.long_pause(self.live, self.job, self.clock()):
-            found.append(pause)
-        if self.job.missing_rounds:
-            found.append(self.job.missing_rounds)
-        if self._failing_since is not None:
-            seconds = self.clock() - self._failing_since
-            found.append(f"not written for {seconds:.0f} s: {self._problem}")
+        if self._problem:
+            found.append(f"not written: {self._problem}")
         return tuple(found)
 
     @property
     def is_written(self) -> bool:
-        return self._failing_since is None
+        return not self._problem
 
     def apply(self, event: Event) -> None:
         """Apply an event to the job; `written` returns when it is durable."""
@@ -162,8 +148,7 @@ class Master:
         self._last_write, self._next_write = self._next_write, None
         job, due, now = self.job, self._due, self.clock()
         self._given, self._due = job, set()
-        is_new = job is not self._durable or self._failing_since is not None
-        if is_new and now >= self._retry_at:
+        if job is not self._durable or self._problem:
             await self._try_to_write(job, now)
         self._follow(job, due)
 
@@ -171,20 +156,20 @@ class Master:
         try:
             cost = await asyncio.to_thread(self._store, job, now)
         except StorageError as error:
-            self._problem, self._retry_at = str(error), now + RETRY_SECONDS
-            if self._failing_since is None:
-                self._failing_since = now
+            if not self._problem:
                 log.error(
                     "%s\n"
                     "The job goes on, but a master that is started again would not know the events "
                     "from now on: free space on the disk, or find why the file cannot be written",
                     error,
                 )
+            self._problem = str(error)
+            self._write_at = asyncio.get_running_loop().time() + TICK_SECONDS
             return
         self._write_at = asyncio.get_running_loop().time() + WRITE_PAUSES * cost
-        if self._failing_since is not None:
-            log.warning("the journal is written again, after %.0f s", now - self._failing_since)
-            self._failing_since = None
+        if self._problem:
+            log.warning("the journal is written again")
+            self._problem = ""
 
     def _store(self, job: JobState, now: float) -> float:
         """Write the job; the seconds of the processor that it took."""
@@ -194,7 +179,6 @@ class Master:
 
     async def close(self) -> None:
         """Write what is pending, and close the journal."""
-        self._retry_at = -math.inf
         await self.written()
         self._journal.close()
 
@@ -208,25 +192,42 @@ class Master:
         for event in liveness.events_of_time(self.live, self.job, self.clock()):
             self.apply(event)
         self.apply(Tick())
-        pause = liveness.long_pause(self.live, self.job, self.clock())
-        if pause and not self._is_pausing:
-            log.warning("%s; it may hang", pause)
-        self._is_pausing = bool(pause)
 
     async def keep_time(self, *, end_with_job: bool = False) -> None:
         """Note several times a second that time passes, until this is cancelled."""
-        loop, ending = asyncio.get_running_loop(), asyncio.Event()
-        telling = loop.create_task(report_exclusions(lambda: self.job, self._on_excluded, ending))
-        try:
-            while not (end_with_job and liveness.is_over(self.live, self.job, self.clock())):
-                due = loop.time() + TICK_SECONDS
-                await asyncio.sleep(TICK_SECONDS)
-                self.tick(loop.time() - due)
-                await self.written()
-        finally:
-            ending.set()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(telling, FINISH_SECONDS)
+        loop = asyncio.get_running_loop()
+        while not (end_with_job and liveness.is_over(self.live, self.job, self.clock())):
+            due = loop.time() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+            self.tick(loop.time() - due)
+            if self._on_excluded is not None:
+                self._report_exclusions(self._on_excluded)
+            await self.written()
+
+    def _report_exclusions(self, command: str) -> None:
+        """Run a command of the user's for each node that the job has excluded since.
+
+        A scheduler does not hear of an exclusion: the command tells it. It runs by itself, and
+        again after a restart of the master, which cannot know how far it came.
+        """
+        for node_id, (incarnation, reason) in self.job.rendezvous.excluded.items():
+            if (node_id, incarnation) in self._reported:
+                continue
+            self._reported.add((node_id, incarnation))
+            name = next((name for name, number in self.job.names.items() if number == node_id), "")
+            what = {"REMESH_NODE": name, "REMESH_NODE_ID": str(node_id), "REMESH_REASON": reason}
+            try:
+                subprocess.run(  # noqa: S602 - the user's own
+                    f"(\n{command}\n) &",
+                    shell=True,
+                    check=False,
+                    env=os.environ | what,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.stderr,  # what it prints must not be taken for the URL, on stdout
+                    start_new_session=True,
+                )
+            except OSError as error:
+                log.error("the command for the excluded node %s does not start: %s", name, error)
 
     def _follow(self, job: JobState, due: set[Connection]) -> None:
         """Let instructions follow from a job: for all nodes if it concerns them, or those due."""
@@ -235,36 +236,35 @@ class Master:
         for connection in list(self._connections.values()) if everyone else due:
             self._show(connection)
 
-    def set_node(self, given: protocol.SetNode) -> protocol.NodeSet:
+    def set_node(self, given: protocol.SetNode) -> None:
         """Exclude a node by hand, or use it again.
 
-        Returns:
-            Whether a node that is excluded stays for now.
-
         Raises:
-            RefusedError: If there is no such node, it is not excluded, or the job has ended.
+            RefusedError: If there is no such node, it is not excluded, the others cannot go on
+                without it, or the job has ended.
         """
-        names, held = self.job.names, self.job.rendezvous.held
+        names, nodes = self.job.names, self.job.rendezvous
         node_id = names.get(given.node)
         if node_id is None:
             node_id = next((number for number in names.values() if str(number) == given.node), None)
         if node_id is None:
             known = ", ".join(sorted(names)[:MAX_LISTED]) or "none yet"
             raise RefusedError(f"the job has no node {given.node}; it has {known}")
-        if self.job.rendezvous.outcome is not None:
-            raise RefusedError(f"the job has {self.job.rendezvous.outcome}: no world follows")
+        if nodes.outcome is not None:
+            raise RefusedError(f"the job has {nodes.outcome}: no world follows")
         if not given.is_used:
+            if node_id in nodes.active and not fits_without(nodes, {node_id, *nodes.held}):
+                raise RefusedError(
+                    f"the others cannot go on without node {given.node}\nStart another node first"
+                )
             self.apply(NodeHeld(node_id, given.reason or "no reason given"))
-        elif node_id in held:
+        elif node_id in nodes.held:
             self.apply(NodeHeld(node_id, None))
         else:
             raise RefusedError(
                 f"node {given.node} is not excluded by hand\n"
                 "One that the master has excluded is used again when its agent is started again"
             )
-        nodes = self.job.rendezvous
-        stays = node_id in nodes.held and node_id in nodes.active and nodes.broken is None
-        return protocol.NodeSet(stays=stays and node_id not in leaving(nodes))
 
     def on_message(self, connection: Connection, message: protocol.Message) -> None:
         """Take a message of an agent; one that is heard a second time has no further effect.
@@ -376,58 +376,3 @@ def _new_lines(before: JobState, after: JobState) -> list[jobs.HistoryLine]:
             break
         lines.append(line)
     return lines[::-1]
-
-
-async def report_exclusions(
-    current: Callable[[], JobState], command: str | None, ending: asyncio.Event
-) -> None:
-    """Run a command of the user's, if any, for each node that a job excludes, until `ending`.
-
-    A scheduler does not hear of an exclusion: the command tells it. It runs once for each, one
-    after the other, and again after a restart of the master, which cannot know how far the command
-    came.
-    """
-    told: set[tuple[int, str]] = set()
-    while command is not None and not ending.is_set():
-        job = current()
-        for node_id, (incarnation, reason) in job.rendezvous.excluded.items():
-            if ending.is_set() or (node_id, incarnation) in told:
-                continue
-            told.add((node_id, incarnation))
-            name = next((name for name, number in job.names.items() if number == node_id), "")
-            what = {
-                "REMESH_NODE": name,
-                "REMESH_NODE_ID": str(node_id),
-                "REMESH_REASON": reason,
-            }
-            await _run(command, what, name)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_SECONDS):
-                await ending.wait()
-
-
-async def _run(command: str, what: dict[str, str], name: str) -> None:
-    """Run a command, and kill it with all that it has started if this is cancelled."""
-    try:
-        process = await asyncio.create_subprocess_shell(
-            command,
-            env=os.environ | what,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.stderr,  # what it prints must not be taken for the URL, which is on stdout
-            start_new_session=True,
-        )
-    except OSError as error:
-        log.error("the command for the excluded node %s cannot be started: %s", name, error)
-        return
-    try:
-        code = await process.wait()
-    except asyncio.CancelledError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        log.error("the command for the excluded node %s is killed: the master ends", name)
-        raise
-    if code:
-        log.error("the command for the excluded node %s ended with code %d", name, code)
-    else:
-        log.info("the command for the excluded node %s has run", name)

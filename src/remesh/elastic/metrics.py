@@ -48,7 +48,7 @@ def _metrics(status: Status, num_requests: int, *, failing: bool) -> Iterator[Me
             yield GaugeMetricFamily(name, text, value=value)
     num_failed = sum(len(failed.failures) for failed in status.failures)
     for name, text, count in (
-        ("remesh_restarts", "Rounds after the first", status.num_restarts),
+        ("remesh_restarts", "Rounds after the first", max(status.round - 1, 0)),
         ("remesh_requests", "Requests since the master started", num_requests),
         ("remesh_process_failures", "Processes that failed", num_failed),
     ):

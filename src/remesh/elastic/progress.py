@@ -4,10 +4,6 @@
 that were made times the usual duration of one, over the time since the job began. Steps that are
 repeated after a failure count once, so what a failure costs (detection, restart, loading, repeated
 steps) is what is missing from 1. DLRover's report on effective training time measures the same.
-
-A *trend* is a list of samples of bounded length, for the charts of the page. When it is full, every
-second sample is dropped and the samples that follow are twice as far apart, so that it always
-covers the whole job.
 """
 
 from __future__ import annotations
@@ -22,19 +18,11 @@ NUM_RECENT = 64
 """Durations of steps that are remembered for the usual one."""
 SLOW_FACTOR = 1.5
 """A rank is slow if its steps take this many times the median of all ranks."""
-WARN_FACTOR = 10.0
-WARN_SECONDS = 60.0
-"""A pause is long after so many usual steps, and after so many seconds at least."""
 HANG_FACTOR = 100.0
 HANG_PAUSES = 3.0
 HANG_SECONDS = 3600.0
-"""The same for a hang, if no limit was given; and so many times the longest pause so far."""
-
-
-MAX_SAMPLES = 240
-"""Samples of a trend, at most."""
-FIRST_INTERVAL = 1.0
-"""Seconds between the samples of a job that has just begun, at least."""
+"""If no limit was given, a job hangs after so many usual steps, so many times the longest pause so
+far, and so many seconds at least."""
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -118,18 +106,14 @@ def goodput(progress: TrainingProgress, now: float) -> float | None:
     return min(num_steps * median(progress.recent) / elapsed, 1.0)
 
 
+def usual_step(progress: TrainingProgress) -> float | None:
+    """How long a step takes mostly, in seconds; None if that is not known."""
+    return median(progress.recent) if progress.recent else None
+
+
 def pause_of(progress: TrainingProgress, now: float) -> float | None:
     """Seconds since a rank has finished a step; None before the first one of the round."""
     return None if progress.round_step is None else max(now - progress.moved, 0.0)
-
-
-def is_long(progress: TrainingProgress, now: float) -> bool:
-    """True if no rank has finished a step for much longer than a step usually takes."""
-    pause = pause_of(progress, now)
-    if pause is None:
-        return False
-    usual = median(progress.recent) if progress.recent else HANG_SECONDS / WARN_FACTOR
-    return pause > max(WARN_FACTOR * usual, WARN_SECONDS)
 
 
 def hang_limit(progress: TrainingProgress, given: float | None, num_hangs: int) -> float:
@@ -179,41 +163,3 @@ def lagging_ranks(ranks: Mapping[int, RankProgress]) -> list[int]:
         return []
     fewest = min(steps.values())
     return sorted(rank for rank, step in steps.items() if step == fewest)
-
-
-class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A job at one time."""
-
-    time: float  # when, in seconds since the epoch
-    num_ranks: int  # ranks of the world
-    step: int | None  # the highest step of any rank
-    step_seconds: float | None  # the usual duration of a step
-    goodput: float | None  # the goodput until then
-
-
-class Trend(msgspec.Struct, frozen=True):
-    """Samples of a job, oldest first."""
-
-    samples: tuple[Sample, ...] = ()
-    interval: float = FIRST_INTERVAL
-    """Seconds between two of them, at least, if the number of ranks stays the same."""
-
-
-def sample(known: TrainingProgress | None, ranks: int, now: float) -> Sample:
-    """A job now, from what is known of its training and the number of its ranks."""
-    if known is None:
-        return Sample(now, ranks, None, None, None)
-    usual = median(known.recent) if known.recent else None
-    return Sample(now, ranks, known.last_step, usual, goodput(known, now))
-
-
-def extend(trend: Trend, new: Sample) -> Trend:
-    """The trend with a new sample, unless the last one is too near."""
-    samples, interval = trend.samples, trend.interval
-    is_near = bool(samples) and new.time - samples[-1].time < interval
-    if is_near and new.num_ranks == samples[-1].num_ranks:
-        return trend
-    samples = (*samples, new)
-    if len(samples) > MAX_SAMPLES:
-        samples, interval = (*samples[:-1:2], new), 2 * interval
-    return Trend(samples, interval)

@@ -221,12 +221,6 @@ class SetNode(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class NodeSet(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: a node is excluded or used again."""
-
-    stays: bool  # whether it stays until the others can go on without it
-
-
 class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Test all nodes before the next round (sent by `remesh check`)."""
 

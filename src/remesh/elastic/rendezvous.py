@@ -133,22 +133,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
             return self.ready
         return {number: node for number, node in self.ready.items() if number not in self.held}
 
-    @property
-    def candidates(self) -> dict[int, Node]:
-        """The nodes of which the next world is formed.
-
-        If the usable ones are too few, members of the last world that are held stay, those that
-        were held last first.
-        """
-        found = self.usable
-        for node_id in reversed(self.held):
-            node = self.ready.get(node_id)
-            if self.settings.fitting(len(found)):
-                break
-            if node is not None and self.member(node_id) == node:
-                found = {**found, node_id: node}
-        return found
-
     def place(self, node_id: int) -> int | None:
         """The place of a node in the last world; None if it was not in it."""
         if node_id < len(self.world) and self.world[node_id].id == node_id:
@@ -247,17 +231,20 @@ def hold(state: Rendezvous, node_id: int, reason: str | None, now: float) -> Ren
 
 
 def leaving(state: Rendezvous) -> list[int]:
-    """The members that are held and that the others can form a world without, oldest first.
+    """The members that are held, if the others can form a world without them.
 
-    Nothing of a world that is broken, or is ending: members that have finished start no other one.
+    None of a world that is broken, or is ending: members that have finished start no other one.
     """
     if state.broken is not None or state.finished or state.outcome is not None:
         return []
     held = [node_id for node_id in state.held if node_id in state.active]
-    num_nodes = len(state.active) + len(state.usable)
-    return next(
-        (held[:k] for k in range(len(held), 0, -1) if state.settings.fitting(num_nodes - k)), []
-    )
+    return held if fits_without(state, held) else []
+
+
+def fits_without(state: Rendezvous, node_ids: Collection[int]) -> bool:
+    """True if the nodes that are there form a world without some, and without those that wait."""
+    left = (state.active.keys() | state.usable.keys()) - set(node_ids)
+    return bool(state.settings.fitting(len(left)))
 
 
 def break_world(state: Rendezvous, change: Change, reason: str) -> Rendezvous:
@@ -302,7 +289,7 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
     if state.active:
         return state
     settings = state.settings
-    candidates = state.candidates
+    candidates = state.usable
     size = settings.fitting(len(candidates))
     since = state.without_world_since
     if not size:

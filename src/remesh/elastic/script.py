@@ -25,7 +25,6 @@ import ctypes
 import gc
 import io
 import os
-import pkgutil
 import runpy
 import signal
 import socket
@@ -35,8 +34,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import FileLoader
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
@@ -175,31 +173,19 @@ def _run_script(path: str, arguments: Sequence[str]) -> None:
     sys.argv = [path, *arguments]
     main = _fresh_main()
     file = str(Path(path).absolute())
-    if pkgutil.get_importer(path) is not None:  # a directory or an archive with a __main__.py
-        sys.path.insert(0, file) if sys.flags.safe_path else _set_first_path(file)
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined] # noqa: SLF001
-        return
     _set_first_path(str(Path(path).resolve().parent))
     main.__dict__.update(__file__=file, __cached__=None)
-    code, main.__loader__ = _read(file)
-    exec(code, main.__dict__)  # noqa: S102 - the user's script
-
-
-def _read(file: str) -> tuple[types.CodeType, FileLoader]:
-    """A script's code, and what Python says that it was loaded by."""
+    main.__loader__ = SourceFileLoader("__main__", file)
     try:
         with io.open_code(file) as stream:
-            code = pkgutil.read_code(stream)
-            stream.seek(0)
             source = stream.read()
     except OSError as error:
         _complain(
             f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}"
         )
         raise SystemExit(_EXIT_USAGE) from error
-    if code is not None:
-        return code, SourcelessFileLoader("__main__", file)
-    return compile(source, file, "exec", dont_inherit=True), SourceFileLoader("__main__", file)
+    code = compile(source, file, "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 - the user's script
 
 
 def _fresh_main() -> types.ModuleType:

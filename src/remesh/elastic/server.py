@@ -1,11 +1,9 @@
 """The master's sockets: the sessions of agents, the page, the status and the metrics.
 
 Any process that reaches the port can control the job, so the master listens on the loopback address
-unless a token is set. It refuses requests that are too large, and too many requests of one address;
-an agent that sends too much is read more slowly. Requests without the token are limited by
-themselves, so they do not use up the limits of others. Connections that send no request are closed
-after some seconds, or earlier if the limit of open files is reached. The page holds no secrets; it
-asks for the token when its requests are refused.
+unless a token is set. It refuses requests that are too large. Connections that send no request are
+closed after some seconds. The page holds no secrets; it asks for the token when its requests are
+refused.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ import functools
 import hmac
 import logging
 import math
-import resource
 import socket
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,7 +35,7 @@ from remesh.elastic import protocol
 from remesh.elastic.master import Connection, Master, RefusedError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
 from remesh.elastic.protocol import PROTOCOL_VERSION, Instruction, Message, Problem
-from remesh.elastic.status import Query, Status, status_of
+from remesh.elastic.status import OF_A_PAGE, OF_ALL, Limits, Status, status_of
 
 T = TypeVar("T")
 
@@ -53,19 +49,9 @@ SWEEP_SECONDS = 1.0
 """Time between two looks at which connections have sent no request."""
 MAX_WAITING = 4096
 """Connections that the system keeps until they are accepted."""
-MAX_ACCEPTED = 16
-"""Connections that are accepted before those that were accepted can say something."""
-KEPT_FILES = 64
-"""Open files that are not for connections."""
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 MAX_MESSAGE_BYTES = 8 << 20
 """Larger messages are refused."""
-BURST_SECONDS = 5.0
-"""A sender that was silent may send the requests of so many seconds at once."""
-TOO_MANY_PAUSE = 0.5
-"""Seconds for which an agent that has sent too much is not read."""
-MAX_WRONG_TOKENS = 2.0
-"""Wrong tokens a second from one address that are answered as such."""
 QUIET_SECONDS = 60.0
 """Seconds for which a message of the log is not logged again."""
 MAX_MESSAGES = 1000
@@ -87,8 +73,6 @@ class ServerOptions:
     port: int = 0  # port; 0 for any free one
     token: str = ""  # what requests must carry; empty: nothing, on the loopback address only
     tls: ssl.SSLContext | None = None  # certificate and key, if it speaks HTTPS
-    max_requests_per_second: float = 2000.0
-    """More of one address are refused, to be sent again later; more of one agent are read later."""
 
     def __post_init__(self) -> None:
         if not self.token and self.host not in ("127.0.0.1", "::1", "localhost"):
@@ -100,28 +84,20 @@ class ServerOptions:
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a log message pass once a minute, then with the number of its repeats.
-
-    Those that differ only in their arguments are one message.
-    """
+    """Lets a log message pass once a minute; those that differ in their arguments are one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._said: dict[tuple[int, str], tuple[float, int]] = {}
+        self._said: dict[tuple[int, str], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         now, message = self._clock(), (record.levelno, str(record.msg))
-        at, num_repeated = self._said.get(message, (None, 0))
-        if at is not None and now - at < QUIET_SECONDS:
-            self._said[message] = at, num_repeated + 1
+        if now - self._said.get(message, -math.inf) < QUIET_SECONDS:
             return False
         if len(self._said) >= MAX_MESSAGES:
             self._said = {}
-        self._said[message] = now, 0
-        if num_repeated:
-            record.msg = f"{record.getMessage()} ({num_repeated} more like this since the last one)"
-            record.args = ()
+        self._said[message] = now
         return True
 
 
@@ -130,10 +106,8 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 _numbers = count()
 
 
-def _reply(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=_encode(body), status=status, content_type="application/json", headers=headers
-    )
+def _reply(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=_encode(body), status=status, content_type="application/json")
 
 
 def is_trusted(given: str, token: str) -> bool:
@@ -145,39 +119,17 @@ def is_trusted(given: str, token: str) -> bool:
     return hmac.compare_digest(sent, f"Bearer {token}".encode())
 
 
-class RateLimit:
-    """So many requests a second of each sender, counted over `BURST_SECONDS`.
-
-    Nodes meet all at once, and then beat steadily.
-    """
-
-    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = per_second * BURST_SECONDS
-        self._clock = clock
-        self._counts: Counter[str] = Counter()
-        self._since = -math.inf
-
-    def allows(self, sender: str) -> bool:
-        """True if a request that a sender makes now is answered."""
-        now = self._clock()
-        if now - self._since >= BURST_SECONDS:
-            self._since, self._counts = now, Counter()
-        self._counts[sender] += 1
-        return self._counts[sender] <= self._most
-
-
 class AgentSocket:
     """The session of one agent: a WebSocket.
 
     Each message is passed to the master at once. The master does not wait for an agent that does
     not read: the newest instruction replaces one that has not been sent. When the agent closes the
-    session, the master closes it too, as soon as the journal has what the agent has said. An agent
-    that sends too much is read more slowly. Data that is no message ends the session.
+    session, the master closes it too, as soon as the journal has what the agent has said. Data that
+    is no message ends the session.
     """
 
-    def __init__(self, master: Master, limit: RateLimit) -> None:
+    def __init__(self, master: Master) -> None:
         self._master = master
-        self._limit = limit
         self._socket = web.WebSocketResponse(
             autoclose=False, compress=False, max_msg_size=MAX_MESSAGE_BYTES
         )
@@ -207,8 +159,6 @@ class AgentSocket:
                     raise msgspec.DecodeError("it is no binary message")
                 said = _decode(message.data)
                 self._master.num_messages += 1
-                if not self._limit.allows(said.incarnation):
-                    await asyncio.sleep(TOO_MANY_PAUSE)
                 self._master.on_message(self._connection, said)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             log.warning("a session with %s is ended, it sent no message: %s", request.remote, error)
@@ -251,13 +201,8 @@ class Server:
     def __init__(self, master: Master, options: ServerOptions) -> None:
         self._master = master
         self._options = options
-        self._limit = RateLimit(options.max_requests_per_second)
-        self._wrong = RateLimit(MAX_WRONG_TOKENS)
         self._sockets: WeakSet[AgentSocket] = WeakSet()
-        self._known: set[Any] = set()  # connections with a valid request, or that are being closed
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        is_unlimited = soft == resource.RLIM_INFINITY
-        self._most = 1 << 20 if is_unlimited else max(soft - KEPT_FILES, 16)  # connections
+        self._known: set[Any] = set()  # connections with a valid request
 
     def make_app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_MESSAGE_BYTES)
@@ -273,18 +218,13 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests without the token, too many of one address, and late ones."""
+        """Refuse requests without the token, and late ones."""
         self._master.num_messages += 1
         given, name = request.headers.get("Authorization", ""), request.match_info.route.name
         if name != "page" and not is_trusted(given, self._options.token):
-            if not self._wrong.allows(request.remote or ""):
-                return _too_many()
             log.warning("a request from %s has not the token", request.remote)
             text = "the token is missing or wrong (Authorization: Bearer ...)"
             return _reply(Problem(text), 401)
-        # Agents are limited one by one.
-        if name not in ("page", "session") and not self._limit.allows(request.remote or ""):
-            return _too_many()
         try:
             if name != "session":
                 await asyncio.wait_for(request.read(), REQUEST_SECONDS)
@@ -299,7 +239,7 @@ class Server:
         if "Upgrade" not in request.headers:
             text = "a session is a WebSocket; a proxy before the master must forward its upgrade"
             return _reply(Problem(text), 426)
-        agent = AgentSocket(self._master, self._limit)
+        agent = AgentSocket(self._master)
         self._sockets.add(agent)
         return await agent.serve(request)
 
@@ -307,16 +247,12 @@ class Server:
         for agent in list(self._sockets):
             agent.end()
 
-    def _seen(self, query: Query | None = None) -> Status:
+    def _seen(self, limits: Limits = OF_ALL) -> Status:
         master = self._master
-        return status_of(master.job, master.live, master.clock(), master.warnings, query)
+        return status_of(master.job, master.live, master.clock(), master.warnings, limits)
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
-        try:
-            query = msgspec.convert(dict(request.query), Query, strict=False)
-        except msgspec.ValidationError as error:
-            return _reply(Problem(f"status: {error}"), 400)
-        return _reply(self._seen(query if request.query else None))
+        return _reply(self._seen(OF_A_PAGE if "page" in request.query else OF_ALL))
 
     async def _check(self, request: web.Request) -> web.StreamResponse:
         return await self._order(request, protocol.RequestCheck, self._master.apply)
@@ -333,36 +269,19 @@ class Server:
             return _reply(Problem("send application/json"), 415)
         try:
             asked = msgspec.json.decode(await request.read(), type=kind)
-            answer = follow(asked)
+            follow(asked)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             name = request.path.rpartition("/")[2]
             return _reply(Problem(f"{name}: {error}"), 400)
         except RefusedError as error:
             return _reply(Problem(str(error)), 409)
         await self._master.written()
-        return _reply({} if answer is None else answer)
+        return _reply({})
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
         failing = not self._master.is_written
         text = render_metrics(self._seen(), self._master.num_messages, journal_failing=failing)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
-
-    def accept(self, server: web.Server) -> asyncio.Protocol:
-        """The protocol of a new connection, for which another one may have to be closed."""
-        connections = server.connections
-        if len(connections) >= self._most:
-            # In the order in which they were accepted.
-            silent = next((each for each in connections if each not in self._known), None)
-            if silent is None:
-                log.warning("all %d connections are in use; further ones are refused", self._most)
-                return _Refused()
-            log.warning("too many connections are open: those without a request are closed")
-            self._close(silent)
-        return server()
-
-    def _close(self, connection: Any) -> None:
-        self._known.add(connection)
-        connection.force_close()
 
     async def close_silent(self, server: web.Server) -> None:
         """Close connections that have not sent a request in time, until this is cancelled."""
@@ -374,15 +293,7 @@ class Server:
             since = {each: since.get(each, now) for each in connections - self._known}
             for each, at in since.items():
                 if now - at > REQUEST_SECONDS:
-                    self._close(each)
-
-
-class _Refused(asyncio.Protocol):
-    """A connection for which there is no room."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+                    each.force_close()
 
 
 async def _page(_request: web.Request) -> web.StreamResponse:
@@ -398,10 +309,6 @@ async def _refuse_other(request: web.Request) -> web.StreamResponse:
         f"{PROTOCOL_VERSION}; install the same remesh everywhere"
     )
     return _reply(Problem(text), 400)
-
-
-def _too_many() -> web.Response:
-    return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
 
 
 async def serve(
@@ -431,19 +338,16 @@ async def serve(
         stack.callback(server.end_sessions)
         assert runner.server is not None
         stack.callback(asyncio.create_task(server.close_silent(runner.server)).cancel)
-        port = await _listen(functools.partial(server.accept, runner.server), options, stack)
+        port = await _listen(runner, options)
         scheme = "https" if options.tls is not None else "http"
         on_ready(f"{scheme}://{options.host}:{port}")
         await master.keep_time(end_with_job=end_with_job)
 
 
-async def _listen(
-    make: Callable[[], asyncio.Protocol], options: ServerOptions, stack: contextlib.AsyncExitStack
-) -> int:
-    """Listen at all addresses of a host, on one port, until a stack is left; the port."""
-    loop, host, port = asyncio.get_running_loop(), options.host, options.port
+async def _listen(runner: web.AppRunner, options: ServerOptions) -> int:
+    """Listen at all addresses of a host, on one port, which is returned."""
+    host, port, is_open = options.host, options.port, False
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    limit, is_open = None if options.tls is None else REQUEST_SECONDS, False
     for family, _kind, _proto, _name, address in dict.fromkeys(found):
         try:
             opened = socket.create_server((str(address[0]), port), family=family)
@@ -451,11 +355,8 @@ async def _listen(
             if error.errno in _NO_SUCH_ADDRESS:
                 continue  # a name may have addresses of a family that the machine has not
             raise
-        listener = await loop.create_server(
-            make, sock=opened, ssl=options.tls, ssl_handshake_timeout=limit, backlog=MAX_ACCEPTED
-        )
-        opened.listen(MAX_WAITING)  # for asyncio, both numbers are one
-        stack.callback(listener.close)
+        site = web.SockSite(runner, opened, ssl_context=options.tls, backlog=MAX_WAITING)
+        await site.start()
         port, is_open = port or opened.getsockname()[1], True
     if not is_open:
         raise OSError(f"this machine has no address {host}")
@@ -465,23 +366,21 @@ async def _listen(
 class ServerThread:
     """A master that serves in a thread of this process, for jobs of one machine."""
 
-    def __init__(self, make: Callable[[], Master], options: ServerOptions) -> None:
+    def __init__(self, master: Master, options: ServerOptions) -> None:
         listening: Future[str] = Future()
         self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(
-            target=self._run, args=(make, options, listening), name="remesh-master", daemon=True
+            target=self._run, args=(master, options, listening), name="remesh-master", daemon=True
         )
         self._thread.start()
         self.url = listening.result()
 
-    def _run(
-        self, make: Callable[[], Master], options: ServerOptions, listening: Future[str]
-    ) -> None:
+    def _run(self, master: Master, options: ServerOptions, listening: Future[str]) -> None:
         async def main() -> None:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
             self._stop = functools.partial(loop.call_soon_threadsafe, task.cancel)
-            await serve(make(), options, listening.set_result)
+            await serve(master, options, listening.set_result)
 
         try:
             asyncio.run(main())

@@ -1,26 +1,23 @@
 """The status of a job, which `remesh status`, the page and the metrics show.
 
 A job of a thousand nodes has some megabytes of status, and a page asks for it every second. So the
-page asks with a `Query`: it gets one page of the nodes that match a filter, and one page of the
-ranks, those in trouble first; the others are counted. Of failures, stacks and history it gets what
-is newest.
+page gets fewer nodes and ranks, those in trouble first, and of failures, stacks and history what is
+newest.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
 from remesh._repr import short_repr
-from remesh.elastic import job as jobs
 from remesh.elastic import progress
 from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
-from remesh.elastic.job import HistoryLine, JobState, SavedCheckpoint
+from remesh.elastic.job import HistoryLine, JobState
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.rendezvous import exclusion_of
 
@@ -30,15 +27,12 @@ MAX_ROWS = 2000
 """Nodes, and ranks, of a status."""
 MAX_STACKS_SIZE = 8 << 20
 """Characters of the stacks of a status."""
-PAGE_ROWS = 50
-"""Nodes, or ranks, on a page."""
 TROUBLE = ("excluded", "gone", "draining", "ready", "finished", "active")
 """The states of nodes; of too many nodes those of the first states are shown."""
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class Limits:
     """How much of long lists and texts is shown."""
 
     rows: int = MAX_ROWS  # nodes, and ranks
@@ -50,7 +44,8 @@ class _Limits:
     text: int = sys.maxsize  # characters of a message, a log or a stack
 
 
-OF_A_PAGE = _Limits(PAGE_ROWS, rounds=10, failures=5, stacks=10, lines=100, line=500, text=4000)
+OF_ALL = Limits()
+OF_A_PAGE = Limits(50, rounds=10, failures=5, stacks=10, lines=100, line=500, text=4000)
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,25 +98,6 @@ class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
     """The node that was lost or left, if that explains the failures better than any of the
     processes does; otherwise empty."""
     failures: tuple[FailureStatus, ...]  # processes that failed, the likeliest root cause first
-    num_more: int = 0  # processes that failed and are not shown
-
-    __repr__ = short_repr
-
-
-class Query(msgspec.Struct, frozen=True):
-    """The query of a page."""
-
-    find: str = ""  # words that a node shows, in its id, name, address, state or check
-    nodes: int = 1  # which page of them; the first is 1
-    ranks: int = 1  # which page of the ranks
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a list that is shown."""
-
-    page: int  # number of the page
-    num_pages: int  # pages that there are
-    num_found: int  # rows on all of them
 
     __repr__ = short_repr
 
@@ -135,12 +111,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     phase: str  # `waiting`, `checking`, `running`, `hanging`, or how the job ended
     reason: str  # why, in a sentence
     round: int
-    num_restarts: int  # rounds after the first
     min_nodes: int  # fewest nodes of a world
     max_nodes: int  # most nodes of a world
     node_unit: int  # worlds have a multiple of this
     max_restarts: int  # restarts that each node may be charged with
-    restart_budget: str  # the budget in words; empty before the first node
     nodes: tuple[NodeStatus, ...]  # the nodes, by id; of more than `MAX_ROWS` those in trouble
     goodput: float | None
     """Share of the time since the beginning that moved the training forward; for a job that has
@@ -148,28 +122,20 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None  # the highest step of any rank
     saved_step: int | None  # the step of the newest checkpoint
     ranks: tuple[RankStatus, ...]
-    """The ranks that report steps; of more than `MAX_ROWS` those in trouble."""
+    """The ranks that report steps, those in trouble first, and `MAX_ROWS` of them at most."""
     failures: tuple[RoundFailures, ...]  # the failures, newest round first
     stacks: dict[int, str]
     """The stacks of the processes when the job hung last, by rank, as far as they fit into
     `MAX_STACKS_SIZE` characters."""
     history: tuple[HistoryLine, ...]  # the events, newest first
     warnings: tuple[str, ...] = ()
-    """Problems of the master itself, and a pause between steps that is too long."""
+    """Problems of the master itself."""
     step_age: float | None = None
     """Seconds since any rank finished a step; None before the first one of the round, and for a job
     that has ended."""
     nodes_by_state: dict[str, int] = {}  # how many nodes there are in each state
-    nodes_part: Part = Part(page=1, num_pages=1, num_found=0)  # which part of them `nodes` is
-    ranks_part: Part = Part(page=1, num_pages=1, num_found=0)
-    """Which part of the ranks that report steps `ranks` is."""
-    num_ranks: int = 0  # how many there are
-    num_slow: int = 0  # ranks that are slow
-    num_behind: int = 0  # ranks that have finished fewer steps than others
-    num_stacks: int = 0  # ranks that have sent their stacks
-    trend: tuple[progress.Sample, ...] = ()
-    """How the training went, oldest first; the last sample is of now."""
-    checkpoints: tuple[SavedCheckpoint, ...] = ()  # the newest checkpoints, newest first
+    num_ranks: int = 0  # how many ranks report steps
+    step_seconds: float | None = None  # the usual duration of a step
 
     __repr__ = short_repr
 
@@ -179,20 +145,16 @@ def status_of(
     live: Liveness,
     now: float,
     warnings: tuple[str, ...] = (),
-    query: Query | None = None,
+    limits: Limits = OF_ALL,
 ) -> Status:
-    """The status of a job, as a page shows it if there is a query."""
-    nodes, limits = job.rendezvous, _Limits() if query is None else OF_A_PAGE
-    asked, (phase, reason) = query or Query(), phase_of(job)
+    """The status of a job."""
+    nodes, (phase, reason) = job.rendezvous, phase_of(job)
     states = _states(job)
-    found = _found(job, live, now, states, asked.find)
-    shown_nodes, nodes_part = _page(found, asked.nodes, limits.rows)
+    shown_nodes = sorted(states, key=lambda one: (TROUBLE.index(states[one]), one))[: limits.rows]
     slow, behind = progress.slow_ranks(live.ranks), set(progress.lagging_ranks(live.ranks))
     # Ranks in trouble come first.
     ranks = sorted(live.ranks, key=lambda rank: (-slow.get(rank, 0.0), rank not in behind, rank))
-    shown_ranks, ranks_part = _page(ranks, asked.ranks, limits.rows)
     runs = job.began is not None and job.ended is None
-    present = [progress.sample(live.progress, jobs.num_ranks(nodes), now)] if runs else []
     is_of_round = runs and live.round == nodes.round
     return Status(
         time=now,
@@ -201,36 +163,28 @@ def status_of(
         phase=phase,
         reason=reason[: limits.text],
         round=nodes.round,
-        num_restarts=max(nodes.round - 1, 0),
         min_nodes=0 if job.began is None else nodes.settings.min_nodes,
         max_nodes=0 if job.began is None else nodes.settings.max_nodes,
         node_unit=nodes.settings.node_unit,
         max_restarts=job.max_restarts,
-        restart_budget="" if job.began is None else jobs.restart_budget(job),
         nodes=tuple(_node_rows(job, live, now, states, sorted(shown_nodes))),
         nodes_by_state=dict(Counter(states.values()).most_common()),
-        nodes_part=nodes_part,
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
         step_age=progress.pause_of(live.progress, now) if is_of_round else None,
         saved_step=job.saved_step,
         ranks=tuple(
             _rank_row(live.ranks[rank], now, rank, slow.get(rank), behind=rank in behind)
-            for rank in (sorted(shown_ranks) if query is None else shown_ranks)
+            for rank in ranks[: limits.rows]
         ),
-        ranks_part=ranks_part,
         num_ranks=len(ranks),
-        num_slow=len(slow),
-        num_behind=len(behind),
         failures=_failures(job, limits),
         stacks=_stacks(live, limits),
-        num_stacks=len(live.stacks),
         history=tuple(
             HistoryLine(line.time, line.text[: limits.line])
             for line in job.history[: -limits.lines - 1 : -1]
         ),
-        trend=(*job.trend.samples, *present),
-        checkpoints=job.checkpoints[::-1],
+        step_seconds=progress.usual_step(live.progress),
         warnings=warnings,
     )
 
@@ -290,7 +244,7 @@ def _node_rows(
             first_rank=None if place is None else nodes.first_ranks[place],
             num_processes=0 if known is None else known.num_processes,
             last_heard=None if agent is None else max(now - agent.heard, 0.0),
-            num_charged=jobs.charges_of(job, node_id, now).count,
+            num_charged=job.charges.get(node_id, 0),
             check=job.check_findings.get(node_id, ""),
             reason=reason,
         )
@@ -305,7 +259,7 @@ def _rank_row(
     )
 
 
-def _stacks(live: Liveness, limits: _Limits) -> dict[int, str]:
+def _stacks(live: Liveness, limits: Limits) -> dict[int, str]:
     """The stacks of the first ranks, as many as fit."""
     shown, size = {}, 0
     for rank, whole in sorted(live.stacks.items())[: limits.stacks]:
@@ -317,14 +271,14 @@ def _stacks(live: Liveness, limits: _Limits) -> dict[int, str]:
     return shown
 
 
-def _failures(job: JobState, limits: _Limits) -> tuple[RoundFailures, ...]:
+def _failures(job: JobState, limits: Limits) -> tuple[RoundFailures, ...]:
     rounds = {record.round for record in job.failures}
     rounds |= {departure.round for departure in job.departures if departure.lost}
     newest = sorted(rounds, reverse=True)[: limits.rounds]
     return tuple(_failures_of(job, number, limits) for number in newest)
 
 
-def _failures_of(job: JobState, number: int, limits: _Limits) -> RoundFailures:
+def _failures_of(job: JobState, number: int, limits: Limits) -> RoundFailures:
     records = [record for record in job.failures if record.round == number]
     departures = [departure for departure in job.departures if departure.round == number]
     decisions = {record.node_id: record.decision.reason for record in records}
@@ -349,31 +303,4 @@ def _failures_of(job: JobState, number: int, limits: _Limits) -> RoundFailures:
             )
             for failure in ordered[: limits.failures]
         ),
-        num_more=max(len(ordered) - limits.failures, 0),
     )
-
-
-def _found(
-    job: JobState, live: Liveness, now: float, states: Mapping[int, str], find: str
-) -> list[int]:
-    """The nodes that show all of some words, those in trouble first."""
-    order = {state: place for place, state in enumerate(TROUBLE)}
-    ids = sorted(states, key=lambda node_id: order[states[node_id]])
-    words = find.casefold().split()
-    if not words:
-        return ids
-    found = []
-    for row in _node_rows(job, live, now, states, ids):
-        why = row.reason or row.check
-        shown = f"{row.id} {row.name} {row.address} {row.state} {why}".casefold()
-        if all(word in shown for word in words):
-            found.append(row.id)
-    return found
-
-
-def _page(rows: Sequence[_T], number: int, size: int) -> tuple[Sequence[_T], Part]:
-    """One page of a list; the last one if there are not so many."""
-    num_pages = max(-(-len(rows) // size), 1)
-    number = min(max(number, 1), num_pages)
-    part = Part(page=number, num_pages=num_pages, num_found=len(rows))
-    return rows[(number - 1) * size : number * size], part

@@ -87,16 +87,6 @@ def manifests(*, image: str, namespace: str, watched: str | None = None) -> list
     return made
 
 
-def kustomization(files: Sequence[str], namespace: str) -> Manifest:
-    """The base of a kustomization that holds files with manifests."""
-    return {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "namespace": namespace,
-        "resources": list(files),
-    }
-
-
 def to_yaml(documents: Sequence[Manifest]) -> str:
     """Manifests as YAML documents."""
     return "---\n".join(

@@ -63,7 +63,7 @@ from remesh.training.memory import Memory, agree_on_directories
 from remesh.training.policies import KeepPolicy, Note, RetentionDecision, SavePolicy
 from remesh.training.resuming import Loaded, Recorder, Resumed, Source, digest_of_state
 from remesh.training.rng import Randomness
-from remesh.training.watch import HOLDS, Watch
+from remesh.training.watch import Watch
 from remesh.transform import Program, Transform, as_transform
 
 if TYPE_CHECKING:
@@ -477,7 +477,7 @@ class Manager:
             if not reason and self._exchange.rank == 0:
                 last = self._began if self._begun is None else self._begun.began
                 reason = policies.due_by_time(self._every, time.monotonic() - last)
-            stop, hold = request == "save-and-stop", request in HOLDS
+            stop, hold = request == "save-and-stop", request in ("save-and-hold", "hold")
             own = Note(reason, stop, hold, failed=self._has_failed(), next_look=next_look)
             return msgspec.msgpack.encode(own)
 
@@ -495,7 +495,7 @@ class Manager:
         """
 
         def holds() -> bytes:
-            return " ".join(self._watch.holds()).encode()
+            return (self._watch.wanted() or "").encode()
 
         while any(held := run_on_all(self._exchange, holds)):
             is_asked = any(b"save-and-hold" in one for one in held)
@@ -559,7 +559,6 @@ class Manager:
             loaded.report,
             from_memory=source.kind == "snapshot",
             live=source.kind == "live",
-            held_bytes=source.held_bytes,
         )
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:

@@ -90,10 +90,9 @@ class OnSignals:
 class OnRequest:
     """Save when a rank sees a file.
 
-    `save`, or nothing, in it asks for a save, `save-and-stop` for one after which the training
-    ends. The file is removed once the save has begun. `save-and-hold` asks for a save after which
-    the training waits until the file is removed. Ranks look about once a second; an empty file
-    counts when it is still empty at the next look, since it may be one that is being written.
+    `save` in it asks for a save, `save-and-stop` for one after which the training ends; an empty
+    file is one that is being written. The file is removed once the save has begun. Ranks look about
+    once a second.
     """
 
     file: str

@@ -197,9 +197,6 @@ class Resumed:
     """Whether the checkpoint was a snapshot in the nodes' memory."""
     live: bool = False
     """Whether the state came from the memory of the processes that continued."""
-    held_bytes: int = 0
-    """If it did, the memory that the old tensors of this rank took until the new ones were filled:
-    what the resume needed besides the state, with a few buffers."""
 
     __repr__ = short_repr
 
@@ -219,8 +216,6 @@ class Source:
     kind: Literal["stored", "snapshot", "live"]
     random: Source | None = None
     """Where random numbers are taken from if this lacks them: another source of the same step."""
-    held_bytes: int = 0
-    """Of a live state, what the tensors of this rank take."""
     unsaved_seconds: float = 0.0
     """Of a live state, the time since the last save that was committed began."""
 

@@ -220,7 +220,6 @@ class SurvivorState:
             info,
             load,
             "live",
-            held_bytes=sum(bytes_by_device(list(tensors_of(source))).values()),
             unsaved_seconds=max(offer.unsaved_seconds for offer in offers.values()),
         )
 

@@ -12,32 +12,27 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from os.path import expanduser
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
 
 from remesh.elastic.process_socket import AgentConnection, Observation
+from remesh.elastic.process_socket import Request as HoldRequest
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.stacks import answer_stack_requests
 from remesh.errors import AgentLostError, StorageError
 from remesh.training.policies import OnRequest, OnSignals, SavePolicy
 
-Request = Literal["save", "save-and-stop", "save-and-hold", "hold"]
-"""What a rank may be asked for: a save, a save after which the training ends, a save after which
-the training waits until the request is gone, or that it waits without a save."""
-
-_REQUESTS: tuple[Request | Literal[""], ...] = ("", *get_args(Request))
-
-HOLDS = ("save-and-hold", "hold")
-"""Requests after which the training waits."""
+FileRequest = Literal["save", "save-and-stop"]
+"""What a file may ask for: a save, or one after which the training ends."""
+Request = FileRequest | HoldRequest
 REPORT_SECONDS = 0.25
 """Shortest time between two reports of progress to the agent."""
 
 _SIGNAL = ""
-_AGENT = "\0"
-"""These stand for a signal and for the agent among the files with requests."""
+"""This stands for a signal among the files with requests."""
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -47,11 +42,8 @@ class Watch:
 
     def __init__(self, every: Sequence[SavePolicy], agent_socket: str) -> None:
         self._agent = AgentConnection(agent_socket)
-        # Request files, and what to call each.
-        files = [expanduser(policy.file) for policy in every if isinstance(policy, OnRequest)]
-        self._sources = {file: f"request in {file}" for file in files}
+        self._files = [expanduser(policy.file) for policy in every if isinstance(policy, OnRequest)]
         self._warned: set[str] = set()
-        self._empty: set[str] = set()  # request files that were empty when they were last read
         self._signal = ""
         self._heard: dict[str, str] = {}  # what `asked` returned since `answered`, by file
         self._reported_at = -math.inf
@@ -112,50 +104,35 @@ class Watch:
 
         If the state in memory is as good as a save, a request to wait without one has no source,
         for nothing is to be saved; it waits for a save that is being written.
-
-        An empty file counts when it is read for the second time: it may be one that is still being
-        written, as by `echo save-and-stop > file`.
         """
         if self._signal:
             self._heard[_SIGNAL] = "save-and-stop"
             return f"signal {self._signal}", "save-and-stop"
-        for file, source, request in self._requests():
-            if request == "hold" and holds_state:
-                if is_saving:
-                    continue
-                return "", "hold"
-            asked = "save-and-hold" if request == "hold" else request
-            was_empty = file in self._empty
-            self._empty.discard(file)
-            if asked == "" and not was_empty:
-                self._empty.add(file)
-            elif asked is not None:
-                self._heard[file] = asked
-                return source, asked or "save"
-        return "", None
+        for file in self._files:
+            request = self._read(file)
+            if request is not None:
+                self._heard[file] = request
+                return f"request in {file}", request
+        wanted = self.wanted()
+        if wanted == "hold" and holds_state:
+            return "", None if is_saving else "hold"
+        return ("request of the agent", "save-and-hold") if wanted else ("", None)
 
-    def _requests(self) -> Iterator[tuple[str, str, Request | Literal[""] | None]]:
-        """The files for requests, and the agent, what to call each, and what is requested there."""
-        for file, source in self._sources.items():
-            yield file, source, self._read(file)
+    def wanted(self) -> HoldRequest | None:
+        """What the agent asks for now."""
         instruction = self._agent.look()
-        if instruction is not None:
-            yield _AGENT, "request of the agent", instruction.request
-
-    def holds(self) -> set[str]:
-        """The requests to wait that are there."""
-        return {asked for _, _, asked in self._requests() if asked in HOLDS}
+        return None if instruction is None else instruction.request
 
     def answered(self) -> None:
         """Remove the requests that `asked` returned: the save has begun.
 
-        What came later stays for the next call of `asked`. The sender removes a request to wait.
+        What came later stays for the next call of `asked`.
         """
         while self._heard:
             source, asked = self._heard.popitem()
             if source == _SIGNAL:
                 self._signal = ""
-            elif asked not in HOLDS and self._read(source) == asked:
+            elif self._read(source) == asked:
                 try:
                     Path(source).unlink(missing_ok=True)
                 except OSError as error:
@@ -164,8 +141,8 @@ class Watch:
                         "permissions"
                     ) from error
 
-    def _read(self, file: str) -> Request | Literal[""] | None:
-        """The request in a file, or None if it is not there; an empty one is a request, too."""
+    def _read(self, file: str) -> FileRequest | None:
+        """The request in a file; None if it is not there, or empty, as while it is written."""
         try:
             text = Path(file).read_bytes().decode(errors="replace").strip()
         except FileNotFoundError:
@@ -173,13 +150,13 @@ class Watch:
         except OSError as error:
             self._warn(file, f"cannot read {file}: {error.strerror}")
             return None
-        for known in _REQUESTS:
+        for known in get_args(FileRequest):
             if text == known:
-                return known
-        names = ", ".join(filter(None, _REQUESTS))
-        self._warn(
-            file, f"{file} asks for {text[:40]!r}; write one of {names} into it, or remove it"
-        )
+                found: FileRequest = known
+                return found
+        if text:
+            names = " or ".join(get_args(FileRequest))
+            self._warn(file, f"{file} asks for {text[:40]!r}; write {names} into it, or remove it")
         return None
 
     def _warn(self, file: str, problem: object) -> None:
