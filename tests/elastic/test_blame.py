@@ -8,7 +8,6 @@ from remesh.elastic.job import HangDetected, StacksCollected
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.protocol import ReportTest, TestResult
 from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.status import status_of
 from tests.elastic.played_job import COLLATERAL, PlayedJob
@@ -128,27 +127,3 @@ def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
     assert {rank.rank: rank.slow for rank in status.ranks if rank.slow} == {3: 2.0 / 0.5625}
     metrics = render_metrics(status, 0, journal_failing=False).decode()
     assert 'remesh_rank_step_seconds{rank="3"} 2.0' in metrics
-
-
-@pytest.mark.parametrize(
-    ("num_nodes", "exclude", "excluded"), [(4, True, [3]), (4, False, []), (2, True, [])]
-)
-def test_a_slow_node_is_done_without_if_asked_for_and_enough_others_are_there(
-    num_nodes: int, exclude: bool, excluded: list[int]
-) -> None:
-    job = PlayedJob.running(num_nodes, check=True, exclude_stragglers=exclude)
-    while (check := job.state.check) is not None:
-        for number in (number for group in check.groups for number in group):
-            seconds = 10.0 if number == num_nodes - 1 else 1.0
-            report = ReportTest(
-                node_id=number,
-                incarnation="a",
-                round=1,
-                check=check.number,
-                test_round=len(check.results),
-                result=TestResult(passed=True, broken=False, seconds=seconds),
-            )
-            job = job.after(report, at=101.0)
-    assert list(job.nodes.excluded) == excluded
-    if num_nodes == 4:
-        assert "node 3 is a straggler: its probe takes 10.0 times the median" in job.history

@@ -107,15 +107,6 @@ def test_where_all_nodes_are_slow_none_is_faulty_for_being_late() -> None:
         assert late <= set(verdict.suspects)
 
 
-def test_stragglers_are_relative_to_the_median_and_slow_every_time() -> None:
-    results = [
-        GroupResult((0, 1), True, seconds={0: 1.0, 1: 5.0}),
-        GroupResult((2, 3), True, seconds={2: 1.2, 3: 5.0}),
-        GroupResult((0, 3), True, seconds={0: 1.0, 3: 1.1}),
-    ]
-    assert evaluate(range(4), results).stragglers == {1: 5.0 / 1.15}
-
-
 @given(st.integers(1, 24), st.data())
 def test_no_healthy_node_is_ever_thrown_out(num_nodes: int, data: st.DataObject) -> None:
     nodes = list(range(num_nodes))

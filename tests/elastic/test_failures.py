@@ -32,7 +32,7 @@ def failure(
         ("ValueError: no such layer", 1, Kind.PROCESS),
         ("", -11, Kind.PROCESS),
         ("", -9, Kind.PROCESS),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", 1, Kind.MEMORY),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", 1, Kind.PROCESS),
         ("RuntimeError: CUDA error: uncorrectable NVLink error detected", -6, Kind.NODE),
         ("", 201, Kind.NODE),
         ("RuntimeError: Connection closed by peer [127.0.0.1]:39213", 1, Kind.COLLATERAL),
@@ -75,9 +75,7 @@ REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused"
             "",
             id="a machine is broken",
         ),
-        pytest.param(
-            ["CUDA out of memory"], 1, FailureAction.RESTART, True, "memory ran out", id="memory"
-        ),
+        pytest.param(["CUDA out of memory"], 1, FailureAction.RESTART, True, "1 of", id="memory"),
     ],
 )
 def test_decisions(

@@ -162,7 +162,7 @@ def _by_command(files: Files, *, is_warming: bool = False) -> str:
         place = f"{folder}/{single[0]}" if len(files) == 1 and single else folder
         with audited(_FORBIDDEN, _may_open(folder), all_threads=True) as seen:
             for command in (
-                ["ls", place, "--values", "--pieces"],
+                ["ls", place, "--values"],
                 ["ls", place, "--values", "--json"],
                 ["show", place, "w"],
                 ["show", place, "iteration"],

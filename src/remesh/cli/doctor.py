@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
@@ -20,7 +19,7 @@ from remesh.storage.checks import PlaceCheck, check_place
 
 _PACKAGES = {
     "numpy": "",
-    "torch": "training jobs; pip install 'remesh[torch]'",
+    "torch": "training jobs and remesh run; pip install 'remesh[torch]'",
     "obstore": "s3://, gs:// and az:// URLs; pip install 'remesh[s3]'",
     "fsspec": "all other URLs; pip install 'remesh[fsspec]'",
     "zstandard": "saves with compress=; pip install 'remesh[compress]'",
@@ -30,8 +29,6 @@ _PACKAGES = {
     "lightkube": "remesh operator; pip install 'remesh[kubernetes]'",
 }
 """Distribution → what is missing without it."""
-_OF_ELASTIC = ("torch", "aiohttp", "prometheus-client")
-"""The needs of `remesh run`."""
 
 
 @click.command(epilog=output.example("remesh doctor", "remesh doctor /mnt/runs"))
@@ -51,12 +48,10 @@ def doctor(ctx: click.Context, *, place: str | None, as_json: bool) -> None:
         except RemeshError as error:
             checks.append(PlaceCheck("write and read", "bad", str(error)))
     if as_json:
-        versions = _versions()
         output.print_json(
             {
                 "kind": "doctor",
-                "versions": versions,
-                "elastic": not _lacking_for_elastic(versions),
+                "versions": _versions(),
                 "place": None if place is None else shown_url(place),
                 "trials": [asdict(check) for check in checks],
             }
@@ -78,12 +73,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _lacking_for_elastic(versions: Mapping[str, str]) -> list[str]:
-    """The needs of `remesh run` that this machine lacks."""
-    lacking = [] if sys.platform == "linux" else ["Linux"]
-    return lacking + [name for name in _OF_ELASTIC if not versions[name]]
-
-
 def _print(place: str | None, checks: Sequence[PlaceCheck]) -> None:
     output.line("installed", style="bold")
     versions = _versions()
@@ -91,12 +80,9 @@ def _print(place: str | None, checks: Sequence[PlaceCheck]) -> None:
         (name, version or f"not installed: needed for {_PACKAGES[name]}")
         for name, version in versions.items()
     ]
-    lacking = _lacking_for_elastic(versions)
-    elastic = f"no: remesh run needs {' and '.join(lacking)}" if lacking else "yes"
     memory = available_memory()
     facts += [
         ("system", platform.platform()),
-        ("elastic jobs", elastic),
         ("free memory", "unknown" if memory is None else format_bytes(memory)),
     ]
     output.print_facts(facts)

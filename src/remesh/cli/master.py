@@ -75,8 +75,6 @@ class _JsonLines(logging.Formatter):
     help="Seconds of silence after which a node is lost.",
 )
 @click.option("--check", is_flag=True, help="Test nodes before they train.")
-@click.option("--check-timeout", default=120.0, help="Seconds within which a test must be over.")
-@click.option("--exclude-stragglers", is_flag=True, help="Do without slow nodes if possible.")
 @click.option(
     "--save-grace", default=60.0, help="Seconds that a growing job waits for a checkpoint."
 )
@@ -110,8 +108,6 @@ def master(
     policy = Policy(
         heartbeat_timeout=given["heartbeat_timeout"],
         check=check,
-        check_timeout=given["check_timeout"],
-        exclude_stragglers=given["exclude_stragglers"],
         save_grace=given["save_grace"],
         hang_timeout=given["hang_timeout"],
         patterns=read_patterns(given["failure_patterns"]),

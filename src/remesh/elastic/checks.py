@@ -30,8 +30,6 @@ from remesh.elastic.protocol import TestResult
 from remesh.elastic.rendezvous import listed_nodes
 
 MAX_ROUNDS = 3
-STRAGGLER_FACTOR = 2.0
-"""A node is a straggler if its own probe takes this many times the median."""
 LATE_FACTOR = 4.0
 """A node whose test reached the time limit is faulty if that is this many times the median."""
 
@@ -46,7 +44,6 @@ class GroupResult(msgspec.Struct, frozen=True):
     late: frozenset[int] = frozenset()
     """Members whose own probe reached the time limit where others were slow as well, so that it
     proves nothing; the collective was not tried with them either."""
-    seconds: dict[int, float] = {}  # duration of each member's own probe, by node id
     message: str = ""  # what went wrong
 
 
@@ -68,8 +65,6 @@ class CheckResult:
     healthy: frozenset[int]  # nodes that passed with another node, or alone if they are alone
     faulty: Mapping[int, str]  # nodes that are proven bad, with the reason
     suspects: Mapping[int, str]  # nodes about which nothing is proven, with the reason
-    stragglers: Mapping[int, float]
-    """Healthy nodes that are slow, with how many times the median they took."""
     connections: tuple[tuple[int, ...], ...] = ()
     """Groups that failed although all their members are healthy."""
 
@@ -103,7 +98,6 @@ def _result_of(group: tuple[int, ...], reports: Mapping[int, TestResult]) -> Gro
         passed=len(reported) == len(group) and all(each.passed for each in reported.values()),
         broken=frozenset(node for node, report in reported.items() if report.broken) - late,
         late=frozenset(late),
-        seconds={node: report.seconds for node, report in reported.items()},
         message="; ".join(messages),
     )
 
@@ -204,9 +198,7 @@ def evaluate(nodes: Iterable[int], results: Sequence[GroupResult]) -> CheckResul
             faulty[unproven[0]] = f"failed with {listed_nodes(others)} {result.message}".rstrip()
     suspects = {node: _suspicion(node, results) for node in everyone - healthy - set(faulty)}
     connections = tuple(result.members for result in failed if healthy.issuperset(result.members))
-    return CheckResult(
-        frozenset(healthy), faulty, suspects, _stragglers(healthy, results), connections
-    )
+    return CheckResult(frozenset(healthy), faulty, suspects, connections)
 
 
 def _suspicion(node: int, results: Sequence[GroupResult]) -> str:
@@ -217,20 +209,3 @@ def _suspicion(node: int, results: Sequence[GroupResult]) -> str:
         message = failed[-1].message
         return f"the test with {listed_nodes(others)} failed{': ' + message if message else ''}"
     return "was tested alone only" if mine else "did not take part"
-
-
-def _stragglers(healthy: Iterable[int], results: Sequence[GroupResult]) -> dict[int, float]:
-    # The best of a node's times counts: anything can be slow once.
-    best: dict[int, float] = {}
-    for result in results:
-        for node, seconds in result.seconds.items():
-            best[node] = min(seconds, best.get(node, seconds))
-    considered = {node: best[node] for node in healthy if node in best}
-    if len(considered) < 3:
-        return {}  # of two nodes, either may be the usual one
-    typical = median(considered.values())
-    return {
-        node: seconds / typical
-        for node, seconds in considered.items()
-        if typical > 0 and seconds > STRAGGLER_FACTOR * typical
-    }

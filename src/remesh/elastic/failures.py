@@ -34,7 +34,6 @@ class Kind(StrEnum):
     """The kind of a process's failure."""
 
     PROCESS = "process"
-    MEMORY = "memory"
     NODE = "node"
     COLLATERAL = "collateral"
     STOPPED = "stopped"
@@ -81,7 +80,7 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         r"\bMemoryError\b",
         r"Cannot allocate memory",
         r"DefaultCPUAllocator: can't allocate",
-    )  # signs that memory ran out
+    )  # signs that memory ran out, which no other process has caused
     collateral: tuple[str, ...] = (
         r"Connection (closed|reset) by peer",
         r"Connection refused",
@@ -131,7 +130,7 @@ def classify(failure: ProcessFailure, patterns: Patterns) -> Kind:
     if failure.exit_code in patterns.node_exit_codes or shows(patterns.node):
         return Kind.NODE
     if shows(patterns.memory):
-        return Kind.MEMORY
+        return Kind.PROCESS
     if failure.exit_code == -signal.SIGTERM:
         return Kind.STOPPED
     if shows(patterns.collateral):
@@ -140,7 +139,7 @@ def classify(failure: ProcessFailure, patterns: Patterns) -> Kind:
 
 
 _CONSEQUENCES = (Kind.COLLATERAL, Kind.STOPPED)
-_ORDER = (Kind.NODE, Kind.MEMORY, Kind.PROCESS, Kind.COLLATERAL, Kind.STOPPED)
+_ORDER = (Kind.NODE, Kind.PROCESS, Kind.COLLATERAL, Kind.STOPPED)
 
 
 def is_consequence(failure: ProcessFailure, patterns: Patterns) -> bool:
@@ -201,7 +200,7 @@ def decide(
     kind = classify(first, patterns)
     where = f"rank {first.rank} (local rank {first.local_rank}) on node {first.node_id}"
     how = first.signal_name or f"exit code {first.exit_code}"
-    charged, advice = False, "; memory ran out" if kind is Kind.MEMORY else ""
+    charged = False
     if kind is Kind.NODE:
         action = FailureAction.REPLACE
         reason = f"{where} reports a broken machine ({how}); another node should replace it"
@@ -212,9 +211,9 @@ def decide(
     elif num_charged >= max_restarts:
         action = FailureAction.FAIL
         charges = f"{num_charged} of {max_restarts} restarts"
-        reason = f"{where} failed ({how}{advice}); no restart left: {charges} charged to its node"
+        reason = f"{where} failed ({how}); no restart left: {charges} charged to its node"
     else:
         action, charged = FailureAction.RESTART, True
         charges = f"{num_charged + 1} of {max_restarts} restarts"
-        reason = f"{where} failed ({how}{advice}); {charges} charged to its node"
+        reason = f"{where} failed ({how}); {charges} charged to its node"
     return FailureDecision(action=action, charged=charged, reason=reason)

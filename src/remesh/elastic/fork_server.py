@@ -31,7 +31,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,12 +113,11 @@ def _draw_anew() -> None:
         numpy.random.seed()  # Python's own module does it by itself, torch begins with a constant
 
 
-def preload(modules: Sequence[str]) -> list[str]:
-    """Import modules; those that were imported. The others are left to the script.
+def preload(modules: Sequence[str]) -> None:
+    """Import modules; one that fails is left to the script.
 
     A RuntimeError if a process could not be forked any more.
     """
-    found = []
     num_threads = _num_threads()  # an allocator may have some from the beginning
     for name in modules:
         try:
@@ -127,7 +125,6 @@ def preload(modules: Sequence[str]) -> list[str]:
         except Exception as error:  # noqa: BLE001 - whatever a module raises
             print(f"remesh: {name} is not preloaded: {error}", file=sys.stderr)  # noqa: T201
             continue
-        found.append(name)
         if name == "numpy":
             num_threads = _num_threads()
         if threading.active_count() > 1 or _num_threads() > num_threads:
@@ -135,7 +132,6 @@ def preload(modules: Sequence[str]) -> list[str]:
         device = _open_device()
         if device:
             raise RuntimeError(f"importing {name} opens {device}")
-    return found
 
 
 def _num_threads() -> int:
@@ -175,19 +171,17 @@ def main(arguments: list[str]) -> None:
     getenv.restype = ctypes.c_void_p
     room = len(os.fsencode(os.environ[AGENT_SOCKET]))
     shown = (ctypes.c_char * room).from_address(getenv(AGENT_SOCKET.encode()))
-    began = time.monotonic()
     if not sys.flags.safe_path:
         # As it will be for the script; now it is the directory of this file.
         sys.path[0] = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
     try:
-        found = preload(modules.split(",") if modules else [])
+        preload(modules.split(",") if modules else [])
     except RuntimeError as error:
         channel.send(json.dumps({"error": str(error)}).encode())
         return
     gc.collect()
     gc.freeze()  # collections would copy the pages that all processes share
-    ready = {"modules": len(found), "seconds": time.monotonic() - began}
-    channel.send(json.dumps(ready).encode())
+    channel.send(b"{}")  # ready
     serve(channel, int(agent), shown)
 
 

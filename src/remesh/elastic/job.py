@@ -115,7 +115,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT  # seconds of silence after which a node is lost
     check: bool = False  # test nodes that have not been tested before they train
     check_timeout: float = 120.0  # seconds within which a test must be reported
-    exclude_stragglers: bool = False  # do not use slow nodes if enough others are there
     save_grace: float = 60.0  # seconds that a growing world waits for a checkpoint
     hang_timeout: float | None = None
     """Seconds without a step after which the job hangs; 0: never; None: as follows from its steps
@@ -551,16 +550,8 @@ def _advance_check(job: JobState, now: float) -> JobState:
 
 
 def _end_check(job: JobState, result: CheckResult, nodes: Rendezvous, now: float) -> JobState:
-    out = dict(result.faulty)
-    slow = {
-        node_id: f"is a straggler: its probe takes {factor:.1f} times the median"
-        for node_id, factor in result.stragglers.items()
-    }
-    if job.policy.exclude_stragglers:
-        rest = len(nodes.world) + len(nodes.usable) - len(out) - len(slow)
-        if nodes.settings.fitting(rest):
-            out |= slow
-    findings = dict.fromkeys(result.healthy, "healthy") | {**result.suspects, **slow, **out}
+    out = result.faulty
+    findings = dict.fromkeys(result.healthy, "healthy") | {**result.suspects, **out}
     job = _replace(
         job,
         check=None,
@@ -654,16 +645,10 @@ def _wait_reason(job: JobState, node_id: int) -> str:
             f"an operator has excluded it: {nodes.held[node_id]}; it is used again after "
             f"`remesh node readmit {node.name}`"
         )
-    if job.check is not None:
-        return f"check {job.check.number} is running"
-    if nodes.active:
-        return (
-            f"round {nodes.round} runs on {len(nodes.active)} nodes; {len(nodes.usable)} are ready "
-            "for a larger world"
-        )
+    runs = f"round {nodes.round} runs on {len(nodes.active)} nodes; " if nodes.active else ""
     settings = nodes.settings
     return (
-        f"{len(nodes.usable)} nodes are ready, the world has {settings.min_nodes} to "
+        f"{runs}{len(nodes.usable)} nodes are ready, the world has {settings.min_nodes} to "
         f"{settings.max_nodes} in multiples of {settings.node_unit}"
     )
 

@@ -36,16 +36,13 @@ class Limits:
     """How much of long lists and texts is shown."""
 
     rows: int = MAX_ROWS  # nodes, and ranks
-    rounds: int = sys.maxsize  # rounds with failures
-    failures: int = sys.maxsize  # of each of them
-    stacks: int = sys.maxsize  # ranks
+    failures: int = sys.maxsize  # rounds with failures, failures of each, and stacks
     lines: int = sys.maxsize  # of the history
-    line: int = sys.maxsize  # characters of each of them
-    text: int = sys.maxsize  # characters of a message, a log or a stack
+    text: int = sys.maxsize  # characters of a message, a line, a log or a stack
 
 
 OF_ALL = Limits()
-OF_A_PAGE = Limits(50, rounds=10, failures=5, stacks=10, lines=100, line=500, text=4000)
+OF_A_PAGE = Limits(50, failures=6, lines=100, text=3000)
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,14 +171,21 @@ def status_of(
         step_age=progress.pause_of(live.progress, now) if is_of_round else None,
         saved_step=job.saved_step,
         ranks=tuple(
-            _rank_row(live.ranks[rank], now, rank, slow.get(rank), behind=rank in behind)
+            RankStatus(
+                rank=rank,
+                step=live.ranks[rank].step,
+                age=max(now - live.ranks[rank].time, 0.0),
+                step_seconds=live.ranks[rank].step_seconds,
+                slow=slow.get(rank),
+                behind=rank in behind,
+            )
             for rank in ranks[: limits.rows]
         ),
         num_ranks=len(ranks),
         failures=_failures(job, limits),
         stacks=_stacks(live, limits),
         history=tuple(
-            HistoryLine(line.time, line.text[: limits.line])
+            HistoryLine(line.time, line.text[: limits.text])
             for line in job.history[: -limits.lines - 1 : -1]
         ),
         step_seconds=progress.usual_step(live.progress),
@@ -250,19 +254,10 @@ def _node_rows(
         )
 
 
-def _rank_row(
-    heard: progress.RankProgress, now: float, rank: int, slow: float | None, *, behind: bool
-) -> RankStatus:
-    age, own = max(now - heard.time, 0.0), heard.step_seconds
-    return RankStatus(
-        rank=rank, step=heard.step, age=age, step_seconds=own, slow=slow, behind=behind
-    )
-
-
 def _stacks(live: Liveness, limits: Limits) -> dict[int, str]:
     """The stacks of the first ranks, as many as fit."""
     shown, size = {}, 0
-    for rank, whole in sorted(live.stacks.items())[: limits.stacks]:
+    for rank, whole in sorted(live.stacks.items())[: limits.failures]:
         text = whole[: limits.text]
         size += len(text)
         if size > MAX_STACKS_SIZE:
@@ -274,7 +269,7 @@ def _stacks(live: Liveness, limits: Limits) -> dict[int, str]:
 def _failures(job: JobState, limits: Limits) -> tuple[RoundFailures, ...]:
     rounds = {record.round for record in job.failures}
     rounds |= {departure.round for departure in job.departures if departure.lost}
-    newest = sorted(rounds, reverse=True)[: limits.rounds]
+    newest = sorted(rounds, reverse=True)[: limits.failures]
     return tuple(_failures_of(job, number, limits) for number in newest)
 
 
