@@ -619,7 +619,7 @@ def test_after_a_request_to_wait_no_rank_makes_a_step_until_it_is_removed(
         released = pool.submit(release)
         saved = run_ranks(3, play)
         released.result()
-    assert [info.step for info in Manager(root, group=Alone()).checkpoints] == [saved[0]]
+    assert [info.step for info in catalog.list_checkpoints(open_storage(root))] == [saved[0]]
     assert saved[0] >= 3
 
 
@@ -662,7 +662,7 @@ def test_what_cannot_be_reached_or_read_is_said_once_and_ends_nothing(
     warnings = [r.message for r in caplog.records if (r.name, r.levelname) == ("remesh", "WARNING")]
     first, second = warnings
     assert first.startswith(f"the agent cannot be reached at {tmp_path / 'gone' / '0.socket'}")
-    assert second.startswith(f"{ask} asks for 'quit'; write one of save, save-and-stop")
+    assert second.startswith(f"{ask} asks for 'quit'; write save or save-and-stop into it")
     assert names(tmp_path / "run") == ["0003", "0004"]
 
 
