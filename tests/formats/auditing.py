@@ -49,9 +49,10 @@ class _Watch:
         self.forbidden: tuple[str, ...] = ()
         self.may_open: MayOpen = _only_to_read
         self.thread: int | None = None
+        self.harmless: set[str] = set()  # events that were seen, and say nothing
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.found is None:
+        if self.found is None or event in self.harmless:  # most events are calls of `id`
             return
         is_pool = threading.current_thread().name.startswith("ThreadPoolExecutor")
         if self.thread not in {None, threading.get_ident()} and not is_pool:
@@ -63,6 +64,8 @@ class _Watch:
                 self.found.append(f"open {args!r:.200}")
         elif event.startswith(self.forbidden) and event not in _HARMLESS:
             self.found.append(f"{event} {args!r:.200}")
+        else:
+            self.harmless.add(event)
 
 
 _watch = _Watch()
@@ -81,6 +84,8 @@ def audited(
         sys.addaudithook(_watch)
         _installed.append(True)
     found: list[str] = []
+    if _watch.forbidden is not forbidden:
+        _watch.harmless.clear()
     _watch.found, _watch.forbidden, _watch.may_open = found, forbidden, may_open
     _watch.thread = None if all_threads else threading.get_ident()
     try:
