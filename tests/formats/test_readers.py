@@ -27,7 +27,6 @@ from tests.support.format_conformance import Arrays, FormatConformance
 ELSEWHERE = {
     "paddle": "recorded files: tests/compat/test_flex_paddle.py",
     "deepspeed": "recorded files: tests/formats/test_deepspeed.py",
-    "megatron_legacy": "tests/formats/test_megatron_legacy.py",
     "flat_param": "the files of its program: tests/compat/test_atorch_files.py",
 }
 """Where the formats are tested that are not here."""

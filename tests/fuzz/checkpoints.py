@@ -24,8 +24,6 @@ import remesh
 from remesh.exchange import Exchange
 from tests.compat.test_atorch_files import write, write_optimizer
 from tests.compat.test_flex_paddle import DATA
-from tests.formats.test_megatron_legacy import whole_model
-from tests.formats.test_megatron_legacy import write as write_megatron_legacy
 from tests.fuzz.files import Files, files_in
 from tests.matrix.writers import DEEPSPEED
 from tests.support import run_ranks
@@ -221,11 +219,6 @@ def _recorded(source: Path) -> Callable[[Path], None]:
     return copy
 
 
-def _megatron_legacy(folder: Path) -> None:
-    write_megatron_legacy(folder / "iter_0000010", whole_model(), ranks=2, stages=1)
-    (folder / "latest_checkpointed_iteration.txt").write_text("10")
-
-
 WRITERS: dict[str, Callable[[Path], None]] = {
     "native": _native,
     "native compressed": _native_compressed,
@@ -245,7 +238,6 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "deepspeed zero 2": _recorded(DEEPSPEED / "rich2"),
     "deepspeed zero 3": _recorded(DEEPSPEED / "zero3"),
     "deepspeed universal": _recorded(DEEPSPEED / "universal"),
-    "megatron legacy": _megatron_legacy,
     "atorch": _flat_param,
     "atorch by remesh": _flat_param_json,
 }

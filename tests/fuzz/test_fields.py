@@ -231,7 +231,7 @@ WITH: dict[str, tuple[str, ...]] = {
     "pickles": (
         "torch_dcp", "megatron torch_dist", "megatron flattened", "torch.save", "huggingface",
         "diffusers", "paddle", "paddle flattened", "deepspeed zero 2", "deepspeed zero 3",
-        "deepspeed universal", "megatron legacy", "atorch",
+        "deepspeed universal", "atorch",
     ),
 }  # fmt: skip
 """Checkpoints with such files."""

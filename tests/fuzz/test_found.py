@@ -264,14 +264,6 @@ def test_a_name_with_many_dots_takes_no_time_or_memory() -> None:
     attempt(files, {}, by_command=False)
 
 
-def test_a_long_name_that_no_rule_of_megatron_fits_takes_no_time() -> None:
-    made = io.BytesIO()
-    torch.save({"model": {"norm" * (1 << 18): torch.ones(2)}}, made)
-    parts = {f"mp_rank_{rank:02d}/model_optim_rng.pt": made.getvalue() for rank in range(2)}
-
-    assert attempt(parts, {}, by_command=False) == "read"
-
-
 def test_pieces_that_share_their_bytes_too_often() -> None:
     num_pieces = 5000
     tensors = TensorTable.of([("w", "uint8", (num_pieces, 100))])

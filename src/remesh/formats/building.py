@@ -305,7 +305,10 @@ class IndexBuilder:
 
     def add_tree(self, path: Path, root: object, archive: Archive) -> None:
         """Add a part of an archive's value; names of one view, of tied weights, are one tensor."""
-        found = take_apart(root, path, archive)
+        found = Nested(archive.where, budget("characters", archive.pickled.num_bytes))
+        is_whole = not path and isinstance(root, Mapping) and found.is_taken_apart(path, root)
+        # At the top, what is no dict is `value`.
+        found.visit(path if path or is_whole else ("value",), root)
         for name, (at, value) in found.leaves.items():
             first = name
             if isinstance(value, ArchivedTensor) and 0 not in value.shape:
@@ -507,14 +510,6 @@ class Nested:
             f"{self.where}: two entries have one name: {name!r:.200}, at {places}. Load it with "
             "the system that wrote it, and rename one of them."
         )
-
-
-def take_apart(root: Any, path: Path, archive: Archive) -> Nested:
-    """Take a part of an archive's value apart; at the top, what is no dict is `value`."""
-    found = Nested(archive.where, budget("characters", archive.pickled.num_bytes))
-    is_whole = not path and isinstance(root, Mapping) and found.is_taken_apart(path, root)
-    found.visit(path if path or is_whole else ("value",), root)
-    return found
 
 
 def path_key(key: Any) -> str | int:

@@ -50,11 +50,11 @@ from typing import Any
 
 from remesh._repr import shown
 from remesh.core.state import Path, name_of
-from remesh.errors import FormatVersionError
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats.archive import Archive
 from remesh.formats.building import FlatPart, IndexBuilder, add_flat_parts
 from remesh.formats.checks import check_name, damaged, integers, mapping, sequence
-from remesh.formats.place import Place, Trackers
+from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import ArchivedTensor
 
 NAME = "deepspeed"
@@ -91,17 +91,40 @@ def _is_mark(path: str) -> bool:
     return is_universal or bool(_MODEL.fullmatch(path) or _OPTIM.fullmatch(path))
 
 
-_TRACKERS = Trackers(("latest", "latest_universal"), _is_mark)
+_TAG_FILES = ("latest", "latest_universal")
+"""Files that name the folder of the newest checkpoint, the first that is there counts."""
+_MAX_TAG_BYTES = 1 << 12
 
 
 def is_at(place: Place) -> bool:
     """True if a place with these files is such a checkpoint, or names one by its tag."""
-    return _TRACKERS.is_at(place.listing)
+    paths = place.listing
+    return any(map(_is_mark, paths)) or (
+        any(name in paths for name in _TAG_FILES)
+        and any(_is_mark(path.partition("/")[2]) for path in paths)
+    )
+
+
+def _folder(place: Place) -> str:
+    """The folder of the checkpoint, with a slash at its end; empty for the place itself."""
+    storage, paths = place.storage, place.listing
+    if any(map(_is_mark, paths)):
+        return ""
+    name = next((name for name in _TAG_FILES if name in paths), None)
+    if name is None:
+        raise CheckpointNotFoundError(f"{storage.url}: no checkpoint, and no {_TAG_FILES[0]}")
+    tag = storage.read(name, 0, _MAX_TAG_BYTES).decode(errors="replace").strip()
+    if not any(path.startswith(f"{tag}/") and _is_mark(path[len(tag) + 1 :]) for path in paths):
+        raise CorruptCheckpointError(
+            f"{storage.url}/{name}: names {shown(tag)}, and there is no such checkpoint\n"
+            "Name the folder of another one"
+        )
+    return f"{tag}/"
 
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
-    base = _TRACKERS.folder(place)
+    base = _folder(place)
     names = [path.removeprefix(base) for path in place.listing if path.startswith(base)]
     reader = _Reader(builder, base)
     if any(map(_UNIVERSAL.fullmatch, names)):

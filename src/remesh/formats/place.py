@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from remesh._repr import shown
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.storage import Storage
 
 Listing = Mapping[str, int | None]
@@ -52,39 +50,3 @@ class Place:
     def listing_beside(self) -> Listing:
         """The same; nothing if the source is a single file, whose neighbours are not needed."""
         return {} if self.file else self.listing
-
-
-_MAX_TRACKER_BYTES = 1 << 12
-
-
-@dataclass(frozen=True, slots=True)
-class Trackers:
-    """Files of systems that keep each checkpoint in a folder, and name the newest one."""
-
-    names: tuple[str, ...]  # the files, the first that is there counts
-    is_mark: Callable[[str], object]  # whether a file of such a folder marks a checkpoint
-    folder_of: Callable[[str], str] = str  # the name of the folder, from the text of the file
-
-    def is_at(self, paths: Collection[str]) -> bool:
-        """True if the place with these files is such a folder, or names one."""
-        is_named = any(name in paths for name in self.names)
-        return any(map(self.is_mark, paths)) or (
-            is_named and any(self.is_mark(path.partition("/")[2]) for path in paths)
-        )
-
-    def folder(self, place: Place) -> str:
-        """The folder of the checkpoint, with a slash at its end; empty for the place itself."""
-        storage, files = place.storage, place.listing
-        if any(map(self.is_mark, files)):
-            return ""
-        name = next((name for name in self.names if name in files), None)
-        if name is None:
-            raise CheckpointNotFoundError(f"{storage.url}: no checkpoint, and no {self.names[0]}")
-        text = storage.read(name, 0, _MAX_TRACKER_BYTES).decode(errors="replace").strip()
-        base = f"{self.folder_of(text)}/"
-        if not any(path.startswith(base) and self.is_mark(path[len(base) :]) for path in files):
-            raise CorruptCheckpointError(
-                f"{storage.url}/{name}: names {shown(text)}, and there is no such checkpoint\n"
-                "Name the folder of another one"
-            )
-        return base

@@ -29,7 +29,6 @@ from remesh.formats import (
     deepspeed,
     flat_param,
     huggingface,
-    megatron_legacy,
     native,
     native_writer,
     paddle,
@@ -96,7 +95,7 @@ ENTRY_POINTS = "remesh.formats"
 FORMATS: tuple[Format, ...] = (
     Format.of(native, native_writer),
     *map(Format.of, (torch_dcp, zarr, huggingface, safetensors, torch_file, paddle)),
-    *map(Format.of, (flat_param, deepspeed, megatron_legacy)),
+    *map(Format.of, (flat_param, deepspeed)),
     *(Format.of(point.load()) for point in entry_points(group=ENTRY_POINTS)),
 )
 
