@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import remesh
 from remesh.compat.flex_checkpoint import load_state_dict
@@ -21,10 +22,13 @@ from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MismatchError,
+    StateError,
 )
 from remesh.exchange import Exchange
 from remesh.formats import paddle
 from remesh.formats.building import IndexBuilder
+from remesh.formats.pickle_records import Record
+from remesh.formats.pickle_writer import dumps
 from remesh.formats.place import Place
 from remesh.storage import MemoryStorage, Storage, open_storage
 from tests.compat.flex_layouts import Weights, cut, filled, flat, whole
@@ -244,3 +248,68 @@ def test_long_texts_beside_arrays_are_read() -> None:
     storage.put("file", data, overwrite=False)
     position, num_bytes, _ = arrays_in(storage, "file")["w"]
     assert data[position : position + num_bytes] == array.tobytes()
+
+
+# ---------------------------------------------------------------------------------------------
+# Data files of safetensors
+# ---------------------------------------------------------------------------------------------
+
+
+HALVES = {
+    "w": torch.arange(24.0).reshape(4, 6),
+    "half": torch.arange(8).to(torch.bfloat16),
+    "empty": torch.zeros(0, 2),
+}
+
+
+def _made(kind: str, **state: object) -> Record:
+    home = "paddle.distributed.flex_checkpoint.dcp.metadata"
+    return Record(f"{home}.{kind}", is_new=True, state=state)
+
+
+def write_halves(folder: Path, suffix: str = "distcp") -> None:
+    """As Paddle leaves it with `safetensors=True`: each of two ranks has half of each tensor."""
+    boxes: dict[str, list[Record]] = {name: [] for name in HALVES}
+    places: dict[Record, str] = {}
+    for rank in range(2):
+        own = {name: tensor.chunk(2)[rank] for name, tensor in HALVES.items() if len(tensor)}
+        own |= {} if rank else {"empty": HALVES["empty"]}
+        save_file(own, folder / f"{rank}_0.{suffix}")
+        for name, part in own.items():
+            corner = (rank * len(part), *(0,) * (part.ndim - 1))
+            shapes = {"local_shape": tuple(part.shape), "global_shape": tuple(HALVES[name].shape)}
+            box = {"global_offset": corner, "dtype": str(part.dtype).removeprefix("torch.")}
+            boxes[name].append(_made("LocalTensorMetadata", **box, **shapes))
+            index = {"tensor_key": name, "global_offset": corner}
+            found = _made("LocalTensorIndex", **index, local_shape=tuple(part.shape))
+            places[found] = f"{rank}_0.{suffix}"
+    state = {"state_dict_metadata": boxes, "storage_metadata": places, "flat_mapping": {}}
+    (folder / "0.metadata").write_bytes(dumps(_made("Metadata", **state)))
+
+
+@pytest.mark.parametrize("suffix", ["distcp", "safetensors"])
+def test_data_files_of_safetensors(suffix: str, tmp_path: Path) -> None:
+    write_halves(tmp_path, suffix)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert checkpoint.format == "paddle"
+    assert set(checkpoint) == HALVES.keys()
+    for name, tensor in HALVES.items():
+        assert torch.equal(checkpoint[name], tensor)
+
+
+@pytest.mark.parametrize("other", ["0_1.safetensors", "weights.safetensors"])
+def test_a_file_of_safetensors_that_is_not_of_the_checkpoint(other: str, tmp_path: Path) -> None:
+    write_halves(tmp_path, "safetensors")
+    save_file({"w": torch.ones(2)}, tmp_path / other)
+    with pytest.raises(StateError, match="Say which to read, safetensors or paddle"):
+        remesh.Checkpoint(tmp_path)
+
+
+def test_elements_of_another_type_than_the_metadata_say(tmp_path: Path) -> None:
+    """Of the same size, so that nothing else would tell."""
+    write_halves(tmp_path)
+    save_file(
+        {name: torch.ones(2, 6, dtype=torch.int32) for name in HALVES}, tmp_path / "1_0.distcp"
+    )
+    with pytest.raises(CorruptCheckpointError, match="w: 48 bytes of int32 are stored"):
+        remesh.Checkpoint(tmp_path)

@@ -18,7 +18,7 @@ from tests.support import run_ranks
 
 ROWS = 3 * CHUNK_SIZE // 8  # so that chunks of a stream begin and end inside of files
 FORMATS = sorted(WRITERS)
-FIXED = ("zarr", "paddle_safetensors")
+FIXED = ("zarr",)
 """Formats that cannot be replaced in place."""
 
 
@@ -107,16 +107,15 @@ PAIRS, BITS = {"w": np.ones(2, complex)}, {"w": torch.ones(2, dtype=torch.uint8)
     ("format_name", "state", "options", "says"),
     [
         ("huggingface", {"step": 3}, {}, r"(?s)tensors alone\nThe state has 1 other .*: step"),
-        ("paddle_safetensors", {"step": 3}, {}, "tensors alone"),
         ("safetensors", PAIRS, {}, "w: a safetensors file has no name for .* complex128"),
         ("huggingface", BITS, {}, "w: a safetensors file has no name for .* bits8"),
-        ("paddle_safetensors", BITS, {}, "w: a safetensors file has no name for .* bits8"),
         ("huggingface", WEIGHTS, {"dtype": 1}, "has no option 'dtype'; it has max_shard_bytes"),
         ("huggingface", WEIGHTS, {"max_shard_bytes": 0}, "must be a number of bytes"),
         ("torch_file", {"a": {1, 2}}, {}, "store plain values"),
         ("torch_dcp", WEIGHTS, {"separation_hint": "a/b"}, "is a text without '/'"),
         ("nonsense", WEIGHTS, {}, "is not known; formats to write: remesh"),
         ("flat_param", WEIGHTS, {}, "'flat_param' is only read"),
+        ("paddle", WEIGHTS, {}, "'paddle' is only read"),
     ],
 )
 def test_what_cannot_be_written(

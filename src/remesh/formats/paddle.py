@@ -13,45 +13,31 @@ Reading a pickled data file only to find out where its arrays begin would read e
 bytes of arrays are skipped over when its pickle is read, and stand in it as `Span`s. Tensors are
 then read by ranges, as from remesh's own files. bfloat16 is stored as uint16; the metadata says
 what it is.
-
-Written is what `paddle.distributed.save_state_dict(..., safetensors=True)` leaves
-(`paddle_safetensors`), so every rank writes the bytes that it holds. A file holds one box of a
-name, as in Paddle: `3_0.distcp` has the first boxes that rank 3 writes, `3_1_0.distcp` the second
-ones, and so on. The number of the checkpoint is always 0. The metadata is written last.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from remesh._repr import shown
-from remesh.core.dtypes import BY_NAME, DType
-from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray
-from remesh.core.safetensors_file import encode_header
-from remesh.core.tables import BoxTable, Cuts
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS, Box
 from remesh.errors import CheckpointNotFoundError, PickleRefusedError
 from remesh.formats import restricted_pickle
 from remesh.formats.archive import open_range
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, check_name, check_path, damaged
-from remesh.formats.huggingface import check_is_weights
-from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_reader import parse_file
 from remesh.formats.pickle_records import Record, Span
-from remesh.formats.pickle_writer import dumps
 from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import numbers, numpy_dtype
 from remesh.formats.safetensors_files import read_arrays
-from remesh.formats.whole_tensors import safetensors_code
-from remesh.formats.writer import Existing, Frame, Saved, SmallFile, Writer
 from remesh.storage import Storage
 
 NAME = "paddle"
@@ -309,121 +295,3 @@ def _part_of(metadata: Metadata, index: LocalTensorIndex, where: str) -> tuple[B
     if not start <= stop <= box.size:
         raise damaged(where, f"the range {start}:{stop} is not of {box}")
     return box, start, stop
-
-
-# ---------------------------------------------------------------------------------------------
-# Writing
-# ---------------------------------------------------------------------------------------------
-
-
-NUMBER = 0
-
-
-def _file_name(rank: int, turn: int) -> str:
-    return f"{rank}_{NUMBER}.distcp" if turn == 0 else f"{rank}_{turn}_{NUMBER}.distcp"
-
-
-def _turns(boxes: BoxTable, rows: IntArray) -> list[list[int]]:
-    """The rows of each file of a rank: a tensor's first box, its second, and so on."""
-    seen: Counter[int] = Counter()
-    files: list[list[int]] = []
-    for row in rows.tolist():
-        tensor = int(boxes.tensor[row])
-        if seen[tensor] == len(files):
-            files.append([])
-        files[seen[tensor]].append(row)
-        seen[tensor] += 1
-    # Wide elements first, so that each begins at a multiple of its size.
-    return [
-        sorted(file, key=lambda row: -boxes.tensors.dtype(int(boxes.tensor[row])).itemsize)
-        for file in files
-    ]
-
-
-def _header(entries: list[tuple[str, DType, Box]]) -> tuple[bytes, list[int]]:
-    tensors = [
-        (name, dtype.safetensors, box.shape, box.size * dtype.itemsize)
-        for name, dtype, box in entries
-    ]
-    return encode_header(tensors, {})
-
-
-def _made(box: LocalTensorMetadata | LocalTensorIndex) -> Record:
-    state = msgspec.structs.asdict(box)
-    return Record(f"{_HOMES[0]}{type(box).__name__}", is_new=True, state=state)
-
-
-class PaddleWriter(Writer):
-    """Writes Paddle's Flex Checkpoint with safetensors files."""
-
-    name = "paddle_safetensors"
-
-    def plan(self, cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> bytes:
-        """Check that the format has a form for everything."""
-        check_is_weights(document)
-        for number, name in enumerate(cuts.tensors.names):
-            safetensors_code(name, cuts.tensors.dtype(number))
-        return b""
-
-    def frames(
-        self, boxes: BoxTable, rows: IntArray, rank: int, _save_id: str, _plan: bytes
-    ) -> list[Frame]:
-        """The files of a rank."""
-        found, tensors = [], boxes.tensors
-        for turn, own in enumerate(_turns(boxes, rows)):
-            entries = [
-                (tensors.names[tensor], tensors.dtype(tensor), boxes.box(row))
-                for row, tensor in zip(own, boxes.tensor[own].tolist(), strict=True)
-            ]
-            head, positions = _header(entries)
-            num_bytes = len(head) + sum(dtype.itemsize * box.size for _, dtype, box in entries)
-            place = np.array(own, np.int64), np.array(positions, np.int64)
-            found.append(Frame(_file_name(rank, turn), num_bytes, *place, literals=((0, head),)))
-        return found
-
-    def small_files(self, saved: Saved) -> list[SmallFile]:
-        """A file of the tensors without elements, if there are any, and the metadata."""
-        boxes, document = saved.boxes, saved.document
-        names, files = boxes.tensors.names, []
-        places: dict[str, list[tuple[Box, str]]] = {name: [] for name in names}
-        for rank, rows in enumerate(saved.assignments):
-            for turn, own in enumerate(_turns(boxes, rows)):
-                for row in own:
-                    place = boxes.box(row), _file_name(rank, turn)
-                    places[names[boxes.tensor[row]]].append(place)
-        empty = [number for number, name in enumerate(names) if not places[name]]
-        if empty:
-            path = _file_name(len(saved.assignments), 0)
-            wholes = {number: Box.whole(boxes.tensors.shape(number)) for number in empty}
-            entries = [(names[n], boxes.tensors.dtype(n), box) for n, box in wholes.items()]
-            files.append((path, _header(entries)[0]))
-            places |= {names[number]: [(box, path)] for number, box in wholes.items()}
-        tensors = {
-            name: (boxes.tensors.dtype(n).name, boxes.tensors.shape(n))
-            for n, name in enumerate(names)
-        }
-        state = {
-            "state_dict_metadata": {
-                name: [
-                    _made(LocalTensorMetadata(box.offset, box.shape, *tensors[name]))
-                    for box, _ in held
-                ]
-                for name, held in places.items()
-            },
-            "storage_metadata": {
-                _made(LocalTensorIndex(name, box.offset, local_shape=box.shape)): path
-                for name, held in places.items()
-                for box, path in held
-            },
-            "flat_mapping": {name: tuple(map(str, document.path_of(name))) for name in names},
-        }
-        metadata = Record(f"{_HOMES[0]}Metadata", is_new=True, state=state)
-        return [*files, (metadata_name(NUMBER), dumps(metadata))]
-
-    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-        """The checkpoint that is there; its files have fixed names."""
-        numbers = checkpoint_numbers(filter(FILES.fullmatch, storage.list_directory().files))
-        return Existing(metadata_name(numbers[-1]), is_fixed=True) if numbers else None
-
-
-WRITERS = (PaddleWriter(),)
