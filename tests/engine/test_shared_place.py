@@ -64,10 +64,6 @@ def save_foreign(exchange: Exchange, place: Any) -> None:
     remesh.save(state_of(exchange.rank), place, format="torch_dcp", group=exchange)
 
 
-def save_zarr(exchange: Exchange, place: Any) -> None:
-    remesh.save(state_of(exchange.rank), place, format="zarr", group=exchange)
-
-
 def save_foreign_beside(exchange: Exchange, place: Any) -> None:
     with remesh.Saver(group=exchange, format="torch_dcp") as saver:
         saver.save_async(state_of(exchange.rank), place).result()
@@ -78,7 +74,7 @@ def export(exchange: Exchange, place: Any) -> None:
     export_weights(state, place, max_file_bytes=256, group=exchange)
 
 
-SAVES = [save_now, save_beside, save_foreign, save_zarr, save_foreign_beside, export]
+SAVES = [save_now, save_beside, save_foreign, save_foreign_beside, export]
 
 
 def not_shared(act: Callable[[Exchange], None]) -> list[Exception]:
@@ -139,9 +135,7 @@ def test_object_stores_of_nodes_under_one_url_are_an_error_and_are_left_clean(
     assert [place.list() for place in places] == [[], [], []]
 
 
-@pytest.mark.parametrize(
-    "save", [save_now, save_beside, save_foreign, save_zarr, save_foreign_beside]
-)
+@pytest.mark.parametrize("save", [save_now, save_beside, save_foreign, save_foreign_beside])
 def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(save: Any) -> None:
     inner = MemoryStorage()
     faults = [Truncate(pattern, 10) for pattern in ("*/00002.safetensors", "__2_*.distcp", "w/2.0")]

@@ -18,8 +18,8 @@ from tests.formats.test_readers import (
     write_huggingface_in_several_files,
     write_safetensors_file,
     write_torch_file,
-    write_zarr,
 )
+from tests.support.zarr_files import write_zarr
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/foreign-formats.md"
 

@@ -255,9 +255,3 @@ def test_megatron_and_remesh_load_what_the_other_saved(
     found = remesh.Checkpoint(theirs)
     assert found.state()["nested"] == COMMON["nested"]
     assert found.values["args"] == COMMON["args"]
-
-
-def test_zarr_from_several_ranks_to_others(tmp_path: Path) -> None:
-    run_ranks(4, save_for_megatron, tmp_path, "zarr")
-    for rank, loaded in enumerate(run_ranks(2, load_from_megatron, tmp_path)):
-        assert loaded == (*expected_of(rank, 2), RNG)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import zarr
 from safetensors.numpy import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -23,6 +22,7 @@ from remesh.errors import CorruptCheckpointError
 from remesh.formats.table import FORMATS, place_of, read_contents
 from remesh.storage import Storage
 from tests.support.format_conformance import Arrays, FormatConformance
+from tests.support.zarr_files import write_zarr
 
 ELSEWHERE = {
     "paddle": "recorded files: tests/compat/test_flex_paddle.py",
@@ -45,21 +45,6 @@ def write_dcp(arrays: Arrays, folder: Path) -> None:
 
 def write_dcp_by_remesh(arrays: Arrays, folder: Path) -> None:
     remesh.save(dict(arrays), folder, format="torch_dcp")
-
-
-def write_zarr(arrays: Arrays, folder: Path) -> None:
-    for name, array in arrays.items():
-        made = zarr.create_array(
-            store=str(folder / name),
-            shape=array.shape,
-            dtype=array.dtype,
-            zarr_format=2,
-            compressors=None,
-            chunks=tuple(max(n // 2, 1) for n in array.shape),
-            config={"write_empty_chunks": True},
-        )
-        made[...] = array
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
 
 
 def write_torch_file(arrays: Arrays, folder: Path) -> None:

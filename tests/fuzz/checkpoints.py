@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pickle
 import shutil
 import tempfile
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-import zarr
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 
@@ -27,6 +25,7 @@ from tests.compat.test_flex_paddle import DATA
 from tests.fuzz.files import Files, files_in
 from tests.matrix.writers import DEEPSPEED
 from tests.support import run_ranks
+from tests.support.zarr_files import write_bfloat16, write_zarr
 
 COMMON = {
     "iteration": 7,
@@ -139,21 +138,17 @@ def _flat_param_json(folder: Path) -> None:
     (folder / "optim_meta").write_text(json.dumps([{"lr": 0.1, "params": ["w"]}]))
 
 
-def _zarr_itself(folder: Path) -> None:
+def _zarr_by_zarr(folder: Path) -> None:
     """Arrays of zarr-python under the names that Megatron gave them."""
-    for name, array in {"a": np.arange(35.0).reshape(7, 5), "b.c": np.arange(3)}.items():
-        made = zarr.create_array(
-            store=str(folder / name),
-            shape=array.shape,
-            dtype=array.dtype,
-            zarr_format=2,
-            compressors=None,
-            chunks=tuple(math.ceil(n / 2) for n in array.shape),
-            config={"write_empty_chunks": True},
-        )
-        made[...] = array
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
-    torch.save(COMMON, folder / "common.pt")
+    write_zarr({"a": np.arange(35.0).reshape(7, 5), "b.c": np.arange(3)}, folder, COMMON)
+
+
+def _megatron_zarr(folder: Path) -> None:
+    """The same with what zarr does not know."""
+    rng = {"s": torch.arange(4), "n": np.arange(3.0)}
+    arrays = {"w": np.arange(48.0).reshape(8, 6), "count": np.array(3), "empty": np.zeros((0, 3))}
+    write_zarr(arrays, folder, COMMON | {"rng/shard_0_1": rng})
+    write_bfloat16("b", torch.arange(8).to(torch.bfloat16), folder)
 
 
 def _megatron_flattened(folder: Path) -> None:
@@ -227,8 +222,8 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "torch_dcp by remesh": _foreign("torch_dcp"),
     "megatron torch_dist": _foreign("torch_dist"),
     "megatron flattened": _megatron_flattened,
-    "megatron zarr": _foreign("zarr"),
-    "zarr by zarr": _zarr_itself,
+    "megatron zarr": _megatron_zarr,
+    "zarr by zarr": _zarr_by_zarr,
     "torch.save": _torch_file,
     "huggingface": _huggingface,
     "diffusers": _diffusers,

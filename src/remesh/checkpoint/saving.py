@@ -61,7 +61,7 @@ def save(  # noqa: PLR0913 - each option stands for itself
             tensors, arrays, plain values or remesh's descriptions; or one module or object.
         path: Directory of the checkpoint, the same on every rank; it need not exist.
         format: The format of the files: `remesh`, or that of another system which shall load them
-            (`huggingface`, `safetensors`, `torch_file`, `torch_dcp`, `torch_dist`, `zarr`).
+            (`huggingface`, `safetensors`, `torch_file`, `torch_dcp`, `torch_dist`).
         format_options: Options of the format: of `huggingface`, `max_shard_bytes`; of `torch_dcp`
             and `torch_dist`, `separation_hint`: tensors whose names begin with it are written to
             files of their own, whose names begin with it; and `flat_shapes`: the true shapes, by

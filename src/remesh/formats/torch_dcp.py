@@ -561,7 +561,7 @@ def _holds_mapping(items: list[object]) -> bool:
     )
 
 
-def common_file(document: ValuesDocument) -> SmallFile:
+def _common_file(document: ValuesDocument) -> SmallFile:
     """Megatron's file of the values that are equal on all ranks, nested as they were."""
     common: dict[Path, object] = {
         document.path_of(name): values.decode(bytes(raw)) for name, raw in document.values.items()
@@ -571,10 +571,10 @@ def common_file(document: ValuesDocument) -> SmallFile:
     return COMMON_NAME, archive_of(assemble(common, sequences), COMMON_NAME)
 
 
-def config_file(backend: str) -> SmallFile:
+def _config_file() -> SmallFile:
     """Megatron's file that says which backends wrote a checkpoint; its last one."""
     config = {
-        "sharded_backend": backend,
+        "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
         "common_backend": "torch",
         "common_backend_version": 1,
@@ -741,9 +741,9 @@ class TorchDistWriter(DcpWriter):
     def small_files(self, saved: Saved) -> list[SmallFile]:
         """The objects, `common.pt`, `.metadata` and `metadata.json`."""
         return [
-            common_file(saved.document),
+            _common_file(saved.document),
             *_value_file_and_metadata(saved, {}, None),
-            config_file("torch_dist"),
+            _config_file(),
         ]
 
 

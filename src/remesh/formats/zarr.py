@@ -12,51 +12,30 @@ A chunk that is neither compressed nor filtered is a box of the tensor as it lie
 checkpoints are read in place, like all others; nothing of zarr's own code is needed. Megatron
 never compressed. What is compressed, or has chunks that were left out because they hold nothing but
 the fill value, is refused.
-
-Writing cuts each tensor into the largest regular chunks that every stored box is made of.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
-from remesh.core import values
 from remesh.core.dtypes import DTYPES, DType
-from remesh.core.geometry import MAX_ELEMENTS, Box, IntArray, strides_of
-from remesh.core.tables import BoxTable, Cuts
-from remesh.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    FormatVersionError,
-    StateError,
-)
-from remesh.formats.archive import archive_of
+from remesh.core.geometry import MAX_ELEMENTS, Box, strides_of
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import MALFORMED, decode_json
-from remesh.formats.native import ValuesDocument
 from remesh.formats.place import Place
-from remesh.formats.torch_dcp import (
-    COMMON_NAME,
-    CONFIG_NAME,
-    common_file,
-    config_file,
-    element_of,
-    opaque,
-)
-from remesh.formats.writer import Existing, Frame, Saved, SmallFile, Writer
+from remesh.formats.torch_dcp import COMMON_NAME, CONFIG_NAME, element_of, opaque
 from remesh.storage import Storage
 
 NAME = "zarr"
 ARRAY_NAME = ".zarray"
 NEEDS_LISTING = False
 MARKER = f"{CONFIG_NAME} with sharded_backend zarr (Megatron)"
-MAX_CHUNKS = 1 << 16
-"""Chunk files of one tensor that are written at most."""
 
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_ELEMENTS)]
 
@@ -150,128 +129,13 @@ def _missing(storage: Storage, path: str, what: str) -> CorruptCheckpointError:
     )
 
 
-def _chunk_name(number: Sequence[int], separator: str = ".") -> str:
+def _chunk_name(number: Sequence[int], separator: str) -> str:
     return separator.join(map(str, number)) or "0"
 
 
 def _dtype_of(text: str, where: str) -> DType:
     # Types that numpy lacks are written by their names, as Megatron wrote bfloat16.
     for dtype in DTYPES:
-        if text in {_dtype_text(dtype), dtype.name}:
+        if text in {dtype.name, dtype.carrier.str if dtype.is_native else ""}:
             return dtype
     raise FormatVersionError(f"{where}: elements of type {text!r} are not read")
-
-
-def _dtype_text(dtype: DType) -> str:
-    return dtype.carrier.str if dtype.is_native else dtype.name
-
-
-# ---------------------------------------------------------------------------------------------
-# Writing
-# ---------------------------------------------------------------------------------------------
-
-
-def chunk_shapes(boxes: BoxTable) -> dict[str, tuple[int, ...]]:
-    """The chunk shape of each tensor: the largest regular one that all its boxes are made of."""
-    found: dict[str, list[Box]] = {name: [] for name in boxes.tensors.names}
-    for row in range(len(boxes)):
-        found[boxes.tensors.names[boxes.tensor[row]]].append(boxes.box(row))
-    chunks = {}
-    for number, (name, held) in enumerate(found.items()):
-        shape = boxes.tensors.shape(number)
-        chunk = tuple(
-            _step(extent, [(box.offset[dim], box.end[dim]) for box in held])
-            for dim, extent in enumerate(shape)
-        )
-        num_chunks = math.prod(-(-n // step) for n, step in zip(shape, chunk, strict=True))
-        if num_chunks > MAX_CHUNKS:
-            raise StateError(
-                f"{name}: its shards lie too irregularly for zarr\n"
-                f"Its chunks would be {num_chunks} files of shape {chunk}; save it in the format "
-                "torch_dist instead"
-            )
-        chunks[name] = chunk
-    return chunks
-
-
-def _step(extent: int, bounds: Sequence[tuple[int, int]]) -> int:
-    """The longest step at whose multiples all bounds lie, the end of the dim excepted."""
-    if not bounds:
-        return max(extent, 1)
-    inner = {bound for pair in bounds for bound in pair} - {extent}
-    longest = max(stop - start for start, stop in bounds)
-    return longest if not any(bound % longest for bound in inner) else math.gcd(*inner)
-
-
-def _chunks_in(plan: bytes) -> dict[str, tuple[int, ...]]:
-    return msgspec.msgpack.decode(plan, type=dict[str, tuple[int, ...]])
-
-
-class ZarrWriter(Writer):
-    """Writes Megatron's `zarr`."""
-
-    name = NAME
-
-    def plan(self, cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> bytes:
-        """The chunk shapes, encoded."""
-        return msgspec.msgpack.encode(chunk_shapes(cuts.boxes))
-
-    def frames(
-        self, boxes: BoxTable, rows: IntArray, _rank: int, _save_id: str, plan: bytes
-    ) -> list[Frame]:
-        """The chunk files of a rank, under zarr's names."""
-        found, chunks = [], _chunks_in(plan)
-        for row in rows.tolist():
-            box, number = boxes.box(row), int(boxes.tensor[row])
-            name, itemsize = boxes.tensors.names[number], boxes.tensors.dtype(number).itemsize
-            chunk = chunks[name]
-            first = [start // step for start, step in zip(box.offset, chunk, strict=True)]
-            counts = [
-                -(-stop // step) - begin
-                for stop, step, begin in zip(box.end, chunk, first, strict=True)
-            ]
-            for at in np.ndindex(*counts):
-                place = tuple(begin + i for begin, i in zip(first, at, strict=True))
-                part = Box(tuple(i * step for i, step in zip(place, chunk, strict=True)), chunk)
-                path, num_bytes = f"{name}/{_chunk_name(place)}", part.size * itemsize
-                found.append(Frame(path, num_bytes, np.array([row]), np.array([0]), (part,)))
-        return found
-
-    def small_files(self, saved: Saved) -> list[SmallFile]:
-        """The descriptions of the arrays, the objects, `common.pt` and `metadata.json`."""
-        tensors, chunks = saved.cuts.tensors, _chunks_in(saved.plan)
-        if saved.document.aliases:
-            alias = min(saved.document.aliases)
-            raise StateError(
-                f"{alias}: tied to {saved.document.aliases[alias]}\nZarr has one array for each "
-                "name, so untie it, leave it out, or save in the format torch_dist"
-            )
-        arrays = [
-            (
-                f"{name}/{ARRAY_NAME}",
-                msgspec.json.encode(
-                    {
-                        "zarr_format": 2,
-                        "shape": tensors.shape(number),
-                        "chunks": chunks[name],
-                        "dtype": _dtype_text(tensors.dtype(number)),
-                        "compressor": None,
-                        "fill_value": None,
-                        "order": "C",
-                        "filters": None,
-                    }
-                ),
-            )
-            for number, name in enumerate(tensors.names)
-        ]
-        objects = [
-            (f"{name}.pt", archive_of(values.decode(bytes(element.value)), name))
-            for name, element in saved.document.objects.items()
-        ]
-        return [*arrays, *objects, common_file(saved.document), config_file(NAME)]
-
-    def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
-        return Existing(CONFIG_NAME, is_fixed=True) if storage.exists(CONFIG_NAME) else None
-
-
-WRITERS = (ZarrWriter(),)

@@ -42,8 +42,9 @@ from remesh.compat.megatron.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 from tests.compat.megatron.layouts import flat_shard, flat_shards, row_shards, shard
+from tests.support.zarr_files import write_zarr
 
-BACKENDS = ["remesh", "torch_dist", "zarr"]
+BACKENDS = ["remesh", "torch_dist"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -401,13 +402,6 @@ def test_old_and_new_state_are_never_one_checkpoint(tmp_path: Path) -> None:
     assert step_in(tmp_path) == 2
 
 
-def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> None:
-    save(state_of(1), tmp_path, ("zarr", 1))
-    with pytest.raises(CheckpointingException, match="cannot be replaced in place"):
-        save(state_of(2), tmp_path, ("zarr", 1))
-    assert step_in(tmp_path) == 1
-
-
 def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
     assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
     with pytest.raises(CheckpointingException, match="is not a distributed checkpoint"):
@@ -431,6 +425,22 @@ def test_tensors_are_removed_by_the_prefix_of_their_keys(tmp_path: Path, backend
         assert dist_checkpointing.load_common_state_dict(tmp_path) == {"step": 4}
     with pytest.raises(CheckpointingException, match=r"optimizer\.a"):
         load({"a": shard("optimizer.a", torch.ones(3))}, tmp_path)
+
+
+def test_arrays_of_zarr_are_loaded_listed_and_removed(tmp_path: Path) -> None:
+    keys = ("optimizer.a", "optimizer.b", "model.a")
+    whole = np.arange(128, dtype=np.float32)
+    rng = {"seed": 3}
+    write_zarr(dict.fromkeys(keys, whole), tmp_path, {"step": 4, "rng/shard_0_1": rng})
+    asked = {str(n): shard("model.a", torch.zeros(16), (0, n, 8)) for n in range(8)}
+    loaded = load({**asked, "rng": ShardedObject("rng", None, (1,), (0,))}, tmp_path)
+    assert torch.equal(torch.cat([loaded[str(n)] for n in range(8)]), torch.arange(128.0))
+    assert (loaded["step"], loaded["rng"]) == (4, rng)
+    assert set(dist_checkpointing.load_sharded_metadata(tmp_path)) == {*keys, "rng/shard_0_1"}
+    dist_checkpointing.remove_sharded_tensors(tmp_path, "optimizer.")
+    assert set(dist_checkpointing.load_tensors_metadata(tmp_path)) == {"model.a"}
+    with pytest.raises(CheckpointingException, match="no strategy to save_sharded"):
+        save({"w": shard("w", torch.ones(2))}, tmp_path, ("zarr", 1))
 
 
 def test_the_bytes_of_tensors_that_were_set_apart_are_given_back(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +39,7 @@ from tests.compat.megatron.layouts import may_have_children, shard
 from tests.compat.megatron.names import imported, missing
 from tests.compat.megatron.own_tests import cuda_on_cpu
 from tests.support import run_processes
+from tests.support.zarr_files import write_zarr
 
 
 def test_the_installed_release_imports_nothing_that_is_missing() -> None:
@@ -52,7 +54,7 @@ def test_the_installed_release_imports_nothing_that_is_missing() -> None:
 
 
 def test_old_arrays_are_read_by_the_strategy_that_nemo_names(tmp_path: Path) -> None:
-    save({"w": shard("w", torch.arange(4))}, tmp_path, ("zarr", 1))
+    write_zarr({"w": np.arange(4)}, tmp_path, {})
     strategy = TensorStoreLoadShardedStrategy(load_directly_on_device=True)
     loaded = load({"w": shard("w", torch.zeros(4))}, tmp_path, strategy)
     assert loaded["w"].tolist() == [0, 1, 2, 3]

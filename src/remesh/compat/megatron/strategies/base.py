@@ -35,7 +35,6 @@ _BUILT_IN = {
     (StrategyAction.LOAD_SHARDED, "remesh"): ("native", "RemeshLoadShardedStrategy"),
     (StrategyAction.SAVE_SHARDED, "torch_dist"): ("torch", "TorchDistSaveShardedStrategy"),
     (StrategyAction.LOAD_SHARDED, "torch_dist"): ("torch", "TorchDistLoadShardedStrategy"),
-    (StrategyAction.SAVE_SHARDED, "zarr"): ("zarr", "ZarrSaveShardedStrategy"),
     (StrategyAction.LOAD_SHARDED, "zarr"): ("zarr", "ZarrLoadShardedStrategy"),
 }
 """The library's own strategies: module and class. All are of version 1."""

@@ -1,7 +1,6 @@
 """The backend `zarr`: a folder of plain chunk files for each tensor, in zarr's version 2.
 
-It is the older of Megatron's formats, for checkpoints that exist and tools that want them. A save
-does not replace a zarr checkpoint, because its files have fixed names; save to another directory.
+It is the older of Megatron's formats, and only read.
 """
 
 from __future__ import annotations
@@ -9,21 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from remesh.compat.megatron.core import storage_of
-from remesh.compat.megatron.strategies.native import (
-    EngineLoadShardedStrategy,
-    EngineSaveShardedStrategy,
-)
-from remesh.formats.torch_dcp import COMMON_NAME
+from remesh.compat.megatron.strategies.native import EngineLoadShardedStrategy
 from remesh.formats.zarr import ARRAY_NAME
-
-
-class ZarrSaveShardedStrategy(EngineSaveShardedStrategy):
-    """Writes backend `zarr`."""
-
-    format = "zarr"
-
-    def __init__(self, backend: str = "zarr", version: int = 1, **options: Any) -> None:
-        super().__init__(backend, version, without=(COMMON_NAME,), **options)
 
 
 class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):
