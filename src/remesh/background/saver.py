@@ -83,7 +83,6 @@ class Saver:
             so many seconds have passed, with the ranks that have not finished.
         format: See `remesh.save`.
         format_options: See `remesh.save`; a save may add some.
-        without: Small files of the format that the caller writes by itself.
         at_exit: What happens to a save in flight if the interpreter ends without `close`: it waits
             for its end, or aborts it.
         buffers: See `remesh.save`.
@@ -104,7 +103,6 @@ class Saver:
         group: Any = None,
         format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.save`
         format_options: Mapping[str, object] | None = None,
-        without: tuple[str, ...] = (),
         writer: Literal["thread", "process"] = "thread",
         arena_bytes: int | None = None,
         deadline: float = 1800.0,
@@ -128,7 +126,6 @@ class Saver:
             verify_replicas=verify_replicas,
             format=format,
             format_options=format_options or {},
-            without=without,
             keeps=True,
             compress=compress,
         )

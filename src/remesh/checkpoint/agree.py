@@ -91,7 +91,6 @@ class SaveOptions:
     format: str = native.FORMAT_NAME  # name of the format that is written
     format_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the format; those of rank 0 count."""
-    without: tuple[str, ...] = ()  # small files that the caller writes by itself
     keeps: bool = False
     """Whether frozen files that did not change since the last save of the `PlanCache` are kept."""
     compress: Compress | None = None  # how data files are compressed; None if they are not

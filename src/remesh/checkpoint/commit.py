@@ -80,10 +80,7 @@ def last_steps(
     There are none if the checkpoint is a single data file that has its name. Parts are in rank
     order.
     """
-    steps = writer_of(save.options.format).small_files(replace(save.saved, parts=parts))
-    return [
-        step for step in steps if isinstance(step, Rename) or step[0] not in save.options.without
-    ]
+    return writer_of(save.options.format).small_files(replace(save.saved, parts=parts))
 
 
 def finish(
@@ -130,7 +127,7 @@ def finish(
         with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
             now = writer.existing(storage, save.options.format_options)
             replaced += [now] if now is not None and now != save.replaced else []
-    kept = {part.path for own in parts for part in own} | {*put, *save.options.without}
+    kept = {part.path for own in parts for part in own} | {*put}
     kept |= _commit(storage, renames, mark, overwrite)
     emit("save.committed")
     if overwrite and writer.has_record:

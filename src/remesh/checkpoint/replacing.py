@@ -43,11 +43,6 @@ def existing_checkpoint(
             f"{storage.url}: there is a checkpoint already ({found.what})\nSave to another path, "
             "or replace it with overwrite=True (on the command line --overwrite)."
         )
-    if found is not None and found.is_fixed:
-        raise StateError(
-            f"{storage.url}: a {format_name} checkpoint cannot be replaced in place\n"
-            "Its files have fixed names; save to another path"
-        )
     return found
 
 
@@ -83,7 +78,7 @@ def _of_another(
         try:
             found = found or writer.existing(storage, {})
         except CheckpointError:
-            found = Existing(row.marker, is_fixed=True)  # its files are not known
+            found = Existing(row.marker)  # its files are not known
     if found is None and row.files is not None:
         return None
     if not overwrite:
@@ -92,7 +87,7 @@ def _of_another(
             f"the {format_name!r} checkpoint to another path, or replace what is there with "
             "overwrite=True (on the command line --overwrite)."
         )
-    if found is None or found.is_fixed or not (found.save_id or found.paths):
+    if found is None or not (found.save_id or found.paths):
         raise StateError(
             f"{storage.url}: the {row.name!r} checkpoint there cannot be replaced by one of "
             f"{format_name!r}\n"

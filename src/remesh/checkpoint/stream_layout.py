@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from remesh.checkpoint.local import LocalTensors
-from remesh.core.dtypes import BY_NAME, DTYPES, CarrierDType
-from remesh.core.geometry import Box, IntArray, flat_runs
-from remesh.core.memory import CarrierArray, HostMemory, Memory, SourceMemory
-from remesh.core.strided import Layout
+from remesh.core.dtypes import BY_NAME, DTYPES
+from remesh.core.geometry import IntArray, flat_runs
+from remesh.core.memory import HostMemory
 from remesh.formats.writer import Frame, Part, column_bytes
 from remesh.pipeline import (
     Collection,
@@ -29,33 +28,6 @@ from remesh.pipeline import (
 from remesh.storage import ALIGNMENT
 
 _BYTE = BY_NAME["uint8"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PaddedMemory(SourceMemory):
-    """A box of which another memory holds a part; the rest reads as zeros."""
-
-    memory: Memory  # holds the elements of `held`
-    held: Box  # a box of the tensor
-    box: Box  # the box of the tensor that this is the memory of
-
-    @property
-    def carrier(self) -> CarrierDType:
-        return self.memory.carrier
-
-    @property
-    def layout(self) -> Layout | None:
-        return self.memory.layout
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        wanted = box.shift(self.box.offset)
-        common = wanted.intersect(self.held)
-        if common != wanted:
-            into[...] = np.zeros((), into.dtype)
-        if common is not None:
-            part = np.empty(common.shape, into.dtype)
-            self.memory.copy_out(common.relative_to(self.held), part)
-            into[common.relative_to(wanted).slices] = part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,16 +169,6 @@ def _pieces(frame: Frame, tensors: LocalTensors, start: int) -> list[FilePiece]:
     boxes, rows = tensors.boxes, frame.rows
     dtypes = [DTYPES[code] for code in boxes.tensors.dtypes[boxes.tensor[rows]].tolist()]
     places = (frame.positions + start).tolist()
-    if frame.boxes is not None:
-        pieces = []
-        for row, box, dtype, position in zip(
-            rows.tolist(), frame.boxes, dtypes, places, strict=True
-        ):
-            memory, whole = tensors.memories[row], boxes.box(row)
-            if box != whole:
-                memory = PaddedMemory(memory, whole, box)
-            pieces.append(FilePiece(memory, box.shape, dtype, position))
-        return pieces
     _, shapes = boxes.bounds(rows)
     return [
         FilePiece(tensors.memories[row], shape, dtype, position)

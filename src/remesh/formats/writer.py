@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from remesh.core.geometry import Box, IntArray
+from remesh.core.geometry import IntArray
 from remesh.core.integrity import WrittenFile
 from remesh.core.tables import BoxTable, Cuts
 from remesh.formats.native import ValuesDocument
@@ -42,9 +42,6 @@ class Frame:
     positions: IntArray
     """Byte of the file at which each begins; of a shared file, at which the tensor of each begins.
     """
-    boxes: tuple[Box, ...] | None = None
-    """What lies there in place of the whole stored boxes, in global elements; what leaves the
-    stored box is written as zeros."""
     literals: tuple[tuple[int, bytes], ...] = ()
     """Position and content of all other bytes that this rank writes."""
     is_shared: bool = False
@@ -136,8 +133,6 @@ class Existing:
     what: str  # what tells it from others, for messages
     save_id: str = ""  # the save that wrote it, if its files lie in a folder of their own
     paths: tuple[str, ...] = ()  # its files besides, the one that makes it exist first
-    is_fixed: bool = False
-    """Whether it cannot be replaced, because the names of its data files are fixed."""
 
 
 class Writer(ABC):
