@@ -24,7 +24,7 @@ def test_ranks_load_other_boxes_than_the_chunks(tmp_path: Path) -> None:
 
     def load(exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, int, Any]:
         rows, half = torch.zeros(3, 5), torch.zeros(3, dtype=torch.bfloat16)
-        state = {
+        state: dict[str, Any] = {
             "w": remesh.ShardedTensor.at_offset("w", rows, (7, 5), (2 * exchange.rank, 0)),
             "b": half,
             "step": 0,

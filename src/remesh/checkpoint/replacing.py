@@ -79,7 +79,7 @@ def _of_another(
             found = found or writer.existing(storage, {})
         except CheckpointError:
             found = Existing(row.marker)  # its files are not known
-    if found is None and row.files is not None:
+    if found is None and row.writers and row.files is not None:
         return None
     if not overwrite:
         raise CheckpointExistsError(
