@@ -48,7 +48,7 @@ def damaged(right: Files, other: Files, dice: random.Random) -> tuple[Files, str
             done.append(f"{damage.__name__} {path}")
         elif kind < 0.15:
             name = dice.choice(sorted(other))
-            files[dice.choice((path, name))] = other[name]
+            files[dice.choice((path or name, name))] = other[name]  # there may be no file left
             done.append(f"take {name}")
         elif kind < 0.25 and sound is not None and files.get(".metadata") == sound:
             done.append(_change_distcp(files, dice))

@@ -24,10 +24,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from click.testing import CliRunner
 
 import remesh
+from remesh.checkpoint.optimizer_names import LiveOptimizer
 from remesh.cli import cli
 from remesh.cli.output import EXIT_FAULT
 from remesh.errors import MismatchError, RemeshError
@@ -248,6 +250,7 @@ def import_late_modules() -> None:
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
     # msgspec compiles the annotations of a type when it first meets it.
+    msgspec.msgpack.Decoder(LiveOptimizer)
     with tempfile.TemporaryDirectory() as folder:
         remesh.save({"w": np.zeros(2), "step": 1}, f"{folder}/step_1")
         files = files_in(Path(folder) / "step_1")
