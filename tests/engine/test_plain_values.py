@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import logging
 from collections import Counter
 from typing import Any
@@ -87,6 +88,20 @@ def test_containers_stay_the_same_objects_of_the_same_types() -> None:
     assert live["counts"] is counts
     assert counts == Counter("xx")
     assert inner["other"] == []
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@pytest.mark.parametrize("kind", [Level])
+def test_members_of_enums_are_keys_by_their_values(kind: Any) -> None:
+    stored = {member: {"w": torch.full((2,), number)} for number, member in enumerate(kind)}
+    fresh = {member: {"w": torch.full((2,), -1)} for member in kind}
+    for live in (fresh, {member.value: node for member, node in fresh.items()}, None):
+        assert same(resumed(stored, live)[0], stored)
+    assert resumed(dict.fromkeys(kind, 5), dict.fromkeys(kind, 0))[0] == dict.fromkeys(kind, 5)
 
 
 TENSORS: dict[str, Any] = {

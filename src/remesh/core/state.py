@@ -177,7 +177,7 @@ that is an optimizer or a tensor made of others puts keys of its own below its p
 
 def _is_path_key(key: object) -> bool:
     if isinstance(key, int) and not isinstance(key, bool):
-        return key in INT64
+        return int(key) in INT64  # a range compares a subclass of int with each of its numbers
     return isinstance(key, str)
 
 
