@@ -194,15 +194,6 @@ def test_a_document_comes_back() -> None:
     assert back.encode() == document.encode()
 
 
-def test_equal_documents_have_equal_bytes() -> None:
-    one, other = ValuesDocument(), ValuesDocument()
-    for name in ("a", "b", "c"):
-        one.values[name] = raw(name)
-    for name in ("c", "a", "b"):
-        other.values[name] = raw(name)
-    assert one.encode() == other.encode()
-
-
 def test_paths_are_kept_only_where_the_name_does_not_say_them() -> None:
     document = ValuesDocument()
     for name, path in (("a.b", ("a", "b")), ("c.0", ("c", 0)), ("d.e", ("d.e",))):

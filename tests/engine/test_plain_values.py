@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import enum
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import remesh
 from remesh.exchange import Exchange
-from tests.engine.scenes import saved
+from tests.engine.scenes import saved, saved_by
 from tests.support import run_ranks
 
 INF = float("inf")
@@ -102,6 +103,25 @@ def test_members_of_enums_are_keys_by_their_values(kind: Any) -> None:
     for live in (fresh, {member.value: node for member, node in fresh.items()}, None):
         assert same(resumed(stored, live)[0], stored)
     assert resumed(dict.fromkeys(kind, 5), dict.fromkeys(kind, 0))[0] == dict.fromkeys(kind, 5)
+
+
+@pytest.mark.parametrize("fresh", [None, {"books": 0}, OrderedDict(a=1)], ids=repr)
+@pytest.mark.parametrize("entry", [0.5, torch.ones(2)], ids=["values", "tensors"])
+def test_dicts_keep_the_order_of_their_keys(entry: Any, fresh: Any) -> None:
+    keys: list[Any] = ["web", "code", 10, 9, "books"]
+    if isinstance(entry, torch.Tensor):
+        fresh = type(fresh)() if fresh else fresh  # a placeholder
+    found, _ = resumed({key: copy.deepcopy(entry) for key in keys}, copy.copy(fresh))
+    assert list(found) == keys
+    assert type(found) is (dict if fresh is None else type(fresh))
+
+
+def test_ranks_may_have_keys_in_any_order() -> None:
+    words = ["b", "a", "c"]
+    storage = saved_by(3, lambda rank: {"e": dict.fromkeys(words[rank:] + words[:rank], 1)})
+    state = {"e": None}
+    remesh.load(state, storage)
+    assert list(state["e"] or ()) == words
 
 
 TENSORS: dict[str, Any] = {

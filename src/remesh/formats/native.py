@@ -181,8 +181,8 @@ class ValuesDocument(msgspec.Struct):
     are what was saved; stored if there are any."""
 
     def encode(self) -> bytes:
-        """The stored form, equal for equal documents."""
-        return msgspec.msgpack.encode(self, order="deterministic")
+        """The stored form, in the order of the state."""
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> ValuesDocument:
