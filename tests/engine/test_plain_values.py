@@ -96,7 +96,12 @@ class Level(enum.IntEnum):
     HIGH = 2
 
 
-@pytest.mark.parametrize("kind", [Level])
+class Kind(str, enum.Enum):  # noqa: UP042 - it prints as Kind.A, where a StrEnum prints as a
+    A = "a"
+    B = "b"
+
+
+@pytest.mark.parametrize("kind", [Level, Kind])
 def test_members_of_enums_are_keys_by_their_values(kind: Any) -> None:
     stored = {member: {"w": torch.full((2,), number)} for number, member in enumerate(kind)}
     fresh = {member: {"w": torch.full((2,), -1)} for member in kind}

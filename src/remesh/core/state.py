@@ -183,7 +183,14 @@ def _is_path_key(key: object) -> bool:
 
 def name_of(path: Path) -> str:
     """The stored name of a path."""
-    return ".".join(map(str, path))
+    return ".".join([key if type(key) is str else _text_of(key) for key in path])
+
+
+def _text_of(key: object) -> str:
+    """A key as text; that of an enum is its value, whatever it prints."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    return int.__repr__(key) if isinstance(key, int) and type(key) is not bool else str(key)
 
 
 def cut_name(name: str) -> Path:
