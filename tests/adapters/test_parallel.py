@@ -271,6 +271,39 @@ def padding_and_ignored_parameters(_exchange: Exchange, folder: Path) -> None:
     assert sum(name.startswith("m.") for name in checkpoint.index) == 3
 
 
+class TiedHead(nn.Module):
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, 4)
+        self.body = nn.Linear(4, 40)
+        self.head = nn.Linear(4, num_tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def ties_of_which_a_rank_holds_nothing(exchange: Exchange, folder: Path) -> None:
+    """The embedding lies on rank 0 alone: it is small, or has a single row."""
+    whole = {"model": TiedHead(1)}
+    remesh.save(whole, folder / "whole")
+    wrapped: dict[str, nn.Module] = {
+        "flat": FullyShardedDataParallel(TiedHead(1), device_id=CPU),
+        "original": FullyShardedDataParallel(TiedHead(1), device_id=CPU, use_orig_params=True),
+        "rows": fully_shard(TiedHead(1), mesh=mesh_of(2)),
+    }
+    for name, model in wrapped.items():
+        state = job(model)
+        set_moments(state["optimizer"])
+        described = describe(state, describe_leaf).tensors
+        [own] = [entry for entry in described if entry.name == "model.head.weight"]
+        assert bool(own.parts) is (exchange.rank == 0)
+        remesh.load({"model": model}, folder / "whole", unexpected="error")
+        remesh.save(state, folder / name)
+        checkpoint = remesh.Checkpoint(folder / name)
+        assert checkpoint.index.aliases == {"model.head.weight": "model.embedding.weight"}
+        weight = remesh.Checkpoint(folder / "whole").read("model.embedding.weight")
+        assert torch.equal(checkpoint.read("model.head.weight"), weight)
+        remesh.load(state, folder / name, unexpected="error")
+
+
 def offloaded(_exchange: Exchange, folder: Path) -> None:
     offload = CPUOffload(offload_params=True)
     module = fsdp1(Model(1), cpu_offload=offload, use_orig_params=False)
@@ -305,6 +338,7 @@ def refused_by_fsdp1(_exchange: Exchange, _folder: Path) -> None:
         parameters_shared_out,
         copies_of_parts,
         padding_and_ignored_parameters,
+        ties_of_which_a_rank_holds_nothing,
         offloaded,
         refused_by_fsdp1,
     ],

@@ -65,8 +65,8 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
     buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
-    parameters = module.named_parameters(remove_duplicate=False)
-    frozen = {raw for raw, parameter in parameters if not parameter.requires_grad}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    frozen = {raw for raw, parameter in parameters.items() if not parameter.requires_grad}
     for raw, entry in entries.items():
         place = places[raw]
         if place.shards is None and taken.setdefault(place.name, raw) != raw:
@@ -78,6 +78,11 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         if isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
             num_tensors = len(walk.description.tensors)
             rebuilds[raw] = _describe_entry(walk, (*path, place.name), entry, place)
+            described = walk.description.tensors[num_tensors:]
+            if len(described) == 1 and not described[0].parts:
+                # Without memory of it on this rank, a tie shows in the parameter alone.
+                tied = id(parameters[raw]) if raw in parameters else place.shards
+                amend(walk, num_tensors, alias_key=tied and ("nothing of", tied))
             if raw in frozen:
                 amend(walk, num_tensors, is_frozen=True)
             if (
