@@ -55,6 +55,46 @@ def test_state_dict_hooks_are_honoured() -> None:
     assert torch.equal(source[0].weight, target[0].weight)  # type: ignore[arg-type]
 
 
+class Hooked(nn.Linear):
+    """Stores what a hook makes of the weight, under a name that the module does not have."""
+
+    def __init__(self, name: str, make: Any, *, takes: bool = False) -> None:
+        super().__init__(3, 3, bias=False)
+        self.name, self.make, self.takes = name, make, takes
+        self.register_state_dict_post_hook(type(self).add)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def add(module: Any, state_dict: Any, prefix: str, _meta: Any) -> None:
+        state_dict[prefix + module.name] = module.make(module.weight.detach())
+        if module.name != "product":
+            del state_dict[prefix + "weight"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.takes:
+            state_dict[prefix + "weight"] = state_dict[prefix + self.name].float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+HOOKS: dict[str, Any] = {
+    "renamed": ("kernel", lambda weight: weight.t()),
+    "half with a load hook": ("half", torch.Tensor.half, True),
+    "what follows from others": ("product", lambda weight: weight @ weight * (1 + 1e-6 * weight)),
+    "half": ("half", torch.Tensor.half),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_what_a_hook_makes_is_loaded_or_refused(kind: str) -> None:
+    name, make, *takes = HOOKS[kind]
+    source, target = (nn.Sequential(Hooked(name, make, takes=bool(takes))) for _ in range(2))
+    if kind != "half":
+        transfer({"m": source}, {"m": target})
+        torch.testing.assert_close(source[0].weight, target[0].weight, atol=1e-3, rtol=1e-3)
+        return
+    with pytest.raises(StateError, match=r"(?s)^m\.0\.half: .*load_state_dict_pre_hook"):
+        transfer({"m": source}, {"m": target})
+
+
 def test_refuses_what_it_cannot_store_by_name() -> None:
     with pytest.raises(UnsupportedValueError, match=r"(?s)model.weight: .*forward pass"):
         describe({"model": nn.LazyLinear(2)}, describe_leaf)

@@ -16,7 +16,7 @@ has generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from remesh.adapters.declared import (
     add_shards,
     declared_shards,
     has_sharded_state_dict,
+    local_of,
     module_of,
     new_name,
 )
@@ -49,7 +50,10 @@ from remesh.core.state import (
     name_of,
     role_of,
 )
-from remesh.errors import NameCollisionError
+from remesh.errors import NameCollisionError, StateError
+
+_NEARLY = 0.01
+"""How far from what was loaded an entry may be, as a share of it, if it is computed again."""
 
 
 def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
@@ -102,12 +106,49 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         for raw, owner in extra_state_of.items():
             owner.set_extra_state(entries[raw])
         if not is_fsdp1:
-            module.load_state_dict(entries, strict=False)
+            result = module.load_state_dict(entries, strict=False)
+            # A class may return something else from a method of its own.
+            _refuse_lost(module, entries, getattr(result, "unexpected_keys", ()), path)
         for parameter in module.parameters():
             forget_scale(parameter)
         return leaf
 
     return rebuild
+
+
+def _refuse_lost(
+    module: nn.Module, entries: Mapping[str, Any], unexpected: Iterable[str], path: Path
+) -> None:
+    """Refuse what a state-dict hook has made and no load hook takes, if the module has it not."""
+    made = {
+        raw: entries[raw]
+        for raw in unexpected
+        if isinstance(entries.get(raw), torch.Tensor) and not raw.endswith(EXTRA_STATE)
+    }
+    # What shares memory with the module, or follows from its tensors, is there all the same.
+    now = module.state_dict() if made else {}
+    lost = [raw for raw, entry in made.items() if not _is_nearly(now.get(raw), entry)]
+    if lost:
+        raise StateError(
+            f"{name_of((*path, lost[0]))}: made by a state-dict hook, and no load hook takes it\n"
+            f"After loading, {type(module).__qualname__} has not what is stored as "
+            f"{', '.join(lost)}. Give it the other direction, for instance with "
+            "register_load_state_dict_pre_hook, or leave the entries out of its state dict."
+        )
+
+
+def _is_nearly(entry: object, other: torch.Tensor) -> bool:
+    """True if an entry is another one, but for what computing it again may change."""
+    if not isinstance(entry, torch.Tensor) or entry.shape != other.shape:
+        return False
+    if is_in_parts(entry) or is_in_parts(other):
+        return True  # they are not looked into
+    now, stored = local_of(entry), local_of(other)
+    if alias_key(now) == alias_key(stored):
+        return True
+    dtype = torch.complex128 if stored.is_complex() else torch.float64
+    now, stored = (torch.nan_to_num(tensor.to("cpu", dtype)) for tensor in (now, stored))
+    return bool((now - stored).abs().sum() <= _NEARLY * stored.abs().sum())
 
 
 def placed_parameters(
