@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import remesh
-from remesh.adapters import describe_leaf
+from remesh.adapters import NamedModule, describe_leaf
 from remesh.core.sharded import LocalNonpersistentObject
 from remesh.core.state import describe
 from remesh.errors import StateError
@@ -232,6 +232,47 @@ def test_modules_with_the_same_names_get_prefixes() -> None:
     ]
     transfer(source, target)
     check_states_equal(target, source)
+
+
+def pipeline_stage(stage: int, num_stages: int) -> dict[str, Any]:
+    """Four layers in stages, and beside the first a model whose layer has the name of another."""
+    first, size = stage * 4 // num_stages, 4 // num_stages
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(size)))
+    names = {str(number): f"layers.{first + number}" for number in range(size)}
+    state: dict[str, Any] = {"model": NamedModule(layers, names)}
+    if stage == 0:
+        state["aux"] = NamedModule(nn.Sequential(nn.Linear(2, 2)), {"0": "layers.0"})
+    parameters = [p for leaf in state.values() for p in leaf.module.parameters()]
+    state["optimizer"] = torch.optim.AdamW(parameters)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, 10.0 * stage + number)
+    state["optimizer"].step()
+    return state
+
+
+def test_names_may_depend_on_the_modules_of_a_rank() -> None:
+    """The first stage has to tell two layers apart, the second does not."""
+    storage, again = MemoryStorage(), MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        remesh.save(pipeline_stage(exchange.rank, 2), storage, group=exchange)
+
+    def load(exchange: Exchange) -> None:
+        state = pipeline_stage(exchange.rank, 2)
+        remesh.load(state, again, unexpected="error", group=exchange)
+        remesh.save(state, storage, overwrite=True, group=exchange)
+
+    run_ranks(2, save)
+    before = remesh.Checkpoint(storage)
+    moments = {name: before.read(name) for name in before.index}
+    whole = pipeline_stage(0, 1)
+    remesh.load(whole, storage, unexpected="error")
+    remesh.save(whole, again)
+    run_ranks(2, load)
+    after = remesh.Checkpoint(storage)
+    assert {*after.index} == {*moments}
+    for name, tensor in moments.items():
+        assert torch.equal(after.read(name), tensor), name
 
 
 def test_live_state_that_is_not_stored_is_missing() -> None:

@@ -31,7 +31,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -217,7 +217,8 @@ def _parameters_of(
     optimizer, stands_for = leaf.optimizer, leaf.stands_for
     tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
     meant = [stands_for.get(tensor, tensor) for tensor, _ in tensors]
-    found = _find_places(walk.root, [one for one in meant if isinstance(one, torch.Tensor)])
+    known = set[str]() if walk.stored is None else _stored_names(walk.stored, path)
+    found = _find_places(walk.root, [one for one in meant if isinstance(one, torch.Tensor)], known)
     result = []
     for number, (tensor, group) in enumerate(tensors):
         target = meant[number]
@@ -273,12 +274,25 @@ def _copy_of(place: Placed, parameter: torch.Tensor, tensor: torch.Tensor) -> Pl
     return dataclasses.replace(place, shards=dataclasses.replace(shards, parts=copied))
 
 
-def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tuple[Placed, ...]]:
+def _stored_names(stored: Stored, path: Path) -> set[str]:
+    """The parameters whose state is stored for an optimizer."""
+    names, number = set[str](), 0
+    groups = (*path, "param_groups")
+    while (listed := stored.merged_list(name_of((*groups, number, "params")))) is not None:
+        names.update(listed)
+        number += 1
+    return names
+
+
+def _find_places(
+    root: object, tensors: Iterable[torch.Tensor], known: set[str]
+) -> dict[int, tuple[Placed, ...]]:
     """The places of parameters, by identity, from the modules in a state.
 
     The first name of a parameter counts. If several modules give one name to parameters, the names
     of all parameters begin with the path of their module. Within a module, parameters of one name
-    are shards of one tensor.
+    are shards of one tensor. Ranks with other modules may have stored the other form of a name: one
+    of the `known` names counts first, if it means one parameter.
     """
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, tuple[Placed, ...]] = {}
@@ -295,12 +309,17 @@ def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tup
                 dataclasses.replace(one, full_name=name_of((*path, one.name))) for one in places
             )
     homes = {(place.name, place.full_name) for places in found.values() for place in places}
-    if len({name for name, _ in homes}) == len(homes):
-        return found
-    return {
-        key: tuple(dataclasses.replace(one, name=one.full_name or one.name) for one in places)
-        for key, places in found.items()
-    }
+    num_homes = Counter(name for name, _ in homes)
+
+    def named(place: Placed) -> Placed:
+        full_name = place.full_name or place.name
+        forms = [place.name, full_name] if num_homes[place.name] == 1 else [full_name]
+        if len(num_homes) < len(homes):
+            forms.reverse()
+        name = next((form for form in forms if form in known), forms[0])
+        return dataclasses.replace(place, name=name)
+
+    return {key: tuple(map(named, places)) for key, places in found.items()}
 
 
 def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module | NamedModule]]:
