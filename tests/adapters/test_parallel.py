@@ -284,10 +284,12 @@ def ties_of_which_a_rank_holds_nothing(exchange: Exchange, folder: Path) -> None
     """The embedding lies on rank 0 alone: it is small, or has a single row."""
     whole = {"model": TiedHead(1)}
     remesh.save(whole, folder / "whole")
+    rows = TiedHead(1)
+    fully_shard(rows, mesh=mesh_of(2))
     wrapped: dict[str, nn.Module] = {
         "flat": FullyShardedDataParallel(TiedHead(1), device_id=CPU),
         "original": FullyShardedDataParallel(TiedHead(1), device_id=CPU, use_orig_params=True),
-        "rows": fully_shard(TiedHead(1), mesh=mesh_of(2)),
+        "rows": rows,
     }
     for name, model in wrapped.items():
         state = job(model)
