@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +14,7 @@ import torch
 import remesh.compat.atorch
 import remesh.sharding
 from remesh import errors
+from tests.elastic.cluster import run_torchrun
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -96,21 +94,10 @@ def test_the_first_minute_of_the_readme(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "train.py").write_text(script)
     printed = []
     for num_ranks in (2, 4):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={num_ranks}", "-m", "remesh.elastic.script", "train.py"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command,
-            check=False,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr
+        code, output = run_torchrun(tmp_path, f"--nproc-per-node={num_ranks}", "train.py")
+        assert code == 0, output
         # Before it, gloo of older torch says who is connected.
-        printed.append(done.stdout.strip().splitlines()[-1])
+        printed.append(output.strip().splitlines()[-1])
     assert printed == ["2 ranks saved step 20", "4 ranks saved step 40"]
     readme = (ROOT / "README.md").read_text()
     assert all(line in readme for line in printed)

@@ -27,7 +27,6 @@ from remesh.planner import (
     SavePlan,
     loading,
     longest_gaps,
-    merge_tensors,
     plan_load,
     plan_save,
     touched_windows,
@@ -159,19 +158,6 @@ def test_boxes_of_few_holders_are_given_away_first() -> None:
     assert plan.bytes_per_rank(2).tolist() == [10, 10]
 
 
-def test_nothing_to_save() -> None:
-    plan = plan_of([[], []])
-    assert len(plan.cuts) == 0
-    assert [rows.tolist() for rows in plan.assignments(2)] == [[], []]
-    assert plan.bytes_per_rank(2).tolist() == [0, 0]
-
-
-def test_a_rank_may_hold_nothing() -> None:
-    plan = plan_of([[], [vector("w", 0, 4, MAIN, whole=4)], []])
-    assert plan.writers.rows.tolist() == [1]
-    assert [len(rows) for rows in plan.assignments(3)] == [0, 1, 0]
-
-
 @given(jobs(), st.data())
 def test_a_box_that_nobody_holds_is_named(job: list[list[Held]], data: st.DataObject) -> None:
     boxes = sorted({(one.name, one.box) for held in job for one in held if one.box.size})
@@ -205,16 +191,6 @@ def test_many_holders_are_shown_as_a_few() -> None:
     job = [*everywhere, [vector("w", 500, 500, EQUAL)]]
     with pytest.raises(CoverageError, match=r"\[0:600\] \(ranks 0, 1, 2, 3, \.\.\.\) and"):
         plan_of(job)
-
-
-def test_tables_are_united_in_order_of_first_appearance() -> None:
-    a = TensorTable.of([("x", "int8", (2,)), ("y", "float32", (3, 4, 5))])
-    b = TensorTable.of([("z", "bool", ()), ("x", "int8", (2,))])
-    united, renumber = merge_tensors([a, b, a])
-    assert united.names == ("x", "y", "z")
-    assert [united.shape(row) for row in range(3)] == [(2,), (3, 4, 5), ()]
-    assert [united.dtype(row).name for row in range(3)] == ["int8", "float32", "bool"]
-    assert [rows.tolist() for rows in renumber] == [[0, 1], [2, 0], [0, 1]]
 
 
 # ---------------------------------------------------------------------------------------------

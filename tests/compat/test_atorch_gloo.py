@@ -178,12 +178,6 @@ FILES = [
 
 @needs("gloo averages")
 def test_two_ranks_to_three(tmp_path: Path) -> None:
-    run_processes(3, _job, tmp_path, [("fsdp1", "fsdp2"), ("fsdp2", "fsdp1"), ("flat", "fsdp2")])
+    run_processes(3, _job, tmp_path, list(itertools.product(SAVED, WRAPS)))
     for name in SAVED:
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == FILES
-
-
-@needs("gloo averages")
-@pytest.mark.slow
-def test_two_ranks_to_four(tmp_path: Path) -> None:
-    run_processes(4, _job, tmp_path, list(itertools.product(SAVED, WRAPS)))

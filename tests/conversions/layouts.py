@@ -8,6 +8,7 @@ and whole tensors are put together again from what all ranks hold.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -149,6 +150,7 @@ def global_name(name: str, chunk: Chunk) -> str:
     return ".".join([first, *rest])
 
 
+@functools.cache  # every rank of every job asks for it
 def whole_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of the whole model, tied ones once."""
     chunk = Chunk(shape, LAYOUTS[0].place(0, 0, shape))

@@ -26,8 +26,8 @@ from tests.conversions.model import Shape
 from tests.conversions.training import start, train
 from tests.support import run_processes
 
-NUM_STEPS = 3
-"""Steps before and after the change of layout."""
+NUM_STEPS = 2
+"""Steps before and after the change of layout: the loss of the second one shows the moments."""
 
 SHAPE = Shape()
 

@@ -8,6 +8,7 @@ rounded to the parameters.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.conversions.layouts import (
     random_state,
     whole_shapes,
 )
-from tests.conversions.model import Chunk, Mixture
+from tests.conversions.model import Chunk, Mixture, Shape
 
 BATCH, NUM_WORDS = 4, 6
 ROUTER_RATE = 0.0625
@@ -73,12 +74,17 @@ def _train_step(job: Job) -> float:
     return loss.item()
 
 
+@functools.cache
+def _any_state(shape: Shape) -> dict[str, torch.Tensor]:
+    return random_state(shape, 0)
+
+
 def _whole_state(job: Job) -> dict[str, torch.Tensor]:
     """Parameters, buffers and master copies, of what all ranks hold."""
     assert job.group is not None
     held: list[Any] = [None] * job.layout.world_size
     dist.all_gather_object(held, job.held(moments=False), group=job.group.ranks)
-    like = random_state(job.shape, 0)
+    like = _any_state(job.shape)
     wanted = {one.key for own in held for one in own}
     return put_together(held, {key: like[key] for key in like if key in wanted})
 

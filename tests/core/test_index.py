@@ -439,65 +439,7 @@ def test_random_bytes_are_corruption(data: bytes) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_boxes_are_padded_to_common_dims() -> None:
-    table = TensorTable.of([("a", "int8", (5,)), ("b", "int16", (2, 3, 4)), ("c", "bool", ())])
-    boxes = BoxTable.of(
-        table, [(0, Box((1,), (2,))), (1, Box((0, 1, 2), (2, 1, 1))), (2, Box((), ()))]
-    )
-    assert boxes.offsets.tolist() == [[1, 0, 0], [0, 1, 2], [0, 0, 0]]
-    assert boxes.extents.tolist() == [[2, 1, 1], [2, 1, 1], [1, 1, 1]]
-    assert [boxes.box(row) for row in range(3)] == [
-        Box((1,), (2,)),
-        Box((0, 1, 2), (2, 1, 1)),
-        Box((), ()),
-    ]
-    assert boxes.num_bytes.tolist() == [2, 4, 1]
-    assert len(boxes) == len(table) == 3
-    back = BoxTable.from_columns(boxes.columns())
-    assert back.tensors.names == ("a", "b", "c")
-    assert [back.box(row) for row in range(3)] == [boxes.box(row) for row in range(3)]
-
-
-def test_no_tensors() -> None:
-    table = TensorTable.of([])
-    assert (len(table), table.shapes.shape) == (0, (0, 1))
-    boxes = BoxTable.of(table, [])
-    assert boxes.num_bytes.tolist() == []
-    assert BoxTable.from_columns(boxes.columns()).tensors.names == ()
-
-
-COLUMNS = st.dictionaries(
-    st.text("abc.", min_size=1, max_size=5),
-    st.tuples(
-        st.sampled_from(["<i8", "<u8", "<i4", "u1", ">i8"]),
-        st.lists(st.integers(0, 3), min_size=1, max_size=3),
-    ).map(lambda drawn: np.arange(np.prod(drawn[1], dtype=int)).astype(drawn[0]).reshape(drawn[1])),
-)
-
-
-@given(COLUMNS)
-def test_columns_come_back(columns: Columns) -> None:
-    found, metadata = decode_columns(encode_columns(columns, {"a": "b"}), "f")
-    assert metadata == {"a": "b"}
-    assert list(found) == list(columns)
-    for name, column in columns.items():
-        assert found[name].shape == column.shape
-        assert found[name].dtype == column.dtype.newbyteorder("<")
-        assert (found[name] == column).all()
-
-
 def test_a_column_of_another_type_is_corruption() -> None:
     data = safetensors.numpy.save({"a": np.zeros(2, np.float32)})
     with pytest.raises(CorruptCheckpointError, match=r"^f: column 'a'"):
         decode_columns(data, "f")
-
-
-def test_a_code_of_safetensors_has_one_type_of_which_it_is_the_name() -> None:
-    named = [dtype for dtype in DTYPES if not dtype.pairs and not dtype.is_opaque]
-    assert len({dtype.safetensors for dtype in named}) == len(named)
-    code_of = {
-        dtype.itemsize: dtype.safetensors for dtype in named if dtype.name.startswith("uint")
-    }
-    for dtype in DTYPES:
-        if dtype.is_opaque:
-            assert (dtype.safetensors, dtype.carrier.kind) == (code_of[dtype.itemsize], "u")

@@ -99,14 +99,6 @@ def test_every_leaf_has_a_path_and_a_name() -> None:
     assert all(name == name_of(path) for name, path in found.paths.items())
 
 
-def test_a_tensor_leaf_is_one_box_that_anybody_may_hold() -> None:
-    array = arange(2, 3)
-    [entry] = describe({"w": array}).tensors
-    assert (entry.dtype, entry.role, entry.may_resize) == ("float32", Role.ASSUMED, False)
-    assert [part.box for part in entry.parts] == [Box.whole((2, 3))]
-    assert entry.parts[0].data is array
-
-
 def test_arrays_of_one_memory_have_one_alias_key() -> None:
     array = arange(4, 4)
     entries = describe(
@@ -304,14 +296,6 @@ def test_a_sharded_tensor_without_boxes_is_not_held() -> None:
     assert describe({"w": ShardedTensor("w", (4,), ())}).tensors == []
 
 
-def test_options_reach_the_tensor() -> None:
-    tensor = ShardedTensor.at_offset(
-        "w", arange(2), (5,), (3,), replica_id=3, allow_shape_mismatch=True
-    )
-    [entry] = describe({"w": tensor}).tensors
-    assert (entry.may_resize, entry.role) == (True, Role.REPLICA)
-
-
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -328,14 +312,6 @@ def test_options_reach_the_tensor() -> None:
 def test_boxes_that_cannot_be_are_refused(parts: list[tuple[Box, Array]], message: str) -> None:
     with pytest.raises(StateError, match=message):
         ShardedTensor("w", (4,), tuple(Part(box, data) for box, data in parts))
-
-
-def test_from_rank_offsets() -> None:
-    data = arange(2, 3)
-    tensor = ShardedTensor.from_rank_offsets("w", data, (1, 2, 4))
-    assert tensor.global_shape == (2, 12)
-    assert [part.box for part in tensor.parts] == [Box((0, 6), (2, 3))]
-    assert tensor.parts[0].data is data
 
 
 def test_from_rank_offsets_with_dims_in_front() -> None:
@@ -443,22 +419,3 @@ def test_an_empty_flattened_range_holds_nothing() -> None:
     )
     assert tensor.parts == ()
     assert tensor.global_shape == (4, 3)
-
-
-# ---------------------------------------------------------------------------------------------
-# Sharded objects, factories, what is not stored
-# ---------------------------------------------------------------------------------------------
-
-
-def test_a_sharded_object_is_named_by_its_place() -> None:
-    element = ShardedObject("rng", {"seed": 3}, (2, 4), (1, 3), replica_id=(0, 0))
-    assert element.unique_name == "rng/shard_1.3_2.4"
-    state = {"rng": element}
-    found = describe(state)
-    assert found.objects == [element]
-    assert found.values == {}
-    found.rebuild(Read(objects={"rng/shard_1.3_2.4": {"seed": 4}}))
-    new = state["rng"]
-    assert new.data == {"seed": 4}
-    assert (new.name, new.global_shape, new.global_offset) == ("rng", (2, 4), (1, 3))
-    assert new.replica_id == (0, 0)

@@ -17,7 +17,6 @@ from typing import Literal, Self
 from remesh.elastic.client import Client
 from remesh.elastic.status import Status
 from tests.elastic.agents import patient_status
-from tests.elastic.train import REENTRANT
 from tests.elastic.training_log import TrainingLog
 from tests.elastic.zygote import Command
 
@@ -65,7 +64,17 @@ def broken_check(directory: Path) -> str:
 def run_job(directory: Path, *words: str) -> tuple[int, str]:
     """Run `remesh run` in a directory to its end; its exit code, and what it wrote."""
     output = directory / "output"
+    output.unlink(missing_ok=True)
     code = Command([*REMESH, "run", *words], output, directory=directory).wait(500)
+    return code, output.read_text()
+
+
+def run_torchrun(directory: Path, *words: str) -> tuple[int, str]:
+    """Run `torchrun --standalone` likewise."""
+    output = directory / "output"
+    output.unlink(missing_ok=True)
+    command = [str(Path(__file__).with_name("forked_torchrun.py")), "--standalone", *words]
+    code = Command(command, output, directory=directory).wait(500)
     return code, output.read_text()
 
 
@@ -123,7 +132,7 @@ class Cluster(TrainingLog):
         self.job = job
         self._nodes = nodes
         self._agent_options = agent
-        if job in REENTRANT:
+        if job != "numpy":
             self._agent_options += ("--preload", PRELOAD)
         self._saving = saving
         self._num_processes = str(processes)

@@ -112,8 +112,7 @@ def load_all(_exchange: Exchange, root: Path, layout: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
-        pytest.param("fsdp", 2, marks=needs("gloo averages")),
-        pytest.param("fsdp", 4, marks=[pytest.mark.slow, needs("gloo averages")]),
+        pytest.param("fsdp", 3, marks=needs("gloo averages")),
         pytest.param("tp", 2, marks=pytest.mark.slow),
     ],
 )

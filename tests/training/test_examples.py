@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import remesh
 from remesh.errors import CheckpointError
 from remesh.exchange import Exchange
+from tests.elastic.cluster import run_job
 from tests.support import Died, Outcome, Returned, run_processes, run_processes_outcomes
 from tests.training.example import PowerCutError, latest, load_example, wait_for_last_saves
 
@@ -227,16 +226,10 @@ def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch")
     from tests.training.reentered_lightning import DIES_AFTER
 
-    remesh_run = [str(Path(sys.executable).with_name("remesh")), "run", "--nproc-per-node", "2"]
-    script = Path(__file__).with_name("reentered_lightning.py")
-    done = subprocess.run(
-        [*remesh_run, "--reentry-timeout", "120", str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script = str(Path(__file__).with_name("reentered_lightning.py"))
+    options = ("--nproc-per-node", "2", "--reentry-timeout", "120")
+    code, output = run_job(tmp_path, *options, script, str(tmp_path))
+    assert code == 0, output
     ended = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     ended.sort(key=lambda one: one["rank"])
     same = {"live": True, "from": DIES_AFTER, "step": 8}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import torch
 
 import remesh
 from remesh.exchange import Exchange
+from tests.elastic.cluster import run_torchrun
 from tests.support import run_processes
 from tests.training.example import EXAMPLES, PowerCutError, load_example
 
@@ -129,18 +127,10 @@ def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
     words = ["--hidden-size", "8", "--num-samples", "640", "--save-interval", "5"]
     minimind = load_example("minimind")
     minimind.train(minimind.parse_args([*words, "--save-dir", str(tmp_path / "checkpoints")]))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    launch += ["-m", "remesh.elastic.script", str(EXAMPLES / "minimind.py")]
-    done = subprocess.run(
-        [*launch, *words, "--from-resume", "--epochs", "2"],
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1 ranks, now 2: step 20" in done.stderr
-    assert "epoch 2, step 20/20" in done.stderr
+    script = str(EXAMPLES / "minimind.py")
+    resumed = ("--from-resume", "--epochs", "2")
+    code, output = run_torchrun(tmp_path, "--nproc-per-node=2", script, *words, *resumed)
+    assert code == 0, output
+    assert "1 ranks, now 2: step 20" in output
+    assert "epoch 2, step 20/20" in output
     assert remesh.Checkpoint(tmp_path / "checkpoints/full_sft_8_resume.pth").values["epoch"] == 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.elastic.cluster import run_job, run_torchrun
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
@@ -27,20 +26,7 @@ def test_the_script_of_the_tutorial_goes_on_in_every_launch(tmp_path: Path) -> N
     assert len(launches) == 3
     for command, expected in launches:
         program, *words = command.split()
-        start = {
-            "torchrun": ["-m", "torch.distributed.run", "--standalone"],
-            "remesh": ["-c", "from remesh.cli import main; main()"],
-        }[program]
-        if program == "torchrun":  # whose processes may abort after their work
-            words[words.index("train.py") :] = ["-m", "remesh.elastic.script", *words[-2:]]
-        done = subprocess.run(
-            [sys.executable, *start, *words],
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=800,
-        )
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout.splitlines()
+        launch = {"torchrun": run_torchrun, "remesh": run_job}[program]
+        code, output = launch(tmp_path, *words[program == "remesh" :])
+        assert code == 0, output
+        assert expected in output.splitlines()
