@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ import torch
 import remesh
 from remesh.core.dtypes import BY_NAME, DTYPES
 from remesh.core.safetensors_file import decode_header
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.formats import native
 from remesh.sharding import Box, Part
-from remesh.storage import MemoryStorage
 from tests.engine.bits import bits_of, random_tensor
-from tests.engine.scenes import saved, saved_by
+from tests.engine.scenes import saved_by
 
 WHOLE = {
     "layers.0.w": random_tensor(torch.bfloat16, (4, 6)),
@@ -128,31 +124,3 @@ def test_names_that_meet_are_told_apart(tmp_path: Path) -> None:
 def test_a_tensor_may_be_called_like_the_metadata(tmp_path: Path) -> None:
     pieces = pieces_of({"__metadata__": np.ones(4, np.int8)}, tmp_path)
     assert pieces == {"__metadata__'": ["__metadata__", "int8", [4], [0]]}
-
-
-def test_the_index_says_where_every_piece_is(place: Path) -> None:
-    index = remesh.Checkpoint(place).index
-    names = [Path(file.path).name for file in index.files]
-    assert names == ["00000.safetensors", "00002.safetensors"]
-    for name, stored in index.items():
-        for piece in index.pieces(name):
-            content = (place / piece.path).read_bytes()
-            data = content[piece.position : piece.position + piece.num_bytes]
-            assert data == bits_of(WHOLE[name][piece.box.slices])[2]
-            assert piece.position % BY_NAME[stored.dtype].itemsize == 0
-    assert index.pieces("nothing") == []
-
-
-def test_without_a_record_there_is_no_checkpoint() -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint there \(no remesh\.json\)"):
-        native.read_record(MemoryStorage())
-
-
-def test_an_index_of_another_save_is_found() -> None:
-    storage = saved({"w": np.ones(3)})
-    record, index = native.read_record(storage), remesh.Checkpoint(storage).index
-    other = dataclasses.replace(index, digests=index.digests + np.uint64(1))
-    native.replace_index(storage, record, other)
-    told = r"(?s)disagree about the data files.*belong to different saves"
-    with pytest.raises(CorruptCheckpointError, match=told):
-        remesh.Checkpoint(storage).verify()

@@ -56,19 +56,6 @@ def test_json_of_a_dry_run(run_json: RunJson, checkpoint: Path) -> None:
     assert report["files"][0]["state"] == "missing"
 
 
-def test_nothing_can_be_saved(run: Run, run_json: RunJson, tmp_path: Path) -> None:
-    folder = tmp_path / "data-0123456789ab"
-    folder.mkdir()
-    (folder / "00000.safetensors").write_bytes(b"nothing")
-
-    result = run("repair", tmp_path, "--to", tmp_path / "new")
-
-    assert result.exit_code == 2
-    assert "nothing can be saved" in result.stderr
-    assert not (tmp_path / "new").exists()
-    assert run_json("repair", tmp_path, "--dry-run", exit_code=2)["saved"] == []
-
-
 def test_a_repaired_checkpoint_is_marked(run: Run, checkpoint: Path) -> None:
     data_files(checkpoint)[1].unlink()
     run("repair", checkpoint, "--to", checkpoint.parent / "step_2")

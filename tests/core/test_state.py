@@ -28,9 +28,8 @@ from remesh.core.state import (
     Walk,
     assemble,
     describe,
-    name_of,
 )
-from remesh.errors import NameCollisionError, StateError, UnsupportedValueError
+from remesh.errors import NameCollisionError, StateError
 from tests.strategies import Shape, shapes
 
 Array = npt.NDArray[Any]
@@ -70,35 +69,6 @@ class Pair(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
-def test_every_leaf_has_a_path_and_a_name() -> None:
-    state = {
-        "model": {"w": arange(2, 3), "layers": {0: arange(1), 1: arange(2)}},
-        "step": 7,
-        "config": {"lr": 0.1, "betas": (0.9, 0.99), "empty": {}},
-        "mixed": [arange(1), "text", Pair(arange(2), None)],
-    }
-    found = describe(state)
-    assert {entry.name: entry.global_shape for entry in found.tensors} == {
-        "model.w": (2, 3),
-        "model.layers.0": (1,),
-        "model.layers.1": (2,),
-        "mixed.0": (1,),
-        "mixed.2.0": (2,),
-    }
-    assert found.values == {
-        "step": 7,
-        "config.lr": 0.1,
-        "config.betas": (0.9, 0.99),
-        "config.empty": {},
-        "mixed.1": "text",
-        "mixed.2.1": None,
-    }
-    assert found.sequences == {("mixed",): "list", ("mixed", 2): "tuple"}
-    assert found.paths["model.layers.0"] == ("model", "layers", 0)
-    assert found.paths["mixed.2.0"] == ("mixed", 2, 0)
-    assert all(name == name_of(path) for name, path in found.paths.items())
-
-
 def test_arrays_of_one_memory_have_one_alias_key() -> None:
     array = arange(4, 4)
     entries = describe(
@@ -112,19 +82,6 @@ def test_arrays_of_one_memory_have_one_alias_key() -> None:
 def test_empty_arrays_are_not_the_same_memory() -> None:
     empty = np.zeros((0, 3), np.int8)
     assert [e.alias_key for e in describe({"a": empty, "b": empty}).tensors] == [None, None]
-
-
-@pytest.mark.parametrize("state", [3, None, "text", [], object(), arange(2), np.float32(1)])
-def test_a_state_must_have_entries(state: object) -> None:
-    with pytest.raises(UnsupportedValueError):
-        describe(state)
-
-
-def test_a_rank_may_have_nothing() -> None:
-    state: dict[str, object] = {}
-    found = describe(state)
-    assert (found.tensors, found.values, found.paths) == ([], {}, {})
-    assert found.rebuild(Read()) is state
 
 
 def test_framework_leaves_come_first() -> None:

@@ -147,11 +147,6 @@ def test_equal_values_have_equal_bytes(value: object) -> None:
     assert encode(round_trip(value)) == encode(value)
 
 
-def name_of(value: object) -> str:
-    """The name of a case: the same in every process, whatever the order of a set there."""
-    return f"{{{', '.join(sorted(map(repr, value)))}}}" if type(value) is set else repr(value)
-
-
 PLAIN: list[Any] = [
     2**63 - 1,
     -(2**63),
@@ -190,11 +185,6 @@ PLAIN: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=name_of)
-def test_what_comes_back_is_what_went_in(value: object) -> None:
-    assert same(round_trip(value), value)
-
-
 def test_an_int_of_any_length() -> None:
     # Longer than Python turns into decimal text without being asked to.
     assert round_trip(-(10**5000)) == -(10**5000)
@@ -222,14 +212,6 @@ NUMPY_SCALARS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", NUMPY_SCALARS, ids=repr)
-def test_numpy_scalars(value: np.generic) -> None:
-    back = round_trip(value)
-    assert type(back) is type(value)
-    assert back == value
-    assert back.dtype == value.dtype
-
-
 TORCH_CONSTANTS: list[Any] = [
     torch.float32,
     torch.bfloat16,
@@ -244,13 +226,6 @@ TORCH_CONSTANTS: list[Any] = [
     torch.Size([2, 3]),
     torch.Size([]),
 ]
-
-
-@pytest.mark.parametrize("value", TORCH_CONSTANTS, ids=repr)
-def test_torch_constants(value: object) -> None:
-    back = round_trip({"deep": [value]})["deep"][0]
-    assert type(back) is type(value)
-    assert back == value
 
 
 def test_other_mappings_come_back_as_dicts_in_their_order() -> None:
@@ -343,14 +318,6 @@ def test_text_that_is_not_unicode_is_refused(value: object) -> None:
     assert not is_plain(value)
     with pytest.raises(UnsupportedValueError, match=r"^rng: the text '.*' is not valid Unicode"):
         encode(value, "rng")
-
-
-def test_a_value_that_holds_itself_is_refused() -> None:
-    loop: list[object] = []
-    loop.append(loop)
-    assert not is_plain(loop)
-    with pytest.raises(UnsupportedValueError, match=r"^x: .*holds itself"):
-        encode(loop, "x")
 
 
 # ---------------------------------------------------------------------------------------------

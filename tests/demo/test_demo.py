@@ -11,10 +11,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from remesh.checkpoint import Checkpoint
-from remesh.cli import cli
 from remesh.errors import CheckpointNotFoundError
 from tests.waiting import wait_until
 
@@ -102,11 +100,3 @@ def members_of_session(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             members.append(int(stat.parent.name))
     return members
-
-
-def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    result = CliRunner().invoke(cli, ["demo", "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "is not empty and was not made by the demo" in result.output
-    assert "Traceback" not in result.output

@@ -7,7 +7,7 @@ processor. `tests/first_hour` and the conversion of checkpoints do so.
 
 from __future__ import annotations
 
-import multiprocessing.process
+import multiprocessing
 import os
 import runpy
 import signal
@@ -32,6 +32,7 @@ def _launch(config: LaunchConfig, entrypoint: Any) -> elastic_launch:
 
 
 if __name__ == "__main__":
-    multiprocessing.process.current_process()._config["daemon"] = False  # it may have children
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False  # it may have children
     vars(run)["elastic_launch"] = _launch
     run.main()

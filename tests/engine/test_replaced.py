@@ -16,14 +16,12 @@ from remesh.cli.verify import check
 from remesh.core.sharded import ShardedTensor
 from remesh.errors import (
     CheckpointReplacedError,
-    CorruptCheckpointError,
     MismatchError,
-    StorageError,
 )
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.maintenance.repair import plan_repair
-from remesh.storage import Buffer, LocalStorage, MemoryStorage, Storage
+from remesh.storage import LocalStorage, MemoryStorage, Storage
 from tests.engine.scenes import all_are, errors_of
 from tests.support import FaultyStorage, run_ranks
 
@@ -215,29 +213,6 @@ def test_commands_begin_anew(command: str, tmp_path: Path, monkeypatch: pytest.M
         due, num_calls = number, 0
         assert COMMANDS[command](path), number
         assert due == -1
-
-
-def test_damage_is_still_damage(place: Storage) -> None:
-    remesh.save(state_of(1), place)
-    record = native.read_record(place)
-    whole = place.read(record.files[0].path)
-    place.delete(record.files[0].path)
-    with pytest.raises(CorruptCheckpointError, match="missing"):
-        load_alone(place)
-    place.put(record.files[0].path, whole[:-1] + bytes([whole[-1] ^ 1]), overwrite=True)
-    with pytest.raises(CorruptCheckpointError):
-        load_alone(place)
-
-
-def test_a_storage_that_fails_is_not_a_replaced_checkpoint(place: Storage) -> None:
-    remesh.save(state_of(1), place)
-
-    class Failing(FaultyStorage):
-        def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-            raise StorageError(f"cannot read {path}: Input/output error")
-
-    with pytest.raises(StorageError, match="Input/output"):
-        load_alone(Failing(place, ()))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,60 +3,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
 
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.exchange import Exchange, ThreadGroup, run_joined, run_on_all, run_on_one
-
-
-def _talk(exchange: Exchange, calls: list[str]) -> list[object]:
-    own = b"%d" % exchange.rank
-    is_first = exchange.rank == 0
-    shares = [b"for %d" % rank for rank in range(exchange.world_size)]
-    answers: list[object] = []
-    for call in calls:
-        if call == "all_gather":
-            answers.append(exchange.all_gather(own))
-        elif call == "gather":
-            answers.append(exchange.gather(own))
-        elif call == "scatter":
-            answers.append(exchange.scatter(shares if is_first else None))
-        else:
-            answers.append(exchange.broadcast(own if is_first else None))
-    return answers
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    world_size=st.integers(1, 5),
-    calls=st.lists(st.sampled_from(["all_gather", "gather", "scatter", "broadcast"]), max_size=20),
-)
-def test_any_sequence_of_calls(world_size: int, calls: list[str]) -> None:
-    everybody = [b"%d" % rank for rank in range(world_size)]
-    for rank, answers in enumerate(run_ranks(world_size, _talk, calls)):
-        expected: dict[str, object] = {
-            "all_gather": everybody,
-            "gather": everybody if rank == 0 else None,
-            "scatter": b"for %d" % rank,
-            "broadcast": b"0",
-        }
-        assert answers == [expected[call] for call in calls]
-
-
-def _one_raises(exchange: Exchange) -> bytes:
-    exchange.all_gather(b"")
-    if exchange.rank == 1:
-        raise LookupError("lost")
-    return exchange.all_gather(b"")[0]
-
-
-def test_a_rank_that_raises_does_not_hang_the_others() -> None:
-    outcomes = run_ranks_outcomes(3, _one_raises)
-    errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]
-    assert [type(error) for error in errors] == [ExchangeError, LookupError, ExchangeError]
-    assert "all-gather failed on rank 0: rank 1 raised LookupError: lost" in str(errors[0])
 
 
 def _one_leaves(exchange: Exchange) -> str:

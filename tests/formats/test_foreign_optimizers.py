@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 import remesh
 from remesh.checkpoint import convert
 from remesh.errors import MismatchError, StateError
-from remesh.storage import MemoryStorage
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -252,17 +251,6 @@ def test_a_stateful_object_gets_back_what_it_gave(tmp_path: Path) -> None:
     model, optimizer = job(1)
     remesh.load({"app": App(model, optimizer)}, tmp_path / "x")
     check_trained(model, optimizer)
-
-
-def test_an_optimizer_without_the_two_entries_is_named() -> None:
-    class Offloading(torch.optim.SGD):
-        def state_dict(self) -> dict[str, Any]:
-            return {"offload": [], "optim": super().state_dict()}
-
-    model, _ = job(1)
-    state = {"model": model, "opt": Offloading(model.parameters())}
-    with pytest.raises(StateError, match="opt: the state dict of Offloading has no entries"):
-        remesh.save(state, MemoryStorage())
 
 
 def test_what_keeping_means_for_parameters_that_are_new_is_said(tmp_path: Path) -> None:

@@ -32,13 +32,6 @@ def test_rounding_keeps_to_the_samples(
             convert_step(step, world, world2, **sizes)
 
 
-@given(st.integers(0, 10**6), small, small)
-def test_more_ranks_and_back(step: int, world: int, factor: int) -> None:
-    fewer = convert_step(step * factor, world, world * factor)
-    assert fewer == step
-    assert convert_step(fewer, world * factor, world) == step * factor
-
-
 def test_a_step_that_does_not_divide_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="and 32 more") as caught:
         convert_step(301, 2, 4, old_batch_size=16, new_batch_size=16)
