@@ -65,7 +65,7 @@ def _train_step(job: Job) -> float:
             own = elements[first : first + len(numbers)]
             Held(name, own, numbers).fill(gradients[name])
     job.optimizer.optimizer.step()
-    masters = _whole_state(job)
+    masters = _whole_state(job, masters=True)
     for local in job.locals:
         held = Held(local.name, memory(local.parameter), job.own_numbers(local))
         held.fill(masters[f"{local.name}.{MASTER}"].bfloat16())
@@ -79,19 +79,20 @@ def _any_state(shape: Shape) -> dict[str, torch.Tensor]:
     return random_state(shape, 0)
 
 
-def _whole_state(job: Job) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and master copies, of what all ranks hold."""
+def _whole_state(job: Job, *, masters: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, or the master copies, of what all ranks hold."""
     assert job.group is not None
+    own = [one for one in job.held(moments=False) if one.key.endswith(MASTER) == masters]
     held: list[Any] = [None] * job.layout.world_size
-    dist.all_gather_object(held, job.held(moments=False), group=job.group.ranks)
+    dist.all_gather_object(held, own, group=job.group.ranks)
     like = _any_state(job.shape)
-    wanted = {one.key for own in held for one in own}
+    wanted = {one.key for theirs in held for one in theirs}
     return put_together(held, {key: like[key] for key in like if key in wanted})
 
 
 def _whole_model(job: Job) -> Chunk:
     model = Chunk(job.shape, BY_NAME["dp1"].place(0, 0, job.shape))
-    whole = _whole_state(job)
+    whole = _whole_state(job, masters=False)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             tensor.copy_(whole[f"model.{name}"].view(tensor.shape))

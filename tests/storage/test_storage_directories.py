@@ -94,11 +94,6 @@ def test_beside_a_checkpoint_only_what_it_does_not_refer_to(place: Storage) -> N
     assert remesh.Checkpoint(place).verify().ok
 
 
-def test_what_has_no_date_is_kept() -> None:
-    kept = orphans.reason_to_keep("readable", None, orphans.Age(1e12, 0))
-    assert kept == "the storage does not say when it was changed"
-
-
 def test_the_commands(place: Storage) -> None:
     fill(place)
     remesh.save({"a": np.arange(10.0)}, f"{place.url}/step_3")

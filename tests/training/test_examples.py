@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import remesh
 from remesh.errors import CheckpointError
 from remesh.exchange import Exchange
-from tests.elastic.cluster import run_job
+from tests.elastic.cluster import PRELOAD, run_job
 from tests.support import Died, Outcome, Returned, run_processes, run_processes_outcomes
 from tests.training.example import PowerCutError, latest, load_example, wait_for_last_saves
 
@@ -228,6 +228,7 @@ def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
 
     script = str(Path(__file__).with_name("reentered_lightning.py"))
     options = ("--nproc-per-node", "2", "--reentry-timeout", "120")
+    options += ("--preload", f"{PRELOAD},lightning.pytorch")
     code, output = run_job(tmp_path, *options, script, str(tmp_path))
     assert code == 0, output
     ended = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
