@@ -227,8 +227,8 @@ def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
     from tests.training.reentered_lightning import DIES_AFTER
 
     script = str(Path(__file__).with_name("reentered_lightning.py"))
-    options = ("--nproc-per-node", "2", "--reentry-timeout", "120")
-    options += ("--preload", f"{PRELOAD},lightning.pytorch")
+    preload = f"{PRELOAD},lightning.pytorch"
+    options = ("--nproc-per-node", "2", "--reentry-timeout", "120", "--preload", preload)
     code, output = run_job(tmp_path, *options, script, str(tmp_path))
     assert code == 0, output
     ended = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
