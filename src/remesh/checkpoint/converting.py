@@ -24,7 +24,6 @@ from msgspec.structs import replace
 
 from remesh._repr import short_repr
 from remesh.checkpoint.agree import SaveOptions
-from remesh.checkpoint.arguments import is_place
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport, open_source
@@ -130,8 +129,6 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         StorageError: If a storage fails.
     """
     started = time.monotonic()
-    if not is_place(path):
-        raise StateError(f"convert: path must name a place, not {type(path).__name__}")
     writer, program, target = writer_of(format), as_transform(transform), open_storage(path)
     exchange = Alone() if group is None else exchange_of(group)
 
