@@ -188,15 +188,6 @@ def test_paths_are_kept_only_where_the_name_does_not_say_them() -> None:
     assert document.path_of("x.y") == ("x", "y")
 
 
-def test_paths_are_kept_only_where_the_name_does_not_say_them() -> None:
-    document = ValuesDocument()
-    for name, path in (("a.b", ("a", "b")), ("c.0", ("c", 0)), ("d.e", ("d.e",))):
-        document.set_path(name, path)
-        assert document.path_of(name) == path
-    assert document.paths == {"c.0": ["c", 0], "d.e": ["d.e"]}
-    assert document.path_of("x.y") == ("x", "y")
-
-
 @given(st.data())
 def test_a_damaged_document_is_corruption_or_a_document(data: st.DataObject) -> None:
     damaged = bytearray(example_document().encode())
