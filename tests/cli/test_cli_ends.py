@@ -142,7 +142,7 @@ def test_debug_adds_the_traceback(run: Run, tmp_path: Path) -> None:
 def test_a_fault_of_remesh_has_a_code_of_its_own(
     run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(_place: str) -> remesh.Checkpoint:
+    def fail(_place: str, **_options: object) -> remesh.Checkpoint:
         raise error
 
     monkeypatch.setattr("remesh.cli.show.Checkpoint", fail)

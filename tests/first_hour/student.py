@@ -73,7 +73,7 @@ def play(hour: Hour) -> None:
     """The first hour of a student."""
     hour.run("remesh --help", shows=["Commands:", "doctor"])
     hour.run("python -m remesh --version", shows=["remesh"])
-    hour.run("remesh doctor .", shows=["torch", "elastic jobs", "good"])
+    hour.run("remesh doctor .", shows=["torch", "aiohttp", "good"])
     hour.write("train.py", TRAIN)
     hour.run("python train.py", shows=["from step 0 best from step None"])
     hour.run("remesh ls run", shows=["step_00000006", "committed"])
