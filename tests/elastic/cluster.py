@@ -21,6 +21,7 @@ from tests.elastic.training_log import TrainingLog
 from tests.elastic.zygote import Command
 
 REMESH = (str(Path(sys.executable).with_name("remesh")),)
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 TRAIN = Path(__file__).with_name("train.py")
 
 SILENCE = 60
@@ -73,8 +74,10 @@ def run_torchrun(directory: Path, *words: str) -> tuple[int, str]:
     """Run `torchrun --standalone` likewise."""
     output = directory / "output"
     output.unlink(missing_ok=True)
-    command = [str(Path(__file__).with_name("forked_torchrun.py")), "--standalone", *words]
-    code = Command(command, output, directory=directory).wait(500)
+    script = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    # By themselves, processes of torch may abort after their work.
+    words = (*words[:script], "-m", "remesh.elastic.script", *words[script:])
+    code = Command([TORCHRUN, "--standalone", *words], output, directory=directory).wait(500)
     return code, output.read_text()
 
 

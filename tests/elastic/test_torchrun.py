@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.elastic.cluster import SILENCE_OF_THE_DEAD, TRAIN, Cluster, kill
+from tests.elastic.cluster import SILENCE_OF_THE_DEAD, TORCHRUN, TRAIN, Cluster, kill
 from tests.elastic.fsdp_job import uninterrupted
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
-
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
 class Torchrun(Cluster):
