@@ -19,10 +19,10 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1027, 1200),
-    "adapters": (3612, 3200),
+    "adapters": (3604, 3200),
     "background": (1628, 1400),
     "catalog": (755, 900),
-    "checkpoint": (6079, 4900),
+    "checkpoint": (6076, 4900),
     "cli": (3284, 3700),
     "compat": (4332, 4100),
     "core": (3834, 5000),
@@ -35,7 +35,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "pipeline": (2677, 2750),
     "planner": (1399, 1450),
     "recipes": (496, 400),
-    "storage": (2653, 2600),
+    "storage": (2652, 2600),
     "training": (4567, 4600),
     "transform": (4239, 4300),
 }

@@ -217,7 +217,9 @@ def _parameters_of(
     optimizer, stands_for = leaf.optimizer, leaf.stands_for
     tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
     meant = [stands_for.get(tensor, tensor) for tensor, _ in tensors]
-    known = set[str]() if walk.stored is None else _stored_names(walk.stored, path)
+    known = {
+        name for names in _stored_groups(walk.stored, (*path, "param_groups")) for name in names
+    }
     found = _find_places(walk.root, [one for one in meant if isinstance(one, torch.Tensor)], known)
     result = []
     for number, (tensor, group) in enumerate(tensors):
@@ -272,16 +274,6 @@ def _copy_of(place: Placed, parameter: torch.Tensor, tensor: torch.Tensor) -> Pl
         shards = ShardedTensor(place.name, tuple(parameter.shape), parts, None)
     copied = parts_like(shards, parameter, tensor, where)
     return dataclasses.replace(place, shards=dataclasses.replace(shards, parts=copied))
-
-
-def _stored_names(stored: Stored, path: Path) -> set[str]:
-    """The parameters whose state is stored for an optimizer."""
-    names, number = set[str](), 0
-    groups = (*path, "param_groups")
-    while (listed := stored.merged_list(name_of((*groups, number, "params")))) is not None:
-        names.update(listed)
-        number += 1
-    return names
 
 
 def _find_places(

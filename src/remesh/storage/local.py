@@ -83,7 +83,6 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 _Made = TypeVar("_Made")
 
-
 MAX_AT_DISK = 2
 """Reads, and writes, of a disk of this machine that are under way at a time: it is busy while one
 of them ends, and other threads compute. If all waited for the disk, they would also compute at the
