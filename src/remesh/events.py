@@ -2,7 +2,8 @@
 
 `save` and `load` take `on_event`, a function that is called, on the rank and in the thread where it
 happens, at each named moment. Progress displays, timelines and fault injection are built on it. An
-exception that it raises fails the save or load like any other error at that moment.
+exception that it raises fails the save or load like any other error at that moment. Once a save is
+committed it cannot fail any more: then the exception is logged.
 
 Three things follow a save or load by its moments: a `Timeline` keeps them, and draws them for a
 trace viewer; `timed` logs how much and how long, and the time of each phase; `showing` draws a
@@ -52,11 +53,20 @@ Emit = Callable[..., None]
 """Tells a listener of a moment of one rank: `emit(point, num_bytes=0)`."""
 
 
+_LOGGER = logging.getLogger("remesh")
+
+
 def emitter(on_event: OnEvent, rank: int) -> Emit:
     """The `Emit` of a rank."""
 
     def emit(point: str, num_bytes: int = 0) -> None:
-        on_event(Event(rank, point, num_bytes))
+        try:
+            on_event(Event(rank, point, num_bytes))
+        except Exception:
+            if point not in {"save.committed", "save.done"}:
+                raise
+            text = "rank %d: the listener failed at %s; the checkpoint is committed"
+            _LOGGER.exception(text, rank, point)
 
     return emit
 
@@ -198,8 +208,6 @@ def _slice(
 # ---------------------------------------------------------------------------------------------
 # Log lines: how much, how long, and the time of each phase
 # ---------------------------------------------------------------------------------------------
-
-_LOGGER = logging.getLogger("remesh")
 
 _PHASES: Final[Mapping[str, str]] = {
     # `planned` is rank 0's alone; the other ranks know that it is over when they create their file.

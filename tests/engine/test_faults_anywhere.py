@@ -213,6 +213,7 @@ def test_a_failure_at_every_point_of_every_rank(
     without: int,
     make: Callable[[], Any] | None,
     tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = Job(tmp_path / "c" if make is None else make(), kind, without)
     with job.running():
@@ -221,9 +222,15 @@ def test_a_failure_at_every_point_of_every_rank(
         assert {point for _, point in points} >= {"save.described", "save.committed", "save.done"}
         for victim, point in points:
             job.faults = FaultInjector().fail_at(victim, point)
-            # What a listener raises reaches a writer process later than the moment.
-            late = point in ("save.committed", "save.done") or kind == "process"
-            job.fails_everywhere(victim, point, may_commit=late)
+            if point in {"save.committed", "save.done"}:
+                caplog.clear()
+                assert job.save() == [None] * WORLD_SIZE, (point, victim)
+                assert stored_value(job.place) == job.value
+                assert f"rank {victim}: the listener failed at {point}" in caplog.text
+                assert f"injected at {point} on rank {victim}" in caplog.text
+            else:
+                # What a listener raises reaches a writer process later than the moment.
+                job.fails_everywhere(victim, point, may_commit=kind == "process")
 
 
 @pytest.mark.parametrize("name", ["mkdir", "open"])
