@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import remesh
 from remesh import catalog
 from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.events import Event
 from remesh.exchange import Alone
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.training import rng
@@ -111,6 +114,38 @@ def test_a_save_that_is_committed_where_one_is_removed(tmp_path: Path) -> None:
     assert not catalog.remove(Racing(tmp_path), "step_1", now=0.0)
     assert remesh.Checkpoint(path).read_array("w").tolist() == [1, 1]
     assert not (path / "removing.json").exists()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_save_that_is_written_where_one_is_removed(
+    tmp_path: Path, dies: bool, is_damaged: bool
+) -> None:
+    """Its data files are there, and its index comes after the removal."""
+    path = save(tmp_path, "step_1")
+    if is_damaged:
+        (path / "remesh.json").write_bytes(b"{}")
+    at_commit = threading.Barrier(2, timeout=60)
+
+    def wait(event: Event) -> None:
+        if event.point == "save.parts_gathered":
+            at_commit.wait()
+            at_commit.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        state = {"w": np.ones(2)}
+        saving = pool.submit(remesh.save, state, path, overwrite=True, on_event=wait)
+        at_commit.wait()
+        if dies:
+            with pytest.raises(DyingError):
+                catalog.remove(Mortal(tmp_path, 3), "step_1", now=0.0)
+            assert catalog.finish_removals(open_storage(tmp_path)) == ["step_1"]
+        else:
+            assert catalog.remove(open_storage(tmp_path), "step_1", now=0.0)
+        at_commit.wait()
+        saving.result()
+    assert remesh.Checkpoint(path).read_array("w").tolist() == [1, 1]
+    assert len([*path.glob("data-*")]) == 1
 
 
 def test_in_memory_as_on_disk() -> None:

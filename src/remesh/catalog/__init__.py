@@ -20,6 +20,7 @@ stays wrong counts for ever.
 
 Removing takes the commit record away first and the files afterwards, so that there is never half a
 checkpoint. If the process dies in between, `removing.json` tells the next one to finish the work.
+It names the folders of the checkpoint: others may be of a save that is about to be committed there.
 A reader puts its mark before it reads the record; a remover looks for marks once more when
 the record is gone, and puts the record back if there is one. So of the two, one always notices the
 other.
@@ -78,7 +79,7 @@ _FAILURES = "failures.json"
 _REMOVING = "removing.json"
 _NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
 _IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
-_OURS = re.compile(r"data-[0-9a-f]{12}/.+|in-use-[0-9a-f]+\.json", re.DOTALL)
+_OURS = re.compile(r"data-[0-9a-f]{12}/.+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,10 @@ class _Failures(_Mark, frozen=True):
 class _InUse(_Mark, frozen=True):
     until: float
     run: str = ""
+
+
+class _Removing(_Mark, frozen=True):
+    folders: list[str] = []  # those of the checkpoint; none if its record could not be read
 
 
 _AnyMark = TypeVar("_AnyMark", bound=_Mark)
@@ -449,31 +454,32 @@ def remove(storage: Storage, name: str, *, now: float) -> bool:
     """Remove a checkpoint, unless a process has begun to read it; true if it was removed."""
     record_path = f"{name}/{native.RECORD_NAME}"
     try:
-        record = _record_text(storage, record_path)
+        record, removing = _record_to_remove(storage, record_path)
     except CheckpointNotFoundError:
         return False
-    storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
+    mark = msgspec.json.encode(_with_digest(removing))
+    storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
     storage.delete(record_path)
     # A put makes its directory durable, and with it that the record is gone.
-    storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
+    storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
     files = {path.removeprefix(f"{name}/") for path in storage.list(f"{name}/")}
     if native.RECORD_NAME in files or _in_use_until(storage, name, files) > now:
         with suppress(CheckpointExistsError):  # another save has just been committed there
             storage.put(record_path, record, overwrite=False)
         storage.delete(f"{name}/{_REMOVING}")
         return False
-    _remove_files(storage, name, sorted(files))
+    _remove_files(storage, name, sorted(files), removing)
     return True
 
 
-def _record_text(storage: Storage, path: str) -> bytes:
-    """The text of a commit record, to be put again; as it is if it is damaged where it lies."""
+def _record_to_remove(storage: Storage, path: str) -> tuple[bytes, _Removing]:
+    """The text of a commit record, to be put again, and the mark that it is being removed."""
     for _ in range(NUM_READINGS):
         text = storage.read(path)
         with suppress(CheckpointError):
-            native.decode_record(text, path)
-            break
-    return text
+            record = native.decode_record(text, path)
+            return text, _Removing(folders=sorted(folders_of(record)))
+    return text, _Removing()  # as it is: it is damaged where it lies
 
 
 def finish_removals(storage: Storage) -> list[str]:
@@ -485,15 +491,22 @@ def finish_removals(storage: Storage) -> list[str]:
         if native.RECORD_NAME in files:
             storage.delete(f"{name}/{_REMOVING}")
         else:
-            _remove_files(storage, name, sorted(files))
+            removing = _read_mark(storage, f"{name}/{_REMOVING}", _Removing) or _Removing()
+            _remove_files(storage, name, sorted(files), removing)
             finished.append(name)
     return finished
 
 
-def _remove_files(storage: Storage, name: str, files: Sequence[str]) -> None:
-    """Remove what is ours of a checkpoint without a record, the mark of that last."""
-    marks = {_PINNED, _FAILURES}
-    own = [file for file in files if file in marks or _OURS.fullmatch(file)]
+def _remove_files(storage: Storage, name: str, files: Sequence[str], removing: _Removing) -> None:
+    """Remove what is ours of a checkpoint without a record, the mark of that last.
+
+    If its folders are not known, they are those with an index, which a save writes last.
+    """
+    indexes = (file.partition("/") for file in files)
+    whole = {folder for folder, _, file in indexes if file.startswith("index")}
+    folders = removing.folders or whole
+    own = [file for file in files if file in {_PINNED, _FAILURES} or _IN_USE.fullmatch(file)]
+    own += [file for file in files if _OURS.fullmatch(file) and file.partition("/")[0] in folders]
     storage.delete_many([f"{name}/{file}" for file in own])
     storage.delete(f"{name}/{_REMOVING}")
 
@@ -501,6 +514,12 @@ def _remove_files(storage: Storage, name: str, files: Sequence[str]) -> None:
 def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
     """Every file that a record names."""
     return (record.index, record.values, *record.files)
+
+
+def folders_of(record: native.CommitRecord) -> set[str]:
+    """The folders in which the files of a record lie."""
+    folders = {file.path.partition("/")[0] for file in files_of(record)}
+    return {native.data_folder(record.save_id), *folders}
 
 
 def read_record_and_sizes(

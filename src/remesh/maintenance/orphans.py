@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from remesh.catalog import files_of
+from remesh.catalog import folders_of
 from remesh.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -190,8 +190,7 @@ def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[st
         return "missing", frozenset()
     except (CheckpointError, StorageError):
         return "unreadable", frozenset()
-    folders = {file.path.partition("/")[0] for file in files_of(record)}
-    return "readable", frozenset({native.data_folder(record.save_id), *folders})
+    return "readable", frozenset(folders_of(record))
 
 
 def _is_link(storage: Storage, path: str) -> bool:
