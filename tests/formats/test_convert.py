@@ -185,8 +185,9 @@ def test_what_a_conversion_refuses(native: Path, tmp_path: Path) -> None:
         convert(native, tmp_path / "weights", format="huggingface")
     with pytest.raises(StateError, match="one place"):
         convert(native, native, format="remesh", overwrite=True)
-    with pytest.raises(StateError, match="is not known"):
-        convert(native, tmp_path / "unknown", format="unknown")
+    for name, how in (("unknown", {}), ("exported pth", {}), ("exported pth", {"name": "w"})):
+        with pytest.raises(StateError, match="is not known"):
+            convert(native, tmp_path / "unknown", format=name, format_options=how)
     convert(native, tmp_path / "there", format="remesh")
     with pytest.raises(CheckpointExistsError):
         convert(native, tmp_path / "there", format="remesh")

@@ -112,6 +112,8 @@ PAIRS, BITS = {"w": np.ones(2, complex)}, {"w": torch.ones(2, dtype=torch.uint8)
         ("torch_file", {"a": {1, 2}}, {}, "store plain values"),
         ("torch_dcp", WEIGHTS, {"separation_hint": "a/b"}, "is a text without '/'"),
         ("nonsense", WEIGHTS, {}, "is not known; formats to write: remesh"),
+        ("exported pth", WEIGHTS, {}, "is not known; formats to write: remesh"),
+        (["remesh"], WEIGHTS, {}, "is not known; formats to write: remesh"),
         ("flat_param", WEIGHTS, {}, "'flat_param' is only read"),
         ("zarr", WEIGHTS, {}, "'zarr' is only read"),
     ],

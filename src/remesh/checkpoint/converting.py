@@ -129,7 +129,8 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         StorageError: If a storage fails.
     """
     started = time.monotonic()
-    writer, program, target = writer_of(format), as_transform(transform), open_storage(path)
+    writer, program = writer_of(format, exports=False), as_transform(transform)
+    target = open_storage(path)
     exchange = Alone() if group is None else exchange_of(group)
 
     def describe() -> tuple[Contents, Description]:

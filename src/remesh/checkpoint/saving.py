@@ -126,7 +126,9 @@ def check_options(options: SaveOptions) -> None:
     check_flag("save", "overwrite", options.overwrite)
     check_flag("save", "verify_replicas", options.verify_replicas)
     check_buffers(options.buffers)
-    writer, compress = writer_of(options.format), options.compress
+    # The name of an export is one of its options.
+    writer = writer_of(options.format, exports="name" in options.format_options)
+    compress = options.compress
     if compress is not None:
         check_choice("save", "compress", compress, get_args(Compress))
         if not writer.has_record:

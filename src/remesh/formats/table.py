@@ -113,9 +113,10 @@ WRITERS: Mapping[str, Writer] = _by_name(writer for row in FORMATS for writer in
 _EXPORTS = {writer.name: writer for writer in huggingface.EXPORTS}
 
 
-def writer_of(name: str) -> Writer:
+def writer_of(name: str, *, exports: bool = True) -> Writer:
     """The writer of a format, or of an export."""
-    found = WRITERS.get(name) or _EXPORTS.get(name)
+    known = {**_EXPORTS, **WRITERS} if exports else WRITERS
+    found = known.get(name) if isinstance(name, str) else None
     if found is None:
         what = "is only read" if any(name == row.name for row in FORMATS) else "is not known"
         raise StateError(f"format {name!r} {what}; formats to write: {', '.join(WRITERS)}")
