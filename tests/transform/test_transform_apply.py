@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -98,22 +97,6 @@ def test_overlapping_memory_is_copied_first() -> None:
         {"a": memory[:4], "b": memory[4:], "old": memory[2:6]}, {"a": memory[:4], "b": memory[4:]}
     )
     assert memory.tolist() == [2, 3, 4, 5, 0, 1, 2, 3]
-
-
-def test_a_source_of_many_targets_in_its_memory_is_copied_once() -> None:
-    copies = []
-
-    class Counted(np.ndarray):
-        def copy(self, order: Any = "C") -> Any:
-            copies.append(order)
-            return super().copy(order)
-
-    memory = np.arange(8.0)
-    parts = {f"p{number}": memory[number : number + 1] for number in range(8)}
-    Transform(f"a -> {', '.join(reversed(parts))}, axis=0").apply(
-        {"a": memory.view(Counted)}, parts
-    )
-    assert (memory.tolist(), len(copies)) == ([7, 6, 5, 4, 3, 2, 1, 0], 1)
 
 
 def test_regions_refuse_boxes_outside() -> None:

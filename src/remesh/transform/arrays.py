@@ -1,23 +1,23 @@
 """Applying a resolved transformation to arrays in memory.
 
-numpy arrays and torch tensors are accepted, mixed if need be. Where both sides of a copy are numpy
-arrays, numpy does it; else torch, which is imported only then.
+numpy arrays and torch tensors are accepted, mixed if need be. numpy does what it can; torch, which
+is imported only then, does the rest.
 
-All checks come before the first element is written.
+All results are made before the first is written, so that nothing is if one of them is wrong, and so
+that a target may lie in the memory of a source.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from remesh.core.dtypes import BY_NAME
 from remesh.core.sharded import dtype_name
-from remesh.core.strided import Layout, shared_pairs
 from remesh.errors import TransformError
 from remesh.transform.rearrange import Permute
 from remesh.transform.resolve import Region, Resolved
@@ -40,35 +40,22 @@ def apply(
     resolved: Resolved, tensors: Mapping[str, Array], targets: Mapping[str, Array] | None
 ) -> dict[str, Array]:
     """Fill targets, or make new arrays if there are none; see `Transform.apply`."""
-    results: dict[str, Array] = {}
+    results = {
+        name: _agreed_value(resolved, tensors, name)
+        if info is None
+        else _made(resolved, tensors, name, info)
+        for name, info in resolved.targets.items()
+        if name in resolved.plans
+    }
+    if targets is None:
+        return results
     for name, info in resolved.targets.items():
-        if info is None:
-            results[name] = _agreed_value(resolved, tensors, targets, name)
-        elif targets is not None:
-            results[name] = targets[name]
-        else:
-            results[name] = _empty(info, [tensors[s] for s in resolved.sources_of(name)])
-    tensors = _apart_from(tensors, results.values() if targets is not None else ())
-    for name, info in resolved.targets.items():
-        if info is not None:
-            _check(resolved, tensors, name)
-    for name, info in resolved.targets.items():
-        if info is not None:
-            for region in resolved.regions(name):
-                fill(results[name], region, tensors[region.source])
-    return results
-
-
-def fill(target: Array, region: Region, source: Array) -> None:
-    """Copy what a region says from a whole source array into a whole target array."""
-    block = arranged(source[region.source_box.slices], region)
-    place = target[region.target_box.slices] if region.target_box.ndim else target
-    if _is_torch(target) or _is_torch(block):
-        _fill_with_torch(place, block, region.dtypes)
-        return
-    for dtype in region.dtypes:
-        block = _numpy_converted(block, dtype, region)
-    place[...] = block
+        if info is not None and name in results:
+            _copy(targets[name], results[name])
+    return {
+        name: targets[name] if info is not None or name not in results else results[name]
+        for name, info in resolved.targets.items()
+    }
 
 
 def arranged(block: Array, region: Region) -> Array:
@@ -81,43 +68,26 @@ def arranged(block: Array, region: Region) -> Array:
     return block
 
 
-# ---------------------------------------------------------------------------------------------
-# Checks of equal values
-# ---------------------------------------------------------------------------------------------
-
-
-def _agreed_value(
-    resolved: Resolved, tensors: Mapping[str, Array], targets: Mapping[str, Array] | None, name: str
-) -> Array:
-    sources = resolved.sources_of(name)
-    if not sources:
-        return None if targets is None else targets[name]
-    first = tensors[sources[0]]
-    for other in sources[1:]:
-        if tensors[other] != first:
+def _agreed_value(resolved: Resolved, tensors: Mapping[str, Array], name: str) -> Array:
+    first, *others = resolved.sources_of(name)
+    for other in others:
+        if tensors[other] != tensors[first]:
             raise TransformError(
-                f"{name}: must be what {sources[0]!r} and {other!r} hold\n"
-                f"These are {first!r} and {tensors[other]!r}"
+                f"{name}: must be what {first!r} and {other!r} hold\n"
+                f"These are {tensors[first]!r} and {tensors[other]!r}"
             )
-    return first
+    return tensors[first]
 
 
-def _check(resolved: Resolved, tensors: Mapping[str, Array], name: str) -> None:
-    """Compare what must agree, bit by bit."""
-    checks = resolved.checks(name)
-    if not checks:
-        return
-    info = resolved.targets[name]
-    assert info is not None
-    regions = resolved.regions(name)
-    expected = _empty(info, [tensors[region.source] for region in (*regions, *checks)])
+def _made(resolved: Resolved, tensors: Mapping[str, Array], name: str, info: TensorInfo) -> Array:
+    """A new array with what a target is made of, once what must agree does, bit by bit."""
+    regions, checks = resolved.regions(name), resolved.checks(name)
+    made = _empty(info, [tensors[source] for source in resolved.sources_of(name)])
     for region in regions:
-        fill(expected, region, tensors[region.source])
+        _copy(made[..., *region.target_box.slices], _block(region, tensors))
     for region in checks:
-        found = _empty(info, [tensors[region.source], expected])
-        fill(found, region, tensors[region.source])
-        place = region.target_box.slices
-        num_different = _num_different(expected[place], found[place])
+        expected = made[..., *region.target_box.slices]
+        num_different = _num_different(expected, _block(region, tensors))
         if num_different:
             others = ", ".join(sorted({repr(r.source) for r in regions}))
             raise TransformError(
@@ -126,26 +96,26 @@ def _check(resolved: Resolved, tensors: Mapping[str, Array], name: str) -> None:
                 f"{region.source_box}). To prefer one of them, name only that one, and delete the "
                 "other with '-> _'"
             )
+    return made
+
+
+def _block(region: Region, tensors: Mapping[str, Array]) -> Array:
+    """The elements of a region in the shape and element type that they have in the target."""
+    block = arranged(tensors[region.source][..., *region.source_box.slices], region)
+    for dtype in region.dtypes:
+        if _is_torch(block) or not BY_NAME[dtype].is_native:
+            block = _as_torch(block).to(getattr(_torch(), dtype))
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                block = block.astype(dtype)
+    return block
 
 
 def _num_different(one: Array, other: Array) -> int:
-    one, other = (np.ascontiguousarray(_bits(array)).reshape(-1) for array in (one, other))
+    one, other = (np.ascontiguousarray(_as_numpy(array)).reshape(-1) for array in (one, other))
     width = one.dtype.itemsize
     a, b = (array.view(np.uint8).reshape(-1, width) for array in (one, other))
     return int((a != b).any(axis=1).sum())
-
-
-def _bits(array: Array) -> np.ndarray[Any, Any]:
-    """An array as numpy sees it, as integers where numpy has no such element type."""
-    if not _is_torch(array):
-        return np.asarray(array)
-    torch = _torch()
-    array = array.detach().cpu().contiguous()
-    if not BY_NAME[dtype_name(array, "array")].is_native:
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-        array = array.view(integers[array.element_size()])
-    bits: np.ndarray[Any, Any] = array.numpy()
-    return bits
 
 
 # ---------------------------------------------------------------------------------------------
@@ -172,51 +142,32 @@ def _empty(info: TensorInfo, sources: list[Array]) -> Array:
     return torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=device)
 
 
-def _fill_with_torch(place: Array, block: Array, dtypes: tuple[str, ...]) -> None:
+def _copy(place: Array, block: Array) -> None:
+    if _is_torch(place):
+        with _torch().no_grad():
+            place.copy_(_as_torch(block))
+    else:
+        place[...] = _as_numpy(block)
+
+
+def _as_torch(array: Array) -> Array:
+    if _is_torch(array):
+        return array
+    array = np.asarray(array)
+    # torch shares memory with arrays that it may write to and whose strides are positive.
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()
+    return _torch().from_numpy(array)
+
+
+def _as_numpy(array: Array) -> np.ndarray[Any, Any]:
+    """An array as numpy sees it, as integers where numpy has no such element type."""
+    if not _is_torch(array):
+        return np.asarray(array)
     torch = _torch()
-    if not _is_torch(place):
-        place = torch.from_numpy(place)
-    if not _is_torch(block):
-        block = np.asarray(block)
-        # torch shares memory with arrays that it may write to and whose strides are positive.
-        if not block.flags.writeable or min(block.strides, default=0) < 0:
-            block = block.copy()
-        block = torch.from_numpy(block)
-    with torch.no_grad():
-        for dtype in dtypes:
-            block = block.to(getattr(torch, dtype))
-        place.copy_(block)
-
-
-def _numpy_converted(block: Array, dtype: str, region: Region) -> Array:
-    if not BY_NAME[dtype].is_native:
-        raise TransformError(
-            f"{region.source}: numpy has no {dtype}; give the target as a torch tensor"
-        )
-    with np.errstate(over="ignore", invalid="ignore"):
-        return block.astype(dtype)
-
-
-def _apart_from(tensors: Mapping[str, Array], targets: Iterable[Array]) -> Mapping[str, Array]:
-    """The source arrays, copied where a target lies in the same memory."""
-    taken = [layout for target in targets if (layout := _layout(target)) is not None]
-    sources = [(name, at) for name, array in tensors.items() if (at := _layout(array)) is not None]
-    layouts = [*taken, *(layout for _, layout in sources)]
-    pairs = shared_pairs(layouts, lambda one, two: (one < len(taken)) == (two < len(taken)))
-    result = dict(tensors)
-    for name in {sources[number - len(taken)][0] for _, number in pairs}:
-        array = tensors[name]
-        result[name] = array.detach().clone() if _is_torch(array) else array.copy()
-    return result
-
-
-def _layout(array: Array) -> Layout | None:
-    """Where the elements of an array lie; None if it has none, or no memory."""
-    if _is_torch(array) and array.numel() and not array.is_meta:
-        size = array.element_size()
-        strides = tuple(stride * size for stride in array.stride())
-        return Layout(str(array.device), array.data_ptr(), tuple(array.shape), strides, size)
-    if isinstance(array, np.ndarray) and array.size:
-        address = array.__array_interface__["data"][0]
-        return Layout("cpu", address, array.shape, array.strides, array.itemsize)
-    return None
+    array = array.detach().cpu().contiguous()
+    if not BY_NAME[dtype_name(array, "array")].is_native:
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        array = array.view(integers[array.element_size()])
+    bits: np.ndarray[Any, Any] = array.numpy()
+    return bits
