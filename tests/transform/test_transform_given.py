@@ -70,26 +70,20 @@ def test_swapped_names_come_back() -> None:
         (7, "statements as text, or a dict of renames\nThis is of type int"),
         (b"a -> b", "This is of type bytes"),
         (["a -> b", 7], "a list of statements holds texts; 7 is of type int"),
-        ({"a": 7}, "It holds names, prefixes or regular expressions"),
+        ({"a": 7}, "It holds names or prefixes"),
+        ({re.compile("a"): "b"}, "lambda name: pattern.sub(new, name)"),
         ({"a": "c", "b": "c"}, "'a' and 'b' are both renamed to 'c'"),
         ({"a\"'": "b"}, "cannot be renamed: it holds both kinds of quotes"),
         ({"a": ""}, "a name cannot be empty"),
         ({"": "b"}, "write '': 'b.'"),
         ({"a.": None, "b.$N": "c.$N"}, "'b.$N' has a wildcard, and a dict of renames has none"),
-        ({"a": "b.*.w"}, "Write a statement or a regular expression instead"),
+        ({"a": "b.*.w"}, "Write a statement or a function instead"),
     ],
 )
 def test_anything_else_is_refused(program: Any, says: str) -> None:
     with pytest.raises(TransformError) as caught:
         Transform(program)
     assert says in str(caught.value)
-
-
-@pytest.mark.parametrize("text", [r"{\2}\1.\1", r"\g<2>\1", r"\1\\1", r"\1\071", "{0}"])
-def test_regular_expressions_replace_as_re_sub_does(text: str) -> None:
-    pattern, name = re.compile(r"(a)(b)?"), "xab.a"
-    expected = pattern.sub(text, name)
-    assert str(Transform({pattern: text}).bind([name])) == str(Transform({name: expected}))
 
 
 GIVEN: list[Any] = [Transform("a -> b"), "a -> b", ["a -> b"], {"a": "b"}]

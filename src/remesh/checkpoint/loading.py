@@ -107,10 +107,9 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
             error.
         transform: Renames, fuses, splits, transposes or casts stored tensors. A `Transform`, its
-            statements as text, a dict of renames, of names, prefixes
-            (`{"model.": "net."}`) or regular expressions, or a function from name to name.
-            Optimizer state follows its parameter. Only the bytes that are needed are read. The
-            language is specified in docs/transform.md.
+            statements as text, a dict of renames, of names or prefixes (`{"model.": "net."}`), or a
+            function from name to name. Optimizer state follows its parameter. Only the bytes that
+            are needed are read. The language is specified in docs/transform.md.
         share_reads: Whether one rank reads what several need and passes it on, so that storage
             serves every byte once. None decides: shared if that spares more reading than it costs
             to move bytes between ranks, which is little where storage is a network away.

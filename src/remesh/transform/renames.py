@@ -3,8 +3,8 @@
 A dict of renames happens all at once, and statements run in order; so a name that is both old and
 new is first read into a temporary name.
 
-Prefixes, regular expressions and functions name no single tensor: they are a *rule*, which says
-nothing until names are known. Then it becomes what a dict of renames is, old name to new name. A
+Prefixes and functions name no single tensor: they are a *rule*, which says nothing until names are
+known. Then it becomes what a dict of renames is, old name to new name. A
 rule is asked about every name. Optimizer state follows its parameter as it does anywhere, so a
 state becomes part of the renames only if the rule changes the name of the state itself (another
 name for the optimizer), or if its parameter may be either of two that the rule treats alike (a
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from remesh.errors import TransformError
@@ -28,15 +28,7 @@ from remesh.transform.wildcards import Step
 Rule = Callable[[str], str | None]
 """From an old name to a new one; None if what has the old name is not wanted."""
 
-Program = (
-    str
-    | Iterable[str]
-    | Mapping[str, str]
-    | Mapping[str, str | None]
-    | Mapping[re.Pattern[str], str]
-    | Mapping[str | re.Pattern[str], str | None]
-    | Rule
-)
+Program = str | Iterable[str] | Mapping[str, str] | Mapping[str, str | None] | Rule
 """A text of statements, several texts, a dict of renames, or a function from name to name."""
 
 _PLAIN = re.compile("[A-Za-z0-9_.]+")
@@ -74,17 +66,14 @@ def read_program(program: Program) -> Statements | Renames | Rule:
 def _read_dict(renames: Mapping[object, object]) -> Statements | Renames | Rule:
     exact: dict[str, str | None] = {}
     prefixes: dict[str, str | None] = {}
-    patterns: list[tuple[re.Pattern[str], str]] = []
     for old, new in renames.items():
-        if isinstance(old, re.Pattern) and isinstance(old.pattern, str) and isinstance(new, str):
-            patterns.append((old, new))
-        elif not isinstance(old, str) or not (new is None or isinstance(new, str)):
+        if not isinstance(old, str) or not (new is None or isinstance(new, str)):
             raise TransformError(
                 "this is no dict of renames\n"
-                "It holds names, prefixes or regular expressions and what they become, not "
-                f"{old!r}: {new!r}"
+                f"It holds names or prefixes and what they become, not {old!r}: {new!r}\n"
+                "For a regular expression, write a function: lambda name: pattern.sub(new, name)"
             )
-        elif old and not old.endswith("."):
+        if old and not old.endswith("."):
             exact[old] = new
         elif new and not new.endswith("."):
             raise TransformError(
@@ -96,10 +85,10 @@ def _read_dict(renames: Mapping[object, object]) -> Statements | Renames | Rule:
         if name and ("$" in name or "*" in name):
             raise TransformError(
                 f"{name!r} has a wildcard, and a dict of renames has none\nWrite a statement or a "
-                "regular expression instead"
+                "function instead"
             )
-    if prefixes or patterns or None in exact.values():
-        return _rule(exact, prefixes, patterns)
+    if prefixes or None in exact.values():
+        return _rule(exact, prefixes)
     check_renames(exact)
     return exact
 
@@ -179,11 +168,7 @@ def _written(name: str | None, start: int) -> tuple[str, Name]:
 # ---------------------------------------------------------------------------------------------
 
 
-def _rule(
-    exact: Mapping[str, str | None],
-    prefixes: Mapping[str, str | None],
-    patterns: Sequence[tuple[re.Pattern[str], str]],
-) -> Rule:
+def _rule(exact: Mapping[str, str | None], prefixes: Mapping[str, str | None]) -> Rule:
     lengths = sorted({len(prefix) for prefix in prefixes}, reverse=True)
 
     def rename(name: str) -> str | None:
@@ -193,10 +178,6 @@ def _rule(
             if name[:length] in prefixes:
                 new = prefixes[name[:length]]
                 return None if new is None else new + name[length:]
-        for pattern, replacement in patterns:
-            renamed, count = pattern.subn(replacement, name)
-            if count:
-                return renamed
         return name
 
     return rename

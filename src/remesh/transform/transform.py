@@ -32,8 +32,8 @@ class Transform:
     Args:
         program: A text of any number of statements, or several texts; docs/transform.md specifies
             the language. Or a dict of renames, old name to new name, which happen all at once; a
-            name that ends with a dot is a prefix, and compiled regular expressions and None for
-            what is not wanted may stand in it. Or a function from old name to new name or None.
+            name that ends with a dot is a prefix, and None stands for what is not wanted. Or a
+            function from old name to new name or None.
         owners: Only needed where the state of one optimizer may belong to either of two sets of
             parameters: the prefix of the parameters, by the prefix of the states' names, such as
             `{"optimizer.state.": "model."}`.
@@ -74,8 +74,7 @@ class Transform:
         if self.program is None:
             raise TransformError(
                 "the names of the sources are not known yet\n"
-                "They say what a prefix, a regular expression or a function renames; call "
-                "bind(names) first"
+                "They say what a prefix or a function renames; call bind(names) first"
             )
 
     def bind(self, names: Iterable[str], *, called: Container[str] = ()) -> Transform:
@@ -87,7 +86,7 @@ class Transform:
                 known. Of a parameter with a new prefix it says whether they repeat the prefix.
 
         Returns:
-            This one, unless it renames by prefix, regular expression or function.
+            This one, unless it renames by prefix or function.
 
         Raises:
             TransformError: If two names become one.
