@@ -246,6 +246,13 @@ def test_values_of_other_types_differ(one: object, other: object) -> None:
         native.merge_documents([ValuesDocument(values={"v": raw(v)}) for v in (one, other)])
 
 
+def test_keys_of_dicts_may_be_in_any_order() -> None:
+    one = [{"a": 1, "b": {2: [], (3, 4): {"$": 5}}}]
+    other = [{"b": {(3, 4): {"$": 5}, 2: []}, "a": 1}]
+    merged = native.merge_documents([ValuesDocument(values={"v": raw(v)}) for v in (one, other)])
+    assert merged.values["v"] == raw(one)
+
+
 def test_a_long_value_is_not_shown_whole() -> None:
     documents = [ValuesDocument(values={"v": raw("x" * 500 + end)}) for end in "ab"]
     with pytest.raises(DivergedReplicaError) as caught:

@@ -95,6 +95,12 @@ def test_what_a_hook_makes_is_loaded_or_refused(kind: str) -> None:
         transfer({"m": source}, {"m": target})
 
 
+def test_what_is_computed_again_must_come_out_as_it_was() -> None:
+    source, target = (Hooked("product", lambda w, by=by: w @ w * by) for by in (1, 1.005))
+    with pytest.raises(StateError, match=r"^m\.product: "):
+        transfer({"m": source}, {"m": target})
+
+
 def test_refuses_what_it_cannot_store_by_name() -> None:
     with pytest.raises(UnsupportedValueError, match=r"(?s)model.weight: .*forward pass"):
         describe({"model": nn.LazyLinear(2)}, describe_leaf)

@@ -37,7 +37,7 @@ from tests.adapters.parallel_models import (
 )
 from tests.adapters.stored import check_equal
 from tests.support import run_processes
-from tests.support.torch_versions import has
+from tests.support.torch_versions import has, needs
 
 
 def known_job(wrap: Callable[[Model], nn.Module], *, runs: bool = True) -> State:
@@ -372,5 +372,25 @@ def packed_under_fsdp(_exchange: Exchange, folder: Path) -> None:
     assert torch.equal(remesh.Checkpoint(folder).read("weight"), full)
 
 
-def test_packed_blocks_under_fsdp(tmp_path: Path) -> None:
-    run_processes(4, packed_under_fsdp, tmp_path)
+def as_torch_distributes(_exchange: Exchange, folder: Path) -> None:
+    """Blocks that are cut before other axes cut the same dim."""
+    blocks, full = _StridedShard(0, split_factor=3), torch.arange(48.0).reshape(24, 2)
+    layouts: dict[str, list[Any]] = {
+        "blocks first": [blocks, Shard(0)],
+        "blocks last": [Shard(0), blocks],
+        "other dim": [blocks, Shard(1)],
+    }
+    mesh = mesh_of(2, 2)
+    tensors = {name: distribute_tensor(full, mesh, how) for name, how in layouts.items()}
+    remesh.save(tensors, folder)
+    for name in layouts:
+        assert torch.equal(remesh.Checkpoint(folder).read(name), full), name
+
+
+@pytest.mark.parametrize(
+    "case", [packed_under_fsdp, pytest.param(as_torch_distributes, marks=needs("strided shards"))]
+)
+def test_packed_blocks_on_four_ranks(
+    tmp_path: Path, case: Callable[[Exchange, Path], None]
+) -> None:
+    run_processes(4, case, tmp_path)

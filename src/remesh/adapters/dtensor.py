@@ -17,7 +17,8 @@ tensor parallelism left, although its mesh axis comes first. So a strided shard 
 right after those axes to its right whose sizes multiply to its split factor. If there are none,
 the split factor is not about other axes: the dim consists of `split_factor` blocks that have been
 packed into one tensor (a fused gate and up projection), and the axis cuts each of them. The rank
-then holds one segment of every block.
+then holds one segment of every block. FSDP2 over such an axis counts its shards, too; a call of
+`distribute_tensor` with the same placements, which are private to torch, would cut blocks twice.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
         for name, raw in document.values.items():
             known = merged.values.setdefault(name, raw)
             first = origin.setdefault(name, rank)
-            if bytes(known) != bytes(raw):
+            if bytes(known) != bytes(raw) and values.in_order(known) != values.in_order(raw):
                 raise DivergedReplicaError(
                     f"{name}: rank {first} has {_shown(known)}, rank {rank} has {_shown(raw)}\nA "
                     "plain value must be the same on all ranks that have it. Make it so, or wrap "
