@@ -6,8 +6,8 @@
   that FSDP2 has cut: by remesh, by `dcp.load` with its `HuggingFaceStorageReader`, and by
   `from_pretrained` on rank 0, from where it is broadcast.
 * `convert`: the same directory becomes native, and that becomes a directory of Hugging Face.
-* `inspect`: `ls`, `diff` and `plan` of a checkpoint with a million pieces, native and DCP, each as
-  a process of its own.
+* `inspect`: `ls` and `diff` of a checkpoint with a million pieces, native and DCP, each in a
+  process of its own.
 
 `limit` is the same processes moving the same bytes raw, as in `benchmarks.save_load`: reading each
 byte once, and for a conversion, which compares what it has written, reading, writing and reading
@@ -257,11 +257,8 @@ def inspect(folder: Path, rounds: int) -> Figures:
         "ls": ["ls", native],
         "diff": ["diff", native, changed],
         "diff --structure": ["diff", native, changed, "--structure"],
-        "plan --layout fsdp=8": ["plan", native, "--layout", "fsdp=8"],
-        "plan --layout fsdp=512": ["plan", native, "--layout", "fsdp=512"],
         "ls, DCP": ["ls", torch_dcp],
         "diff, native and DCP": ["diff", native, torch_dcp],
-        "plan --layout fsdp=8, DCP": ["plan", torch_dcp, "--layout", "fsdp=8"],
     }
     found: Figures = {name: [] for name in commands}
     for _ in range(rounds):

@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 import remesh
-from remesh.cli.plan import boxes_of_rank, parse_mesh
 from remesh.core.geometry import Box
 from remesh.core.index import Piece
 from remesh.demo import picture
@@ -78,12 +77,11 @@ def layout_picture(directory: Path) -> str:
     run_ranks(4, save)
     index = remesh.Checkpoint(directory / "layout").index
     columns = []
-    for text, title in (("fsdp=2", "FSDP2, 2 ranks"), ("tp=2", "tensor parallel, 2 ranks")):
-        held: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
-        for rank in range(2):
-            boxes = boxes_of_rank(parse_mesh(text), rank, index.tensors)
-            for row, tensor in enumerate(boxes.tensor.tolist()):
-                held[boxes.tensors.names[tensor]].append((rank, boxes.box(row)))
+    by_rows = dict.fromkeys(shapes, 0)
+    cut_by_inputs = ("attention.o_proj.weight", "mlp.down_proj.weight")
+    by_layers = {name: int(name in cut_by_inputs) for name, shape in shapes.items() if shape[1:]}
+    for title, dims in (("FSDP2, 2 ranks", by_rows), ("tensor parallel, 2 ranks", by_layers)):
+        held = {name: _halves(shape, dims.get(name)) for name, shape in shapes.items()}
         columns.append(picture.Column(title, "loaded", _tensors(shapes, held)))
     numbers = {file.path: number for number, file in enumerate(index.files)}
     stored = {
@@ -105,6 +103,15 @@ def layout_picture(directory: Path) -> str:
             parts += _placed(column.tensors[name], column.holder, left, top, height)
         top += max(height, 42) + 26
     return _file(top - 24, "How the tensors lie on the ranks", parts)
+
+
+def _halves(shape: tuple[int, ...], dim: int | None) -> list[tuple[int, Box]]:
+    """The boxes of two ranks that cut a tensor along a dim, or have all of it."""
+    if dim is None:
+        return [(rank, Box.whole(shape)) for rank in range(2)]
+    half = tuple(size // (1 + (number == dim)) for number, size in enumerate(shape))
+    second = tuple(half[dim] * (number == dim) for number in range(len(shape)))
+    return [(0, Box((0,) * len(shape), half)), (1, Box(second, half))]
 
 
 def _tensors(

@@ -21,7 +21,6 @@ SHOWN = [
     ("ls {one} --values", "dict  rng/shard_0_2  {{'seed': 0, 'raw': b'\\x01\\xff'}}\n"),
     ("verify {one}", "{one}: sound, 2 files with tensors, "),
     ("prune {empty} --incomplete", "nothing is left of dead saves\n"),
-    ("plan {one} --layout tp=2,fsdp=2", "whole blocks of digests"),
     ("diff {one} {one}", "equal: 6 tensors; nothing differs\n"),
 ]
 """Commands, and a part of what each shows."""
@@ -59,9 +58,6 @@ REFUSED = [
     ("repair {nowhere} --dry-run", "nothing to repair"),
     ("diff {one} {one} --transform {nowhere}.txt", "There is no file with them"),
     ("diff {one} {one} --transform 'a -> b, axis=?'", "^\n"),
-    ("plan {one} --layout xp=2", "is not a layout: write axes like fsdp=4 or dp=2,tp=2"),
-    ("plan {one} --layout fsdp=0", "is not a layout"),
-    (f"plan {{one}} --layout fsdp={'9' * 5000}", "is not a layout"),
     ("convert {plain} {nowhere} --format torch_dcp --compress zstd", "are never compressed"),
 ]
 """Commands that end with the exit code 2, and a part of the error."""

@@ -69,7 +69,6 @@ COMMANDS = [
     ("verify {path}", "sound"),
     ("ls {theirs} --stats", "mean"),
     ("diff {theirs} {theirs}", "nothing differs"),
-    ("plan {theirs} --layout fsdp=2", "it loads"),
     ("--help", "demo"),
     ("demo --help", "Usage: remesh demo"),
     ("--version", f"remesh {remesh.__version__}"),

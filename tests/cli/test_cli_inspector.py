@@ -1,4 +1,4 @@
-"""`diff`, statistics of `ls`, and `plan`, on our format and Hugging Face's."""
+"""`diff`, statistics of `ls`, and `convert`, on our format and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import remesh
-from remesh.cli.plan import boxes_of_rank, parse_mesh
 
 from .conftest import Run
 
@@ -103,44 +102,7 @@ def test_statistics(run: Run, run_json: Any, request: pytest.FixtureRequest, pla
     assert [line.split()[-2] for line in shown.splitlines()[1:]] == ["0", "0"]
 
 
-# ----- plan -----
-
-
-def test_a_plan_without_processes(run_json: Any, ours: Path, theirs: Path) -> None:
-    whole = run_json("plan", ours)
-    assert (whole["loads"], whole["ranks"][0]["state_bytes"]) == (True, 528)
-    cut = run_json("plan", theirs, "--layout", "dp=2,tp=2,fsdp=2")
-    sizes = [rank["state_bytes"] for rank in cut["ranks"]]
-    assert sizes == [136] * 8  # each holds a quarter of the matrices, and half of the vector
-
-    other = run_json("plan", theirs, "--like", ours, exit_code=1)
-    assert (other["loads"], len(other["missing"]), len(other["unexpected"])) == (False, 3, 3)
-
-
-def test_a_plan_of_a_transformation(run_json: Any, tmp_path: Path) -> None:
-    experts = {f"layers.0.experts.{n}.w": np.zeros((4, 8)) for n in range(2)}
-    remesh.save({"norm.w": np.zeros(4), **experts}, tmp_path / "moe")
-    (tmp_path / "t.txt").write_text(
-        "layers.$LAYER_ID.experts.0.w, layers.$LAYER_ID.experts.1.w"
-        " -> layers.$LAYER_ID.experts.w, stack=0"
-    )
-    for options in ((), ("--transform", tmp_path / "t.txt")):
-        ranks = run_json("plan", tmp_path / "moe", "--layout", "fsdp=2", *options)["ranks"]
-        assert [rank["state_bytes"] for rank in ranks] == [(4 + 2 * 32) * 8 // 2] * 2
-        assert all(rank["bytes_read"] >= rank["state_bytes"] for rank in ranks)
-
-
-def test_boxes_of_a_layout_are_those_of_the_stored_tensors(ours: Path) -> None:
-    index = remesh.Checkpoint(ours).index
-    mesh = parse_mesh("tp=2,fsdp=2")
-    held = [boxes_of_rank(mesh, rank, index.tensors) for rank in range(4)]
-    offsets: dict[str, list[tuple[int, ...]]] = {name: [] for name in index.tensors.names}
-    for boxes in held:
-        for row, tensor in enumerate(boxes.tensor.tolist()):
-            offsets[boxes.tensors.names[tensor]].append(boxes.box(row).offset)
-
-    assert offsets[f"model.{QUERY}"] == [(0, 0), (2, 0), (4, 0), (6, 0)]
-    assert offsets[f"model.{OUTPUT}"] == [(0, 0), (4, 0), (0, 4), (4, 4)]
+# ----- convert -----
 
 
 def test_a_conversion_says_how_fast_it_was(run: Run, theirs: Path, tmp_path: Path) -> None:

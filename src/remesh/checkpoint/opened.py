@@ -13,7 +13,7 @@ import numpy as np
 
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
-from remesh.checkpoint.stored import StoredState, limits_of_ranks
+from remesh.checkpoint.stored import StoredState
 from remesh.core.coverage import faulty_tensors
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
@@ -27,7 +27,6 @@ from remesh.formats.decoding import decoded
 from remesh.formats.place import Place
 from remesh.formats.table import Contents, place_of, read_contents
 from remesh.pipeline.source import TensorSource
-from remesh.planner import ReadLimits
 from remesh.storage import Buffer
 from remesh.storage.workers import run_workers
 
@@ -154,13 +153,6 @@ class Checkpoint:
     def index(self) -> Index:
         """Names → stored tensors, and the pieces they are cut into."""
         return self._stored.index
-
-    def read_limits(self, num_ranks: int) -> ReadLimits:
-        """Read limits of each rank for a load on `num_ranks` ranks.
-
-        That follows from its size, and from how far away its storage has turned out to be.
-        """
-        return limits_of_ranks(self.index, self._storage.latency, num_ranks)
 
     @property
     def format(self) -> str:

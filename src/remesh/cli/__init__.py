@@ -36,7 +36,6 @@ _HOMES = {
     "verify": "remesh.cli.verify",
     "diff": "remesh.cli.diff",
     "convert": "remesh.cli.convert",
-    "plan": "remesh.cli.plan",
     "doctor": "remesh.cli.doctor",
     "repair": "remesh.cli.repairing",
     "latest": "remesh.cli.pruning",

@@ -46,7 +46,7 @@ MAX_NAMES = 8
 
 EXIT_DAMAGED = 1
 EXIT_DIFFERENT = 1
-"""The sides of `diff` differ, or the checkpoint of `plan` does not load."""
+"""The sides of `diff` differ."""
 EXIT_USAGE = 2
 EXIT_FAULT = 70
 """An exception that remesh does not raise on purpose: a fault of its own."""
