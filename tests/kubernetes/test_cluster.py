@@ -71,12 +71,12 @@ def test_a_node_dies_and_another_takes_its_place(bed: Bed) -> None:
 
 
 @pytest.mark.nightly
-def test_masters_operators_memory_and_hosts_fail(bed: Bed) -> None:
+def test_masters_operators_workers_and_hosts_fail(bed: Bed) -> None:
     start(bed, "gpu1", "gpu2", "gpu3", "gpu4")
     first = bed.start_operator()
     patterns = bed.directory / "patterns.json"
     patterns.write_text('{"node": ["an error of the user\'s"]}')
-    bed.submit("train", maxMemory="2Gi", failure_patterns=patterns)
+    bed.submit("train", failure_patterns=patterns)
     bed.until_trained("train", 0, 1, 2)
 
     bed.delete_pod("train-master-0")
@@ -87,9 +87,7 @@ def test_masters_operators_memory_and_hosts_fail(bed: Bed) -> None:
     bed.start_operator()  # as its Deployment does
     bed.end_pod("train-worker-1", out_of_memory=True)
     bed.until_trained("train", 0, 2, 3)
-    memory = {pod.index: pod.memory for pod in bed.pods("train") if pod.name == "train-worker-3"}
-    assert memory == {3: 3 << 29}, "half as much again"
-    assert "out of memory" in str(bed.events()).lower()
+    assert "OOMKilled" in str(bed.events())
 
     host = bed.workers("train")[2]
     (bed.directory / "fail-1").touch()

@@ -28,7 +28,6 @@ from remesh.kubernetes.resource import (
     Role,
     Tls,
     WorkerSpec,
-    parse_quantity,
 )
 from tests.kubernetes.controllers import jobs_of
 from tests.kubernetes.simulated import START, make_job, make_spec, roundtrip
@@ -55,7 +54,7 @@ VALID: dict[str, Any] = {"script": ["train.py"], "worker": {"template": {"spec":
     "spec",
     [
         {},
-        {"replicas": 3, "minReplicas": 2, "maxReplicas": 4, "maxMemory": "1.5Gi"},
+        {"replicas": 3, "minReplicas": 2, "maxReplicas": 4},
         {"checkpoint": {"url": "s3://bucket/runs", "secret": "store"}, "cleanPolicy": "All"},
         {"checkpoint": {"claim": "checkpoints"}, "tls": {"secret": "certificates"}},
         {"master": {"stateClaim": "journal", "args": ["--check"], "template": {"spec": {}}}},
@@ -72,7 +71,6 @@ def test_the_schema_accepts_what_is_valid(spec: dict[str, Any]) -> None:
         ({"script": []}, "should be non-empty"),
         ({"replicas": 0}, "0 is less than the minimum of 1"),
         ({"maxReplicas": 10_001}, "10001 is greater than the maximum of 10000"),
-        ({"maxMemory": "much"}, "does not match"),
         ({"cleanPolicy": "Some"}, "is not one of"),
         ({"checkpoint": {"path": "/a"}}, "is not valid under any of the given schemas"),
         ({"checkpoint": {"claim": "a", "url": "s3://b"}}, "is valid under each of"),
@@ -201,7 +199,7 @@ def test_a_template_is_completed_not_overruled() -> None:
         master=MasterSpec(state_claim="journal"),
     )
     excluded = (ExcludedHost(host="host-1", reason="", time=START),)
-    status = JobStatus(excluded_hosts=excluded, memory=2 << 30, epoch=3)
+    status = JobStatus(excluded_hosts=excluded, epoch=3)
     job = msgspec.structs.replace(make_job(), spec=spec, status=status)
     made = make_pod(job, Role.WORKER, 5)
     assert made["metadata"]["labels"]["team"] == "ml"
@@ -222,7 +220,7 @@ def test_a_template_is_completed_not_overruled() -> None:
         {"matchFields": [away]},
     ]
     assert container["command"] == ["env", "remesh"]
-    assert container["resources"] == {"limits": {"memory": str(2 << 30), "cpu": 2}}
+    assert container["resources"] == {"limits": {"memory": "1Gi", "cpu": 2}}
     assert container["args"][-3:] == ["--nproc-per-node", "8", "train.py"]
     assert "https://train-master.ml.svc:29400" in container["args"]
     assert {"name": "A", "value": "1"} in container["env"]
@@ -256,13 +254,6 @@ def test_jobs_come_back_from_the_api_server_as_they_were() -> None:
     assert (again.spec, again.status) == (job.spec, job.status)
     with pytest.raises(ClusterError, match="ElasticJob ml/train is not valid"):
         resource.parse_job({"metadata": {"name": "train", "namespace": "ml"}, "spec": {}})
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("1Gi", 1 << 30), ("1.5G", 1_500_000_000), ("100", 100), ("2Ki", 2048)]
-)
-def test_quantities(text: str, number: int) -> None:
-    assert parse_quantity(text) == number
 
 
 def containers_in(value: Any) -> Iterator[dict[str, Any]]:

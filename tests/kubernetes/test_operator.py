@@ -137,8 +137,6 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ({"max_memory": "9" * 400}, "maxMemory: '999999"),
-        ({"max_memory": "inf"}, "maxMemory: 'inf' is no quantity of memory"),
         ({"tls": Tls(secret="s", ca_bundle="ü")}, "tls.caBundle: no certificates in PEM format"),
         ({"tls": Tls(secret="s", ca_bundle="x")}, "tls.caBundle: no certificates in PEM format"),
     ],

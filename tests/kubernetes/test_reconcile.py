@@ -154,21 +154,6 @@ def test_failures_are_replaced_ever_later_until_the_budget_is_used_up() -> None:
     assert bench.ids() == []
 
 
-def test_memory_grows_up_to_its_limit() -> None:
-    bench, gib = Bench(max_memory="2Gi"), 1 << 30
-    for index in (0, 1):  # both ran out of the same memory
-        bench.cluster.end(pod_name(KEY.name, Role.WORKER, index), 137, "OOMKilled")
-    bench.settle()
-    more = gib * 3 // 2
-    assert bench.status.memory == more
-    memory = {pod.index: pod.memory for pod in bench.cluster.living()}
-    assert memory == {2: gib, 3: more, 4: more}
-    bench.end(3, 137, "OOMKilled")
-    assert (bench.status.memory, bench.status.replacements) == (2 * gib, 0)
-    bench.end(5, 137, "OOMKilled")
-    assert (bench.status.memory, bench.status.replacements) == (2 * gib, 1), "now it is charged"
-
-
 @pytest.mark.parametrize(
     ("ends", "master", "phase"),
     [
@@ -279,7 +264,6 @@ def test_pods_of_a_lost_node_do_not_keep_a_deleted_job(bench: Bench) -> None:
     [
         ({"replicas": 5}, "5 replicas are not in minReplicas:maxReplicas, 2:4"),
         ({"node_unit": 5}, "no multiple of nodeUnit 5"),
-        ({"max_memory": "much"}, "no quantity of memory"),
     ],
 )
 def test_a_spec_that_is_not_valid_fails(spec: dict[str, Any], text: str) -> None:
@@ -301,7 +285,7 @@ class Everything(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = Cluster(make_job(max_memory="4Gi", max_replacements=50))
+        self.cluster = Cluster(make_job(max_replacements=50))
         self.operators: dict[int, Coroutine[None, None, Pass | None]] = {}
         self.master: MasterAnswer | None = None
         self.dropped: set[int] = set()

@@ -79,7 +79,6 @@ from remesh.kubernetes.resource import (
     GROUP,
     KIND,
     LABEL_JOB,
-    LARGEST_INTEGER,
     MAX_MESSAGE,
     PLURAL,
     VERSION,
@@ -109,6 +108,8 @@ ASK_SECONDS = 5.0
 RETRY_SECONDS = (0.5, 30.0)
 """First and longest pause after a request that failed."""
 
+LARGEST_INTEGER = (1 << 63) - 1
+"""Of those that the API server stores."""
 _MAX_TIME = 253402300799.0
 """The end of the year 9999, in seconds since the epoch: the last time that a status can hold."""
 

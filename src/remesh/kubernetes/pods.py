@@ -185,12 +185,6 @@ def _main_container(job: ElasticJob, role: Role, index: int, given: Mapping[str,
         for name, path, source in _volumes(job, role)
     ]
     container["volumeMounts"] = [*(given.get("volumeMounts") or []), *mounts]
-    if role is Role.WORKER and job.status.memory is not None:
-        resources = {kind: dict(values) for kind, values in container["resources"].items()}
-        for kind in ("limits", "requests"):
-            if "memory" in resources.get(kind, {}):
-                resources[kind]["memory"] = str(job.status.memory)
-        container["resources"] = resources
     checkpoint = job.spec.checkpoint
     if role is Role.WORKER and checkpoint is not None and checkpoint.secret is not None:
         source = {"secretRef": {"name": checkpoint.secret}}

@@ -53,8 +53,6 @@ from remesh.kubernetes.resource import (
     Role,
     Training,
     Worker,
-    memory_of,
-    parse_quantity,
     problem_of,
 )
 
@@ -68,7 +66,6 @@ FORCE_SECONDS = 60.0
 """A pod of a deleted job that should be gone for so long is removed without its kubelet."""
 END_SECONDS = 30.0
 """Time for the pods of a finished job to end by themselves."""
-MEMORY_FACTOR = 1.5
 TRAINING_SECONDS = 30.0
 """Time between two writes of the status that tell nothing but the progress of the training."""
 
@@ -403,7 +400,7 @@ def _take_off(this: _Draft, index: int, pod: Pod | None, ending: Ending) -> None
         _finish(this, Phase.FAILED, f"{text}; its command cannot run: check script and args")
     elif ending.cause is Cause.HARDWARE:
         _exclude(this, host, ending.text)
-    elif ending.cause is Cause.FAILED or not _raise_memory(this, where, pod):
+    else:
         number = this.status.replacements + 1
         this.set(replacements=number, replaced_at=this.now)
         text = f"{text}; {number} of {most} replacements are charged"
@@ -417,24 +414,6 @@ def _exclude(this: _Draft, host: str, reason: str) -> None:
         entry = ExcludedHost(host=host, reason=reason, time=this.now)
         this.set(excluded_hosts=(*this.status.excluded_hosts, entry))
         this.emit("HostExcluded", f"no pod of this job will use {host}: {reason}", warning=True)
-
-
-def _raise_memory(this: _Draft, where: str, pod: Pod | None) -> bool:
-    """Give the next workers more memory; whether they will have more than this pod had."""
-    spec = this.job.spec
-    had = None if pod is None else pod.memory
-    if spec.max_memory is None or had is None:
-        return False
-    now = this.status.memory or memory_of(spec.worker.template["spec"]) or 0
-    if now > had:
-        return True  # raised already, because of another worker
-    more = min(int(had * MEMORY_FACTOR), parse_quantity(spec.max_memory))
-    if more <= had:
-        return False
-    this.set(memory=more)
-    text = f"{where} ran out of memory at {had >> 20} MiB; the next workers get {more >> 20} MiB"
-    this.emit("MemoryRaised", text, warning=True)
-    return True
 
 
 def _check_master(this: _Draft) -> None:

@@ -7,7 +7,6 @@ of a job, so an operator that is killed and started again continues from it.
 
 from __future__ import annotations
 
-import math
 import ssl
 from collections.abc import Mapping
 from datetime import datetime
@@ -30,8 +29,6 @@ LABEL_ROLE = f"{GROUP}/role"
 LABEL_INDEX = f"{GROUP}/index"
 MAX_WORKERS = 10_000
 """Workers of a job: its status, which lists them, has to fit into an object of the API server."""
-LARGEST_INTEGER = (1 << 63) - 1
-"""Of those that the API server stores."""
 MAX_MESSAGE = 1024
 """Characters of a message that are kept in the status of a job."""
 
@@ -67,7 +64,6 @@ SecretName = Annotated[str, Meta(min_length=1, max_length=253)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Workers = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]
-Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")]
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -145,10 +141,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unk
     ] = 10
     check: Annotated[bool, about("Test workers before they train.")] = False
     exclude_faulty_hosts: Annotated[bool, about("Keep pods off hosts that proved faulty.")] = True
-    max_memory: Annotated[
-        Quantity | None,
-        about("A worker killed for memory is replaced by one with more, up to this."),
-    ] = None
     suspend: Annotated[bool, about("Give back all resources until this is false.")] = False
     clean_policy: Annotated[
         CleanPolicy, about("Which pods are deleted when the job has finished.")
@@ -266,7 +258,6 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     excluded_hosts: tuple[ExcludedHost, ...] = ()  # hosts that are not used
     replacements: int = 0  # workers that were replaced and charged
     replaced_at: datetime | None = None  # when the last of them was
-    memory: int | None = None  # bytes of memory of workers from now on; None: as in the template
     started: datetime | None = None  # when the operator first saw the job
     finished: datetime | None = None  # when the job ended
     training: Training | None = None  # how far the training is
@@ -292,7 +283,6 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""  # the same in a sentence
     exit_code: int | None = None  # of its first container; None while that runs
     expires: datetime | None = None  # when it is expected to be gone, if it is to be deleted
-    memory: int | None = None  # bytes that its first container may use
 
     @property
     def has_ended(self) -> bool:
@@ -377,7 +367,6 @@ def parse_pod(data: Mapping[str, Any]) -> Pod | None:
         message=_first(ended, waiting, status, unscheduled, key="message")[:MAX_MESSAGE],
         exit_code=ended.get("exitCode"),
         expires=None if expires is None else datetime.fromisoformat(expires),
-        memory=memory_of(data.get("spec") or {}),
     )
 
 
@@ -389,15 +378,6 @@ def first_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """The first container of a pod; an empty one if it has none."""
     containers: list[Mapping[str, Any]] = pod_spec.get("containers") or [{}]
     return containers[0]
-
-
-def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
-    """The bytes of memory that the first container of a pod may use; None if it has no limit."""
-    limits = (first_container(pod_spec).get("resources") or {}).get("limits") or {}
-    try:
-        return parse_quantity(limits["memory"]) if "memory" in limits else None
-    except ValueError:
-        return None  # the API server refuses such a pod
 
 
 def status_patch(old: JobStatus, new: JobStatus) -> dict[str, Any]:
@@ -420,26 +400,6 @@ def _without_empty(value: Any) -> Any:
     return None if value == "" else value
 
 
-_UNITS = {
-    "": 1, "m": 1e-3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
-    "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50,
-}  # fmt: skip
-
-
-def parse_quantity(text: str | float) -> int:
-    """The bytes that a quantity such as `4Gi` means."""
-    text = str(text).strip()
-    number = text.rstrip("kKmMGTPi")
-    unit = text[len(number) :]
-    try:
-        quantity = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        quantity = math.nan
-    if not 0 <= quantity <= LARGEST_INTEGER:
-        raise ValueError(f"{text[:40]!r} is no quantity of memory; write for example 16Gi")
-    return int(quantity)
-
-
 def problem_of(spec: Spec) -> str:
     """The fault of a spec that the schema cannot express; empty if there is none."""
     if not spec.fewest <= spec.replicas <= spec.most:
@@ -452,11 +412,6 @@ def problem_of(spec: Spec) -> str:
     containers = (spec.worker.template.get("spec") or {}).get("containers")
     if not containers:
         return "worker.template has no container"
-    if spec.max_memory is not None:
-        try:
-            parse_quantity(spec.max_memory)
-        except ValueError as error:
-            return f"maxMemory: {error}"
     if spec.tls is not None:
         try:
             spec.tls.trust()
