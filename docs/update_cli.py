@@ -55,7 +55,6 @@ def save_examples(directory: Path) -> dict[str, str]:
 def _save(exchange: ThreadExchange, path: Path, step: int) -> None:
     """Save a state of which each of two ranks holds the half of one tensor."""
     rank, world_size = exchange.rank, exchange.world_size
-    # Binary fractions, so that statistics are the same on every machine.
     rows = (np.arange(24, dtype=np.float32).reshape(4, 6) + 24 * rank) / 8 - 3
     embed = remesh.ShardedTensor.from_rank_offsets(
         "model.embed.weight", rows, (0, rank, world_size)

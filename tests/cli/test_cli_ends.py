@@ -67,7 +67,7 @@ COMMANDS = [
     ("show {path} dtype", "torch.bfloat16"),
     ("show {path} device", "torch.device('cpu')"),
     ("verify {path}", "sound"),
-    ("ls {theirs} --stats", "mean"),
+    ("ls {theirs}", "float32"),
     ("diff {theirs} {theirs}", "nothing differs"),
     ("--help", "demo"),
     ("demo --help", "Usage: remesh demo"),

@@ -1,4 +1,4 @@
-"""`diff`, statistics of `ls`, and `convert`, on our format and Hugging Face's."""
+"""`diff` and `convert`, on our format and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -86,20 +86,6 @@ def test_shapes_and_types_that_differ(run_json: Any, tmp_path: Path) -> None:
     found = run_json("diff", tmp_path / "one", tmp_path / "two", exit_code=1)
 
     assert [(t["name"], t["num_different"]) for t in found["tensors"]] == [("a", None), ("b", 0)]
-
-
-# ----- ls --stats -----
-
-
-@pytest.mark.parametrize("place", ["ours", "theirs"])
-def test_statistics(run: Run, run_json: Any, request: pytest.FixtureRequest, place: str) -> None:
-    path: Path = request.getfixturevalue(place)
-    (row,) = run_json("ls", path, f"*{QUERY}", "--stats")["tensors"]
-    numbers = weights(change=0.0 if place == "ours" else 0.5)[QUERY]
-
-    assert row["statistics"]["mean"] == pytest.approx(numbers.mean())
-    shown = run("ls", path, "*norm", f"*{OUTPUT}", "--stats").stdout.rpartition("dtype")[2]
-    assert [line.split()[-2] for line in shown.splitlines()[1:]] == ["0", "0"]
 
 
 # ----- convert -----

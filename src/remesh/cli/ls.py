@@ -13,7 +13,6 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.summary import Statistics, statistics_of
 from remesh.core.integrity import Finding, repair_advice
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
@@ -24,13 +23,12 @@ from remesh.storage import open_storage, shown_url
     epilog=output.example(
         "remesh ls runs",
         "remesh ls runs/step_00001000 'model.*'",
-        "remesh ls model.safetensors '*.weight' --stats",
+        "remesh ls model.safetensors '*.weight'",
     )
 )
 @click.argument("path")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @click.option("--values", "with_values", is_flag=True, help="List plain values and objects too.")
-@click.option("--stats", "with_statistics", is_flag=True, help="Read the tensors for statistics.")
 @output.all_option
 @places.format_option()
 @output.json_option
@@ -39,7 +37,6 @@ def ls(
     path: str,
     patterns: tuple[str, ...],
     with_values: bool,
-    with_statistics: bool,
     show_all: bool,
     as_json: bool,
 ) -> None:
@@ -51,13 +48,10 @@ def ls(
     unfinished (no commit record), damaged (files are missing or have another size), or unreadable.
     Only `remesh verify` reads everything. In a bucket, those of remesh are found one level down;
     give the path of any other one.
-
-    With --stats, minimum, maximum, mean, deviation, NaN and infinities are shown of the chosen
-    tensors, which are read in chunks. Complex tensors have no statistics.
     """
     storage = open_storage(path)
     if places.is_checkpoint(path):
-        listing = native.retry_if_replaced(lambda: _Listing.of(path, patterns, with_statistics))
+        listing = native.retry_if_replaced(lambda: _Listing.of(path, patterns))
         if as_json:
             output.print_json(_listing_document(listing, with_values))
         else:
@@ -136,23 +130,18 @@ class _Listing:
     checkpoint: Checkpoint
     findings: list[Finding]  # files that are missing or have another size
     tensors: list[str]  # chosen names of tensors, ties included
-    statistics: dict[str, Statistics | None]  # theirs, without ties; empty if not asked for
     values: dict[str, object]  # chosen values, lists of names included
     objects: dict[str, object]  # chosen elements of sharded objects
 
     @classmethod
-    def of(cls, path: str, patterns: Sequence[str], with_statistics: bool) -> _Listing:
+    def of(cls, path: str, patterns: Sequence[str]) -> _Listing:
         checkpoint = Checkpoint(path, format=places.format_of(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
-        index = checkpoint.index
-        tensors = _chosen(index, patterns)
-        own = [name for name in tensors if with_statistics and name not in index.aliases]
         listing = cls(
             shown_url(path),
             checkpoint,
             places.findings_of(path, checkpoint),
-            tensors,
-            statistics_of(path, checkpoint, own),
+            _chosen(checkpoint.index, patterns),
             {name: values[name] for name in _chosen(values, patterns)},
             {name: objects[name] for name in _chosen(objects, patterns)},
         )
@@ -188,18 +177,16 @@ def _listing_document(listing: _Listing, with_values: bool) -> dict[str, object]
     tensors = []
     for name in listing.tensors:
         stored = index[name]
-        entry: dict[str, object] = {
-            "name": name,
-            "tied_to": index.aliases.get(name),
-            "dtype": stored.dtype,
-            "shape": stored.shape,
-            "num_pieces": stored.num_pieces,
-            "num_bytes": stored.num_bytes,
-        }
-        if name in listing.statistics:
-            found = listing.statistics[name]
-            entry["statistics"] = None if found is None else asdict(found)
-        tensors.append(entry)
+        tensors.append(
+            {
+                "name": name,
+                "tied_to": index.aliases.get(name),
+                "dtype": stored.dtype,
+                "shape": stored.shape,
+                "num_pieces": stored.num_pieces,
+                "num_bytes": stored.num_bytes,
+            }
+        )
 
     def listed(values: Mapping[str, object]) -> list[dict[str, object]]:
         return [
@@ -240,17 +227,7 @@ def _print_listing(listing: _Listing, with_values: bool, show_all: bool) -> None
     output.line(listing.path, style="bold")
     hint = "" if with_values else " (--values lists them)"
     output.print_facts(summary.facts_of(listing.checkpoint, hint))
-    if listing.statistics:
-        index, found = listing.checkpoint.index, listing.statistics
-        columns = ("<dtype", *(f">{title}" for title in summary.STATISTICS), "<name")
-        output.line()
-        output.print_table(
-            columns,
-            list(found),
-            lambda name: (index[name].dtype, *summary.statistics_cells(found[name]), name),
-        )
-    else:
-        _print_tensors(listing, show_all)
+    _print_tensors(listing, show_all)
     if with_values:
         _print_values("value", listing.values, show_all)
         _print_values("object", listing.objects, show_all)

@@ -1,20 +1,15 @@
-"""Numbers about a tensor: its statistics and its first elements, with numpy alone.
+"""What commands show of a checkpoint and of elements of its tensors, with numpy alone.
 
-A tensor may be larger than memory, so it is read in chunks of its pieces, and each chunk is folded
-into the numbers so far: counts and extremes as they are, mean and variance by the rule that unites
-those of two disjoint sets, which loses no digits the way a sum of squares does.
-
-numpy has neither bfloat16 nor float8. A bfloat16 is the upper half of a float32; the float8 types
-have 256 values each, which are computed once from the widths of their fields. Complex numbers have
-no order, so their statistics are not given.
+A tensor may be larger than memory, so it is read in chunks. numpy has neither bfloat16 nor float8.
+A bfloat16 is the upper half of a float32; the float8 types have 256 values each, which are computed
+once from the widths of their fields.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +22,6 @@ from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.index import Index
 from remesh.core.memory import CarrierArray
-from remesh.events import progress
 
 Array = npt.NDArray[Any]
 
@@ -35,58 +29,6 @@ CHUNK_BYTES = 32 << 20
 """Read at a time. Digest blocks at the ends of a chunk are read again, so chunks are large."""
 _MAX_BATCH = 4096
 """Boxes that are read together at most."""
-_FOLD_ELEMENTS = 1 << 18
-"""Folded at a time, which bounds the float64 copies that this needs."""
-_NOT_SUMMARISED = frozenset({"complex32", "complex64", "complex128"})
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The statistics of the elements of a box."""
-
-    num_elements: int = 0  # how many there are
-    num_zero: int = 0  # zeros among them, of either sign
-    num_nan: int = 0  # not a number
-    num_inf: int = 0  # infinities of either sign
-    minimum: int | float | None = None
-    """Smallest finite element; None if there is none. Bools count as 0 and 1."""
-    maximum: int | float | None = None  # largest finite element
-    mean: float | None = None
-    """Of the finite elements, in float64; None if there is none or it overflows."""
-    std: float | None = None
-    """Their standard deviation: the root of the mean squared distance from the mean."""
-
-
-def is_summarised(dtype: str) -> bool:
-    """True if statistics of an element type are given."""
-    return dtype not in _NOT_SUMMARISED and not BY_NAME[dtype].is_opaque
-
-
-def statistics_of(
-    what: str, checkpoint: Checkpoint, names: Sequence[str]
-) -> dict[str, Statistics | None]:
-    """The statistics of tensors; None where a type has none."""
-    index = checkpoint.index
-    counted = [name for name in names if is_summarised(index[name].dtype)]
-    num_bytes = sum(index[name].num_bytes for name in counted)
-    with progress(f"reading {what}", num_bytes) as on_read:
-        found = statistics_of_each(checkpoint, counted, on_read)
-    return dict.fromkeys(names) | found
-
-
-def statistics_of_each(
-    checkpoint: Checkpoint, names: Sequence[str], on_read: Callable[[int], None]
-) -> dict[str, Statistics]:
-    """The statistics of tensors by name; `on_read` gets bytes."""
-    index, folded = checkpoint.index, {name: _Folded() for name in names}
-    pieces = ((name, piece.box) for name in names for piece in index.pieces(name))
-    for batch in batches_of(index, pieces):
-        for (name, _), array in zip(batch, checkpoint.read_arrays(batch), strict=True):
-            elements, dtype = array.reshape(-1), index[name].dtype
-            for start in range(0, elements.size, _FOLD_ELEMENTS):
-                folded[name].add(true_values(elements[start : start + _FOLD_ELEMENTS], dtype))
-            on_read(elements.nbytes)
-    return {name: one.result() for name, one in folded.items()}
 
 
 def batches_of(index: Index, boxes: Iterable[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]]:
@@ -129,62 +71,6 @@ def first_elements(checkpoint: Checkpoint, name: str, count: int) -> Array:
     ]
     joined = np.concatenate(parts) if parts else np.empty(0, BY_NAME[dtype].carrier)
     return true_values(joined, dtype)
-
-
-@dataclass(slots=True)
-class _Folded:
-    """The numbers of the elements so far; `squares` are summed distances from the mean."""
-
-    num_elements: int = 0
-    num_zero: int = 0
-    num_nan: int = 0
-    num_finite: int = 0
-    minimum: int | float | None = None
-    maximum: int | float | None = None
-    mean: float = 0.0
-    squares: float = 0.0
-
-    def add(self, elements: Array) -> None:
-        self.num_elements += elements.size
-        self.num_zero += elements.size - int(np.count_nonzero(elements))
-        if elements.dtype.kind == "f":
-            self.num_nan += int(np.isnan(elements).sum())
-            elements = elements[np.isfinite(elements)]
-        elif elements.dtype.kind == "b":
-            elements = elements.view(np.uint8)
-        if not elements.size:
-            return
-        low, high = elements.min().item(), elements.max().item()
-        self.minimum = low if self.minimum is None else min(self.minimum, low)
-        self.maximum = high if self.maximum is None else max(self.maximum, high)
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._add_moments(elements.astype(np.float64))
-
-    def _add_moments(self, elements: npt.NDArray[np.float64]) -> None:
-        size = elements.size
-        mean = float(elements.mean())
-        distance = mean - self.mean
-        total = self.num_finite + size
-        self.squares += float(np.square(elements - mean).sum())
-        self.squares += distance * distance * (self.num_finite * size / total)
-        self.mean += distance * (size / total)
-        self.num_finite = total
-
-    def result(self) -> Statistics:
-        variance = self.squares / max(self.num_finite, 1)
-        return Statistics(
-            num_elements=self.num_elements,
-            num_zero=self.num_zero,
-            num_nan=self.num_nan,
-            num_inf=self.num_elements - self.num_finite - self.num_nan,
-            minimum=self.minimum,
-            maximum=self.maximum,
-            mean=self._known(self.mean),
-            std=self._known(math.sqrt(variance) if variance >= 0 else math.nan),
-        )
-
-    def _known(self, number: float) -> float | None:
-        return number if self.num_finite and math.isfinite(number) else None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -241,25 +127,6 @@ def _float8_tables() -> dict[str, npt.NDArray[np.float32]]:
 
 
 _FLOAT8 = _float8_tables()
-
-
-STATISTICS = ("min", "max", "mean", "std", "zeros", "NaN", "inf")
-
-
-def statistics_cells(found: Statistics | None) -> list[str]:
-    """The cells of `STATISTICS`, for people."""
-    if found is None:
-        return ["-"] * len(STATISTICS)
-    numbers = (found.minimum, found.maximum, found.mean, found.std)
-    counts = (found.num_zero, found.num_nan, found.num_inf)
-    return [*map(format_number, numbers), *map(str, counts)]
-
-
-def format_number(number: float | None, absent: str = "-", digits: int = 5) -> str:
-    """A number of the statistics, for people."""
-    if number is None:
-        return absent
-    return str(number) if isinstance(number, int) else f"{number:.{digits}g}"
 
 
 def facts_of(checkpoint: Checkpoint, hint: str = "") -> list[tuple[str, str]]:
