@@ -33,7 +33,6 @@ from remesh.training.trackers import resume_arguments, run_id_of
 if TYPE_CHECKING:
     from remesh.training.export import ExportReport, export_weights
     from remesh.training.sampling import (
-        PerRankState,
         ResumableBatchSampler,
         ResumableSampler,
         SampleOrder,
@@ -52,7 +51,6 @@ else:
                 "ResumableSampler",
                 "SampleOrder",
                 "SkipBatchSampler",
-                "PerRankState",
                 "convert_step",
             ),
         },
@@ -67,7 +65,6 @@ __all__ = [
     "KeepLast",
     "OnRequest",
     "OnSignals",
-    "PerRankState",
     "Randomness",
     "ResumableBatchSampler",
     "ResumableSampler",

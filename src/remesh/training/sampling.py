@@ -22,8 +22,7 @@ Of samplers and loaders that others wrote:
   state of its own: put the sampler into the state, not the loader.
 * A loader that keeps a position of its own, because its data has no numbers or because it shuffles
   by itself, has a state that is its rank's alone. It does not follow from n such states what m
-  ranks have seen. `PerRankState` keeps them all, gives each rank its own back, and refuses another
-  number of ranks.
+  ranks have seen. Put it into the state under a name that has both numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from remesh.adapters.nested import Stateful, is_stateful
 from remesh.errors import StateError
 
 OrderKind = Literal["in_order", "feistel", "torch_randperm"]
@@ -438,58 +436,6 @@ def convert_step(
         return step
     _log.warning("%s more; %d are left out: at step %d", what, missing, step + 1)
     return step + 1
-
-
-class PerRankState:
-    """An object whose state is its rank's own, as a leaf of a state.
-
-    It is stored as `rank 0 of 4`, `rank 1 of 4` and so on. On another number of ranks these names
-    are not found, and `remesh.load` refuses before it changes anything.
-
-    Args:
-        obj: The object, with `state_dict` and `load_state_dict`.
-        rank: This rank among those that have such an object; by default that of torch's default
-            group.
-        world_size: How many there are; by default likewise.
-
-    Raises:
-        StateError: If the object does not have the two methods.
-    """
-
-    def __init__(
-        self, obj: Stateful, *, rank: int | None = None, world_size: int | None = None
-    ) -> None:
-        if not is_stateful(obj):
-            raise StateError(
-                f"a {type(obj).__module__}.{type(obj).__qualname__} has no state_dict() and "
-                "load_state_dict()\nIts position cannot be kept"
-            )
-        self._obj = obj
-        self._rank, self._world_size = _rank_and_size(rank, world_size)
-
-    @property
-    def _name(self) -> str:
-        return f"rank {self._rank} of {self._world_size}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state under a name of its own, so that those of all ranks are kept."""
-        return {"world_size": self._world_size, self._name: self._obj.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the object what this rank's had.
-
-        Raises:
-            StateError: If it was saved on another number of ranks and loaded with missing="keep".
-        """
-        if state_dict["world_size"] != self._world_size:
-            raise StateError(
-                f"the state of {type(self._obj).__qualname__} was saved by "
-                f"{state_dict['world_size']} ranks, this job has {self._world_size}\n"
-                "Which samples they have seen together is not known. Resume on as many ranks; or "
-                "leave it out of the state, which begins the data anew; or use a "
-                "ResumableBatchSampler, which goes on anywhere"
-            )
-        self._obj.load_state_dict(state_dict[self._name])
 
 
 # ---------------------------------------------------------------------------------------------
