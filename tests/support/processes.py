@@ -64,13 +64,18 @@ def run_processes(
 
 
 def run_processes_outcomes(
-    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 240.0
+    world_size: int,
+    fn: Callable[..., T],
+    *args: object,
+    timeout: float = 240.0,
+    grace: float | None = None,
 ) -> list[Outcome[T]]:
     """Like `run_processes`, but return how each rank ended, dead ranks included.
 
-    Every rank has the whole time, whatever becomes of the others.
+    Every rank has the whole time, whatever becomes of the others; or `grace` seconds after one of
+    them has failed.
     """
-    return _run(world_size, fn, args, timeout=timeout, grace=timeout)
+    return _run(world_size, fn, args, timeout=timeout, grace=timeout if grace is None else grace)
 
 
 def _run(

@@ -5,8 +5,8 @@ they did: what they resumed from, which samples each step had and its loss, whic
 saw committed. `History` puts the files of all launches together.
 
 A launch dies in one of two ways: a rank kills itself at the n-th change of the storage that it
-makes (before or after it), or the starter kills everybody after some time. In the first way,
-whatever part of a save, a commit, a removal or a resume changes the storage is met.
+makes (before or after it), or all do after some time. In the first way, whatever part of a save, a
+commit, a removal or a resume changes the storage is met.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import signal
-import tempfile
-import time
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from remesh.exchange import Exchange
+from tests.support import Died, returned_values, run_processes_outcomes
 
 NUM_SAMPLES = 250
 GLOBAL_BATCH = 12
@@ -34,26 +33,15 @@ KEEP_LAST = 2
 KEEP_EVERY = 15
 DIM = 12
 
-_PRELOAD = (
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "remesh.training.manager",
-    "remesh.training.sampling",
-    "remesh.exchange.torch_group",
-    "pytest",
-    __name__,
-)
-
 
 @dataclass(frozen=True)
 class Death:
     """How a launch dies."""
 
-    rank: int | None = None  # which rank kills itself; None if the starter kills all
+    rank: int | None = None  # which rank kills itself; None if all do
     change: int = 0  # at which of its changes of the storage
     after: bool = False  # whether the change is made before that
-    seconds: float = math.inf  # after which the starter kills all of them
+    seconds: float = math.inf  # after which all of them kill themselves
 
 
 @dataclass(frozen=True)
@@ -70,42 +58,13 @@ class Launch:
 
 def run(launch: Launch) -> bool:
     """Run a launch until it ends or dies; whether it was killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
     launch.notes.mkdir(parents=True)
-    processes: list[ForkServerProcess] = []
-    with tempfile.TemporaryDirectory(prefix="remesh-killed-") as directory:
-        try:
-            for rank in range(launch.world_size):
-                process = context.Process(
-                    target=_work, args=(launch, rank, f"{directory}/store"), daemon=True
-                )
-                process.start()
-                processes.append(process)
-            return _watch(processes, launch.death or Death())
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-                process.close()
-
-
-def _watch(processes: list[ForkServerProcess], death: Death) -> bool:
-    """Wait for the end; when one has died, the others follow soon, as a launcher sees to."""
-    deadline = time.monotonic() + death.seconds
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):
-            time.sleep(0.02)
-            break
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.005)
-    for process in processes:
-        process.kill()
-        process.join()
-    codes = {process.exitcode for process in processes}
-    assert codes <= {0, -signal.SIGKILL}, f"a rank failed by itself: {codes}"
-    return codes != {0}
+    # When one has died, the others follow soon, as a launcher sees to.
+    outcomes = run_processes_outcomes(launch.world_size, _work, launch, grace=0.02)
+    if Died(-signal.SIGKILL) not in outcomes:
+        returned_values(outcomes)
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------
@@ -113,35 +72,16 @@ def _watch(processes: list[ForkServerProcess], death: Death) -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
-def _work(launch: Launch, rank: int, store: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch
-    import torch.distributed as dist
-
-    if launch.death is not None and launch.death.rank == rank:
-        _die_at_change(launch.death)
-    with (launch.notes / f"rank-{rank}.jsonl").open("a", buffering=1) as file:
-
-        def note(**what: object) -> None:
-            file.write(json.dumps(what) + "\n")
-
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=120),
-        )
-        try:
-            _train(launch, note)
-            dist.barrier()
-        except Exception as error:
-            note(failed=f"{type(error).__name__}: {error}")
-            # A peer was killed: the launcher will end this process as well.
-            time.sleep(60)
-            raise
-    dist.destroy_process_group()
+def _work(exchange: Exchange, launch: Launch) -> None:
+    death = launch.death or Death()
+    if death.seconds < math.inf:
+        timer = threading.Timer(death.seconds, os.kill, [os.getpid(), signal.SIGKILL])
+        timer.daemon = True
+        timer.start()
+    elif death.rank == exchange.rank:
+        _die_at_change(death)
+    with (launch.notes / f"rank-{exchange.rank}.jsonl").open("a", buffering=1) as file:
+        _train(launch, lambda **what: file.write(json.dumps(what) + "\n"))
 
 
 def _die_at_change(death: Death) -> None:
@@ -216,6 +156,7 @@ def _train(launch: Launch, note: Callable[..., None]) -> None:
                 if step == launch.last_step:
                     break
     note(saved=manager.saved_step, done=True)
+    dist.barrier()
 
 
 # ---------------------------------------------------------------------------------------------
