@@ -106,7 +106,7 @@ def _die_at_change(death: Death) -> None:
         setattr(LocalStorage, name, counted(getattr(LocalStorage, name)))
 
 
-def _train(launch: Launch, note: Callable[..., None]) -> None:
+def _train(launch: Launch, note: Callable[..., object]) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
