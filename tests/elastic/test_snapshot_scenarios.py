@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import remesh
 from remesh.elastic.directories import SNAPSHOTS, remove_abandoned, snapshot_directory
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
 from tests.elastic.test_scenarios import assert_same_run
@@ -115,6 +116,20 @@ def test_without_replicas_it_goes_back_to_storage_and_says_why(
         assert len(left & set(memory.iterdir())) == 2
         cluster.stop(0, 1, 2)
         assert_same_run(cluster)
+    assert list(memory.iterdir()) == []
+
+
+@slow
+def test_what_is_in_memory_is_stored_when_the_job_fails(tmp_path: Path, memory: Path) -> None:
+    options: dict[str, Any] = {"saving": ("100000", "1", "0"), "agent": ("--max-restarts", "0")}
+    with Remembering(tmp_path, memory, "2:2", **options) as cluster:
+        cluster.start(0, 1)
+        cluster.until_step(8)
+        cluster.kill_worker(1)
+        assert [cluster.exit_code(number) for number in (0, 1)] == [1, 1]
+        stored = cluster.last_stored()
+        assert stored in (cluster.step, cluster.step + 1)
+        assert remesh.Checkpoint(tmp_path / f"checkpoints/step_{stored:08d}").verify().ok
     assert list(memory.iterdir()) == []
 
 

@@ -20,6 +20,7 @@ import remesh
 from remesh import catalog
 from remesh.checkpoint import scattered
 from remesh.checkpoint.scattered import nodes_of
+from remesh.elastic.snapshot_rescue import store_newest
 from remesh.events import Event
 from remesh.exchange import ThreadExchange
 from remesh.pipeline import from_memory
@@ -292,6 +293,64 @@ def test_without_an_agent_there_are_none(
 def test_numbers_without_sense_are_refused(numbers: dict[str, int], make_job: MakeJob) -> None:
     with pytest.raises(ValueError, match="must be a whole number"):
         make_job(**numbers).play([0])
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_agents_store_the_newest_snapshot_together(num_replicas: int, make_job: MakeJob) -> None:
+    job = make_job(memory_replicas=num_replicas)
+    job.play([0, 1, 1], *range(1, 7))
+    first, second = str(job.place(0)), str(job.place(1))
+    place = str(job.root / "step_00000006")
+    if num_replicas:
+        assert store_newest(second, whole_only=True) == [place]
+    else:
+        assert store_newest(second, whole_only=True) == []
+        assert store_newest(second, whole_only=False) == []
+        assert not Path(place, "remesh.json").exists()
+        assert store_newest(first, whole_only=False) == [place]
+    assert store_newest(first, whole_only=False) == []  # it is there already
+    assert remesh.Checkpoint(place).verify().ok
+    assert not list(Path(place).glob("*/*.whole"))
+    stored_only = make_job(memory_every=None)
+    assert_went_on(stored_only.play([0, 1]), 6, from_memory=False)
+
+
+def test_agents_store_nothing_of_which_a_part_is_lost(make_job: MakeJob) -> None:
+    job = make_job()
+    job.play([0, 1, 2], *range(1, 7))
+    assert [store_newest(str(job.place(n)), whole_only=False) for n in (0, 2)] == [[], []]
+    assert stored_steps(job) == [4]
+    assert store_newest("", whole_only=False) == []
+
+
+@pytest.mark.parametrize(
+    "other", ["warmup", "step_500", "step_2000000000", "z", "step_00000006", "old/step_00000009"]
+)
+def test_checkpoints_of_others_in_the_root_keep_no_snapshot_from_being_stored(
+    other: str, make_job: MakeJob
+) -> None:
+    job = make_job()
+    job.play([0], *range(1, 7))
+    remesh.save({"x": np.arange(3.0)}, job.root / other)
+    (place,) = store_newest(str(job.place(0)), whole_only=False)
+    assert remesh.Checkpoint(place).verify().ok
+    assert remesh.Checkpoint(place).values["step"] == 6
+    np.testing.assert_array_equal(
+        remesh.Checkpoint(job.root / other).read_array("x"), np.arange(3.0)
+    )
+    assert store_newest(str(job.place(0)), whole_only=False) == []  # it is there already
+
+
+def test_a_damaged_checkpoint_keeps_no_snapshot_from_being_stored(make_job: MakeJob) -> None:
+    job = make_job(every=6)
+    job.play([0], *range(1, 7))
+    (job.root / "step_00000006" / "remesh.json").write_text("{}")
+    (place,) = store_newest(str(job.place(0)), whole_only=False)
+    assert place != str(job.root / "step_00000006")
+    assert remesh.Checkpoint(place).verify().ok
+    resumed, _ = make_job(memory_every=None).play([0])[0]
+    assert resumed is not None
+    assert resumed.info.path == place
 
 
 @given(

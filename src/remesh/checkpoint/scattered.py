@@ -62,6 +62,9 @@ from remesh.planner import (
 )
 from remesh.storage import Storage, Writer
 
+ROOT_NAME = "root"
+"""A file beside the checkpoints of a place that says where else the job saves to, for agents."""
+
 PIECE_BYTES = 2 << 20
 """What is read and written at a time when files are copied to other nodes."""
 

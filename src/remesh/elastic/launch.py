@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import (
@@ -36,12 +36,13 @@ from remesh.elastic.client import read_token
 from remesh.elastic.handler import BACKEND, PATIENCE, Handler, make_handler
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
-from remesh.elastic.lifecycle import Limits
+from remesh.elastic.lifecycle import EXIT_JOB_FAILED, Limits
 from remesh.elastic.master import Master
 from remesh.elastic.node_check import run_test
 from remesh.elastic.process_socket import ProcessSockets
 from remesh.elastic.processes import Processes, completed
 from remesh.elastic.server import ServerOptions, ServerThread
+from remesh.elastic.snapshot_rescue import store_newest
 from remesh.elastic.warm import Warm, modules_of
 from remesh.errors import StorageError
 
@@ -308,7 +309,14 @@ def _run_agent(
         signal.signal(signal.SIGTERM, agent.on_sigterm)
         for name in SIGNALS:
             signal.signal(signal.Signals[name], _raise_signal)
-        agent.run()
+        try:
+            agent.run()
+        except (SystemExit, ChildFailedError) as leaving:
+            code = leaving.code if isinstance(leaving, SystemExit) else EXIT_JOB_FAILED
+            if code:
+                # With this node alone, unless the whole job has ended.
+                store_newest(snapshots, whole_only=code != EXIT_JOB_FAILED)
+            raise
 
 
 def _raise_signal(number: int, _frame: FrameType | None) -> NoReturn:

@@ -57,7 +57,7 @@ from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all
 from remesh.pipeline import Compress
 from remesh.run_info import run_info
-from remesh.storage import open_storage
+from remesh.storage import is_local, open_storage
 from remesh.training import policies, resuming, rng
 from remesh.training.memory import Memory, agree_on_directories
 from remesh.training.policies import KeepPolicy, Note, RetentionDecision, SavePolicy
@@ -225,7 +225,7 @@ class Manager:
         return Memory(
             self._exchange,
             directories,
-            self._storage.url,
+            self._storage.url if is_local(self._storage) else str(self._root),
             self._recorder,
             every=every,
             num_replicas=num_replicas,

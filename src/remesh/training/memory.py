@@ -23,6 +23,7 @@ from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.match import LoadOptions
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.scattered import (
+    ROOT_NAME,
     Scattered,
     find_scattered,
     load_scattered,
@@ -60,6 +61,7 @@ class Memory:
     ) -> None:
         self._exchange = exchange
         self._nodes = nodes_of(directories)
+        self._root = root
         self._recorder = recorder
         self._folder = f"{directories[exchange.rank]}/{hex_digest(root.encode())[:16]}"
         self._storage = LocalStorage(self._folder, direct_io=False)
@@ -87,6 +89,7 @@ class Memory:
             self._recorder.describe(step, metrics, full, metadata)
             if self._nodes.is_first(self._exchange.rank):
                 self._remove_all_but(self._newest)
+                self._storage.put(ROOT_NAME, self._root.encode(), overwrite=True)
 
         try:
             run_each(self._exchange, prepare)
@@ -135,7 +138,7 @@ class Memory:
     def _remove_all_but(self, name: str) -> None:
         # The record is the last file by name, so it is removed first: then there is no half one.
         for path in reversed(self._storage.list()):
-            if path.partition("/")[0] != name:
+            if path != ROOT_NAME and path.partition("/")[0] != name:
                 self._storage.delete(path)
 
     def _place(self, name: str) -> LocalStorage:
