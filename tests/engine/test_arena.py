@@ -14,8 +14,7 @@ import pytest
 
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
-from remesh.core.memory import CarrierArray
-from remesh.core.strided import Layout
+from remesh.core.memory import CarrierArray, Memory
 from remesh.pipeline import FileLayout, FilePiece, one_file
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
 from remesh.pipeline.stage import Filled, Stager
@@ -112,7 +111,7 @@ CURRENT = threading.local()
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class DeviceMemory(Memory):
     """Memory that is only copied through the queue that is entered."""
 
     array: npt.NDArray[Any]
@@ -120,16 +119,6 @@ class DeviceMemory:
     @property
     def carrier(self) -> CarrierDType:
         return self.array.dtype
-
-    @property
-    def layout(self) -> Layout | None:
-        return None
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        raise AssertionError("not queued")
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        raise AssertionError("not read")
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         source = self.array[box.slices]

@@ -13,7 +13,7 @@ made of other tensors, a lazy conjugate) has no such view and is refused, by nam
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,11 @@ _MOVABLE_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.com
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceMemory:
+class DeviceMemory(Memory):
     """Memory that only torch can reach, or that is read and written as another element type."""
 
     tensor: torch.Tensor  # the elements: called integers of the same size, or in their own type
-    carrier: CarrierDType  # dtype of the arrays that elements are copied to and from
+    carrier: CarrierDType = field()  # dtype of the arrays that elements are copied to and from
     dtype: torch.dtype | None = None  # type of the values in these arrays, if it is another
 
     @property

@@ -30,7 +30,7 @@ import xxhash
 
 from remesh.checkpoint.local import LocalTensors, finish_device_work
 from remesh.core.geometry import Box, IntArray, boxes_of_flat_range
-from remesh.core.memory import DigestedMemory, contiguous_bytes
+from remesh.core.memory import contiguous_bytes
 from remesh.core.state import Role
 from remesh.errors import DivergedReplicaError
 from remesh.exchange import Exchange, run_joined
@@ -119,8 +119,9 @@ def _digests(
 
 def _digest(tensors: LocalTensors, row: int, *, whole: bool, on_host: bool) -> bytes:
     memory, shape = tensors.memories[row], tensors.boxes.box(row).shape
-    if isinstance(memory, DigestedMemory) and not on_host:
-        return b"d" + memory.digest()
+    on_device = None if on_host else memory.digest()
+    if on_device is not None:
+        return b"d" + on_device
     itemsize = tensors.boxes.tensors.dtype(int(tensors.boxes.tensor[row])).itemsize
     ranges = sample_ranges(shape, itemsize)
     if whole:

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -95,8 +95,8 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
     Others, and such as cannot be filled if they are to be `writable`, are refused with a message
     that has `where`.
     """
-    if hasattr(array, "copy_out"):
-        return cast("Memory", array)
+    if isinstance(array, Memory):
+        return array
     if isinstance(array, np.ndarray):
         return memory_of_numpy(array, where, writable=writable)
     from remesh import adapters

@@ -40,8 +40,7 @@ from remesh.checkpoint.stored import StoredState
 from remesh.core.dtypes import CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.index import Index, StoredFile
-from remesh.core.memory import CarrierArray
-from remesh.core.strided import Layout
+from remesh.core.memory import CarrierArray, Memory
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import (
     CheckpointNotFoundError,
@@ -174,15 +173,11 @@ def _put_small_files(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _WrittenFile:
+class _WrittenFile(Memory):
     """A file that is written, as the memory of a vector of bytes."""
 
     writer: Writer
     carrier: CarrierDType = field(default=np.dtype(np.uint8), init=False)
-    layout: Layout | None = field(default=None, init=False)
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        raise NotImplementedError  # this memory is only filled
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         [start] = box.offset

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,64 +22,47 @@ from remesh.errors import UnsupportedValueError
 CarrierArray = npt.NDArray[Any]
 
 
-class Memory(Protocol):
-    """The elements of one box of a tensor. Boxes here are relative to that box."""
+class Memory:
+    """The elements of one box of a tensor. Boxes here are relative to that box.
 
-    @property
-    def carrier(self) -> CarrierDType:
-        """Dtype of the arrays that elements are copied to and from."""
-
-    @property
-    def layout(self) -> Layout | None:
-        """Where the elements lie; None if there are none."""
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """Copy the elements of `box` into an array of the same shape."""
-
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """Replace the elements of `box` by those of an array of the same shape."""
-
-
-class SourceMemory:
-    """The base of memories that are only read, as those of a state that is saved."""
+    It has `copy_out` if it is read, and `copy_in` if it is filled; the rest has defaults.
+    """
 
     __slots__ = ()
 
     @property
+    def carrier(self) -> CarrierDType:
+        """Dtype of the arrays that elements are copied to and from."""
+        raise NotImplementedError
+
+    @property
     def layout(self) -> Layout | None:
-        """None: the elements lie in no memory of this process."""
+        """Where the elements lie; None if there are none, or in no memory of this process."""
         return None
 
-    def copy_in(self, box: Box, values: CarrierArray) -> None:
-        """Never needed."""
-        raise AssertionError(f"{box} of {values.shape} cannot be changed")
-
-
-@runtime_checkable
-class QueuedMemory(Memory, Protocol):
-    """Memory of a device that copies by itself, in the order in which copies are queued."""
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """Copy the elements of `box` into an array of the same shape."""
+        raise NotImplementedError
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
-        """Like `copy_out`, but done only when the `CopyQueue` that is entered says so."""
+        """Like `copy_out`, but may be done only when the `CopyQueue` that is entered says so."""
+        self.copy_out(box, into)
 
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """Replace the elements of `box` by those of an array of the same shape."""
+        raise NotImplementedError
 
-@runtime_checkable
-class DigestedMemory(Memory, Protocol):
-    """Memory of a device that digests its elements by itself."""
+    def digest(self) -> bytes | None:
+        """16 bytes that are equal for equal elements in equal order; None on the host."""
+        return None
 
-    def digest(self) -> bytes:
-        """16 bytes that are equal for equal elements in equal order, whatever the strides."""
-
-
-@runtime_checkable
-class DirectMemory(Memory, Protocol):
-    """Memory of a device, whose elements can go to other such memory without passing the host."""
-
-    def elements(self, box: Box) -> Any:
-        """The elements of `box`, as tensors of the device's library that hold integers."""
+    def elements(self, box: Box) -> Any:  # noqa: ARG002 - for memory of devices
+        """The elements of `box`, as tensors of the device's library of integers; None elsewhere."""
+        return None
 
     def fill(self, box: Box, elements: Any) -> None:
         """Replace the elements of `box` by some of the same shape; may be done later, in order."""
+        raise NotImplementedError
 
 
 class MessageBuffer(Protocol):
@@ -116,7 +99,7 @@ class CopyQueue(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HostMemory:
+class HostMemory(Memory):
     """Memory seen as a carrier array, of any strides."""
 
     array: CarrierArray
@@ -156,11 +139,11 @@ def copy_box(source: Memory, box: Box, target: Memory, place: Box) -> None:
 
 def copy_directly(source: Memory, box: Box, target: Memory, place: Box) -> None:
     """`copy_box`, which stays on the device if it can; then it may be done later, in order."""
-    on_host = isinstance(source, HostMemory) or isinstance(target, HostMemory)
-    if not on_host and isinstance(source, DirectMemory) and isinstance(target, DirectMemory):
-        target.fill(place, source.elements(box))
-    else:
+    elements = None if isinstance(target, HostMemory) else source.elements(box)
+    if elements is None:
         copy_box(source, box, target, place)
+    else:
+        target.fill(place, elements)
 
 
 def contiguous_bytes(memory: Memory) -> npt.NDArray[np.uint8] | None:

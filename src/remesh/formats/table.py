@@ -113,7 +113,7 @@ WRITERS: Mapping[str, Writer] = _by_name(writer for row in FORMATS for writer in
 _EXPORTS = {writer.name: writer for writer in huggingface.EXPORTS}
 
 
-def writer_of(name: str, *, exports: bool = True) -> Writer:
+def writer_of(name: object, *, exports: bool = True) -> Writer:
     """The writer of a format, or of an export."""
     known = {**_EXPORTS, **WRITERS} if exports else WRITERS
     found = known.get(name) if isinstance(name, str) else None

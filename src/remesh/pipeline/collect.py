@@ -23,7 +23,7 @@ from remesh.core.dtypes import CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.index import Index
 from remesh.core.integrity import WrittenFile
-from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory, SourceMemory
+from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
 from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.pipeline.arena import Arena
@@ -72,7 +72,7 @@ class Collection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SpreadMemory(SourceMemory):
+class SpreadMemory(Memory):
     """A whole tensor of which other ranks hold boxes."""
 
     collection: Collection  # where the boxes are

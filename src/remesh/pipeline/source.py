@@ -23,7 +23,7 @@ import numpy as np
 from remesh.core.dtypes import BY_NAME, CarrierDType, DType
 from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory, SourceMemory
+from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
 from remesh.core.strided import Layout
 from remesh.core.tables import BoxTable
 from remesh.errors import UnsupportedValueError
@@ -80,7 +80,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RegionMemory:
+class RegionMemory(Memory):
     """Takes what is read of a region's source box, and passes on what it becomes."""
 
     region: Region  # which elements become what
@@ -94,10 +94,6 @@ class RegionMemory:
     @property
     def layout(self) -> Layout | None:
         return self.target.memory.layout
-
-    def copy_out(self, box: Box, into: CarrierArray) -> None:
-        """Never needed: this memory is only filled."""
-        raise NotImplementedError
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`; boxes are relative to the region's source box."""
@@ -136,8 +132,8 @@ def check_conversion(stored: str, dtypes: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredMemory(SourceMemory):
-    """A box of a stored tensor, read part by part; `remesh.core.memory.QueuedMemory`."""
+class StoredMemory(Memory):
+    """A box of a stored tensor, read part by part."""
 
     source: TensorSource  # what it is read from
     name: str  # its name, after the transformation if there is one

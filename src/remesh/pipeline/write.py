@@ -27,7 +27,7 @@ from remesh.core.compression import encode_block, encode_table, table_size
 from remesh.core.dtypes import DType
 from remesh.core.geometry import IntArray, boxes_of_flat_range
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, block_digests
-from remesh.core.memory import Memory, QueuedMemory, contiguous_bytes
+from remesh.core.memory import Memory, contiguous_bytes
 from remesh.storage import Buffer, Storage, Writer
 
 Compress = Literal["zstd"]
@@ -310,9 +310,7 @@ def _concatenate(plain: list[Buffer], into: Buffer) -> int:
 def _copy_piece(piece: FilePiece, chunk: Buffer, start: int, *, queued: bool) -> int:
     """Copy what a chunk holds of a piece, or queue the copies; how many bytes that is."""
     memory = piece.memory
-    copy_out = memory.copy_out
-    if queued and isinstance(memory, QueuedMemory):
-        copy_out = memory.queue_copy_out
+    copy_out = memory.queue_copy_out if queued else memory.copy_out
     itemsize = piece.dtype.itemsize
     size = math.prod(piece.shape)
     first = max(0, (start - piece.position) // itemsize)

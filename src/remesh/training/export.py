@@ -46,7 +46,7 @@ from remesh.checkpoint.local import (
 from remesh.checkpoint.saving import save_agreed
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
-from remesh.core.memory import CarrierArray, Memory, SourceMemory
+from remesh.core.memory import CarrierArray, Memory
 from remesh.core.sharded import ArrayLike, Part
 from remesh.core.state import TENSOR_RECORD, Description, Role, TensorEntry, name_of
 from remesh.core.strided import Layout
@@ -441,7 +441,7 @@ def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Exported(SourceMemory):
+class _Exported(Memory):
     """A box of a tensor whose elements are cast, and must stay finite, on their way out."""
 
     memory: Memory  # the box
