@@ -129,7 +129,6 @@ def shard_weight(
     name: str,
     weight: torch.Tensor,
     *splits: Split,
-    transposed: bool = False,
     replica_id: int | tuple[int, ...] | None = None,
 ) -> ShardedTensor:
     """Describe the shard of a weight that this rank holds.
@@ -137,10 +136,8 @@ def shard_weight(
     Args:
         name: Global name.
         weight: The local tensor: plain, or a DTensor of the shape of the shard (one that FSDP2
-            has cut further).
+            has cut further). Of a shard of the transpose, pass `weight.t()`.
         *splits: How the dims of the global tensor are cut; dims without one are whole.
-        transposed: Whether the global tensor is the transpose of what the local one is a shard
-            of; the dims of `splits` are the global ones. For two dims.
         replica_id: See `ShardedTensor`. By default copies are compared when they are saved.
 
     Returns:
@@ -149,11 +146,7 @@ def shard_weight(
     Raises:
         StateError: If splits and shape do not fit.
     """
-    if transposed and weight.ndim != 2:
-        raise StateError(f"{name}: only a tensor of 2 dims can be transposed, not {weight.ndim}")
-    shape = tuple(reversed(weight.shape)) if transposed else tuple(weight.shape)
-    parts = [_transpose(part) if transposed else part for part in parts_of(weight, name)]
-    return shard_parts(name, shape, parts, splits, replica_id)
+    return shard_parts(name, tuple(weight.shape), parts_of(weight, name), splits, replica_id)
 
 
 def shard_parts(
@@ -215,11 +208,6 @@ def build_sharded_state_dict(
         name = prefix + key
         result[name] = shard_weight(name, entry, *cuts, replica_id=replica_id)
     return result
-
-
-def _transpose(part: Part) -> Part:
-    box = Box(part.box.offset[::-1], part.box.shape[::-1])
-    return Part(box, part.data.t())  # type: ignore[attr-defined]
 
 
 def _moved(parts: Sequence[Part], segments: Sequence[Sequence[Segment]]) -> tuple[Part, ...]:

@@ -1,8 +1,8 @@
 """`ShardOptim` and `init_empty_weights_with_disk_offload`: each rank reads the elements it has now.
 
-The directory is opened as a checkpoint of the engine (`remesh.formats.flat_param`), from which any
-box of any tensor can be read. What is read is what the engine's description of the model says that
-this rank holds, so the number of ranks, the wrapping and FSDP1 or FSDP2 may all have changed.
+The directory is a checkpoint of the engine (`remesh.formats.flat_param`). What is read is what the
+engine's description of the model says that this rank holds, so the number of ranks, the wrapping
+and FSDP1 or FSDP2 may all have changed.
 
 A model that is built inside of `init_empty_weights_with_disk_offload` has no memory. The call that
 gives it some (FSDP1 when it wraps a module, a trainer after FSDP2's `fully_shard`) afterwards calls
@@ -25,28 +25,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from remesh.adapters.memory import torch_dtype
-from remesh.adapters.tensor_subclass import dtensor_like
 from remesh.adapters.wrappers import entry_names
-from remesh.checkpoint import Checkpoint
+from remesh.checkpoint import Checkpoint, load
 from remesh.checkpoint.local import describe_local
 from remesh.compat.atorch.saving import GROUPS, STATE, groups_of
-from remesh.core.geometry import Box, flat_span
-from remesh.core.state import TensorEntry
-from remesh.errors import MismatchError, StateError
+from remesh.core.sharded import LocalNonpersistentObject
+from remesh.errors import MismatchError
+from remesh.exchange import Alone
 
 
 class ShardOptim:
     """The state of an optimizer that `save_fsdp_optim_param` or ATorch saved."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
         self._checkpoint = Checkpoint(path)
 
     def reshard_optim_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -56,8 +54,8 @@ class ShardOptim:
         FSDP2, or not at all. The result is for `load_state_dict` of an optimizer whose groups have
         the parameters that they had when they were saved, in the order of `model.parameters()`.
         """
-        groups = self._groups()
-        entries = {entry.name: entry for entry in describe_local(model).tensors}
+        options = {**self._checkpoint.values, **self._checkpoint.lists}
+        groups = groups_of({name: options[name] for name in options if name.startswith(GROUPS)})
         parameters = dict(model.named_parameters())
         names = entry_names(model, parameters)
         by_name = {names[raw].name: parameter for raw, parameter in parameters.items()}
@@ -69,60 +67,31 @@ class ShardOptim:
                 "is stored\nFSDP1 needs use_orig_params=True",
                 missing=tuple(missing),
             )
-        order = [name for name in by_name if name in saved]
-        numbers = {name: number for number, name in enumerate(order)}
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for full in self._checkpoint.index:
-            name, _, key = full.removeprefix(STATE).rpartition(".")
-            if full.startswith(STATE) and name in numbers and by_name[name].numel():
-                own = self._read_state(full, entries[name], by_name[name])
-                state.setdefault(numbers[name], {})[key] = own
         for group in groups:
-            group["params"] = sorted(numbers[name] for name in group["params"])
-        return {"state": state, "param_groups": groups}
+            own = set(group["params"])
+            group["params"] = [one for name, one in by_name.items() if name in own]
+        # Of no class: the engine fills it with what is stored, and it is never stepped.
+        optimizer = torch.optim.Optimizer(groups, {})
+        state = {"model": LocalNonpersistentObject(model), "optimizer": optimizer}
+        load(state, self._path, transform=self._shapes(model), group=Alone())
+        return optimizer.state_dict()
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, with the names of their parameters."""
-        options = {**self._checkpoint.values, **self._checkpoint.lists}
-        return groups_of({name: options[name] for name in options if name.startswith(GROUPS)})
-
-    def _read_state(self, full: str, entry: TensorEntry, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of optimizer state, in the form of its parameter."""
-        shape = self._checkpoint.tensor(full).shape
-        if not shape:
-            return self._read(full)
-        if shape != entry.global_shape and shape != (math.prod(entry.global_shape),):
-            raise MismatchError(
-                f"{full}: stored with shape {shape}, but the parameter has {entry.global_shape}",
-                conflicts=(full,),
-            )
-        if not isinstance(parameter, DTensor):
-            flat = [self._read_part(full, entry, part.box).reshape(-1) for part in entry.parts]
-            return torch.cat(flat).reshape(parameter.shape)
-        if len(entry.parts) > 1:
-            raise StateError(
-                f"{entry.name}: this rank holds {len(entry.parts)} boxes of the parameter; use "
-                "remesh.load"
-            )
-        if entry.parts:
-            local = self._read_part(full, entry, entry.parts[0].box)
-        else:
-            dtype = torch_dtype(self._checkpoint.tensor(full).dtype)
-            local = torch.empty(parameter.to_local().shape, dtype=dtype)
-        return dtensor_like(parameter, local)
-
-    def _read_part(self, full: str, entry: TensorEntry, box: Box) -> torch.Tensor:
-        """One box of a tensor that is stored in its own shape or flattened."""
-        if self._checkpoint.tensor(full).shape == entry.global_shape:
-            return self._read(full, box)
-        start, stop, is_contiguous = flat_span(entry.global_shape, box)
-        if is_contiguous:
-            return self._read(full, Box((start,), (stop - start,))).reshape(box.shape)
-        return self._read(full).reshape(entry.global_shape)[box.slices].clone()
-
-    def _read(self, full: str, box: Box | None = None) -> torch.Tensor:
-        tensor: torch.Tensor = self._checkpoint.read(full, box)
-        return tensor
+    def _shapes(self, model: nn.Module) -> list[str]:
+        """Statements that give flattened state the shapes of its parameters."""
+        shapes = {entry.name: entry.global_shape for entry in describe_local(model).tensors}
+        statements = []
+        for full in self._checkpoint.index:
+            wanted = shapes.get(full.removeprefix(STATE).rpartition(".")[0])
+            stored = self._checkpoint.tensor(full).shape
+            if not full.startswith(STATE) or wanted is None or stored in {(), wanted}:
+                continue
+            if stored != (math.prod(wanted),):
+                raise MismatchError(
+                    f"{full}: stored with shape {stored}, but the parameter has {wanted}",
+                    conflicts=(full,),
+                )
+            statements.append(f'"{full}" -> "{full}", reshape={list(wanted)}')
+        return statements
 
 
 @dataclass(slots=True)
