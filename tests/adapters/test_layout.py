@@ -121,24 +121,6 @@ def test_plain_shards_are_chunks_of_chunks(
         assert actual.flatten().tolist() == expected.flatten().tolist()
 
 
-@given(worlds(strided=False))
-def test_plain_shards_agree_with_torch(
-    world: tuple[Coordinate, Coordinate, list[AxisPlacement]],
-) -> None:
-    shape, mesh, placements = world
-    for coordinate in coordinates(mesh):
-        local_shape, offset = _compute_local_shape_and_global_offset(
-            shape, mesh, list(coordinate), as_torch(placements)
-        )
-        boxes = boxes_of_segments(local_segments(shape, mesh, coordinate, placements))
-        segments = local_segments(shape, mesh, coordinate, placements)
-        assert tuple(sum(n for _, n in of_dim) for of_dim in segments) == tuple(local_shape)
-        if math.prod(local_shape):
-            assert [(box.offset, box.shape) for box, _ in boxes] == [(offset, tuple(local_shape))]
-        else:
-            assert boxes == []
-
-
 @given(st.permutations(range(4)), st.integers(0, 40), st.data())
 def test_axes_may_cut_in_any_order(order: list[int], extent: int, data: st.DataObject) -> None:
     """Whoever cuts after axes to its right says so by its split factor; no matter how uneven."""
@@ -207,14 +189,6 @@ def test_fsdp_over_tensor_parallelism_where_torch_reads_placements_otherwise() -
         (1, 1): [5],
         (2, 1): [6],
     }
-
-
-def test_a_packed_dim_gives_one_box_for_each_block() -> None:
-    boxes = boxes_of_segments(local_segments((12, 4), (2,), (1,), [Sharded(0, 2)]))
-    assert [(str(box), offset) for box, offset in boxes] == [
-        ("[3:6, 0:4]", (0, 0)),
-        ("[9:12, 0:4]", (3, 0)),
-    ]
 
 
 @pytest.mark.parametrize("mesh", [(), (1,), (2, 2)])

@@ -7,8 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from remesh.compat.flex_checkpoint import (
     flat_range_in_min_slice,
@@ -17,13 +15,6 @@ from remesh.compat.flex_checkpoint import (
     ravel_index,
     unravel_index,
 )
-
-
-@st.composite
-def shape_and_range(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=5)))
-    start = draw(st.integers(0, math.prod(shape) - 1))
-    return shape, start, draw(st.integers(start + 1, math.prod(shape)))
 
 
 def check_range(shape: tuple[int, ...], start: int, end: int) -> None:
@@ -57,11 +48,6 @@ def test_every_range_of_three_dims() -> None:
     assert len(ranges) == 300
     for start, end in ranges:
         check_range((2, 3, 4), start, end)
-
-
-@given(shape_and_range())
-def test_any_range_of_any_shape(case: tuple[tuple[int, ...], int, int]) -> None:
-    check_range(*case)
 
 
 def test_what_is_outside_is_refused() -> None:

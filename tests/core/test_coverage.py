@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from remesh.core import coverage
 from remesh.core.coverage import check_coverage
-from remesh.core.geometry import Box, row_products
+from remesh.core.geometry import Box
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import CoverageError
-from tests.strategies import Shape, boxes_in, cells, flat_ranges, partitions, shapes
+from tests.strategies import Shape, boxes_in, cells, partitions, shapes
 
 SMALL = shapes(max_dims=4, max_extent=4)
 Drawn = tuple[Shape, list[Box]]
@@ -59,39 +59,6 @@ def damaged_partitions(draw: st.DrawFn) -> Drawn:
     return shape, boxes
 
 
-# ---------------------------------------------------------------------------------------------
-# What the first test decides alone
-# ---------------------------------------------------------------------------------------------
-
-
-def undecided_by_chain(tensors: list[Drawn]) -> list[bool]:
-    table = table_of(tensors)
-    found = coverage._undecided_by_chain(table, row_products(table.tensors.shapes))
-    return [bool(undecided) for undecided in found]
-
-
-@given(st.lists(SMALL.flatmap(lambda s: st.tuples(st.just(s), flat_ranges(s))), min_size=1))
-def test_the_chain_decides_flat_ranges(tensors: list[Drawn]) -> None:
-    assert not any(undecided_by_chain(tensors))
-
-
-@given(shapes(min_dims=1, max_extent=6), st.sets(st.integers(1, 5)))
-def test_the_chain_decides_cuts_of_the_first_dim(shape: Shape, inner: set[int]) -> None:
-    first = sorted({0, shape[0], *(cut for cut in inner if cut < shape[0])})
-    boxes = cells([first, *([0, extent] for extent in shape[1:])])
-    assert undecided_by_chain([(shape, boxes)]) == [False]
-
-
-# ---------------------------------------------------------------------------------------------
-# All of it
-# ---------------------------------------------------------------------------------------------
-
-
-@given(st.lists(SMALL.flatmap(lambda s: st.tuples(st.just(s), partitions(s))), max_size=4))
-def test_every_partition_is_accepted(tensors: list[Drawn]) -> None:
-    check(tensors)
-
-
 @given(st.lists(damaged_partitions(), min_size=1, max_size=3))
 # A hole and an overlap of one size, in boxes that neither chain nor grid can decide.
 @example([((3, 3), [Box((0, 0), (1, 3)), Box((1, 0), (2, 2)), Box((1, 1), (2, 1))])])
@@ -120,7 +87,6 @@ def test_a_pinwheel_is_exact() -> None:
         Box((1, 0), (2, 1)),
         Box((1, 1), (1, 1)),
     ]
-    assert undecided_by_chain([((3, 3), wheel)]) == [True]
     check([((3, 3), wheel)])
 
 
@@ -128,10 +94,6 @@ def test_empty_tensors_and_scalars() -> None:
     check([((0, 3), []), ((), [Box.whole(())]), ((1, 1), [Box.whole((1, 1))])])
     with pytest.raises(CoverageError, match=r"  t1 \(\): no rank holds \[\]"):
         check([((0, 3), []), ((), [])])
-
-
-def test_no_tensors() -> None:
-    check([])
 
 
 def test_the_message_names_holes_overlaps_and_ranks() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,15 +68,6 @@ def test_the_safetensors_library_reads_it(tensors: Tensors, metadata: dict[str, 
     assert {name: list(array.shape) for name, array in found.items()} == {
         name: shape for name, _, shape, _ in tensors
     }
-
-
-def test_the_safetensors_library_reads_the_metadata(tmp_path: Path) -> None:
-    data, _ = encode_header([("w", "U8", [3], 3)], {"format": "remesh", "pieces": '{"w": 1}'})
-    path = tmp_path / "f.safetensors"
-    path.write_bytes(data + b"abc")
-    with safetensors.safe_open(path, "np") as file:
-        assert file.metadata() == {"format": "remesh", "pieces": '{"w": 1}'}
-        assert file.get_tensor("w").tolist() == [97, 98, 99]
 
 
 def test_it_reads_what_the_safetensors_library_writes() -> None:

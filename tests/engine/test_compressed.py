@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -201,6 +201,7 @@ def test_windows_are_decoded_at_the_same_time(saved: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=12)  # each compresses 12 MiB
 @given(numbers=st.permutations(range(12)))
 def test_chunks_are_stored_nearly_in_order(numbers: list[int]) -> None:
     storage, size = MemoryStorage(), 12 * CHUNK_SIZE - 5

@@ -147,17 +147,6 @@ def test_a_missing_file_is_named(kind: str, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_in_each_others_place(kind: str, saved: Path) -> None:
-    file = file_of(saved, kind)
-    right = file.read_bytes()
-    for other in KINDS:
-        if other != kind:
-            file.write_bytes(right)
-            file.write_bytes(file_of(saved, other).read_bytes())
-            check_damage_is_found(saved, file, f"{other} in place of {kind}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_files_of_another_save_of_the_same_state(
     kind: str, saved: Path, compress: Compress | None, tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +22,11 @@ from tests.engine.small_checkpoint import (
     arrays,
     is_right,
     load_numbers,
-    load_part,
     loading_error,
     save_part,
     whole_state,
 )
-from tests.support import Fail, FaultyStorage, FlipBit, Truncate, run_ranks
+from tests.support import Fail, FaultyStorage, run_ranks
 
 # ---------------------------------------------------------------------------------------------
 # Storage that fails while it is written
@@ -140,26 +138,6 @@ def test_a_disk_that_fails_in_the_middle_of_a_file(tmp_path: Path) -> None:
     assert (target == 0).sum() > 1
     remesh.load({"w": target}, tmp_path)
     np.testing.assert_array_equal(target, whole)
-
-
-@pytest.mark.parametrize("when", ["written", "read"])
-def test_a_bit_that_flips_on_its_way(when: Any) -> None:
-    inner = MemoryStorage()
-    flip = FlipBit("*/00001*", position=900, bit=3, when=when)
-    flipping = FaultyStorage(inner, [flip])
-    run_ranks(NUM_RANKS, save_part, flipping if when == "written" else inner)
-    storage = flipping if when == "read" else inner
-    errors = errors_of(NUM_RANKS, load_part, storage)
-    all_are(errors, remesh.CorruptCheckpointError, "00001.safetensors")
-    assert len(remesh.Checkpoint(storage).verify().damages) == 1
-
-
-def test_a_file_that_seems_to_end_early() -> None:
-    inner = MemoryStorage()
-    run_ranks(NUM_RANKS, save_part, inner)
-    storage = FaultyStorage(inner, [Truncate("*/00000*", 700)])
-    errors = errors_of(NUM_RANKS, load_part, storage)
-    all_are(errors, remesh.CorruptCheckpointError, "00000.safetensors: ends at byte 700")
 
 
 # ---------------------------------------------------------------------------------------------

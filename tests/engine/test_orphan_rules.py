@@ -8,49 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import remesh
 from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.maintenance import orphans
-from remesh.maintenance.orphans import Orphan, RecordState
+from remesh.maintenance.orphans import Orphan
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
 from tests.support import FaultInjector, FaultyStorage, run_ranks
 
 NOW = 1_000_000.0
 HOUR = 3600.0
 DEAD = "data-0123456789ab"
-
-records: st.SearchStrategy[RecordState] = st.sampled_from(["readable", "unreadable", "missing"])
-contents = st.sampled_from([(), ("00000.safetensors",), ("00000.safetensors", "index.safetensors")])
-
-
-@given(
-    records,
-    st.none() | st.floats(NOW - 3 * HOUR, NOW + HOUR),
-    st.floats(0, 2 * HOUR),
-    contents,
-    st.sampled_from(["", "notes.txt"]),
-)
-def test_the_decision(
-    record: RecordState,
-    modified: float | None,
-    older_than: float,
-    files: tuple[str, ...],
-    strange: str,
-) -> None:
-    may_go = (
-        record != "unreadable"
-        and modified is not None
-        and NOW - modified > older_than
-        and not strange
-        and not (record == "missing" and "index.safetensors" in files)
-    )
-    age = orphans.Age(NOW, older_than)
-    assert (orphans.reason_to_keep(record, modified, age, files, strange) == "") == may_go
 
 
 class Unsure(FaultyStorage):
@@ -148,16 +118,6 @@ def test_a_dead_save_goes_with_its_directory(tmp_path: Path) -> None:
     assert files_of(tmp_path / "runs" / "step_1") == before
     assert remesh.Checkpoint(tmp_path / "runs" / "step_1").verify().ok
     assert prune(tmp_path) == []
-
-
-def test_beside_a_checkpoint_and_at_the_root(tmp_path: Path) -> None:
-    """An overwriting save that died: the old checkpoint stays, complete leftovers go."""
-    remesh.save({"a": np.ones(3)}, tmp_path)
-    leave(
-        tmp_path, DEAD, "00000.safetensors", "index.safetensors", "values.msgpack", ".remesh-put-1"
-    )
-    assert prune(tmp_path) == [DEAD]
-    assert remesh.Checkpoint(tmp_path).verify().ok
 
 
 def test_the_root_itself_stays(tmp_path: Path) -> None:

@@ -89,18 +89,6 @@ def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:
     assert loaded(tmp_path) == 2
 
 
-def test_files_that_no_save_writes_are_kept(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    folder = killed_save(tmp_path, age=REPLACED_AGE)
-    (folder / "notes.txt").write_text("mine")
-    then = (tmp_path / native.RECORD_NAME).stat().st_mtime - REPLACED_AGE
-    for file in [*folder.iterdir(), folder]:
-        os.utime(file, (then, then))
-    save(tmp_path, 2)
-    assert (folder / "notes.txt").exists()
-    assert (folder / "index.safetensors").exists()
-
-
 def test_a_failed_save_removes_nothing_of_others(tmp_path: Path) -> None:
     save(tmp_path, 1)
     dead = killed_save(tmp_path, age=REPLACED_AGE)

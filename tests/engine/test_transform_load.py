@@ -13,16 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import remesh
 from remesh.checkpoint import convert
-from remesh.checkpoint.transformed import renamed_path, renamed_sequences
-from remesh.core.state import Path as Keys
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.engine.scenes import all_are, errors_of, saved_by, share_of
-from tests.support import run_processes, run_ranks
+from tests.support import run_ranks
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 16, 24
 HEAD_DIM = DIM // HEADS
@@ -115,48 +112,6 @@ def test_fused_layers_and_their_optimizer_go_on_training(tmp_path: Path) -> None
     assert train(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_there_and_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    save_split(tmp_path / "split")
-    forth = remesh.Transform(FUSE)
-    fused = Fused()
-    state = {"model": fused, "optimizer": adamw(fused), "step": 0}
-    remesh.load(state, tmp_path / "split", transform=forth)
-    remesh.save(state, tmp_path / "fused")
-    split = Split()
-    state = {"model": split, "optimizer": adamw(split), "step": 0}
-    remesh.load(state, tmp_path / "fused", transform=forth.reversed(), unexpected="error")
-    remesh.save(state, tmp_path / "back")
-    one, other = remesh.Checkpoint(tmp_path / "split"), remesh.Checkpoint(tmp_path / "back")
-    assert set(one.index) == set(other.index)
-    for name in one.index:
-        assert one.read_array(name).tobytes() == other.read_array(name).tobytes(), name
-
-
-def fuse_on_fsdp(exchange: Exchange, path: str) -> dict[str, bytes]:
-    model = Fused()
-    fully_shard(model)
-    optimizer = adamw(model)
-    state = {"model": model, "optimizer": optimizer, "step": 0}
-    remesh.load(state, path, transform=remesh.Transform(FUSE), group=exchange)
-    tensors = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    for name, parameter in model.named_parameters():
-        tensors[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
-    return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
-
-
-def test_fsdp2_ranks_load_their_parts_of_fused_layers(tmp_path: Path) -> None:
-    save_split(tmp_path)
-    model = Fused()
-    optimizer = adamw(model)
-    state = {"model": model, "optimizer": optimizer, "step": 0}
-    remesh.load(state, tmp_path, transform=remesh.Transform(FUSE))
-    expected = {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        expected[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].numpy().tobytes()
-    for found in run_processes(2, fuse_on_fsdp, str(tmp_path)):
-        assert found == expected
-
-
 ROWS, COLUMNS = 600, 1024
 
 
@@ -189,19 +144,6 @@ def test_shards_of_a_fused_transposed_source(num_targets: int, share_reads: bool
     # A column of the target is a row of a source, so no rank reads what another one needs.
     for report in reports:
         assert report.bytes_read <= report.bytes_needed + (4 << 20)
-
-
-def test_casts_reach_weights_and_leave_moments(tmp_path: Path) -> None:
-    save_split(tmp_path)
-    model = Split().bfloat16()
-    state = {"model": model}
-    casts = "\n".join(
-        f"model.{name} -> model.{name}, dtype='bfloat16'" for name in model.state_dict()
-    )
-    remesh.load(state, tmp_path, transform=remesh.Transform(casts))
-    stored = remesh.Checkpoint(tmp_path)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, stored.read(f"model.{name}").bfloat16())
 
 
 def test_what_does_not_fit_is_found_on_all_ranks_and_changes_nothing() -> None:
@@ -242,38 +184,6 @@ def test_untouched_names_load_as_ever_and_added_ones_stay(tmp_path: Path) -> Non
 # ---------------------------------------------------------------------------------------------
 # Paths of names that a conversion has changed
 # ---------------------------------------------------------------------------------------------
-
-GROUP: Keys = ("optimizer", "param_groups", 0, "lr")
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("adam.param_groups.0.lr", GROUP, ("adam", "param_groups", 0, "lr")),
-        ("0.weight", ("model", "0.weight"), ("0.weight",)),
-        ("a.b.0.weight", ("model", "0.weight"), ("a", "b", "0.weight")),
-        ("model.blocks.0.w", ("model", "layers.0.w"), ("model", "blocks.0.w")),
-        ("opt.state.qk.step", ("opt", "state", "q", "step"), ("opt", "state", "qk", "step")),
-        ("opt.state.m.q.step", ("opt", "state", "q", "step"), ("opt", "state", "m.q", "step")),
-        ("model.net.0.weight", ("model", "0.weight"), ("model", "net.0.weight")),
-        ("y", ("x",), ("y",)),
-    ],
-)
-def test_a_new_name_keeps_the_keys_that_it_has(name: str, old: Keys, new: Keys) -> None:
-    assert renamed_path(name, old) == new
-
-
-def test_lists_of_a_state_move_with_what_is_in_them() -> None:
-    sequences: list[tuple[Keys, str]] = [
-        (("optimizer", "param_groups"), "list"),
-        (("x",), "tuple"),
-    ]
-    moved: dict[Keys, Keys] = {
-        GROUP: ("adam", "param_groups", 0, "lr"),
-        ("x", 0): ("x", 0),
-    }
-    expected = {("adam", "param_groups"): "list", ("x",): "tuple"}
-    assert renamed_sequences(moved, sequences) == expected
 
 
 LAYERS = ("0.weight", "0.bias", "1.weight", "1.bias")

@@ -20,7 +20,6 @@ from remesh.checkpoint import unchanged
 from remesh.core.state import Description, Role, TensorEntry
 from remesh.events import Event
 from remesh.exchange import Exchange
-from remesh.maintenance import repair
 from remesh.pipeline import Compress
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from tests.engine.scenes import all_are, errors_of, share_of
@@ -211,23 +210,6 @@ def test_a_place_is_overwritten_with_files_of_its_own(tmp_path: Path) -> None:
     assert len(list((tmp_path / "latest").glob("data-*"))) == 1
 
 
-def test_repair_leaves_what_is_shared(tmp_path: Path) -> None:
-    for _ in frozen_saves(tmp_path):
-        pass
-    before = tensors_of(tmp_path / "1")
-    # The adapter's file of the last one is damaged; the file of the base is shared.
-    [file] = (tmp_path / "2").glob("data-*/00000.safetensors")
-    with file.open("r+b") as content:
-        content.seek(-8, 2)
-        content.write(b"damaged!")
-    report = repair.repair(tmp_path / "2", tmp_path / "repaired")
-    assert "model.base.weight" in report.saved
-    shutil.rmtree(tmp_path / "2")
-    assert tensors_of(tmp_path / "1") == before
-    found = remesh.Checkpoint(tmp_path / "repaired")
-    assert found.read_array("model.base.weight").tobytes() == before["model.base.weight"]
-
-
 class NoLinks(LocalStorage):
     """A file system without hard links."""
 
@@ -283,18 +265,3 @@ def test_links_of_a_save_that_could_not_begin_are_removed(tmp_path: Path) -> Non
     all_are(errors_of(2, fail_on_rank_1, tmp_path, "thread"), Exception, "no threads")
     assert not [path for path in (tmp_path / "3").rglob("*") if path.is_file()]
     assert remesh.Checkpoint(tmp_path / "2").verify().ok
-
-
-def test_a_manager_keeps_what_is_frozen_while_it_removes_older_ones(tmp_path: Path) -> None:
-    model, state, step = training()
-    seen = Bytes()
-    with remesh.Manager(tmp_path, every=1, keep=1, on_event=seen) as manager:
-        for number in range(1, 5):
-            step()
-            manager.step(number, state)
-            manager.wait()
-    whole = data_bytes(tmp_path / "step_00000004")
-    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == ["step_00000004"]
-    assert all(written <= 0.02 * whole for written in seen.written[1:])
-    stored = tensors_of(tmp_path / "step_00000004")
-    assert stored["model.base.weight"] == model.base.weight.numpy().tobytes()

@@ -351,22 +351,6 @@ def test_ranks_share_the_work(name: str, native: Path, tmp_path: Path) -> None:
         assert_loads(tmp_path / "shared")
 
 
-def test_names_in_an_optimizer_follow(native: Path, tmp_path: Path) -> None:
-    convert(
-        native,
-        tmp_path / "net",
-        format="remesh",
-        transform={"model.": "net.", "optimizer.": "adam."},
-    )
-    model, optimizer = trained()
-    fresh = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    fresh[1].weight = fresh[0].weight
-    target = torch.optim.AdamW(fresh.parameters())
-    remesh.load({"net": fresh, "adam": target}, tmp_path / "net")
-    for left, right in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(optimizer.state[left]["exp_avg"], target.state[right]["exp_avg"])
-
-
 def test_joined_and_deleted_parameters_leave_the_lists_of_an_optimizer(tmp_path: Path) -> None:
     model = torch.nn.ParameterDict({name: torch.ones(2, 3) for name in ("q", "k", "old", "w")})
     weights = [model[name] for name in ("w", "q", "k", "old")]

@@ -93,15 +93,3 @@ def test_what_remesh_writes_is_read_as_columns(tmp_path: Path) -> None:
     written = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"]
     assert isinstance(written, TensorStorageMetadata)
     assert written.size == (300, 2)
-
-
-def test_runs_are_read_as_columns() -> None:
-    chunks = [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, 70000])) for n in range(3000)]
-    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([3000, 9]), chunks)
-    storage = {
-        MetadataIndex("w", chunk.offsets, number): _StorageInfo("f", number << 30, 5)
-        for number, chunk in enumerate(chunks)
-    }
-    *found, num_rows = said(pickle.dumps(Metadata({"w": entry}, None, storage), 4), ROWS)
-    assert [len(items) for items in found] == [3000, 3000]
-    assert num_rows > 5500

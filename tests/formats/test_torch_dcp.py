@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
@@ -29,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import remesh
 from remesh.core.dtypes import DTYPES
-from remesh.formats.archive import ArchiveLayout, row_major_pieces, scan_head, tensor_record
+from remesh.formats.archive import ArchiveLayout, scan_head, tensor_record
 from remesh.formats.pickle_writer import dumps
 from remesh.sharding import Box, Part
 
@@ -293,24 +291,6 @@ def test_flattened_shapes_that_do_not_fit_are_refused(
     with pytest.raises(remesh.errors.StateError, match="is no flattened form"):
         remesh.save(state, tmp_path, format="torch_dcp", format_options={"flat_shapes": shapes})
     assert not list(tmp_path.iterdir())
-
-
-@given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
-        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
-    )
-)
-def test_row_major_pieces_hold_every_element_once(case: tuple[list[int], list[int]]) -> None:
-    shape, order = case
-    whole = np.arange(np.prod(shape)).reshape(shape).transpose(order)
-    strides = [stride // whole.itemsize for stride in whole.strides]
-    memory = np.arange(whole.size)
-    found = np.full(whole.shape, -1)
-    offsets, box, starts = row_major_pieces(whole.shape, strides, "w")
-    for offset, start in zip(offsets.tolist(), starts.tolist(), strict=True):
-        region = tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))
-        found[region] = memory[start : start + np.prod(box, dtype=int)].reshape(box)
-    np.testing.assert_array_equal(found, whole)
 
 
 def test_an_archive_beyond_four_gigabytes(tmp_path: Path) -> None:

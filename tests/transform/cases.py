@@ -38,7 +38,6 @@ CASES: dict[str, Case] = {
     for prefix, path in _case_files().items()
     for case in json.loads(path.read_text())["cases"]
 }
-VALID = [name for name, case in CASES.items() if not case.get("expect_error")]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh.core.geometry import Box
-from remesh.transform import Region, Resolved
+from remesh.transform import Region
 from remesh.transform.arrays import arranged
 
 Array = npt.NDArray[np.float32]
@@ -74,24 +74,3 @@ def fetch(regions: Sequence[Region], sources: Mapping[str, Sequence[Piece]], box
                 times[place] += 1
     assert (times == 1).all(), f"elements come {times.tolist()} times"
     return result
-
-
-def move(
-    resolved: Resolved,
-    sources: Mapping[str, Sequence[Piece]],
-    target_boxes: Mapping[str, Sequence[Box]],
-    initial: Mapping[str, Array],
-) -> dict[str, Array]:
-    """All targets, put together from the boxes that ranks hold of them."""
-    results = {}
-    for name, boxes in target_boxes.items():
-        info = resolved.targets[name]
-        assert info is not None
-        result = np.full(info.shape, np.nan, np.float32)
-        for box in boxes:
-            if name in resolved.kept:
-                result[box.slices] = initial[name][box.slices]
-            else:
-                result[box.slices] = fetch(resolved.regions(name, box), sources, box)
-        results[name] = result
-    return results
