@@ -501,6 +501,7 @@ TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "reshard": of_reshard,
     "save_load": of_save_load,
     "save_load.summary": of_save_load_summary,
+    "save_load_4gib.summary": of_save_load_summary,
     "short": of_short,
     "snapshots": of_snapshots,
 }
