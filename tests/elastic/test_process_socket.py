@@ -8,15 +8,13 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from remesh.elastic import script
+from remesh.elastic import process_socket
 from remesh.elastic.directories import SOCKETS, agent_directory
 from remesh.elastic.process_socket import (
     MAX_WAITING,
@@ -28,10 +26,10 @@ from remesh.elastic.process_socket import (
     Observation,
     ProcessSockets,
     Report,
+    connect,
     next_act,
 )
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.script import connect
 
 OWN = os.getpid()
 
@@ -120,23 +118,9 @@ def test_what_is_said_last_is_heard_of_a_process_that_has_read_nothing(
 ) -> None:
     with connect(sockets.path_of(0)) as process:
         sockets.take()  # sends it an instruction
-        process.send(b'{"is_done":true}')
-    assert sockets.is_done(0, OWN)
-
-
-def test_work_that_is_done_is_known_after_the_death_of_the_process(
-    sockets: ProcessSockets,
-) -> None:
-    program = "import os; from remesh.elastic.script import _say_done; _say_done(); os.abort()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=os.environ | {"REMESH_AGENT_SOCKET": sockets.path_of(1)},
-    )
-    process.wait(60)
-    assert sockets.is_done(1, process.pid)
-    assert not sockets.is_done(0, process.pid)
-    sockets.begin([1], Instruction())
-    assert not sockets.is_done(1, process.pid)
+        process.send(b'{"progress":{"step":3,"time":1.0}}')
+    sockets.take()
+    assert sockets.progress()[0].step == 3
 
 
 def test_what_is_no_observation_ends_the_connection(sockets: ProcessSockets) -> None:
@@ -243,7 +227,7 @@ def test_a_process_waits_also_if_it_can_open_no_more_files(sockets: ProcessSocke
 def test_a_connection_waits_until_the_agent_has_taken_others(
     sockets: ProcessSockets, monkeypatch: pytest.MonkeyPatch, is_taken: bool
 ) -> None:
-    monkeypatch.setattr(script, "CONNECT_SECONDS", 60 if is_taken else 1)
+    monkeypatch.setattr(process_socket, "CONNECT_SECONDS", 60 if is_taken else 1)
     with contextlib.ExitStack() as others:
         for _ in range(MAX_WAITING + 1):
             others.enter_context(connect(sockets.path_of(0)))

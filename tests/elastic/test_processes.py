@@ -81,7 +81,7 @@ def test_what_handles_a_signal_of_the_agent_has_not_failed(started: Any) -> None
 
 def test_a_death_just_before_the_signal_is_a_failure() -> None:
     ended = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
-    process = Process(ended, lambda: False)
+    process = Process(ended)
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     process.send(signal.SIGTERM)
     assert process.poll() == 3

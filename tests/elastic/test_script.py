@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic.script import AGENT_SOCKET
-
 RUNNER = (sys.executable, "-m", "remesh.elastic.script")
 
 
@@ -236,35 +234,6 @@ def test_the_interpreter_is_not_finalised(tmp_path: Path) -> None:
     )
     plain, ours = both(tmp_path, "script.py")
     assert (plain.stdout, ours.stdout) == ("finalised\n", "")
-
-
-def test_the_agent_is_told_that_the_work_is_done(tmp_path: Path) -> None:
-    """That comes after the threads, in which a save may still run, and before the exit handlers."""
-    (tmp_path / "script.py").write_text(
-        "import atexit, os, select, socket, sys, threading\n"
-        "agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
-        "agent.bind(sys.argv[2])\nagent.listen()\n"
-        "def look(when):\n    print(when, len(select.select([agent], [], [], 0)[0]))\n"
-        "main = threading.main_thread()\n"
-        "def work():\n    main.join()\n    look('thread')\n"
-        "threading.Thread(target=work).start()\n"
-        "atexit.register(look, 'handler')\n"
-        "if os.fork() == 0:\n    os._exit(0)\n"
-        "os.wait()\n"
-        "sys.exit(int(sys.argv[1]))\n"
-    )
-
-    def said(code: str) -> list[str]:
-        environment = {AGENT_SOCKET: str(tmp_path / code)}
-        done = start(*RUNNER, "script.py", code, code, at=tmp_path, **environment)
-        return done.stdout.splitlines()
-
-    assert said("3") == ["thread 0", "handler 0"]
-    assert said("0") == ["thread 0", "handler 1"]
-    (tmp_path / "script.py").write_text("print('done')\n")
-    unsaid = start(*RUNNER, "script.py", at=tmp_path, **{AGENT_SOCKET: str(tmp_path / "none")})
-    assert (unsaid.returncode, unsaid.stdout) == (0, "done\n")
-    assert "cannot tell the agent" in unsaid.stderr
 
 
 def test_a_process_of_a_pool_may_finish_too(tmp_path: Path) -> None:

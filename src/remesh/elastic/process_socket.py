@@ -5,9 +5,9 @@ environment (`RunInfo.agent_socket`); what they start inherits it, and may conne
 kernel says which process has connected. Packets are JSON, and come whole and in order.
 
 A process says what it observes: how far it is (`RankProgress`), and, if its training function can
-be entered again, whether it is out of it (`Report`), or that its work is done. Each replaces what
-the same process has said before. It never waits for the agent: while that reads nothing, progress
-is dropped, and the next one tells more.
+be entered again, whether it is out of it (`Report`). Each replaces what the same process has said
+before. It never waits for the agent: while that reads nothing, progress is dropped, and the next
+one tells more.
 
 The agent shows each process an `Instruction`: the newest is a state and not an event. It is sent to
 each connection when it begins, and whenever it changes, so none is lost, and a manager that is made
@@ -30,7 +30,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
@@ -39,11 +39,12 @@ import msgspec
 
 from remesh.elastic.directories import directory_mark
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.script import connect, short_path
 
 _LOGGER = logging.getLogger("remesh")
 
 MAX_PACKET = 1 << 16
+CONNECT_SECONDS = 10
+"""How long an agent may take to accept a connection, if many are made at once."""
 MAX_WAITING = 128
 """Connections that the system keeps until the agent takes them."""
 
@@ -87,7 +88,6 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     progress: RankProgress | None = None
     report: Report | None = None
-    is_done: bool = False  # whether its work is done (`script.finish`)
 
 
 class Act(StrEnum):
@@ -186,6 +186,35 @@ class AgentConnection:
         self._socket, self.is_lost = None, False
 
 
+def connect(path: str) -> socket.socket:
+    """A connection to the agent of a process."""
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # With a timeout of Python, a connection fails at once while too many others are made.
+        limit = struct.pack("ll", CONNECT_SECONDS, 0)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        with short_path(path) as name:
+            is_made = False
+            while not is_made:  # a signal may end the wait, which Python takes for a connection
+                one.connect(name)
+                with contextlib.suppress(OSError):
+                    is_made = one.getpeername() is not None
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """Another path of a socket, for the kernel takes no more than 107 bytes."""
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
+    finally:
+        os.close(directory)
+
+
 def _shows_end(error: OSError, path: str) -> bool:
     """True if an agent has ended, as a connection to its socket was refused for that reason."""
     if isinstance(error, FileNotFoundError):
@@ -213,7 +242,6 @@ class _Process:
     instruction: Instruction
     connections: dict[socket.socket, _Connection] = field(default_factory=dict)
     progress: RankProgress | None = None
-    done: set[int] = field(default_factory=set)  # ids of those whose work is done
 
 
 class ProcessSockets:
@@ -256,7 +284,6 @@ class ProcessSockets:
 
     def _receive(self, one: socket.socket, rank: int) -> bool:
         process = self._processes[rank]
-        connection = process.connections[one]
         try:
             try:
                 data = one.recv(MAX_PACKET)
@@ -269,9 +296,7 @@ class ProcessSockets:
         if said.progress is not None:
             process.progress = said.progress
         if said.report is not None:
-            connection.report = said.report
-        if said.is_done:
-            process.done.add(connection.pid)
+            process.connections[one].report = said.report
         return True
 
     def _drop(self, one: socket.socket, rank: int) -> None:
@@ -334,11 +359,6 @@ class ProcessSockets:
         """The newest report of a process; None if it cannot be entered again."""
         found = [one for one in self._processes[rank].connections.values() if one.pid == pid]
         return next((one.report for one in found if one.report is not None), None)
-
-    def is_done(self, rank: int, pid: int) -> bool:
-        """True if a process has said that its work is done."""
-        self.take()
-        return pid in self._processes[rank].done
 
     def close(self) -> None:
         """End all connections."""

@@ -38,28 +38,18 @@ log = logging.getLogger(__name__)
 LAST_LINES = 40
 """Lines of the logs of a process that are part of the report of its failure."""
 LOOK_SECONDS = 0.01
-_KNOWN_CAUSE = (
-    "; a known cause is a thread of torch (gloo) that needs Python while Python ends; see "
-    "docs/how-to/torchrun.md"
-)
 
 
 class Process:
-    """A training process; one that dies after its work was done has succeeded.
-
-    A crash at exit must not cost a restart, nor stop processes that still work: a finished job
-    would run again.
-    """
+    """A training process."""
 
     def __init__(
         self,
         started: subprocess.Popen[bytes] | Forked,
-        is_done: Callable[[], bool],
         local_rank: int = 0,
         error_file: str = "",
     ) -> None:
         self._started = started
-        self._is_done = is_done  # whether it has said that its work is done
         self._local_rank = local_rank
         self._error_file = error_file
         self._code: int | None = None
@@ -73,14 +63,6 @@ class Process:
         if self._code is not None:
             return self._code
         code = self._started.poll()
-        if code is not None and code < 0 and self._is_done():
-            log.warning(
-                "process %d died by signal %d at exit after its work: no failure%s",
-                self.pid,
-                -code,
-                _KNOWN_CAUSE if code == -signal.SIGABRT else "",
-            )
-            code = 0
         if code and self._sent is None:  # what handles a signal may end with any code
             self.failure = ProcessFailure(self._local_rank, self.pid, code, self._error_file)
         self._code = code
@@ -219,8 +201,7 @@ class Processes:
                 local_rank_id=rank,
                 numa_options=numa,
             ).proc
-        is_done = functools.partial(self._sockets.is_done, rank, started.pid)
-        process = Process(started, is_done, rank, logs.error_files[rank])
+        process = Process(started, rank, logs.error_files[rank])
         process.logs = [path for path in outputs if path]
         self._show(process, rank, environment, logs)
         return process

@@ -27,57 +27,21 @@ import io
 import os
 import runpy
 import signal
-import socket
-import struct
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
 __all__ = ["finish"]
 
-AGENT_SOCKET = "REMESH_AGENT_SOCKET"
-"""Environment variable: the socket at which the agent listens to this process."""
-CONNECT_SECONDS = 10
-"""How long an agent may take to accept a connection, if many are made at once."""
-
 _USAGE = "usage: python -m remesh.elastic.script [-m] SCRIPT [ARGS]..."
 _EXIT_USAGE = 2
 _EXIT_NOT_FLUSHED = 120
 """What Python ends with if standard output cannot be flushed."""
-
-
-def connect(path: str) -> socket.socket:
-    """A connection to the agent of a process (`remesh.elastic.process_socket`)."""
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        # With a timeout of Python, a connection fails at once while too many others are made.
-        limit = struct.pack("ll", CONNECT_SECONDS, 0)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        with short_path(path) as name:
-            is_made = False
-            while not is_made:  # a signal may end the wait, which Python takes for a connection
-                one.connect(name)
-                with contextlib.suppress(OSError):
-                    is_made = one.getpeername() is not None
-    except OSError:
-        one.close()
-        raise
-    return one
-
-
-@contextlib.contextmanager
-def short_path(path: str) -> Iterator[str]:
-    """Another path of a socket, for the kernel takes no more than 107 bytes."""
-    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
-    finally:
-        os.close(directory)
 
 
 def finish(status: int = 0) -> NoReturn:
@@ -87,8 +51,7 @@ def finish(status: int = 0) -> NoReturn:
     Processes that `torch.multiprocessing` started may call it as their last act.
 
     Args:
-        status: The exit code. With 0, the work of this process counts as done as soon as its
-            threads have ended: `remesh run` takes a crash after that for no failure.
+        status: The exit code.
     """
     status = _wind_up(status)
     os._exit(status & 0xFF)
@@ -97,8 +60,6 @@ def finish(status: int = 0) -> NoReturn:
 def _wind_up(status: int) -> int:
     """Do what Python does before it finalises the interpreter; the exit code."""
     _guarded(threading._shutdown)  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
-    if status == 0:
-        _say_done()
     _guarded(atexit._run_exitfuncs)  # noqa: SLF001 - as multiprocessing does
     return _flush(status)
 
@@ -109,17 +70,6 @@ def _guarded(call: Callable[[], object]) -> None:
         call()
     except BaseException:  # noqa: BLE001 - a Ctrl-C, say; the next thing is still to be done
         traceback.print_exc()
-
-
-def _say_done() -> None:
-    path = os.environ.get(AGENT_SOCKET)
-    if path is None:
-        return
-    try:
-        with connect(path) as agent:
-            agent.send(b'{"is_done":true}')
-    except OSError as error:
-        _complain(f"remesh.elastic.script: cannot tell the agent that the work is done: {error}")
 
 
 def _flush(status: int) -> int:
