@@ -49,7 +49,6 @@ REFUSED = [
     ("prune {runs}", "say what to prune: --incomplete, or --keep-last"),
     ("prune {runs} --incomplete --keep-last 1", "say what to prune"),
     ("prune {runs} --keep-last 0", "0 is not in the range"),
-    ("prune {runs} --incomplete --older-than 1", "write it like 90s"),
     ("prune {nowhere} --keep-last 1", "no such directory"),
     ("prune {nowhere} --incomplete", "no such directory"),
     ("repair {one}", "give --to TARGET for the new checkpoint, or --dry-run"),

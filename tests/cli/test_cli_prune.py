@@ -128,7 +128,7 @@ def test_what_dead_saves_left_is_removed(
     run: Run, run_json: RunJson, runs: Path, dead: Path
 ) -> None:
     others = {path for path in runs.rglob("*") if not path.is_relative_to(dead.parent)}
-    options = ("--incomplete", "--older-than", "2d", "--yes")
+    options = ("--incomplete", "--yes")
     listed = run_json("prune", runs, *options)["leftovers"]
     assert [item["path"] for item in listed if item["removed"]] == [str(dead)]
     assert set(runs.rglob("*")) == others

@@ -5,7 +5,6 @@ Nothing needs torch.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -83,14 +82,14 @@ def _prune_checkpoints(root: str, keep_last: int, run: str | None, removes: bool
     return {"run": whose, "checkpoints": found}
 
 
-def _prune_leftovers(root: str, older_than: float, removes: bool) -> dict[str, Any]:
+def _prune_leftovers(root: str, removes: bool) -> dict[str, Any]:
     """What dead saves left; it is removed if that is asked for."""
     found = []
-    for one in orphans.find_orphans(root, now=time.time(), older_than=older_than):
+    for one in orphans.find_orphans(root, now=time.time(), older_than=orphans.DEFAULT_AGE):
         gone = (
             removes
             and not one.kept
-            and orphans.remove_orphan(one, root, now=time.time(), older_than=older_than)
+            and orphans.remove_orphan(one, root, now=time.time(), older_than=orphans.DEFAULT_AGE)
         )
         facts = {key: value for key, value in asdict(one).items() if key != "files"}
         found.append({**facts, "removed": gone})
@@ -131,7 +130,7 @@ def _print_removals(
         what = "removed" if one["removed"] else "kept" if one["kept"] else rest
         reasons = one["kept"] if isinstance(one["kept"], str) else "; ".join(one["kept"])
         why = f"  ({reasons})" if reasons else ""
-        at = _age(one["age"]) if when == "age" else str(one[when])
+        at = f"{max(int(one['age'] // 3600), 0)}h" if when == "age" else str(one[when])
         return what, at, format_bytes(one["num_bytes"]), f"{one['path']}{why}"
 
     output.print_table(("<what", f">{when}", ">size", "<path"), items, row)
@@ -144,18 +143,6 @@ def _print_removals(
         output.line(f"{what}; --yes removes them" if chosen else "nothing to remove")
 
 
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
-    """The value of an option that takes a duration, in seconds; a callback for click."""
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        raise click.BadParameter(f"{text!r} is not a duration; write it like 90s, 30m, 1h or 2d")
-    return float(found[1]) * _SECONDS[found[2]]
-
-
 @click.command(
     epilog=output.example(
         "remesh prune runs --incomplete --yes",
@@ -164,13 +151,6 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
 )
 @click.argument("root")
 @click.option("--incomplete", is_flag=True, help="What dead saves left behind.")
-@click.option(
-    "--older-than",
-    default="1h",
-    metavar="DURATION",
-    callback=parse_duration,
-    help="How long it must not have changed: 90s, 30m, 1h, 2d.",
-)
 @click.option(
     "--keep-last",
     type=click.IntRange(min=1),
@@ -184,7 +164,6 @@ def prune(
     *,
     root: str,
     incomplete: bool,
-    older_than: float,
     keep_last: int | None,
     run: str | None,
     removes: bool,
@@ -193,7 +172,7 @@ def prune(
     """Remove what dead saves left in a directory, or checkpoints that need not be kept.
 
     With --incomplete: folders data-<save id>, in ROOT and below it, that no commit record refers
-    to, and hidden files .remesh-put-*, if nothing in them was changed for some time (a running save
+    to, and hidden files .remesh-put-*, if nothing in them was changed for an hour (a running save
     changes its files all the time). Checkpoints are not touched, nor is anything that no save
     writes.
 
@@ -205,7 +184,7 @@ def prune(
     if incomplete == (keep_last is not None):
         raise click.UsageError("say what to prune: --incomplete, or --keep-last")
     if keep_last is None:
-        document = _prune_leftovers(root, older_than, removes)
+        document = _prune_leftovers(root, removes)
     else:
         document = _prune_checkpoints(root, keep_last, run, removes)
     if as_json:
@@ -218,11 +197,3 @@ def prune(
         _print_removals("leftover", "age", found, rest, removes=removes)
     else:
         output.line("nothing is left of dead saves")
-
-
-def _age(seconds: float) -> str:
-    """An age in its largest whole unit: `3h`."""
-    for unit in ("d", "h", "m"):
-        if seconds >= _SECONDS[unit]:
-            return f"{int(seconds // _SECONDS[unit])}{unit}"
-    return f"{max(int(seconds), 0)}s"
