@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from dataclasses import dataclass
 from unittest import mock
@@ -15,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remesh.core.dtypes import BY_NAME
-from remesh.core.geometry import Box, pad_dims
+from remesh.core.geometry import Box
 from remesh.core.index import Index, StoredFile
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
@@ -26,7 +24,6 @@ from remesh.planner import (
     ReadLimits,
     SavePlan,
     loading,
-    longest_gaps,
     plan_load,
     plan_save,
     touched_windows,
@@ -156,34 +153,6 @@ def test_boxes_of_few_holders_are_given_away_first() -> None:
     pair = [vector("pair", 0, 10, EQUAL, whole=10)]
     plan = plan_of([[*pair, vector("own", 0, 10, EQUAL, whole=10)], pair])
     assert plan.bytes_per_rank(2).tolist() == [10, 10]
-
-
-@given(jobs(), st.data())
-def test_a_box_that_nobody_holds_is_named(job: list[list[Held]], data: st.DataObject) -> None:
-    boxes = sorted({(one.name, one.box) for held in job for one in held if one.box.size})
-    if not boxes:
-        return
-    name, box = data.draw(st.sampled_from(boxes))
-    holed = [[one for one in held if (one.name, one.box) != (name, box)] for held in job]
-    holder = next(one for held in job for one in held if one.name == name)
-    # Somebody still knows the tensor, but holds nothing of it.
-    shape = holder.shape
-    if shape:
-        holed[0].append(Held(name, holder.dtype, shape, Box(shape, (0,) * len(shape)), MAIN))
-    elif not any(one.name == name for held in holed for one in held):
-        return
-    with pytest.raises(
-        CoverageError, match=re.escape(f"  {name} {shape}: no rank holds ")
-    ) as caught:
-        plan_of(holed)
-    # Holes are shown as few boxes, which may be cut otherwise; together they are the box.
-    missing = np.zeros(shape, dtype=np.int64)
-    for text in re.findall(r"\[[\d:, ]*\]", str(caught.value)):
-        bounds = [tuple(map(int, pair.split(":"))) for pair in text[1:-1].split(", ")]
-        missing[Box.from_slices(*((a, b) for a, b in bounds)).slices] += 1
-    expected = np.zeros(shape, dtype=np.int64)
-    expected[box.slices] = 1
-    assert "more" in str(caught.value) or (missing == expected).all()
 
 
 def test_many_holders_are_shown_as_a_few() -> None:
@@ -507,20 +476,3 @@ def test_what_is_not_stored_once_is_named(load: Load, data: st.DataObject) -> No
     message = re.escape(f"{name}: the checkpoint's pieces do not hold box {hit[0]} exactly once")
     with pytest.raises(CoverageError, match=f"^{message}"):
         plan_for((World(index, world.files, world.tensors), wants, limits))
-
-
-@given(
-    shapes(min_dims=1, max_extent=4).flatmap(
-        lambda shape: st.tuples(st.just(shape), boxes_in(shape, min_extent=1))
-    )
-)
-def test_the_longest_gap_of_a_box(drawn: tuple[Shape, Box]) -> None:
-    shape, box = drawn
-    flat = np.arange(math.prod(shape)).reshape(shape)[box.slices].reshape(-1)
-    expected = max((b - a - 1 for a, b in itertools.pairwise(flat.tolist())), default=0)
-    found = longest_gaps(
-        pad_dims([shape], 4, 1),
-        pad_dims([box.shape], 4, 1),
-        np.array([flat[-1] + 1 - flat[0]]),
-    )
-    assert found.tolist() == [expected]

@@ -17,12 +17,6 @@ def names_of(state: Any) -> set[str]:
     return {entry.name for entry in describe(state, describe_leaf).tensors}
 
 
-def test_a_bare_module_and_its_state_dict_have_the_same_names() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    module.register_buffer("scratch", torch.randn(2), persistent=False)
-    assert names_of(module) == names_of(dict(module.state_dict())) == set(module.state_dict())
-
-
 def test_an_attribute_called_like_a_wrapper_is_no_wrapper() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

@@ -18,7 +18,7 @@ from remesh.adapters import (
 )
 from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.core.state import describe
-from remesh.errors import CoverageError, DivergedReplicaError, NameCollisionError, StateError
+from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.adapters.parallel_transformer import (
@@ -84,17 +84,6 @@ def test_two_entries_of_one_new_name_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(NameCollisionError, match=r"(?s)'0\.weight' and '1\.weight' .* 'a\.weight'"):
         describe({"m": NamedModule(model, {"0": "a", "1": "a"})}, describe_leaf)
-
-
-def test_copies_on_two_stages_must_be_equal() -> None:
-    def save(exchange: Exchange) -> None:
-        state = stage(exchange.rank)
-        randomise(state["model"].module, exchange.rank)
-        with pytest.raises(DivergedReplicaError, match=r"model\.embedding\.weight"):
-            remesh.save({"model": state["model"]}, storage, group=exchange)
-
-    storage = MemoryStorage()
-    run_ranks(2, save)
 
 
 class GroupedExperts(nn.Module):
@@ -173,18 +162,3 @@ def test_grouped_experts_and_separate_ones() -> None:
     remesh.load({"m": {"moe": again}, "o": fresh}, storages[2], unexpected="error")
     assert torch.equal(again.weight, grouped.weight)
     assert torch.equal(fresh.state[again.weight]["exp_avg"], moment)
-
-
-def test_a_missing_expert_is_found() -> None:
-    class Told(GroupedExperts):
-        def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
-            name = f"{prefix}weight"
-            return {name: shard_weight(name, self.weight.detach(), Split(0, self.ep[0], 3))}
-
-    def save(exchange: Exchange) -> None:
-        module = Told((exchange.rank, 2), (0, 1))
-        with pytest.raises(CoverageError, match=r"no rank holds \[4:6"):
-            remesh.save({"m": module}, storage, group=exchange)
-
-    storage = MemoryStorage()
-    run_ranks(2, save)

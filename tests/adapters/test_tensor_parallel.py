@@ -24,9 +24,8 @@ from remesh.adapters import (
 from remesh.core.geometry import Box
 from remesh.core.sharded import ShardedTensor
 from remesh.core.state import describe
-from remesh.errors import DivergedReplicaError, StateError
+from remesh.errors import StateError
 from remesh.exchange import Exchange
-from remesh.storage import MemoryStorage
 from tests.adapters.parallel_transformer import (
     HEAD,
     HIDDEN,
@@ -183,17 +182,6 @@ def test_a_marked_shard_that_nobody_declares_is_refused(mark: str) -> None:
         setattr(parameter, mark, True)
     with pytest.raises(StateError, match=r"m\.layers\.0\.norm\.weight"):
         describe({"m": declared}, describe_leaf)
-
-
-def test_shards_that_nobody_declares_differ_and_are_refused() -> None:
-    def save(exchange: Exchange) -> None:
-        layer = nn.Linear(HIDDEN, 3)
-        randomise(layer, exchange.rank)
-        with pytest.raises(DivergedReplicaError, match=r"model\.weight"):
-            remesh.save({"model": layer}, storage, group=exchange)
-
-    storage = MemoryStorage()
-    run_ranks(2, save)
 
 
 class Wrong(nn.Linear):

@@ -20,7 +20,6 @@ from remesh.errors import (
     CheckpointNotFoundError,
     CoverageError,
     DivergedReplicaError,
-    MismatchError,
     StateError,
     StorageError,
 )
@@ -153,24 +152,6 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     save_state_dict(tied, tmp_path)
     assert dict(remesh.Checkpoint(tmp_path / "0").index.aliases) == {names[1]: names[0]}
     filled(partial(load_state_dict, path=tmp_path), tied)
-
-
-def test_statements(tmp_path: Path) -> None:
-    parts = {"q": numbers((2, 3)), "k": numbers((2, 3), 6)}
-    moments = {"q.moment1_0": numbers((2, 3), 20), "k.moment1_0": numbers((2, 3), 26)}
-    save_state_dict(whole(parts | moments), tmp_path)
-    config = {"aoa_statements": ["q, k -> qk, axis=0"]}
-    wanted = whole({"qk": numbers((4, 3)), "qk.moment1_0": numbers((4, 3), 20)})
-    filled(partial(load_state_dict, path=tmp_path, aoa_config=config), wanted)
-
-
-def test_what_does_not_fit(tmp_path: Path) -> None:
-    save_state_dict(weight_of(1), tmp_path)
-    target = {**weight_of(5), **whole({"v": torch.zeros(1)})}
-    with pytest.raises(MismatchError, match="v") as caught:
-        load_state_dict(target, tmp_path)
-    assert caught.value.missing == ("v",)
-    assert target["w"].local_tensor.item() == 5
 
 
 def _faulty(exchange: Exchange, path: Path) -> None:

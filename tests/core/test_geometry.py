@@ -71,16 +71,6 @@ def test_what_a_box_says_of_itself() -> None:
     assert Box.whole([2, 3]) == Box((0, 0), (2, 3))
 
 
-def test_a_scalar_is_a_box_of_one_element() -> None:
-    scalar = Box.whole(())
-    assert scalar.size == 1
-    assert scalar.intersect(scalar) == scalar
-    assert scalar.contains(scalar)
-    assert subtract(scalar, scalar) == []
-    assert uncovered(scalar, []) == [scalar]
-    assert flat_span((), scalar) == (0, 1, True)
-
-
 @given(with_boxes(2))
 def test_intersection_is_that_of_the_element_sets(drawn: tuple[Shape, list[Box]]) -> None:
     shape, (a, b) = drawn
@@ -168,16 +158,6 @@ def test_boxes_of_every_flat_range(shape: Shape) -> None:
         assert [n for box in boxes for n in elements(shape, box)] == list(range(start, stop))
         assert all(box.size and flat_span(shape, box)[2] for box in boxes), (start, stop)
         assert len(boxes) <= most, (start, stop)
-
-
-def test_the_bound_on_the_number_of_boxes_is_reached() -> None:
-    assert boxes_of_flat_range((3, 3, 4), 1, 35) == [
-        Box((0, 0, 1), (1, 1, 3)),
-        Box((0, 1, 0), (1, 2, 4)),
-        Box((1, 0, 0), (1, 3, 4)),
-        Box((2, 0, 0), (1, 2, 4)),
-        Box((2, 2, 0), (1, 1, 3)),
-    ]
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 4)], ids=str)

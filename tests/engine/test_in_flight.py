@@ -83,15 +83,6 @@ def test_a_close_that_is_interrupted_takes_no_memory_from_the_save_in_flight(
     saver.close()
 
 
-def test_saves_to_the_same_place(tmp_path: Path) -> None:
-    with remesh.Saver() as saver:
-        for number in range(4):
-            weights = np.full(CHUNK_SIZE // 4, number)
-            saver.save_async({"w": weights}, tmp_path / "c", overwrite=True)
-    assert (remesh.Checkpoint(tmp_path / "c").read_array("w") == 3).all()
-    assert len(list((tmp_path / "c").iterdir())) == 2
-
-
 def test_a_failure_that_one_rank_knows_is_raised_on_all() -> None:
     """Rank 0 has committed; rank 1 fails afterwards, so only rank 1's handle has the failure."""
     faults = FaultInjector().fail_at(1, "save.done")

@@ -117,16 +117,6 @@ def test_parameters_are_filled_in_place_and_stay_parameters(tmp_path: Path) -> N
     assert target["computed"].tolist() == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize("code", ["b", "u1", "<i2", "<f2", "?", "<c8"])
-def test_numpy_arrays_keep_values_and_dtype(code: str, tmp_path: Path) -> None:
-    source = (np.arange(12) % 2 if code == "?" else np.arange(12)).reshape(3, 4).astype(code)
-    remesh.save({"a": source}, tmp_path)
-    target = {"a": np.zeros_like(source)}
-    load_exactly(target, tmp_path)
-    assert target["a"].dtype == source.dtype
-    np.testing.assert_array_equal(target["a"], source)
-
-
 def test_numpy_and_torch_read_each_others_tensors(tmp_path: Path) -> None:
     remesh.save({"a": np.arange(6.0).reshape(2, 3), "t": torch.arange(3)}, tmp_path)
     target: dict[str, Any] = {"a": torch.zeros(2, 3, dtype=torch.float64)}

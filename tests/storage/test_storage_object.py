@@ -318,14 +318,6 @@ class TestCheckpoints:
         part = remesh.Checkpoint(root).read_array("table", Box((2, 5), (1, 4)))
         assert part[0].tolist() == noise[1, 5:9].tolist()
 
-    def test_saver(self, root: str) -> None:
-        state = {"weights": pattern(100_000), "step": 5}
-        with remesh.Saver() as saver:
-            saver.save_async(state, f"{root}/a").result()
-            saver.save_async(state, f"{root}/b").result()
-        found = remesh.Checkpoint(f"{root}/b").read_array("weights")
-        np.testing.assert_array_equal(found, state["weights"])
-
     @pytest.mark.parametrize(
         ("below", "message"),
         [

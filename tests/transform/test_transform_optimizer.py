@@ -12,7 +12,6 @@ import torch
 from remesh import MismatchError, Transform
 from remesh.errors import TransformError
 from remesh.transform import TensorInfo
-from remesh.transform.optimizer_state import find_states
 from tests.transform.simulated import Array
 
 
@@ -349,15 +348,6 @@ def test_an_alias_finds_the_states_of_its_tensor() -> None:
     assert resolved.sources_of("a.exp_avg") == ("embed.exp_avg",)
 
 
-def test_tie_compares_states() -> None:
-    t = counted(embed=count(1), head=count(1))
-    tie = Transform("embed, head -> w, tie")
-    assert tie.apply(t)["w.exp_avg"].tolist() == [0, 1]
-    t["head.exp_avg"] = t["head.exp_avg"] + 1
-    with pytest.raises(TransformError, match=r"w.exp_avg: 'head.exp_avg' must hold the same"):
-        tie.apply(t)
-
-
 def test_an_owner_that_cannot_be_told_must_be_stated() -> None:
     names = ("model.a", "ema.a", "optimizer.state.a.exp_avg")
     models = {name: numbered(4, start=10 * n) for n, name in enumerate(names)}
@@ -367,13 +357,6 @@ def test_an_owner_that_cannot_be_told_must_be_stated() -> None:
         Transform(text).apply(models, targets)
     Transform(text, owners={"optimizer.state.": "model."}).apply(models, targets)
     assert targets["optimizer.state.c.exp_avg"].tolist() == [22, 23]
-
-
-def test_parameters_inside_a_module_called_state() -> None:
-    names = ["model.state.w", "optimizer.state.state.w.exp_avg", "model.v"]
-    states = find_states([*names, "optimizer.state.v.exp_avg"], [], {})
-    assert states.by_name["optimizer.state.v.exp_avg"].parameter == "model.v"
-    assert states.by_name["optimizer.state.state.w.exp_avg"].parameter == "model.state.w"
 
 
 def test_outputs_beside_the_targets() -> None:

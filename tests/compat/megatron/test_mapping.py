@@ -6,11 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from remesh.compat.megatron import CheckpointingException
 from remesh.compat.megatron.mapping import (
@@ -103,24 +100,6 @@ def test_each_constructor_sends_a_flattened_range_to_the_right_one() -> None:
         flat_shard("w", torch.zeros(2), (2,))
     with pytest.raises(CheckpointingException, match="data has shape"):
         flat_shard("w", torch.zeros(2), (4,), flattened_range=slice(0, 3))
-
-
-@given(
-    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
-    st.data(),
-)
-def test_boxes_of_a_flattened_range_hold_its_elements(
-    shape: tuple[int, int, int], data: st.DataObject
-) -> None:
-    size = int(np.prod(shape))
-    start = data.draw(st.integers(0, size))
-    stop = data.draw(st.integers(start, size))
-    values, span = torch.zeros(stop - start), slice(start, stop)
-    made = flat_shard("w", values, shape, (1, 2, 3), flattened_range=span)
-    whole = np.arange(np.prod(made.global_shape)).reshape(made.global_shape)
-    by_boxes = [whole[box.slices].reshape(-1) for box in made.boxes()]
-    rows = whole[made.global_slice()].reshape(-1)
-    assert np.concatenate([np.zeros(0, np.int64), *by_boxes]).tolist() == rows[start:stop].tolist()
 
 
 def test_a_shard_without_extent_has_a_place_in_the_grid() -> None:
