@@ -51,7 +51,7 @@ def step(module: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def job(module: nn.Module, name: str, steps: int = 1) -> dict[str, Any]:
+def job(module: nn.Module, name: str, steps: int = 0) -> dict[str, Any]:
     optimizer = jobs.optimizer(name, module)
     for _ in range(steps):
         step(module, optimizer)

@@ -31,7 +31,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +147,11 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
             "(remesh.sharding.ShardedObject), or use an optimizer that has them."
         )
     parameters = _parameters_of(walk, path, leaf, packed["state"])
-    if walk.stored is None:
+    stored = walk.stored
+    if stored is not None:
+        base = (*path, "state")
+        parameters = [_with_first_state(optimizer, p, stored, base) for p in parameters]
+    else:
         if is_of_torchao(optimizer):
             parameters = [_without_empty_shards(parameter) for parameter in parameters]
         _tell_of_missing_state(parameters, name_of(path))
@@ -396,8 +400,7 @@ def _targets(
                 raise StateError(
                     f"{name_of((*path, *suffix))}: a tensor that is made of others is stored, and "
                     "the optimizer keeps none\n"
-                    "Construct it as the one that was saved, and let it step once before the load, "
-                    "with zeros as gradients"
+                    "Construct it as the one that was saved"
                 )
         for suffix, name in leaves:
             if suffix[:-1] in recorded:
@@ -578,6 +581,57 @@ def _without_empty_shards(tensor: _Optimized) -> _Optimized:
         if not isinstance(leaf, DTensor) or local_tensor(leaf).numel() or not leaf.numel()
     }
     return dataclasses.replace(tensor, packed_state=state)
+
+
+def _with_first_state(
+    optimizer: Optimizer, tensor: _Optimized, stored: Stored, base: Path
+) -> _Optimized:
+    """A tensor without state with that of a first step, if its stored state needs it.
+
+    Stored state that consists of tensors made of others fills state of the same class only, and
+    only the optimizer knows how to make that.
+    """
+    if tensor.packed_state or all(place.shards is not None for place in tensor.places):
+        return tensor
+    place = (*base, tensor.places[0].name)
+    if not any(path[-1] == TENSOR_RECORD for path, _ in stored.under(place)):
+        return tensor
+    try:
+        state = _state_of_first_step(optimizer, tensor.tensor)
+    except Exception as error:
+        raise StateError(
+            f"{name_of(place)}: {type(optimizer).__name__} could not make its state\n"
+            f"It tried a step with zero gradients ({type(error).__name__}: {error}); take one "
+            "step before loading"
+        ) from error
+    return dataclasses.replace(tensor, packed_state=state)
+
+
+def _state_of_first_step(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
+    """The state that an optimizer keeps for a tensor after a first step.
+
+    The step is that of an optimizer that shares nothing with the live one which a step changes:
+    it has a group with a tensor of zeros, whose gradient is zero, and no hooks.
+    """
+    like = torch.zeros_like(tensor.detach())
+    parameter = nn.Parameter(like, requires_grad=like.is_floating_point())
+    parameter.grad = torch.zeros_like(like)
+    group = next(g for g in optimizer.param_groups if any(p is tensor for p in g["params"]))
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NO_OPTIONS}
+    stepped: Any = object.__new__(type(optimizer))
+    stepped.__dict__ = {
+        **optimizer.__dict__,
+        "state": defaultdict(dict),
+        "param_groups": [{**options, "params": [parameter]}],
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    # A learning rate scheduler puts a `step` of its own into the optimizer, which steps that one.
+    stepped.__dict__.pop("step", None)
+    with torch.compiler.set_stance("force_eager"):
+        stepped.step()
+    made: Mapping[str, Any] = stepped.state[parameter]
+    return made
 
 
 def _new_state(
