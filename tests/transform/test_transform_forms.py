@@ -75,11 +75,6 @@ FORMS: dict[str, tuple[str, dict[str, Array], dict[str, Array]]] = {
         EXPERTS,
         {"w": np.stack([*EXPERTS.values()], -1)},
     ),
-    "a star of so many parts": (
-        "w -> e.*.w, unstack=1, parts=4",
-        {"w": np.stack([*EXPERTS.values()], 1)},
-        EXPERTS,
-    ),
     "arrays": (
         "q[0:2], k[0:1] -> a, axis=0",
         {**layers("q_{}", 0, 1), "k_0": numbered(1, start=2)},
@@ -232,7 +227,7 @@ def test_report_of_what_is_left_over() -> None:
         ("_ -> z  a -> _", "_ -> a\nz -> _"),
         ("a -> b, c, axis=0, sizes=[1, 2]", "b, c -> a, axis=0"),
         ("a, b -> c, stack=-1", "c -> a, b, unstack=-1"),
-        ("c -> e.*.w, unstack=0, parts=3", "e.*.w -> c, stack=0"),
+        ("c -> e.*.w, unstack=0", "e.*.w -> c, stack=0"),
         ("a^T -> b", "b -> a^T"),
         ("a -> b, permute=[-1, 0, 1]", "b -> a, permute=[1, 2, 0]"),
         ("a -> b, permute=[]", "b -> a, permute=[]"),

@@ -208,11 +208,6 @@ class Operator:
         """The operator of the statement with its sides exchanged: by default the same."""
         return self
 
-    @property
-    def num_parts(self) -> int:
-        """How many results a `*` on the right stands for; 0 if the statement does not say."""
-        return 0
-
     def order(self, ndim: int) -> tuple[int, ...]:
         """The axes of the tensor that is read, in the order of the result's."""
         return tuple(range(ndim))
@@ -269,7 +264,6 @@ class Split(Operator):
     makes_many: ClassVar[bool] = True
     axis: int = attribute(integer)  # the axis that is cut
     sizes: Sizes | None = attribute(part_sizes, None)  # None for equal parts
-    parts: int | None = attribute(positive, None)  # how many parts a `*` on the right stands for
 
     def apply(self, step: Operands, nodes: list[Node], ends: Ends) -> list[Node]:
         [node] = nodes
@@ -281,7 +275,6 @@ class Split(Operator):
     def _sizes(self, step: Operands, shape: Shape, axis: int, ends: Ends) -> Sequence[int]:
         extent, num_parts = shape[axis], len(step.right)
         name = step.left[0].name
-        _check_num_parts(step, self.parts)
         if self.sizes == "targets":
             pairs = zip(step.right, ends.targets, strict=True)
             sizes: Sequence[int] = [_target_extent(*pair, axis) for pair in pairs]
@@ -310,15 +303,6 @@ class Split(Operator):
     @property
     def needs_ends(self) -> bool:
         return self.sizes == "targets"
-
-    @property
-    def num_parts(self) -> int:
-        return self.parts or (0 if self.sizes in (None, "targets") else len(self.sizes))
-
-
-def _check_num_parts(step: Operands, num_parts: int | None) -> None:
-    if num_parts is not None and num_parts != len(step.right):
-        raise Problem(f"parts={num_parts}, but there are {len(step.right)} names")
 
 
 def _target_extent(operand: Operand, target: TensorInfo | None, axis: int) -> int:
@@ -357,12 +341,10 @@ class Unstack(Operator):
     leads: ClassVar[tuple[str, ...]] = ("unstack",)
     makes_many: ClassVar[bool] = True
     unstack: int = attribute(integer)
-    parts: int | None = attribute(positive, None)  # see `Split`
 
     def apply(self, step: Operands, nodes: list[Node], _ends: Ends) -> list[Node]:
         [node] = nodes
         axis = full_axis(step, self.unstack, len(node.shape))
-        _check_num_parts(step, self.parts)
         num_parts = len(step.right)
         if node.shape[axis] != num_parts:
             raise Problem(
@@ -374,10 +356,6 @@ class Unstack(Operator):
 
     def opposite(self) -> Stack:
         return Stack(self.unstack)
-
-    @property
-    def num_parts(self) -> int:
-        return self.parts or 0
 
 
 @dataclass(frozen=True, slots=True)

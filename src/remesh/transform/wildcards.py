@@ -329,7 +329,7 @@ class Expander:
                 tuple(
                     operand
                     for name in names
-                    for operand in self._operands(statement, binding, name, is_left=is_left)
+                    for operand in self._operands(binding, name, is_left=is_left)
                 )
                 for names, is_left in ((statement.left, True), (statement.right, False))
             )
@@ -340,9 +340,7 @@ class Expander:
             raise step.error(str(problem), problem.span, problem.hints) from None
         return Step(left, right, statement, self._num_expanded, binding)
 
-    def _operands(
-        self, statement: Statement, binding: Binding, name: Name, *, is_left: bool
-    ) -> list[Operand]:
+    def _operands(self, binding: Binding, name: Name, *, is_left: bool) -> list[Operand]:
         literal = name.literal
         if literal is not None:
             return [] if name.is_nothing else [Operand(literal, name)]
@@ -360,40 +358,25 @@ class Expander:
         return [
             Operand(text, name)
             for one in expanded
-            for text in self._stars(statement, name, one, is_left=is_left)
+            for text in self._stars(name, one, is_left=is_left)
         ]
 
-    def _stars(
-        self, statement: Statement, name: Name, pieces: Pieces, *, is_left: bool
-    ) -> list[str]:
+    def _stars(self, name: Name, pieces: Pieces, *, is_left: bool) -> list[str]:
         """The names that pieces with `*` match."""
         pattern = Pattern.of(pieces)
         index = self._source_index() if is_left else self._target_index()
         found = [pattern.filled(numbers) for numbers in index.match(pattern)]
         if is_left:
             found = [text for text in found if text not in self._deleted]
-        elif not found:
-            found = _numbered(statement, pieces)
         if found:
             return found
         if not is_left and self._target_names is None:
             raise Problem(
                 "without targets, nothing tells how many names '*' stands for",
                 name.span,
-                ["add parts= with their number, or give the targets"],
+                ["write the names out, or give the targets"],
             )
         raise self._unmatched(name, pieces, in_targets=not is_left)
-
-
-def _numbered(statement: Statement, pieces: Pieces) -> list[str]:
-    """The names of a star that no target matches, if the statement says how many: 0, 1, 2, ..."""
-    num_parts = statement.operator.num_parts if len(statement.right) == 1 else 0
-    if num_parts > _MAX_NAMES:
-        raise _too_many(None)
-    return [
-        "".join(str(number) if isinstance(piece, Wildcard) else piece for piece in pieces)
-        for number in range(num_parts)
-    ]
 
 
 def _too_many(span: Span | None) -> Problem:

@@ -60,13 +60,13 @@ def save_state_dict(
 
     It holds `ShardedWeight`s by name, or whatever `remesh.save` takes. A checkpoint of the number
     `unique_id` is replaced; by default it is the number after the last. `process_group` is a torch
-    process group or an `Exchange`; by default torch's default group, or this process alone. Which
-    of its ranks `coordinator_rank` is makes no difference. With `async_save` this returns as soon
-    as the state may change again; what fails in the background is raised by the next save in this
-    group, or by `clear_async_save_task_queue`.
+    process group or an `Exchange`; by default torch's default group, or this process alone.
+    `coordinator_rank` makes no difference: ranks that disagree are an error, so none decides alone.
+    With `async_save` this returns as soon as the state may change again; what fails in the
+    background is raised by the next save in this group, or by `clear_async_save_task_queue`.
     """
+    del coordinator_rank
     exchange = exchange_of(process_group)
-    _check_coordinator(exchange, coordinator_rank)
     saver = _SAVERS.get(process_group)
     if saver is not None:
         saver.wait()
@@ -121,9 +121,8 @@ def load_state_dict(
         CheckpointNotFoundError: If there is no such checkpoint.
         MismatchError: If state dict and checkpoint do not fit. Nothing was changed.
     """
-    del offload
+    del offload, coordinator_rank
     exchange = exchange_of(process_group)
-    _check_coordinator(exchange, coordinator_rank)
     transform = _transform_of(aoa_config)
     place, of_paddle = _find(exchange, path, unique_id)
     names: dict[str, str] = {}
@@ -154,9 +153,8 @@ def reshard_sharded_state_dict(
         CoverageError: If a part of a source tensor is in no shard.
         MismatchError: If the source lacks tensors of the target, or their shapes or dtypes differ.
     """
-    del offload
+    del offload, coordinator_rank
     exchange = exchange_of(process_group)
-    _check_coordinator(exchange, coordinator_rank)
     transform = _transform_of(aoa_config)
     source = _engine_state(exchange, src_sharded_state_dict)
     target = _engine_state(exchange, dst_sharded_state_dict)
@@ -196,18 +194,6 @@ def _transform_of(aoa_config: Mapping[str, Any] | None) -> Transform | None:
         return None
     transform = Transform(statements)
     return transform.reversed() if config.get("aoa_config_reverse") else transform
-
-
-def _check_coordinator(exchange: Exchange, coordinator_rank: int | None) -> None:
-    """Check that a coordinator is a rank of the group.
-
-    Which rank it is makes no difference: ranks that disagree about a value are an error, so there
-    is nothing that one of them decides alone.
-    """
-    if coordinator_rank is not None and not 0 <= coordinator_rank < exchange.world_size:
-        raise StateError(
-            f"coordinator_rank={coordinator_rank} is not a rank of a group of {exchange.world_size}"
-        )
 
 
 def _engine_state(
