@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from remesh.adapters.fsdp1 import has_fsdp1
 from remesh.adapters.memory import alias_key
 from remesh.adapters.wrappers import unwrapped
-from remesh.core.sharded import LocalNonpersistentObject
 from remesh.errors import StateError
 
 
@@ -42,8 +41,8 @@ def adapter_target(state: Any, stored: Iterable[str], *, is_transformed: bool = 
     """What to fill with a checkpoint of these names: for files of peft, tensors of the adapters.
 
     They are called as in the files; an adapter that is not called `default` may lie in a folder of
-    its name. Base weights are in no file of peft, and stay as they are. In a training state, such
-    as the Trainer's, the adapters are below the name of the model.
+    its name. Base weights are in no file of peft, and stay as they are. In a checkpoint of the
+    Trainer the adapters are below `model`.
 
     Raises:
         StateError: If peft stores something else than tensors of the model, or has merged them, or
@@ -57,55 +56,21 @@ def adapter_target(state: Any, stored: Iterable[str], *, is_transformed: bool = 
             inner = _stored_adapters(state, model, _below("model", names))
             found = None if inner is None else {"model": inner}
         return state if found is None else found
-    if not isinstance(state, Mapping) or is_transformed:
-        return state
-    filled: dict[str, Any] = {}
-    for key, value in state.items():
+    for key, value in state.items() if isinstance(state, Mapping) and not is_transformed else ():
         model = peft_model(value)
         if model is None:
             continue
-        if _stored_adapters(value, model, names) is not None:
+        if any(_stored_adapters(value, model, own) for own in (names, _below(key, names))):
             raise StateError(
-                f"{key}: is a model of peft, and the folder has its adapters alone\n"
+                f"{key}: is a model of peft, and only its adapters are stored, as in its files\n"
                 "Pass the model itself: remesh.load(model, folder)"
             )
-        found = _stored_adapters(value, model, _below(key, names))
-        if found is not None:
-            filled[key] = _as_module(found)
-            # For the names of parameters of an optimizer that are in no file of peft.
-            filled[f"{key}, not stored"] = LocalNonpersistentObject(value)
-    return _Replaced(state, filled) if filled else state
-
-
-class _Replaced(dict[Any, Any]):
-    """A state with other entries in the place of some; what is set, is set in the state."""
-
-    def __init__(self, state: Mapping[Any, Any], entries: Mapping[Any, Any]) -> None:
-        super().__init__({**state, **entries})
-        self._state: Any = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._state[key] = value
+    return state
 
 
 def _below(key: Any, names: Iterable[str]) -> set[str]:
     """Names without a first key, of those that begin with it."""
     return {name.removeprefix(f"{key}.") for name in names if name.startswith(f"{key}.")}
-
-
-def _as_module(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A module with these parameters and buffers, where an optimizer finds their names."""
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for key in path:
-            module = module._modules.setdefault(key, nn.Module()) or module  # noqa: SLF001
-        is_parameter = isinstance(tensor, nn.Parameter)
-        entries: dict[str, Any] = module._parameters if is_parameter else module._buffers  # noqa: SLF001
-        entries[last] = tensor
-    return root
 
 
 def _stored_adapters(state: nn.Module, model: Any, names: set[str]) -> dict[str, Any] | None:
