@@ -19,10 +19,10 @@ from tests.elastic.agents import SilentAgent, patient_status
 from tests.elastic.cluster import MasterProcess
 from tests.waiting import wait_until
 
-CHECK = b"POST /v%d/check HTTP/1.1\r\nHost: x\r\n" % PROTOCOL_VERSION
-HALF_OPEN = (b"", CHECK[:17], CHECK + b"Content-Le")
+ORDER = b"POST /v%d/node HTTP/1.1\r\nHost: x\r\n" % PROTOCOL_VERSION
+HALF_OPEN = (b"", ORDER[:17], ORDER + b"Content-Le")
 """What connections say that never get to a whole request."""
-HALF_A_BODY = CHECK + b'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"node'
+HALF_A_BODY = ORDER + b'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"node'
 
 
 @contextlib.contextmanager

@@ -36,7 +36,6 @@ from remesh.elastic.protocol import (
     NodeTest,
     ReportFailures,
     ReportTest,
-    RequestCheck,
     Sender,
     Stop,
     TestResult,
@@ -200,10 +199,6 @@ class Jobs(RuleBasedStateMachine):
         agent = self.draw_agent(data)
         self.send(Drain(**agent.sender, seconds=seconds, reason="SIGTERM"))
 
-    @rule()
-    def somebody_wants_a_check(self) -> None:
-        self.send(RequestCheck(reason="a test"))
-
     @rule(number=st.integers(0, 6), is_used=st.booleans())
     def an_operator_excludes_or_readmits(self, number: int, is_used: bool) -> None:
         self.deliver(NodeHeld(number, None if is_used else "its fan"))
@@ -226,11 +221,12 @@ class Jobs(RuleBasedStateMachine):
         """Forwards, while the master is stopped; `SteadyClock` never goes back."""
         self.now += seconds
 
-    @rule()
-    def the_master_is_killed_and_started_again(self) -> None:
+    @rule(tests_nodes=st.booleans())
+    def the_master_is_killed_and_started_again(self, tests_nodes: bool) -> None:
         self.journal.write(self.state, self.now)
-        loaded, _ = self.journal.load(POLICY)
-        assert loaded == self.state
+        policy = msgspec.structs.replace(POLICY, check=tests_nodes)
+        loaded, _ = self.journal.load(policy)
+        assert loaded == msgspec.structs.replace(self.state, policy=policy)
         self.state = loaded
         self.live = Liveness.after_start(self.state, self.now)
 

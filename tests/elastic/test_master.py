@@ -434,7 +434,7 @@ class TestRefusals:
             served.agent(1).waiting()
 
     def test_what_is_no_request(self, served: Served) -> None:
-        assert ask(served.url, "check", {"reason": 7})[0] == 400
+        assert ask(served.url, "node", {"node": 7})[0] == 400
         assert ask(served.url, "dance", {})[0] == 404
         assert ask(served.url, "dance")[0] == 404
         status, reply = ask(served.url, "session")
@@ -452,5 +452,5 @@ class TestRefusals:
         monkeypatch.setattr("remesh.elastic.server.MAX_MESSAGE_BYTES", 1000)
         with serving() as served:
             with pytest.raises(urllib.error.HTTPError, match="413") as refused:
-                urllib.request.urlopen(f"{served.url}/v{PROTOCOL_VERSION}/check", b"x" * 2000)
+                urllib.request.urlopen(f"{served.url}/v{PROTOCOL_VERSION}/node", b"x" * 2000)
             refused.value.close()

@@ -91,8 +91,8 @@ def test_the_master_of_a_job_of_one_machine_is_for_its_user_alone(tmp_path: Path
         said = re.search(r"page is at (http://[\d.:]+); .* token in (\S+)", output.read_text())
         assert said is not None
         url, file = said[1], Path(said[2])
-        for name in ("status", "status?page", "session", "check"):
-            body = b"{}" if name == "check" else None
+        for name in ("status", "status?page", "session", "node"):
+            body = b"{}" if name == "node" else None
             with pytest.raises(urllib.error.HTTPError, match="401") as refused:
                 urllib.request.urlopen(f"{url}/v{PROTOCOL_VERSION}/{name}", body, timeout=60)
             refused.value.close()

@@ -43,26 +43,10 @@ def run(*, arguments: tuple[str, ...]) -> None:
         raise SystemExit(1) from error  # the script's fault, as docs/elastic.md says
 
 
-@click.command(
-    epilog=output.example("remesh check", "remesh check --master http://127.0.0.1:29400")
-)
-@click.option("--master", metavar="URL", help="Have all nodes of this master's job tested.")
-@click.option("--token-file", metavar="FILE", help="The master's token.")
-@click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
+@click.command(epilog=output.example("remesh check"))
 @output.json_option
-def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
-    """Test this machine: its processors, memory and GPUs.
-
-    With `--master`, all nodes of a job are tested in groups before its next round instead; what was
-    found is seen with `remesh status`.
-    """
-    if master is not None:
-        from remesh.elastic.client import Client, read_token
-
-        client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
-        client.request_check("remesh check")
-        output.line("the nodes will be tested before the next round")
-        return
+def check(*, as_json: bool) -> None:
+    """Test this machine: its processors, memory and GPUs."""
     from remesh.elastic.node_check import run_alone
 
     outcome = run_alone()

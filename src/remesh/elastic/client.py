@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from remesh.elastic.directories import token_of
-from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, RequestCheck, SetNode
+from remesh.elastic.protocol import PROTOCOL_VERSION, Problem, SetNode
 from remesh.elastic.status import Status
 from remesh.errors import MasterError, StorageError
 
@@ -157,14 +157,6 @@ class Client:
             MasterError: If the request is refused, or no reply comes.
         """
         return self._answer("status", Status)
-
-    def request_check(self, reason: str) -> None:
-        """Have all nodes tested before the next round.
-
-        Raises:
-            MasterError: If the request is refused, or no reply comes.
-        """
-        self._answer("check", dict, RequestCheck(reason=reason))
 
     def set_node(self, node: str, *, is_used: bool, reason: str = "") -> None:
         """Exclude a node, by name or id, or use it again.

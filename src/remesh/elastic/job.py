@@ -97,7 +97,6 @@ NodeEvent: TypeAlias = Join | protocol.ReportFailures | Leave | Drain | protocol
 """Messages of agents that are events."""
 Event: TypeAlias = (
     NodeEvent
-    | protocol.RequestCheck
     | NodeLost
     | NodeHeld
     | CheckpointSaved
@@ -176,7 +175,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[FailureRecord, ...] = ()  # failures, oldest first
     departures: tuple[Departure, ...] = ()  # nodes that were lost or left, oldest first
     checked: dict[int, str] = {}  # incarnations that passed a check, by node id
-    check_reason: str = ""  # why the next world is to be checked; empty if it need not be
+    must_check: bool = False  # whether the next world is to be checked, known nodes included
     check: RunningCheck | None = None  # the check that runs
     num_checks: int = 0  # checks so far
     check_findings: dict[int, str] = {}  # what the last check found, as text by node id
@@ -247,8 +246,6 @@ def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobSta
             return _drain(job, event, nodes, now)
         case protocol.ReportTest():
             return _tested(job, event, nodes)
-        case protocol.RequestCheck(reason=reason):
-            return _note(_replace(job, check_reason=reason), now, f"check requested: {reason}")
         case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
             return _replace(job, saved_step=step)
         case RanksWait(number) if number == nodes.round and is_for_growth(job):
@@ -384,7 +381,7 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
         # The others need not wait until it joins.
         job = _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, decision.reason), now)
     if decision.action is FailureAction.REPLACE:
-        job = _replace(job, check_reason=f"node {event.node_id} reported a broken machine")
+        job = _replace(job, must_check=True)
         job = _advance(job, rendezvous.exclude(nodes, node, decision.reason, now), now)
     if decision.action is FailureAction.FAIL:
         job = _advance(job, rendezvous.end(nodes, Outcome.FAILED, decision.reason), now)
@@ -517,7 +514,7 @@ def _end_request(job: JobState) -> JobState:
 
 def _begin_check(job: JobState, nodes: Rendezvous, now: float) -> JobState:
     unknown = [node.id for node in nodes.world if job.checked.get(node.id) != node.incarnation]
-    if not job.check_reason and not (job.policy.check and unknown):
+    if not job.must_check and not (job.policy.check and unknown):
         return job
     number = job.num_checks + 1
     check = checks.begin(number, [node.id for node in nodes.world], now)
@@ -555,7 +552,7 @@ def _end_check(job: JobState, result: CheckResult, nodes: Rendezvous, now: float
     job = _replace(
         job,
         check=None,
-        check_reason="",
+        must_check=False,
         check_findings=findings,
         checked={node.id: node.incarnation for node in nodes.world if node.id not in out},
     )

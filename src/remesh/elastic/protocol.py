@@ -13,8 +13,7 @@ message that cannot be accepted ends the session with a `Problem`.
 
 HTTP is for people and other programs: `GET /v<version>/status` returns a
 `remesh.elastic.status.Status`, or with a query the part of it that the page shows, and `POST
-/v<version>/check` takes a `RequestCheck`. A reply with an HTTP status of 400 or above is a
-`Problem`.
+/v<version>/node` takes a `SetNode`. A reply with an HTTP status of 400 or above is a `Problem`.
 """
 
 from __future__ import annotations
@@ -219,9 +218,3 @@ class SetNode(msgspec.Struct, frozen=True, kw_only=True):
     node: str  # its name or id
     is_used: bool
     reason: str = ""
-
-
-class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Test all nodes before the next round (sent by `remesh check`)."""
-
-    reason: str

@@ -24,20 +24,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
 from itertools import count
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from weakref import WeakSet
 
 import msgspec
 from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Handler
 
-from remesh.elastic import protocol
 from remesh.elastic.master import Connection, Master, RefusedError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
-from remesh.elastic.protocol import PROTOCOL_VERSION, Instruction, Message, Problem
+from remesh.elastic.protocol import PROTOCOL_VERSION, Instruction, Message, Problem, SetNode
 from remesh.elastic.status import OF_A_PAGE, OF_ALL, Limits, Status, status_of
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +206,6 @@ class Server:
         prefix = f"/v{PROTOCOL_VERSION}"
         app.router.add_get(f"{prefix}/session", self._session, name="session")
         app.router.add_get(f"{prefix}/status", self._status)
-        app.router.add_post(f"{prefix}/check", self._check)
         app.router.add_post(f"{prefix}/node", self._set_node)
         app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_other)
         app.router.add_get("/metrics", self._metrics)
@@ -254,25 +250,15 @@ class Server:
     async def _status(self, request: web.Request) -> web.StreamResponse:
         return _reply(self._seen(OF_A_PAGE if "page" in request.query else OF_ALL))
 
-    async def _check(self, request: web.Request) -> web.StreamResponse:
-        return await self._order(request, protocol.RequestCheck, self._master.apply)
-
     async def _set_node(self, request: web.Request) -> web.StreamResponse:
-        return await self._order(request, protocol.SetNode, self._master.set_node)
-
-    async def _order(
-        self, request: web.Request, kind: type[T], follow: Callable[[T], object]
-    ) -> web.StreamResponse:
         """Follow an order of an operator, and answer when the journal has it."""
         # Browsers send this type across sites only if they are allowed to, which they are not.
         if request.content_type != "application/json":
             return _reply(Problem("send application/json"), 415)
         try:
-            asked = msgspec.json.decode(await request.read(), type=kind)
-            follow(asked)
+            self._master.set_node(msgspec.json.decode(await request.read(), type=SetNode))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            name = request.path.rpartition("/")[2]
-            return _reply(Problem(f"{name}: {error}"), 400)
+            return _reply(Problem(f"node: {error}"), 400)
         except RefusedError as error:
             return _reply(Problem(str(error)), 409)
         await self._master.written()
