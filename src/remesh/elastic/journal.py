@@ -100,18 +100,13 @@ class Journal:
             ) from error
         if job is None:
             return JobState(policy=policy), 0.0
+        if job.ended is not None:  # agents may still have to be told
+            self.warnings.append(
+                f"{self._path}: holds a job that has ended ({job.rendezvous.outcome})\n"
+                f"{job.rendezvous.reason}\n"
+                "For a new job give another file to --state, or remove this one"
+            )
         return msgspec.structs.replace(job, policy=policy), self._content.time
-
-    def ended(self) -> str:
-        """That the job in the file has ended, and what to do; empty if there is no such job."""
-        job, _ = self.load(Policy())
-        if job.ended is None:
-            return ""
-        nodes = job.rendezvous
-        return (
-            f"{self._path}: holds a job that has ended ({nodes.outcome})\n{nodes.reason}\n"
-            "For a new job give another file to --state, or remove this one"
-        )
 
     def write(self, job: JobState, time: float) -> None:
         """Make the job durable."""

@@ -88,8 +88,6 @@ class Master:
         self._on_excluded = on_excluded
         self._reported: set[tuple[int, str]] = set()  # the nodes for which it has run
         self.job, last = journal.load(policy)
-        if ended := journal.ended():  # agents may still have to be told
-            journal.warnings.append(ended)
         for text in journal.warnings:
             log.warning(text)
         self._problem = ""  # why the journal cannot be written; empty if it can
