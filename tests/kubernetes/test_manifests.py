@@ -21,7 +21,6 @@ from remesh.kubernetes.manifests import SPEC, STATUS, manifests
 from remesh.kubernetes.operator import KEY_SECRET
 from remesh.kubernetes.pods import make_pod, make_secret, make_service, token_of
 from remesh.kubernetes.resource import (
-    Checkpoint,
     ExcludedHost,
     JobStatus,
     MasterSpec,
@@ -55,8 +54,7 @@ VALID: dict[str, Any] = {"script": ["train.py"], "worker": {"template": {"spec":
     [
         {},
         {"replicas": 3, "minReplicas": 2, "maxReplicas": 4},
-        {"checkpoint": {"url": "s3://bucket/runs", "secret": "store"}, "cleanPolicy": "All"},
-        {"checkpoint": {"claim": "checkpoints"}, "tls": {"secret": "certificates"}},
+        {"cleanPolicy": "All", "tls": {"secret": "certificates"}},
         {"master": {"stateClaim": "journal", "args": ["--check"], "template": {"spec": {}}}},
     ],
 )
@@ -72,9 +70,6 @@ def test_the_schema_accepts_what_is_valid(spec: dict[str, Any]) -> None:
         ({"replicas": 0}, "0 is less than the minimum of 1"),
         ({"maxReplicas": 10_001}, "10001 is greater than the maximum of 10000"),
         ({"cleanPolicy": "Some"}, "is not one of"),
-        ({"checkpoint": {"path": "/a"}}, "is not valid under any of the given schemas"),
-        ({"checkpoint": {"claim": "a", "url": "s3://b"}}, "is valid under each of"),
-        ({"checkpoint": {"claim": "a", "path": "b"}}, "does not match"),
         ({"tls": {}}, "'secret' is a required property"),
         ({"master": {"port": 65_536}}, "greater than the maximum of 65535"),
         ({"worker": {}}, "'template' is a required property"),
@@ -194,7 +189,6 @@ def test_a_template_is_completed_not_overruled() -> None:
     spec = msgspec.structs.replace(
         make_spec(),
         worker=WorkerSpec(template=template, args=("--nproc-per-node", "8")),
-        checkpoint=Checkpoint(claim="checkpoints", secret="store"),
         tls=Tls(secret="certificates"),
         master=MasterSpec(state_claim="journal"),
     )
@@ -224,11 +218,8 @@ def test_a_template_is_completed_not_overruled() -> None:
     assert container["args"][-3:] == ["--nproc-per-node", "8", "train.py"]
     assert "https://train-master.ml.svc:29400" in container["args"]
     assert {"name": "A", "value": "1"} in container["env"]
-    assert {"name": "REMESH_CHECKPOINT_ROOT", "value": "/checkpoints"} in container["env"]
-    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
     volumes = {each["name"]: each for each in pod["volumes"]}
     assert [each["path"] for each in volumes["remesh-tls"]["secret"]["items"]] == ["ca.crt"]
-    assert volumes["remesh-checkpoints"]["persistentVolumeClaim"] == {"claimName": "checkpoints"}
     mounted = {each["name"] for each in container["volumeMounts"]}
     assert mounted == set(volumes)
 

@@ -26,7 +26,6 @@ from remesh.kubernetes.resource import (
     ElasticJob,
     Key,
     Role,
-    first_container,
 )
 
 Manifest = dict[str, Any]
@@ -40,6 +39,11 @@ CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
 }
+VARIABLES = (
+    {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the pod's own
+    {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+)
+"""To which arguments refer, or without which a library fails."""
 STOP_SECONDS = 40
 """Seconds that a worker needs to stop besides `spec.drain_seconds`."""
 MASTER_STOP_SECONDS = 10
@@ -173,22 +177,19 @@ def _metadata(job: ElasticJob, name: str) -> Manifest:
 
 def _main_container(job: ElasticJob, role: Role, index: int, given: Mapping[str, Any]) -> Manifest:
     """The container that runs the master, or a worker's part of the training."""
-    image = first_container(job.spec.worker.template.get("spec") or {}).get("image", "")
+    workers = (job.spec.worker.template.get("spec") or {}).get("containers") or [{}]
+    image = workers[0].get("image", "")
     container: Manifest = {"name": role.value, "image": image, "command": ["remesh"]}
     if role is Role.MASTER:
         container |= _master_defaults(job.spec.master.port)
     container |= given
     container["args"] = _master_args(job) if role is Role.MASTER else _worker_args(job, index)
-    container["env"] = [*_variables(job, role), *(given.get("env") or [])]
+    container["env"] = [*VARIABLES, *(given.get("env") or [])]
     mounts = [
         {"name": name, "mountPath": path, **({"readOnly": True} if "secret" in source else {})}
         for name, path, source in _volumes(job, role)
     ]
     container["volumeMounts"] = [*(given.get("volumeMounts") or []), *mounts]
-    checkpoint = job.spec.checkpoint
-    if role is Role.WORKER and checkpoint is not None and checkpoint.secret is not None:
-        source = {"secretRef": {"name": checkpoint.secret}}
-        container["envFrom"] = [*(container.get("envFrom") or []), source]
     return container
 
 
@@ -198,18 +199,6 @@ def _master_defaults(port: int) -> Manifest:
         "ports": [{"name": "http", "containerPort": port}],
         "readinessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 2},
     }
-
-
-def _variables(job: ElasticJob, role: Role) -> list[Manifest]:
-    """Variables that the arguments or the script refer to."""
-    variables: list[Manifest] = [
-        {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the pod's own
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-    ]
-    if role is Role.WORKER and job.spec.checkpoint is not None:
-        root = job.spec.checkpoint.url or job.spec.checkpoint.path
-        variables.append({"name": "REMESH_CHECKPOINT_ROOT", "value": root})
-    return variables
 
 
 def _master_args(job: ElasticJob) -> list[str]:
@@ -247,17 +236,11 @@ def _volumes(job: ElasticJob, role: Role) -> Iterator[tuple[str, str, Manifest]]
             source["items"] = [{"key": "ca.crt", "path": "ca.crt"}]  # not the master's key
         yield "remesh-tls", TLS_MOUNT, {"secret": source}
     if role is Role.MASTER:
-        yield "remesh-state", STATE_MOUNT, _claimed(spec.master.state_claim)
-        return
-    yield "remesh-shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}  # noqa: S108 - likewise
-    if spec.checkpoint is not None and spec.checkpoint.claim is not None:
-        yield "remesh-checkpoints", spec.checkpoint.path, _claimed(spec.checkpoint.claim)
-
-
-def _claimed(claim: str | None) -> Manifest:
-    if claim is None:
-        return {"emptyDir": {}}
-    return {"persistentVolumeClaim": {"claimName": claim}}
+        claim = spec.master.state_claim
+        state = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+        yield "remesh-state", STATE_MOUNT, state
+    else:
+        yield "remesh-shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}  # noqa: S108 - likewise
 
 
 def _tolerations(job: ElasticJob, given: list[Manifest]) -> list[Manifest]:

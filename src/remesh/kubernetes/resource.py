@@ -66,22 +66,6 @@ Positive = Annotated[int, Meta(ge=1)]
 Workers = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Where the job keeps its checkpoints; scripts read REMESH_CHECKPOINT_ROOT."""
-
-    claim: Annotated[
-        Text | None, about("A PersistentVolumeClaim that is mounted in all workers.")
-    ] = None
-    path: Annotated[str, about("Where it is mounted.", pattern="^/")] = "/checkpoints"
-    url: Annotated[
-        Annotated[str, Meta(pattern="^[a-z0-9]+://")] | None,
-        about("Address of an object store, instead of a claim."),
-    ] = None
-    secret: Annotated[
-        SecretName | None, about("A Secret whose keys become variables of the workers.")
-    ] = None
-
-
 class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Certificates of the master, for the name <job>-master.<namespace>.svc."""
 
@@ -152,10 +136,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unk
     join_seconds: Annotated[
         Natural, about("Without enough workers for this long the job fails, in seconds.")
     ] = 3600
-    checkpoint: Annotated[
-        Checkpoint | None,
-        Meta(extra_json_schema={"oneOf": [{"required": ["claim"]}, {"required": ["url"]}]}),
-    ] = None
     tls: Tls | None = None
     master: MasterSpec = MasterSpec()
     worker: WorkerSpec
@@ -372,12 +352,6 @@ def parse_pod(data: Mapping[str, Any]) -> Pod | None:
 
 def _first(*places: Mapping[str, Any], key: str) -> str:
     return next((str(place[key]) for place in places if place.get(key)), "")
-
-
-def first_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The first container of a pod; an empty one if it has none."""
-    containers: list[Mapping[str, Any]] = pod_spec.get("containers") or [{}]
-    return containers[0]
 
 
 def status_patch(old: JobStatus, new: JobStatus) -> dict[str, Any]:
