@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +177,8 @@ FILES = [
 
 @needs("gloo averages")
 def test_two_ranks_to_three(tmp_path: Path) -> None:
-    run_processes(3, _job, tmp_path, list(itertools.product(SAVED, WRAPS)))
+    # What is stored is the same for all three, so each is loaded once.
+    pairs = [("fsdp1", "fsdp2"), ("fsdp2", "fsdp1"), ("flat", "fsdp2")]
+    run_processes(3, _job, tmp_path, pairs)
     for name in SAVED:
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == FILES

@@ -58,8 +58,16 @@ class Spy(ThreadExchange):
         return self._meet(rank, operation, contribution)
 
 
-@pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE, 3 * CHUNK_SIZE])
-@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("writer", "arena_bytes"),
+    [
+        ("thread", None),
+        ("thread", CHUNK_SIZE),
+        ("thread", 3 * CHUNK_SIZE),
+        ("process", None),
+        ("process", CHUNK_SIZE),
+    ],
+)
 def test_what_is_stored_is_the_state_at_the_call(
     writer: Literal["thread", "process"], arena_bytes: int | None, tmp_path: Path
 ) -> None:

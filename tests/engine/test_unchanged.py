@@ -102,8 +102,10 @@ def saver_of(way: Way, **options: Any) -> remesh.Saver:
     return remesh.Saver(writer="process" if way == "process" else "thread", **options)
 
 
-@pytest.mark.parametrize("compress", [None, "zstd"])
-@pytest.mark.parametrize("way", ["save", "thread", "process"])
+@pytest.mark.parametrize(
+    ("way", "compress"),
+    [("save", None), ("save", "zstd"), ("thread", None), ("process", "zstd")],
+)
 def test_an_adapter_run_writes_the_adapter(
     way: Way, compress: Compress | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
