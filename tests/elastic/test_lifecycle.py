@@ -393,22 +393,23 @@ def test_under_every_order_of_events_a_job_ends_as_it_should(first: str, second:
         processes = tuple(Process(one == "r", "ended", 0) for one in kinds_of_node)
         nodes.append(Machine(state, processes, waits=True))
     start = Job(tuple(nodes))
-    before: dict[Job, set[Job]] = {start: set()}
-    left = [start]
+    numbers, before, left = {start: 0}, [[]], [start]  # each state has a number
     while left:
         job = left.pop()
         check(job)
         for following in events(job):
-            if following not in before:
-                before[following] = set()
+            number = numbers.setdefault(following, len(numbers))
+            if number == len(before):
+                before.append([])
                 left.append(following)
-            before[following].add(job)
-    ended = [job for job in before if all(node.exit is not None for node in job.nodes)]
+            before[number].append(numbers[job])
+    ended = [job for job in numbers if all(node.exit is not None for node in job.nodes)]
     assert {job.outcome for job in ended} == {Outcome.SUCCEEDED, Outcome.FAILED}
-    reaches_end = set(ended)
-    while ended:
-        for earlier in before[ended.pop()]:
+    reached = [numbers[job] for job in ended]
+    reaches_end = set(reached)
+    while reached:
+        for earlier in before[reached.pop()]:
             if earlier not in reaches_end:
                 reaches_end.add(earlier)
-                ended.append(earlier)
+                reached.append(earlier)
     assert len(reaches_end) == len(before), "there are states in which all wait for ever"

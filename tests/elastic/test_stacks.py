@@ -81,6 +81,7 @@ def test_processes_are_asked_and_write_what_they_do(
         assert [process.poll() for process in processes] == [None] * 3
         free.kill()
         free.wait()
+        monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.0)
         assert "no stacks" in Stacks({7: asked[7]}).take()[7]
 
 
