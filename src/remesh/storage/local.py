@@ -101,6 +101,10 @@ class LocalStorage(Storage):
     shares_files = True
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool = True) -> None:
+        text = os.fspath(root)
+        # The text of a path is compared between ranks, and an empty one is a forgotten setting.
+        if not text or "\0" in text or text.encode(errors="replace").decode() != text:
+            raise StorageError(f"{text!r} is no path of a directory; give another one")
         # resolve() would follow links.
         self._root = Path(os.path.abspath(os.path.expanduser(root)))
         self._direct = direct_io
