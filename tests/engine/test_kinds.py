@@ -79,6 +79,7 @@ def test_memory_of_any_strides_is_saved(tmp_path: Path) -> None:
         "numpy_reversed": whole.numpy()[::-1, :, ::2],
         "numpy_broadcast": np.broadcast_to(np.arange(4, dtype=np.int16), (3, 4)),
         "numpy_fortran": np.asfortranarray(whole.numpy()),
+        "numpy_matrix": whole.numpy()[0].view(np.matrix),
     }
     remesh.save(source, tmp_path)
     checkpoint = remesh.Checkpoint(tmp_path)
@@ -89,7 +90,7 @@ def test_memory_of_any_strides_is_saved(tmp_path: Path) -> None:
 
 def test_memory_of_any_strides_is_filled_and_its_gaps_are_left_alone(tmp_path: Path) -> None:
     values = torch.arange(6.0).reshape(2, 3)
-    names = ["columns", "transposed", "reversed"]
+    names = ["columns", "transposed", "reversed", "matrix"]
     remesh.save({name: values + number for number, name in enumerate(names)}, tmp_path)
     holders = {name: torch.full((4, 6), -1.0) for name in names}
     array: Any = holders["reversed"].numpy()
@@ -97,6 +98,7 @@ def test_memory_of_any_strides_is_filled_and_its_gaps_are_left_alone(tmp_path: P
         "columns": holders["columns"][1:3, ::2],
         "transposed": holders["transposed"].T[3:5, 1:4],
         "reversed": array[2:4, 1:4][::-1, ::-1],
+        "matrix": holders["matrix"].numpy().view(np.matrix)[1:3, 2:5],
     }
     load_exactly(target, tmp_path)
     for number, name in enumerate(names):

@@ -228,7 +228,8 @@ class Walk:
         if isinstance(node, ShardedTensorFactory):
             return self._visit_factory(path, node)
         if values.is_array(node) and node.dtype.kind in "biufc":
-            self.add_array(path, node, Role.ASSUMED, alias_key=_numpy_alias_key(node))
+            array = np.asarray(node)  # boxes of a matrix always have two dims
+            self.add_array(path, array, Role.ASSUMED, alias_key=_numpy_alias_key(array))
             return lambda _loaded: node
         if self.stored is not None and path and values.is_plain(node):
             unit = self._visit_unit(self.stored, path, node)
