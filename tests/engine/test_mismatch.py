@@ -80,7 +80,7 @@ def test_names_with_another_beginning_come_with_the_transform_that_loads_them() 
 
 
 def test_a_model_alone_comes_with_the_transform_that_finds_it() -> None:
-    """Not with averages that lie beside it, or leaves of other modules of it."""
+    """Not with averages beside it, leaves of other modules of it, or states of parameters."""
     names = ("embed.weight", "body.0.weight", "body.0.bias", "head.weight", "head.bias")
     stored = {name: torch.ones(2) for name in names}
     storage = saved({"model": stored, "ema": {name: torch.zeros(2) for name in names}})
@@ -96,6 +96,11 @@ def test_a_model_alone_comes_with_the_transform_that_finds_it() -> None:
         "lora.bias": torch.zeros(2),
     }
     assert "to load them" not in str(mismatch({"model": adapted}, storage))
+    moments = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    storage = saved({"optimizer": {"state": {"norm.weight": moments}}})
+    assert "to load them" not in str(
+        mismatch({"optimizer": {"state": {"new.weight": moments}}}, storage)
+    )
 
 
 def test_messages_stay_short_and_the_exception_carries_all() -> None:

@@ -55,7 +55,8 @@ def _common_rename(missing: Sequence[str], names: Sequence[str]) -> tuple[str, s
     It is taken from a missing name and the stored one with the longest common end, and holds for
     all missing names with that beginning, two or more. The beginning of missing names may be empty:
     a model alone, which is stored with others. Leaves of one module, which are called `weight` in
-    all others as well, say nothing unless that module is at the top.
+    all others as well, say nothing unless that module is at the top; nor do states of parameters,
+    which follow those.
     """
     known = set(names)
     for name in missing[:MAX_LISTED]:
@@ -67,7 +68,7 @@ def _common_rename(missing: Sequence[str], names: Sequence[str]) -> tuple[str, s
         if num_common == 0 or (num_common == 1 and len(before) > 1):
             continue
         old, new = ".".join((*stored[:-num_common], "")), ".".join((*before, ""))
-        those = [other for other in missing if other.startswith(new)]
+        those = [other for other in missing if other.startswith(new) and ".state." not in new]
         if len(those) > 1 and all(old + other.removeprefix(new) in known for other in those):
             return old, new
     return None
