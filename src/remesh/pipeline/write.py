@@ -37,9 +37,6 @@ CHUNK_SIZE = 4 << 20
 """Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
 enough to be still in the processor's cache when it is digested and written."""
 
-MAX_EARLY = 8
-"""Chunks of a compressed file that wait for others, so that blocks lie in their order."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilePiece:
@@ -172,8 +169,6 @@ class ChunkWriter:
         self._is_compressed = files.compress is not None
         self._stored_begin = np.zeros(len(self._digests), np.int64)
         self._stored_bytes = [0] * len(files.paths)
-        self._next: list[int] = files.start.tolist()
-        self._early: list[dict[int, tuple[int, IntArray, Buffer]]] = [{} for _ in files.paths]
         self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
@@ -197,29 +192,17 @@ class ChunkWriter:
                 self._count(file, len(part))
 
     def _append(self, file: int, start: int, part: Buffer) -> None:
-        """Take the stored form of what a file has from a byte of the stream on; write what may be.
-
-        Threads finish chunks a little out of order. In that order, a reader of several chunks would
-        need twice as many reads. So a chunk that comes early is kept until those before it have
-        come, or too many are kept.
-        """
+        """Write the stored form of what a file has from a byte of the stream on."""
         blocks = self._files.encode(start, part)
-        begins = np.cumsum([0, *map(len, blocks)])[:-1]
-        stored, placed = np.concatenate(blocks), []  # a copy: blocks may lie in the caller's buffer
+        begins = np.cumsum([0, *map(len, blocks)])
         with self._lock:
-            early = self._early[file]
-            early[start] = len(part), begins, stored
-            while early and (min(early) <= self._next[file] or len(early) > MAX_EARLY):
-                first = min(early)
-                num_bytes, begins, stored = early.pop(first)
-                placed.append((first, num_bytes, begins + self._stored_bytes[file], stored))
-                self._stored_bytes[file] += len(stored)
-                self._next[file] = max(self._next[file], first + num_bytes)
-        for first, num_bytes, begins, stored in placed:
-            row = first // BLOCK_SIZE
-            self._stored_begin[row : row + len(begins)] = begins
-            self._writer_of(file).write(int(begins[0]), stored)
-            self._count(file, num_bytes)
+            begins += self._stored_bytes[file]
+            self._stored_bytes[file] = int(begins[-1])
+        row = start // BLOCK_SIZE
+        self._stored_begin[row : row + len(blocks)] = begins[:-1]
+        # A copy: blocks may lie in the caller's buffer.
+        self._writer_of(file).write(int(begins[0]), np.concatenate(blocks))
+        self._count(file, len(part))
 
     def _parts(self, number: int, chunk: Buffer) -> Iterator[tuple[int, int, Buffer]]:
         """File, position in it and bytes of what a chunk consists of."""
