@@ -28,9 +28,6 @@ Number = TypeVar("Number", np.int64, np.bool_)
 CHUNK_ROWS = 1 << 17
 """Rows that are worked on at a time; see `chunks`."""
 
-LONG_RANGE = 256
-"""Ranges of so many rows on average are copied as such."""
-
 MAX_POSITION = MAX_ELEMENTS // 2
 """No part of a position is larger, so that their sum fits into 64 bits."""
 
@@ -47,13 +44,7 @@ def joined(values: npt.NDArray[Number], starts: IntArray, lengths: IntArray) -> 
     """Rows from each start on, as many as its length says; not copied where ranges adjoin."""
     if len(starts) and np.array_equal(starts[1:], (starts + lengths)[:-1]):
         return values[starts[0] : starts[-1] + lengths[-1]]
-    if LONG_RANGE * len(starts) > lengths.sum():
-        return values.take(ranges(starts, lengths), axis=0)
-    # Long ranges are copied several times as fast as their rows.
-    parts = [values[:0]]
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        parts.append(values[start : start + length])
-    return np.concatenate(parts)
+    return values.take(ranges(starts, lengths), axis=0)
 
 
 def chunks(lengths: IntArray) -> list[tuple[int, int]]:
