@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,10 +23,10 @@ from remesh.training.trackers import resume_arguments, run_id_of
 def through_a_checkpoint(run: TrackerRun | None, directory: Path) -> TrackerRun:
     """The run as a later job finds it."""
     assert run is not None
-    remesh.save({"tracker": run.to_value()}, directory)
-    state: dict[str, Any] = {"tracker": TrackerRun("", "").to_value()}
+    remesh.save({"tracker": asdict(run)}, directory)
+    state: dict[str, Any] = {"tracker": asdict(TrackerRun("", ""))}
     remesh.load(state, directory)
-    return TrackerRun.from_value(state["tracker"])
+    return TrackerRun(**state["tracker"])
 
 
 def test_tensorboard(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -95,15 +95,6 @@ class TrackerRun:
     SwanLab. Empty elsewhere."""
     owner: str = ""
     """The owner of that project; empty if unknown."""
-
-    def to_value(self) -> dict[str, str]:
-        """As a plain value, to be kept in a state."""
-        return asdict(self)
-
-    @classmethod
-    def from_value(cls, value: Mapping[str, str]) -> Self:
-        """The run that `to_value` gave."""
-        return cls(**value)
 
 
 class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
