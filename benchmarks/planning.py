@@ -38,7 +38,8 @@ from remesh.core.tables import BoxTable, TensorTable
 from remesh.formats import native
 from remesh.formats.native_writer import build_index
 from remesh.formats.writer import Part
-from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save, touched_windows
+from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save
+from remesh.planner.assignment import touched_windows
 
 HIDDEN = 4096
 HEADER_BYTES = 4096

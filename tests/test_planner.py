@@ -18,16 +18,8 @@ from remesh.core.index import Index, StoredFile
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import CoverageError
-from remesh.planner import (
-    LoadPlan,
-    LocalBoxes,
-    ReadLimits,
-    SavePlan,
-    loading,
-    plan_load,
-    plan_save,
-    touched_windows,
-)
+from remesh.planner import LoadPlan, LocalBoxes, ReadLimits, SavePlan, loading, plan_load, plan_save
+from remesh.planner.assignment import touched_windows
 from tests.strategies import Shape, boxes_in, partitions, shapes
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,10 +15,10 @@ import pytest
 from remesh.core.dtypes import BY_NAME, CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.memory import CarrierArray, Memory
-from remesh.pipeline import FileLayout, FilePiece, one_file
+from remesh.pipeline import FileLayout, FilePiece
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
 from remesh.pipeline.stage import Filled, Stager
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, one_file
 from remesh.storage import Buffer, MemoryStorage
 
 PAGE = mmap.PAGESIZE

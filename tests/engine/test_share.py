@@ -16,19 +16,17 @@ from remesh.core.geometry import Box, IntArray
 from remesh.exchange import Exchange
 from remesh.pipeline import transfer
 from remesh.pipeline.transfer import map_buffers
-from remesh.planner import (
+from remesh.planner import ReadLimits
+from remesh.planner.assignment import (
     LOCAL_EXCHANGE_COST,
+    MAX_SHARERS,
     REMOTE_EXCHANGE_COST,
+    SHARING_BYTES,
+    TURN_BYTES,
     ReadAssignment,
-    ReadLimits,
     assign_readers,
     assign_readers_if_cheaper,
     assign_to_owners,
-)
-from remesh.planner.assignment import (
-    MAX_SHARERS,
-    SHARING_BYTES,
-    TURN_BYTES,
     is_sharing_cheaper,
 )
 from remesh.storage import LocalStorage, MemoryStorage, Storage

@@ -15,18 +15,11 @@ from remesh.core.memory import CarrierArray, HostMemory
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import RankFailedError
 from remesh.exchange import Exchange, run_on_all
-from remesh.pipeline import Destination, from_memory, plan_between_memories
+from remesh.pipeline import Destination, from_memory
 from remesh.pipeline import transfer as engine
-from remesh.planner import (
-    Messages,
-    ReadLimits,
-    Regions,
-    decode_request,
-    encode_request,
-    plan_load,
-    transfer,
-    turns_of_distances,
-)
+from remesh.pipeline.from_memory import plan_between_memories
+from remesh.planner import ReadLimits, Regions, plan_load, transfer
+from remesh.planner.transfer import Messages, decode_request, encode_request, turns_of_distances
 from tests.engine.scenes import all_are, errors_of
 from tests.support import run_ranks
 

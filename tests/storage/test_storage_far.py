@@ -17,11 +17,11 @@ import remesh
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.report import RestoreReport
 from remesh.exchange import Exchange
-from remesh.pipeline import limits_for
+from remesh.pipeline.read import limits_for
 from remesh.planner import ReadLimits, assignment
-from remesh.storage import Buffer, flow_for, open_storage
+from remesh.storage import Buffer, open_storage
 from remesh.storage.object_store import NUM_UPLOADS, PART_BYTES, ObjectStorage, _signing
-from remesh.storage.workers import BYTES_UNDER_WAY
+from remesh.storage.workers import BYTES_UNDER_WAY, flow_for
 from tests.storage.object_servers import BUCKET, S3Server
 from tests.support import run_ranks
 

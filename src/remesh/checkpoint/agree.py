@@ -67,7 +67,8 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.table import writer_of
 from remesh.formats.whole_tensors import decode_files, give_to_ranks
 from remesh.formats.writer import Existing, Frame, Part, Saved, Writer
-from remesh.pipeline import Collection, Compress, SpreadMemory
+from remesh.pipeline import Collection, Compress
+from remesh.pipeline.collect import SpreadMemory
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.storage import FileSystemSpace, Storage

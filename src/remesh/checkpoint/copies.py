@@ -34,7 +34,8 @@ from remesh.core.memory import contiguous_bytes
 from remesh.core.state import Role
 from remesh.errors import DivergedReplicaError
 from remesh.exchange import Exchange, run_joined
-from remesh.planner import Copies, LocalBoxes
+from remesh.planner import LocalBoxes
+from remesh.planner.saving import Copies
 
 Compares = Literal["sampled", "whole", "equal", "all"]
 """What a save compares: stretches of assumed copies; all of them, with a look at the others; all of

@@ -60,10 +60,10 @@ from remesh.formats.native import ValuesDocument, retry_if_replaced, unless_repl
 from remesh.formats.place import Place
 from remesh.formats.table import place_of, read_encoded
 from remesh.pipeline import read_together
-from remesh.planner import (
+from remesh.planner import Assign
+from remesh.planner.assignment import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
-    Assign,
     assign_readers,
     assign_readers_if_cheaper,
 )

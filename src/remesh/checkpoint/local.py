@@ -37,8 +37,8 @@ from remesh.core.state import (
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
-from remesh.pipeline import machine
 from remesh.pipeline.arena import Pin
+from remesh.pipeline.transfer import machine
 
 
 def exchange_of(group: Any) -> Exchange:

@@ -60,7 +60,7 @@ from remesh.core.strided import Layout
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.formats import native
-from remesh.pipeline import MemoryTransfer, plan_between_memories
+from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
 from remesh.transform import Program, Transform
 

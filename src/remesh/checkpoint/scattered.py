@@ -52,13 +52,9 @@ from remesh.exchange import Exchange, run_each, run_joined, run_on_all, run_on_o
 from remesh.formats import native
 from remesh.formats.writer import Part, SmallFile
 from remesh.pipeline import Destination, read_together
-from remesh.planner import (
-    Assign,
-    ReadLimits,
-    assign_to_owners,
-    files_of_windows,
-    plan_load,
-)
+from remesh.planner import Assign, ReadLimits, plan_load
+from remesh.planner.assignment import assign_to_owners
+from remesh.planner.loading import files_of_windows
 from remesh.storage import Storage, Writer
 
 ROOT_NAME = "root"

@@ -10,7 +10,7 @@ from remesh.core import values
 from remesh.core.index import Index
 from remesh.core.state import Path, assemble, name_of
 from remesh.formats import native
-from remesh.pipeline import limits_for
+from remesh.pipeline.read import limits_for
 from remesh.planner import ReadLimits
 
 LIVE = "the source state"

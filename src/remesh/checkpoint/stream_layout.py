@@ -17,14 +17,8 @@ from remesh.core.dtypes import BY_NAME, DTYPES
 from remesh.core.geometry import IntArray, flat_runs
 from remesh.core.memory import HostMemory
 from remesh.formats.writer import Frame, Part, column_bytes
-from remesh.pipeline import (
-    Collection,
-    Compress,
-    FileLayout,
-    FilePiece,
-    StreamFiles,
-    whole_files,
-)
+from remesh.pipeline import Collection, Compress, FileLayout, FilePiece, StreamFiles
+from remesh.pipeline.write import whole_files
 from remesh.storage import ALIGNMENT
 
 _BYTE = BY_NAME["uint8"]

@@ -31,8 +31,7 @@ from remesh.core.state import Description, Path, cut_name, name_of
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange, run_each, run_on_all
-from remesh.planner import merge_tensors
-from remesh.planner.saving import widen
+from remesh.planner.saving import merge_tensors, widen
 from remesh.transform import (
     Resolved,
     TensorInfo,

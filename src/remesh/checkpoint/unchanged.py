@@ -32,8 +32,8 @@ from remesh.core.integrity import raw_digest
 from remesh.errors import StorageError
 from remesh.formats.native import data_path
 from remesh.formats.writer import Frame, Part, Writer, as_written
-from remesh.pipeline import has_digests
 from remesh.pipeline.source import stored_copies
+from remesh.pipeline.stage import has_digests
 from remesh.storage import Storage
 
 MIN_BYTES = 4 << 20

@@ -71,8 +71,9 @@ from remesh.formats import native, native_writer
 from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.writer import Part, Saved, SmallFile, part_of
 from remesh.maintenance.orphans import remove_files
-from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
+from remesh.pipeline import FileLayout, FilePiece, write_stream
 from remesh.pipeline.source import StoredMemory, TensorSource, stored_copies
+from remesh.pipeline.write import one_file
 from remesh.storage import Buffer, Storage, is_local, open_storage
 from remesh.storage.workers import run_workers
 

@@ -14,19 +14,10 @@ trainer need only wait for the first half.
 """
 
 from remesh.pipeline.collect import Collection as Collection
-from remesh.pipeline.collect import SpreadMemory as SpreadMemory
 from remesh.pipeline.collect import write_stream as write_stream
 from remesh.pipeline.from_files import read_together as read_together
-from remesh.pipeline.from_memory import MemoryTransfer as MemoryTransfer
-from remesh.pipeline.from_memory import plan_between_memories as plan_between_memories
 from remesh.pipeline.read import Destination as Destination
-from remesh.pipeline.read import limits_for as limits_for
-from remesh.pipeline.read import read_runs as read_runs
-from remesh.pipeline.stage import has_digests as has_digests
-from remesh.pipeline.transfer import machine as machine
 from remesh.pipeline.write import Compress as Compress
 from remesh.pipeline.write import FileLayout as FileLayout
 from remesh.pipeline.write import FilePiece as FilePiece
 from remesh.pipeline.write import StreamFiles as StreamFiles
-from remesh.pipeline.write import one_file as one_file
-from remesh.pipeline.write import whole_files as whole_files

@@ -20,14 +20,9 @@ from remesh.exchange import Exchange, run_joined
 from remesh.pipeline.read import Destination, Place, Writing, read_run
 from remesh.pipeline.task_pool import Tasks
 from remesh.pipeline.transfer import execute, message_buffers, request_regions
-from remesh.planner import (
-    Assign,
-    LoadPlan,
-    ReadAssignment,
-    TransferPlan,
-    plan_regions,
-    touched_windows,
-)
+from remesh.planner import Assign, LoadPlan, TransferPlan
+from remesh.planner.assignment import ReadAssignment, touched_windows
+from remesh.planner.loading import plan_regions
 from remesh.storage import Buffer, Storage
 
 NUM_SHARING_THREADS = 3

@@ -31,12 +31,8 @@ from remesh.pipeline.transfer import (
     message_buffers,
     request_regions,
 )
-from remesh.planner import (
-    Regions,
-    TransferPlan,
-    numbers_of_messages,
-    turns_of_distances,
-)
+from remesh.planner import Regions, TransferPlan
+from remesh.planner.transfer import numbers_of_messages, turns_of_distances
 from remesh.storage import Buffer
 
 MESSAGE_BYTES = 8 << 20

@@ -23,8 +23,8 @@ from remesh.core.integrity import find_damage, repair_advice
 from remesh.core.memory import CarrierArray, Memory
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.planner import LoadPlan, ReadLimits, Regions
-from remesh.storage import Buffer, Storage, flow_for
-from remesh.storage.workers import run_workers
+from remesh.storage import Buffer, Storage
+from remesh.storage.workers import flow_for, run_workers
 
 _OTHERS_ADVICE = "Load another checkpoint, or restore this file from a copy"
 

@@ -64,7 +64,8 @@ from remesh.core.memory import Device, HostMemory, Memory, MessageBuffer, copy_d
 from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.pipeline.read import Destination, Place
 from remesh.pipeline.task_pool import TaskPool, Tasks
-from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
+from remesh.planner import Regions, TransferPlan
+from remesh.planner.transfer import Messages, decode_request, encode_request
 from remesh.storage import Buffer, aligned_buffer, map_memory, touch
 
 _TOKEN_BYTES = 16

@@ -21,9 +21,7 @@ the fast path where there is one; all other callers get correct results.
 from remesh.storage.base import ALIGNMENT, FileSystemSpace, Storage, Writer, aligned_buffer
 from remesh.storage.base import Buffer as Buffer
 from remesh.storage.base import Directory as Directory
-from remesh.storage.base import FileFacts as FileFacts
 from remesh.storage.base import StorageView as StorageView
-from remesh.storage.base import check_path as check_path
 from remesh.storage.base import map_memory as map_memory
 from remesh.storage.base import touch as touch
 from remesh.storage.local import LocalStorage
@@ -32,7 +30,6 @@ from remesh.storage.memory import MemoryStorage
 from remesh.storage.messages import shown_url as shown_url
 from remesh.storage.open import open_storage
 from remesh.storage.workers import ask_together as ask_together
-from remesh.storage.workers import flow_for as flow_for
 
 __all__ = [
     "ALIGNMENT",
