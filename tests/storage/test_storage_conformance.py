@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
-import fsspec
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
@@ -25,10 +24,8 @@ from remesh.storage import (
     MemoryStorage,
     Storage,
     aligned_buffer,
-    fsspec_store,
     open_storage,
 )
-from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
 from tests.storage.object_servers import BUCKET
 from tests.storage.scenes import aligned, pattern, winners_of, write
@@ -92,11 +89,6 @@ STORAGES: dict[str, Callable[[Path], Storage]] = {
     "without faults": lambda _: FaultyStorage(MemoryStorage(), []),
     "S3": lambda _: open_storage(f"s3://{BUCKET}/run {next(_numbers)}/50%#x"),
     "S3 in parts": lambda _: ObjectStorage("memory://x", MemoryStore(), part_bytes=100_000),
-    "fsspec": lambda _: open_storage(f"memory://run-{next(_numbers)}/x"),
-    "fsspec in parts": lambda _: open_storage(f"memory://parts-{next(_numbers)}/x"),
-    "fsspec on files": lambda place: FsspecStorage(
-        f"local://{place}", fsspec.filesystem("file"), str(place / "x")
-    ),
 }
 
 
@@ -116,8 +108,6 @@ def storage(
             refuse_to_move_directly(monkeypatch)
         case "no hard links":
             refuse_hard_links(monkeypatch)
-        case "fsspec in parts":
-            monkeypatch.setattr(fsspec_store, "PART_BYTES", 100_000)
     return STORAGES[request.param](tmp_path)
 
 

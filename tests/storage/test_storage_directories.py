@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -17,26 +15,17 @@ from remesh import catalog
 from remesh.cli import cli
 from remesh.maintenance import orphans
 from remesh.storage import Storage, open_storage
-from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
-from tests.storage.object_servers import BUCKET
+from tests.storage.object_servers import BUCKET, S3Server
 
 HOUR = 3600.0
 DEAD = "data-0123456789ab"
 
 
-@pytest.fixture(params=["s3", "fsspec"])
-def place(request: pytest.FixtureRequest) -> Iterator[Storage]:
-    """An empty place in a bucket, or in a file system that fsspec knows."""
-    name = str(request.function.__name__)
-    if request.param == "s3":
-        request.getfixturevalue("server")
-        yield open_storage(f"s3://{BUCKET}/{name}")
-        return
-    yield open_storage(f"memory://{name}")
-    files = fsspec.filesystem("memory")
-    if files.exists(name):
-        files.rm(name, recursive=True)
+@pytest.fixture
+def place(request: pytest.FixtureRequest, server: S3Server) -> Storage:
+    """An empty place in a bucket."""
+    return open_storage(f"s3://{BUCKET}/{request.function.__name__}")
 
 
 def invoke(*args: object) -> Any:
@@ -111,25 +100,18 @@ def test_the_commands(place: Storage) -> None:
     assert "1000" in invoke("show", f"{place.url}/step_1", "a").stdout
 
 
-@pytest.mark.parametrize("kind", [ObjectStorage, FsspecStorage])
-def test_ls_does_not_list_what_is_no_checkpoint(
-    kind: type[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage: Storage
-    if kind is ObjectStorage:
-        storage = ObjectStorage("s3://bucket", MemoryStore())
-    else:
-        storage = FsspecStorage("memory://ls", fsspec.filesystem("memory"), "/ls")
+def test_ls_does_not_list_what_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = ObjectStorage("s3://bucket", MemoryStore())
     for path in ("images/a", "images/b/c", f"step_1/{DEAD}/00000.safetensors"):
         storage.put(path, b"12", overwrite=False)
     listed: list[str] = []
-    list_sizes = kind.list_sizes
+    list_sizes = ObjectStorage.list_sizes
 
     def spy(self: Any, prefix: str = "") -> Any:
         listed.append(prefix)
         return list_sizes(self, prefix)
 
-    monkeypatch.setattr(kind, "list_sizes", spy)
+    monkeypatch.setattr(ObjectStorage, "list_sizes", spy)
     (step,) = catalog.scan(storage)
     assert (step.name, step.status, step.num_bytes) == ("step_1", "unfinished", 2)
     assert listed == [f"step_1/{DEAD}/"]

@@ -16,7 +16,6 @@ import obstore
 import pytest
 import torch
 from click.testing import CliRunner
-from fsspec.implementations.local import LocalFileSystem
 from obstore.store import MemoryStore, S3Store
 
 import remesh
@@ -25,7 +24,6 @@ from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, Storag
 from remesh.exchange import Exchange
 from remesh.sharding import Box
 from remesh.storage import MemoryStorage, Storage, StorageView, open_storage
-from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.messages import explain
 from remesh.storage.object_store import CLIENT, RETRIES, ObjectStorage
 from tests.storage.faulty_proxy import Fault, Plan, faulty_proxy
@@ -448,18 +446,6 @@ class TestFailures:
         assert not re.search(r"pw\d", message)
         assert "https://host/c/f" in message
         assert "InvalidToken: bad" in message
-
-
-def test_a_file_system_that_ignores_ranges_is_refused(tmp_path: Path) -> None:
-    class WholeFiles(LocalFileSystem):  # type: ignore[misc]
-        def cat_file(self, path: str, **_range: Any) -> bytes:
-            return b"content"
-
-    storage = FsspecStorage(f"whole://{tmp_path}", WholeFiles(), str(tmp_path))
-    with pytest.raises(StorageError, match="whole objects where a part is requested"):
-        storage.read("file", 1, 2)
-    with pytest.raises(StorageError, match="whole objects where a part is requested"):
-        storage.read_range("file", 1, 2, np.empty(0, np.uint8))
 
 
 def test_a_request_that_has_no_answer_is_repeated(server: S3Server, root: str) -> None:

@@ -700,11 +700,6 @@ def train_pin_and_train_on(root: str) -> None:
     }
 
 
-def test_in_a_store_of_fsspec(tmp_path: Path) -> None:
-    train_pin_and_train_on(f"memory://bucket-{tmp_path.name}/run")
-
-
-@pytest.mark.slow
 def test_in_a_bucket() -> None:
     from tests.storage.object_servers import BUCKET, s3_server
 

@@ -21,7 +21,6 @@ _PACKAGES = {
     "numpy": "",
     "torch": "training jobs and remesh run; pip install 'remesh[torch]'",
     "obstore": "s3://, gs:// and az:// URLs; pip install 'remesh[s3]'",
-    "fsspec": "all other URLs; pip install 'remesh[fsspec]'",
     "zstandard": "saves with compress=; pip install 'remesh[compress]'",
     "aiohttp": "remesh run and remesh master; pip install 'remesh[elastic]'",
     "prometheus-client": "the metrics of the master; pip install 'remesh[elastic]'",

@@ -1,6 +1,6 @@
 """From what a user wrote to a storage.
 
-The libraries for remote storages are optional, and imported when a URL asks for one.
+The library for object stores is optional, and imported when a URL asks for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from remesh.storage.local import LocalStorage
 from remesh.storage.messages import shown_url
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
-"""Schemes of URLs that are opened through obstore."""
+"""Schemes of the URLs of object stores."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
@@ -25,8 +25,7 @@ def open_storage(place: str | os.PathLike[str] | Storage) -> Storage:
 
     Args:
         place: A `str` or `os.PathLike` local path; a `file://` URL; an `s3://`, `gs://` or `az://`
-            URL, which takes the extra `remesh[s3]`; the URL of anything else that fsspec knows,
-            which takes `remesh[fsspec]`; or a `Storage`, which is returned as it is.
+            URL, which takes the extra `remesh[s3]`; or a `Storage`, which is returned as it is.
 
     Raises:
         StorageError: If it is none of these, or if the URL's scheme is not supported.
@@ -46,17 +45,20 @@ def open_storage(place: str | os.PathLike[str] | Storage) -> Storage:
 def _open_url(url: str, scheme: str, rest: str) -> Storage:
     if scheme == "file":
         return _open_file(url, rest)
-    if scheme in OBJECT_SCHEMES:
-        try:
-            from remesh.storage.object_store import ObjectStorage, open_bucket
-        except ImportError as error:
-            raise _not_installed(url, "obstore", "s3", error) from error
-        return ObjectStorage(url, *open_bucket(url, scheme, rest))
+    if scheme not in OBJECT_SCHEMES:
+        raise StorageError(
+            f"{shown_url(url)!r}: the scheme {scheme!r} is not supported\nGive a local path, a "
+            "file:// URL, s3://, gs:// or az://; mount a file system of another kind (HDFS, SFTP), "
+            "or give an object of a subclass of remesh.storage.Storage"
+        )
     try:
-        from remesh.storage.fsspec_store import open_fsspec_storage
+        from remesh.storage.object_store import ObjectStorage, open_bucket
     except ImportError as error:
-        raise _not_installed(url, "fsspec", "fsspec", error) from error
-    return open_fsspec_storage(url, scheme)
+        raise StorageError(
+            f"{shown_url(url)!r} needs the library obstore\n"
+            f"It cannot be imported ({error}). Install it with: pip install 'remesh[s3]'"
+        ) from error
+    return ObjectStorage(url, *open_bucket(url, scheme, rest))
 
 
 def _open_file(url: str, rest: str) -> LocalStorage:
@@ -67,10 +69,3 @@ def _open_file(url: str, rest: str) -> LocalStorage:
             "three slashes"
         )
     return LocalStorage(slash + unquote(path))
-
-
-def _not_installed(url: str, library: str, extra: str, error: ImportError) -> StorageError:
-    return StorageError(
-        f"{shown_url(url)!r} needs the library {library}\n"
-        f"It cannot be imported ({error}). Install it with: pip install 'remesh[{extra}]'"
-    )
