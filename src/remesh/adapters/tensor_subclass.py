@@ -117,7 +117,14 @@ def new_like(tensor: torch.Tensor) -> torch.Tensor:
             local = tensor.to_local()
         if not is_made_of_tensors(local):
             return tensor
-        return dtensor_like(tensor, new_like(local))
+        return DTensor.from_local(
+            new_like(local),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
     if not is_made_of_tensors(tensor):
         return tensor
     wrapper: Any = tensor
@@ -130,18 +137,6 @@ def new_like(tensor: torch.Tensor) -> torch.Tensor:
     make: Any = type(wrapper).__tensor_unflatten__
     made: torch.Tensor = make(copies, context, tensor.shape, tensor.stride())
     return made
-
-
-def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of the same shape and placements with another local tensor."""
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def is_of_torchao(value: object) -> bool:
