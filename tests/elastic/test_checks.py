@@ -74,7 +74,7 @@ def test_a_node_that_did_not_take_part_is_suspected() -> None:
     assert verdict.suspects == {2: "did not take part"}
 
 
-LATE = TestResult(passed=False, broken=True, late=True, seconds=0.0, elapsed=90.0)
+LATE = TestResult(passed=False, broken=True, late=True, elapsed=90.0)
 
 
 def checked(elapsed: dict[int, float]) -> CheckResult:
@@ -85,7 +85,7 @@ def checked(elapsed: dict[int, float]) -> CheckResult:
         for group in check.groups:
             passed = all(elapsed[node] < 90 for node in group)
             for node in group:
-                own = TestResult(passed=passed, broken=False, seconds=1.0, elapsed=elapsed[node])
+                own = TestResult(passed=passed, broken=False, elapsed=elapsed[node])
                 reports[node] = own if elapsed[node] < 90 else LATE
         after = advance(msgspec.structs.replace(check, reports=reports), 100.0, timeout=200.0)
         if isinstance(after, CheckResult):

@@ -344,7 +344,7 @@ def test_a_check_finds_the_faulty_node_before_training() -> None:
             if isinstance(content, NodeTest):
                 group = [member.id for member in content.group]
                 passed = len(group) == 1 or 2 not in group
-                result = TestResult(passed=passed, broken=False, seconds=1.0)
+                result = TestResult(passed=passed, broken=False)
                 report = ReportTest(
                     **agent.sender(),
                     check=content.check,

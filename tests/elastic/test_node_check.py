@@ -20,11 +20,11 @@ HANGS = (sys.executable, "-c", "import time; time.sleep(600)")
 PASSES_THEN_DIES = (
     sys.executable,
     "-c",
-    """print('{"passed": false, "broken": false, "seconds": 1.0}'); exit(5)""",
+    """print('{"passed": false, "broken": false}'); exit(5)""",
 )
 
 
-PASSED = '{"passed": true, "broken": false, "seconds": 1.0}'
+PASSED = '{"passed": true, "broken": false}'
 
 
 def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> list[TestResult]:
@@ -53,7 +53,6 @@ def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> li
 def test_two_healthy_nodes_reduce_together() -> None:
     outcomes = take_part([COMMAND, COMMAND])
     assert [(outcome.passed, outcome.broken) for outcome in outcomes] == [(True, False)] * 2
-    assert all(outcome.seconds > 0 for outcome in outcomes)
 
 
 def test_who_dies_of_its_own_probe_is_broken_and_the_other_is_told() -> None:
@@ -94,7 +93,6 @@ libc = ctypes.CDLL(None)
 
 def probe():
     libc.printf(b"written when the process ends\\n")
-    return 1.0
 
 node_check.probe = probe
 node_check.main()
@@ -108,4 +106,4 @@ def test_what_libraries_print_is_no_result() -> None:
 def test_a_machine_by_itself() -> None:
     outcome = run_alone(seconds=240.0)
     assert outcome.passed
-    assert outcome.seconds > 0
+    assert outcome.elapsed > 0

@@ -52,7 +52,7 @@ BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankProgress(step=1, 
 NODE = Node(id=0, incarnation="a", name="n", address="", num_processes=8)
 PLACED = Assignment(0, 1, 0, 1, 0, 8, NODE)
 ENDED = JobEnded(Outcome.FAILED, "no restart left")
-RESULT = TestResult(passed=True, broken=False, seconds=0.0)
+RESULT = TestResult(passed=True, broken=False)
 LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
 ENCODED = [msgspec.msgpack.encode(message) for message in (JOIN, BEAT)]
 

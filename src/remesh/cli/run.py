@@ -54,12 +54,12 @@ def check(*, as_json: bool) -> None:
         output.print_json(
             {
                 "passed": outcome.passed,
-                "seconds": outcome.seconds,
+                "seconds": outcome.elapsed,
                 "message": outcome.message,
             }
         )
     elif outcome.passed:
-        output.line(f"healthy: the probe took {outcome.seconds:.1f} s")
+        output.line(f"healthy: the test took {outcome.elapsed:.1f} s")
     else:
         output.line(*f"faulty: {outcome.message}".splitlines())
     if not outcome.passed:

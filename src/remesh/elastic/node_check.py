@@ -26,8 +26,6 @@ from remesh.elastic.protocol import NodeTest, TestResult
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not said to be exported
 
-NUM_PROBES = 3
-"""Times that the probe is made: anything can be slow once, so the fastest counts."""
 MATRIX = 1024
 MEMORY_BYTES = 64 << 20
 REDUCE_BYTES = 16 << 20
@@ -71,9 +69,7 @@ def run_alone(
         result = msgspec.json.decode(output.splitlines()[-1], type=TestResult)
     except (IndexError, msgspec.MsgspecError):
         elapsed = time.monotonic() - started
-        return TestResult(
-            passed=False, broken=True, late=is_late, seconds=0.0, elapsed=elapsed, message=problem
-        )
+        return TestResult(passed=False, broken=True, late=is_late, elapsed=elapsed, message=problem)
     if (is_late or code) and not (result.passed or result.message):  # while the group met
         return msgspec.structs.replace(result, passed=False, message=problem)
     return result
@@ -96,18 +92,12 @@ def probe_device(device: str) -> None:
         raise RuntimeError(f"{device} returns other data than was written")
 
 
-def probe() -> float:
-    """Probe the processor and every GPU of this node; the seconds that it took at best."""
+def probe() -> None:
+    """Probe the processor and every GPU of this node."""
     import torch
 
-    devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    durations = []
-    for _ in range(NUM_PROBES):
-        started = time.monotonic()
-        for device in devices:
-            probe_device(device)
-        durations.append(time.monotonic() - started)
-    return min(durations)
+    for device in ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))):
+        probe_device(device)
 
 
 def rank_of(test: NodeTest) -> int:
@@ -159,15 +149,14 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    seconds, message = 0.0, ""
+    message = ""
     try:
-        seconds = probe()
+        probe()
     except (RuntimeError, ValueError, OSError) as error:
         message = str(error) or type(error).__name__
     probed = TestResult(
         passed=not message and is_alone,
         broken=bool(message),
-        seconds=seconds,
         elapsed=time.monotonic() - float(sys.argv[2]),
         message=message,
     )

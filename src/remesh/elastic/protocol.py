@@ -187,7 +187,6 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True):
     late: bool = False
     """Whether it failed by not ending within the time limit. A node that is merely busy, as the
     others may be, is late too, so the master compares `elapsed` before it decides."""
-    seconds: float  # how long its own probe took at best
     elapsed: float = 0.0
     """Seconds from the start of the test process until the probe had passed or failed."""
     message: str = ""  # what went wrong
