@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily
@@ -17,13 +17,11 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 def render_metrics(status: Status, num_requests: int, *, journal_failing: bool) -> bytes:
     """The text that Prometheus scrapes."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Found(_metrics(status, num_requests, failing=journal_failing)))
-    return generate_latest(registry)
+    return generate_latest(_Found(_metrics(status, num_requests, failing=journal_failing)))
 
 
 class _Found(Collector):
-    """Metrics as a registry takes them."""
+    """Metrics as the library takes them."""
 
     def __init__(self, found: Iterable[Metric]) -> None:
         self._found = found
