@@ -42,10 +42,11 @@ def test_a_key_that_the_fresh_script_does_not_have_yet() -> None:
 
 
 def test_a_key_that_is_not_stored_goes_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    fresh = {"loss": INF, "old": 1, "deep": {"a": 1, "b": {"c": 2}}, "flat": {"x": 1}}
+    odd = {0.5: 1, 1: 2}  # is stored whole
+    fresh = {"loss": INF, "old": 1, "deep": {"a": 1, "b": {"c": 2}}, "flat": {"x": 1}, "odd": odd}
     with caplog.at_level(logging.WARNING, "remesh"):
-        found, report = resumed({"loss": 0.1, "deep": {"a": 2}, "flat": 5}, fresh)
-    assert found == {"loss": 0.1, "deep": {"a": 2}, "flat": 5}
+        found, report = resumed({"loss": 0.1, "deep": {"a": 2}, "flat": 5, "odd": odd}, fresh)
+    assert found == {"loss": 0.1, "deep": {"a": 2}, "flat": 5, "odd": odd}
     assert set(report.dropped) == {"e.old", "e.deep.b", "e.flat.x"}
     assert "3 dropped" in str(report)
     assert "e.old" in caplog.text

@@ -89,6 +89,26 @@ def test_everything_that_torch_saves_comes_back(tmp_path: Path) -> None:
     assert checkpoint.index["model.transposed"].num_pieces == 3
 
 
+def test_numbers_as_keys_are_numbers_where_the_state_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch stores their texts, and a schedule whose milestones are texts never gets there."""
+
+    def state(names: dict[Any, str]) -> dict[str, Any]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [len(names), 2, 40])
+        return {"schedule": schedule, "names": names, "milestones": schedule.milestones}
+
+    source = state({-1: "a", 10: "b"})
+    dcp.save(source, checkpoint_id=tmp_path, no_dist=True)
+    target = state({10: "", 3: "", 4: ""})
+    remesh.load(target, tmp_path)
+    assert target["names"] == source["names"]
+    assert target["milestones"] == source["milestones"] == {2: 2, 40: 1}
+    assert target["schedule"].state_dict() == source["schedule"].state_dict()
+    assert "names.3, names.4" in caplog.text
+
+
 def test_types_that_torch_does_not_copy_are_stored_as_what_they_are(tmp_path: Path) -> None:
     dtypes = [dtype for dtype in DTYPES if dtype.is_opaque]
     state = {

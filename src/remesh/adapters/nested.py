@@ -34,6 +34,7 @@ from remesh.core.state import (
     Stored,
     Walk,
     assemble,
+    numbered_like,
 )
 
 Allocate = Callable[[Path, str, tuple[int, ...], object], torch.Tensor | npt.NDArray[Any]]
@@ -165,7 +166,10 @@ def _undecided(
 def _in_containers_of(live: object, built: Any) -> Any:
     """The built state with the container types of the live one, such as `Counter`."""
     if isinstance(live, Mapping) and isinstance(built, dict):
-        children = {key: _in_containers_of(live.get(key), new) for key, new in built.items()}
+        children = {
+            key: _in_containers_of(live.get(key), new)
+            for key, new in numbered_like(live, built).items()
+        }
         if type(live) is dict or not isinstance(live, MutableMapping):
             return children
         container = copy.copy(live)

@@ -26,6 +26,7 @@ or an empty container, takes all that is stored in its place, tensors included.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -451,23 +452,25 @@ def _new_array(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any,
 
 def _dropped(node: object, path: Path, leaves: set[Path]) -> list[str]:
     """The names of entries of plain dicts that are not stored, where the dict is."""
-    containers = {leaf[:length] for leaf in leaves for length in range(len(leaf))}
+    stored = {name_of(leaf[:length]) for leaf in leaves for length in range(len(leaf) + 1)}
 
-    def entries(node: Mapping[Any, object], path: Path) -> Iterator[Path]:
-        for key, child in node.items():
-            place = (*path, key)
-            if place not in leaves and place not in containers:
-                yield place
-            elif isinstance(child, Mapping):
-                yield from entries(child, place)
+    def entries(node: object, path: Path) -> Iterator[str]:
+        # A dict with other keys is stored whole.
+        if isinstance(node, Mapping) and all(map(_is_path_key, node)):
+            for key, child in node.items():
+                if (name := name_of((*path, key))) not in stored:
+                    yield name
+                else:
+                    yield from entries(child, (*path, key))
 
-    return list(map(name_of, entries(node, path))) if isinstance(node, Mapping) else []
+    return list(entries(node, path))
 
 
 def _in_place(live: object, new: object) -> object:
     """New content in the dicts of the live one, which stay the same objects."""
     if not (isinstance(live, Mapping) and isinstance(new, Mapping)):
         return new
+    new = numbered_like(live, new)
     content = {key: _in_place(live.get(key), child) for key, child in new.items()}
     if not isinstance(live, MutableMapping):
         return type(live)(content)  # type: ignore[call-arg]
@@ -476,6 +479,17 @@ def _in_place(live: object, new: object) -> object:
     for key, child in content.items():
         live[key] = child
     return live
+
+
+def numbered_like(live: Mapping[Any, Any], new: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """New content by numbers if all keys of the live one are: DCP stores their texts."""
+    if not live or not all(type(key) is int for key in live):
+        return new
+    return {int(key) if _is_number(key) else key: child for key, child in new.items()}
+
+
+def _is_number(key: object) -> bool:
+    return isinstance(key, str) and re.fullmatch("0|-?[1-9][0-9]{0,17}", key) is not None
 
 
 def _numpy_alias_key(array: np.ndarray[Any, Any]) -> object:
