@@ -393,7 +393,8 @@ def test_under_every_order_of_events_a_job_ends_as_it_should(first: str, second:
         processes = tuple(Process(one == "r", "ended", 0) for one in kinds_of_node)
         nodes.append(Machine(state, processes, waits=True))
     start = Job(tuple(nodes))
-    numbers, before, left = {start: 0}, [[]], [start]  # each state has a number
+    numbers, left = {start: 0}, [start]  # each state has a number
+    before: list[list[int]] = [[]]
     while left:
         job = left.pop()
         check(job)
