@@ -100,7 +100,7 @@ def test_numbers_as_keys_are_numbers_where_the_state_has_them(
         return {"schedule": schedule, "names": names, "milestones": schedule.milestones}
 
     source = state({-1: "a", 10: "b"})
-    dcp.save(source, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(source, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[attr-defined]
     target = state({10: "", 3: "", 4: ""})
     remesh.load(target, tmp_path)
     assert target["names"] == source["names"]
