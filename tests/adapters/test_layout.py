@@ -45,7 +45,7 @@ def gathered(
 ) -> torch.Tensor:
     """The local tensor that the boxes describe."""
     full = numbered(shape)
-    segments = local_segments(shape, mesh, coordinate, placements)
+    segments = local_segments(shape, mesh, coordinate, tuple(placements))
     local = torch.full([sum(n for _, n in of_dim) for of_dim in segments], -1)
     for box, offset in boxes_of_segments(segments):
         place = tuple(slice(o, o + n) for o, n in zip(offset, box.shape, strict=True))
@@ -93,7 +93,7 @@ def test_ranks_partition_the_tensor(
     shape, mesh, placements = world
     count = np.zeros(shape, int)
     for coordinate in coordinates(mesh):
-        boxes = boxes_of_segments(local_segments(shape, mesh, coordinate, placements))
+        boxes = boxes_of_segments(local_segments(shape, mesh, coordinate, tuple(placements)))
         own = np.zeros(shape, int)
         for box, _ in boxes:
             assert box.size > 0
@@ -193,5 +193,5 @@ def test_fsdp_over_tensor_parallelism_where_torch_reads_placements_otherwise() -
 
 @pytest.mark.parametrize("mesh", [(), (1,), (2, 2)])
 def test_a_scalar_is_one_box(mesh: Coordinate) -> None:
-    boxes = boxes_of_segments(local_segments((), mesh, (0,) * len(mesh), [None] * len(mesh)))
+    boxes = boxes_of_segments(local_segments((), mesh, (0,) * len(mesh), (None,) * len(mesh)))
     assert [(box.shape, offset) for box, offset in boxes] == [((), ())]

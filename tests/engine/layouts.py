@@ -67,9 +67,9 @@ def on_mesh(name: str, mesh: Sequence[int], placements: Sequence[Any]) -> Layout
     """A layout of DTensors; a dim that a tensor lacks is replicated."""
 
     def parts(shape: tuple[int, ...], rank: int) -> list[Any]:
-        coordinate = [int(n) for n in np.unravel_index(rank, mesh)]
-        known = [p if p is None or p.dim < len(shape) else None for p in placements]
-        segments = local_segments(shape, mesh, coordinate, known)
+        coordinate = tuple(int(n) for n in np.unravel_index(rank, mesh))
+        known = tuple(p if p is None or p.dim < len(shape) else None for p in placements)
+        segments = local_segments(tuple(shape), tuple(mesh), coordinate, known)
         return [box for box, _ in boxes_of_segments(segments)]
 
     return Layout(name, math.prod(mesh), parts)

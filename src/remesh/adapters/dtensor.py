@@ -71,28 +71,19 @@ def boxes_of_segments(segments: Sequence[Sequence[Segment]]) -> list[tuple[Box, 
     return boxes
 
 
+# A model has many tensors of few shapes and placements, each with optimizer states of the same.
+@functools.lru_cache(maxsize=4096)
 def local_segments(
-    global_shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[AxisPlacement],
+    global_shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[AxisPlacement, ...],
 ) -> Sequence[Sequence[Segment]]:
     """The segments of each dim that a rank holds, in the order of its local tensor.
 
     `coordinate` is the rank's place on each mesh axis. A dim of which the rank holds nothing has no
     segments.
     """
-    # A model has many tensors of few shapes and placements, each with optimizer states of the same.
-    return _cached_segments(*map(tuple, (global_shape, mesh_shape, coordinate, placements)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _cached_segments(
-    global_shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[AxisPlacement, ...],
-) -> Sequence[Sequence[Segment]]:
     result = []
     for dim, extent in enumerate(global_shape):
         segments = [(0, extent)] if extent else []
@@ -206,8 +197,8 @@ def boxes_of_dtensor(
     if coordinate is None:
         return []
     shape = tuple(tensor.shape)
-    placements = [_axis_placement(tensor, placement, where) for placement in tensor.placements]
-    segments = local_segments(shape, mesh.shape, coordinate, placements)
+    placements = tuple(_axis_placement(tensor, one, where) for one in tensor.placements)
+    segments = local_segments(shape, tuple(mesh.shape), tuple(coordinate), placements)
     expected = tuple(sum(n for _, n in of_dim) for of_dim in segments)
     if expected != local_shape and math.prod(expected) + math.prod(local_shape) > 0:
         raise StateError(
