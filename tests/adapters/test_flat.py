@@ -18,8 +18,7 @@ from remesh.core.sharded import LocalNonpersistentObject
 from remesh.errors import DivergedReplicaError, MismatchError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from tests.adapters.parallel_transformer import optimizer_with_state, randomise
-from tests.adapters.stored import saved, transfer
+from tests.adapters.stored import optimizer_with_state, randomise, saved, transfer
 from tests.support import run_ranks
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)

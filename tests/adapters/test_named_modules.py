@@ -21,14 +21,8 @@ from remesh.core.state import describe
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from tests.adapters.parallel_transformer import (
-    NUM_EXPERTS,
-    Layer,
-    Tp,
-    Transformer,
-    optimizer_with_state,
-    randomise,
-)
+from tests.adapters.stored import SHAPE, optimizer_with_state, randomise, transformer
+from tests.conversions.model import Layer, Place
 from tests.support import run_ranks
 
 State = dict[str, Any]
@@ -37,11 +31,11 @@ State = dict[str, Any]
 def stage(rank: int) -> State:
     """Two layers on the first stage; one, the extra one and a copy of the embedding on the last."""
     names = {"layers.0": "layers.2", "head": "embedding"} if rank else {}
-    model = Transformer(layers=1, embedding=False, head="tied")
     if rank == 0:
-        model = Transformer(layers=2, head="none")
+        model = transformer(has_head=False)
     else:
-        model.mtp = Layer(Tp(), range(NUM_EXPERTS))
+        model = transformer(layers=1, has_embedding=False)
+        model.mtp = Layer(SHAPE, Place())
     optimizer = torch.optim.AdamW(model.parameters())
     return {"model": NamedModule(model, names), "optimizer": optimizer}
 
@@ -49,8 +43,8 @@ def stage(rank: int) -> State:
 def test_names_of_stages() -> None:
     state = stage(1)
     names = {entry.name for entry in describe(state, describe_leaf).tensors}
-    assert {name.split(".")[1] for name in names} == {"layers", "embedding", "mtp"}
-    assert {"model.layers.2.mlp.experts.3.down.weight", "model.embedding.weight"} <= names
+    assert {name.split(".")[1] for name in names} == {"layers", "norm", "embedding", "mtp"}
+    assert {"model.layers.2.mixture.experts.3.down.weight", "model.embedding.weight"} <= names
     state["model"] = LocalNonpersistentObject(state["model"])
     [params] = describe(state, describe_leaf).merged_lists.values()
     assert {"layers.2.norm.weight", "embedding.weight"} <= set(params)
@@ -92,7 +86,7 @@ class GroupedExperts(nn.Module):
     def __init__(self, ep: tuple[int, int], tp: tuple[int, int]) -> None:
         super().__init__()
         self.ep, self.tp = ep, tp
-        self.weight = nn.Parameter(torch.zeros(NUM_EXPERTS // ep[1], 3, 8 // tp[1]))
+        self.weight = nn.Parameter(torch.zeros(SHAPE.num_experts // ep[1], 3, 8 // tp[1]))
 
     def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
         name = f"{prefix}weight"
@@ -105,7 +99,7 @@ class SeparateExperts(nn.Module):
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__()
-        count = NUM_EXPERTS // num_ranks
+        count = SHAPE.num_experts // num_ranks
         self.numbers = range(rank * count, (rank + 1) * count)
         self.experts = nn.ParameterList(torch.zeros(3, 8) for _ in self.numbers)
 
@@ -114,7 +108,7 @@ class SeparateExperts(nn.Module):
             f"{prefix}experts.{local}": ShardedTensor.from_rank_offsets(
                 f"{prefix}weight",
                 self.experts[local].detach(),
-                (0, number, NUM_EXPERTS),
+                (0, number, SHAPE.num_experts),
                 prepend_axis_num=1,
                 replica_id=None,
             )

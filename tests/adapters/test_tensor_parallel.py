@@ -26,18 +26,15 @@ from remesh.core.sharded import ShardedTensor
 from remesh.core.state import describe
 from remesh.errors import StateError
 from remesh.exchange import Exchange
-from tests.adapters.parallel_transformer import (
-    HEAD,
-    HIDDEN,
-    INNER,
-    NUM_KV,
-    VOCABULARY,
-    Tp,
-    Transformer,
+from tests.adapters.stored import (
+    SHAPE,
+    check_equal,
     optimizer_with_state,
     randomise,
+    saved,
+    transfer,
+    transformer,
 )
-from tests.adapters.stored import check_equal, saved, transfer
 from tests.support import run_processes, run_ranks
 
 
@@ -133,7 +130,7 @@ def test_optimizer_state_of_a_transposed_weight_is_transposed() -> None:
 
 def test_nested_state_of_shards_keeps_its_containers() -> None:
     def build(value: float) -> tuple[dict[str, Any], Any]:
-        model = Transformer(layers=0)
+        model = transformer(layers=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weight = model.get_parameter("embedding.weight")
         history = [torch.full_like(weight.detach(), value + n) for n in range(2)]
@@ -144,25 +141,25 @@ def test_nested_state_of_shards_keeps_its_containers() -> None:
     target, own = build(4.0)
     transfer(source, target)
     assert str(own) == str(expected)
-    model = Transformer(layers=0)
+    model = transformer(layers=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     transfer(source, {"model": model, "optimizer": optimizer})
     assert str(optimizer.state[model.embedding.weight]) == str(expected)
 
 
 def test_resharding_live_from_shards_to_the_whole() -> None:
-    model = Transformer(head="tied")
+    model = transformer()
     randomise(model, 2)
     source = {"model": model, "optimizer": optimizer_with_state(model, 3)}
 
-    def fresh(tp: Tp) -> dict[str, Any]:
-        model = Transformer(tp, head="tied")
+    def fresh(*tp: int) -> dict[str, Any]:
+        model = transformer(*tp)
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.25)}
 
     def reshard(exchange: Exchange) -> None:
-        shards = fresh(Tp(exchange.rank, 2))
+        shards = fresh(exchange.rank, 2)
         remesh.reshard(source if exchange.rank == 0 else {}, shards, group=exchange)
-        target = fresh(Tp()) if exchange.rank == 1 else {}
+        target = fresh() if exchange.rank == 1 else {}
         remesh.reshard(shards, target, group=exchange)
         if exchange.rank == 1:
             check_equal(saved(target), saved(source))
@@ -172,15 +169,15 @@ def test_resharding_live_from_shards_to_the_whole() -> None:
 
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", "is_distributed"])
 def test_a_marked_shard_that_nobody_declares_is_refused(mark: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Transformer(layers=1))
+    model = nn.Sequential(nn.Linear(2, 2), transformer(layers=1))
     setattr(model[0].weight, mark, True)
     told = rf"(?s)model\.0\.weight: .*{mark}=True\n.*build_sharded"
     with pytest.raises(StateError, match=told):
         describe({"model": model}, describe_leaf)
-    declared = Transformer(layers=1)
+    declared = transformer(layers=1)
     for parameter in declared.parameters():
         setattr(parameter, mark, True)
-    with pytest.raises(StateError, match=r"m\.layers\.0\.norm\.weight"):
+    with pytest.raises(StateError, match=r"layers\.0\.mixture\.router\.weight"):
         describe({"m": declared}, describe_leaf)
 
 
@@ -234,7 +231,7 @@ def test_a_module_that_describes_itself_wrongly_is_refused(said: Any, message: s
 
 
 def test_state_of_a_shard_with_another_shape_is_refused() -> None:
-    model = Transformer(Tp(0, 2), layers=1)
+    model = transformer(0, 2, layers=1)
     optimizer = torch.optim.AdamW(model.parameters())
     weight = model.get_parameter("layers.0.attention.out.weight")
     optimizer.state[weight]["row"] = torch.zeros(4)
@@ -244,33 +241,33 @@ def test_state_of_a_shard_with_another_shape_is_refused() -> None:
 
 def test_a_module_on_the_meta_device_is_described() -> None:
     with torch.device("meta"):
-        model = Transformer(Tp(1, 2), layers=1)
+        model = transformer(1, 2, layers=1)
     shapes = {e.name: e.global_shape for e in describe(model, describe_leaf).tensors}
-    assert shapes["embedding.weight"] == (VOCABULARY, HIDDEN)
-    assert shapes["layers.0.attention.qkv.weight"] == (16, HIDDEN)
+    assert shapes["embedding.weight"] == (SHAPE.vocabulary, SHAPE.hidden)
+    assert shapes["layers.0.attention.qkv.weight"] == (16, SHAPE.hidden)
     model = model.to_empty(device="cpu")
-    whole = Transformer(layers=1)
+    whole = transformer(layers=1)
     randomise(whole, 1)
     transfer(whole, model)
     full: Any = whole.get_parameter("layers.0.attention.qkv.weight")
     assert torch.equal(
         model.get_parameter("layers.0.attention.qkv.weight"),
-        torch.cat([part.chunk(2)[1] for part in full.split([8, NUM_KV * HEAD, NUM_KV * HEAD])]),
+        torch.cat([part.chunk(2)[1] for part in full.split([8, 4, 4])]),
     )
 
 
 def test_the_default_speaks_for_all_entries() -> None:
-    model = Transformer(Tp(1, 2), layers=1)
+    model = transformer(1, 2, layers=1)
     said = default_sharded_state_dict(model, "m.")
     assert said.keys() == {f"m.{key}" for key in model.state_dict()}
-    assert said["m.layers.0.norm.weight"].parts[0].box == Box.whole((HIDDEN,))
-    assert said["m.layers.0.mlp.experts.0.down.weight"].global_shape == (HIDDEN, INNER)
+    assert said["m.layers.0.norm.weight"].parts[0].box == Box.whole((SHAPE.hidden,))
+    assert said["m.layers.0.mixture.experts.0.down.weight"].global_shape == (8, 4)
 
 
 def fsdp_over_shards(exchange: Exchange, source: str, target: str) -> bool:
     """FSDP2 over layers that are cut by hand: two mesh axes, of which torch knows one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = Transformer(Tp(mesh["tp"].get_local_rank(), 2), layers=1)
+    model = transformer(mesh["tp"].get_local_rank(), 2, layers=1)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -283,7 +280,7 @@ def fsdp_over_shards(exchange: Exchange, source: str, target: str) -> bool:
 
 
 def test_fsdp_over_layers_that_are_cut_by_hand(tmp_path: Path) -> None:
-    model = Transformer(layers=1)
+    model = transformer(layers=1)
     randomise(model, 8)
     state = {"model": model, "optimizer": optimizer_with_state(model, 9)}
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
