@@ -104,18 +104,6 @@ def test_a_hang_ends_without_a_limit_that_somebody_gave() -> None:
     assert job.state.hanging is not None
 
 
-def test_a_pause_between_steps_is_seen() -> None:
-    job = PlayedJob.running()
-    live = Liveness.after_start(job.state, 100.0)
-    assert status_of(job.state, live, 100.0).step_age is None
-    for now in (101.0, 102.0):
-        job = job.beat(live, {0: RankProgress(step=int(now), time=0.0)}, at=now)
-    status = status_of(job.state, live, 163.0)
-    assert status.step_age == 61.0
-    metrics = render_metrics(status, 0, journal_failing=False).decode()
-    assert "remesh_step_age_seconds 61.0" in metrics
-
-
 def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
     job = PlayedJob.running()
     live = Liveness.after_start(job.state, 100.0)

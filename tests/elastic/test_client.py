@@ -17,10 +17,8 @@ import pytest
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.job import JobState, Policy
 from remesh.elastic.liveness import Liveness
-from remesh.elastic.server import ServerOptions
 from remesh.elastic.status import status_of
 from remesh.errors import MasterError, StorageError
-from tests.elastic.agents import serving
 from tests.elastic.cluster import run_job
 
 WAITING = JobState(policy=Policy())
@@ -195,13 +193,6 @@ class TestOneLine:
             url = f"http://127.0.0.1:{held.getsockname()[1]}"
             said = self.said_by_run(tmp_path, "--master", url, "--master-patience", "0")
         assert f"the master at {url} does not answer" in said
-
-    def test_a_wrong_token(self, tmp_path: Path) -> None:
-        token = tmp_path / "token"
-        token.write_text("wrong")
-        with serving(options=ServerOptions(token="right")) as served:
-            options = ("--master", served.url, "--token-file", str(token))
-            assert "the token is missing or wrong" in self.said_by_run(tmp_path, *options)
 
     def test_an_address_of_no_node(self, tmp_path: Path) -> None:
         options = ("--master", "http://127.0.0.1:1", "--local-addr", "no such host")

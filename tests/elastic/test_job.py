@@ -338,16 +338,6 @@ def test_hangs_have_a_budget_of_their_own() -> None:
         job = job.join(0, 1, at=now)
 
 
-def test_all_nodes_stop_as_soon_as_the_processes_of_one_have_failed() -> None:
-    job = PlayedJob.running().fail(0, at=110.0)
-    # And node 0 has not joined yet.
-    wanted = Stop(1, Change.RESTARTED, job.state.failures[-1].decision.reason)
-    assert job.shown(1, at=110.5) == wanted
-    again = job.join(0, 1, at=111.0)
-    assert (again.nodes.round, again.nodes.broken) == (2, None)
-    assert again.fail(0, at=112.0).state.rendezvous.broken is not None
-
-
 def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() -> None:
     """In each new session, until it is in another world: then records of long ago may be gone."""
     settings = msgspec.structs.replace(SETTINGS, max_nodes=2)

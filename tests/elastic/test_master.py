@@ -180,7 +180,10 @@ def test_a_pause_between_steps_is_shown() -> None:
             served.beat(0, {0: RankProgress(step=step, time=0.0)})
         clock.now += 100
         shown = CliRunner().invoke(cli, ["status", served.url]).output
+        with urllib.request.urlopen(f"{served.url}/metrics") as reply:
+            metrics = reply.read().decode()
     assert "2, the last one 100 s ago" in shown
+    assert "remesh_step_age_seconds 100.0" in metrics
 
 
 class TestNodesOfAMasterThatStoodStill:
@@ -369,26 +372,6 @@ def test_a_check_finds_the_faulty_node_before_training() -> None:
 
 
 class TestRestart:
-    def test_nothing_is_lost(self, tmp_path: Path) -> None:
-        with serving(tmp_path / "journal") as served:
-            served.join_all([0, 1])
-            before = served.get("status")[1]
-        with serving(tmp_path / "journal") as served:
-            after = served.get("status")[1]
-            assert after["history"] == before["history"]
-            assert [node["state"] for node in after["nodes"]] == ["active", "active"]
-            served.agent(1).round = 1
-            served.agent(1).beat()
-            assert served.agent(1).shown(Assignment).round == 1
-
-    def test_a_join_before_it_counts_after_it(self, tmp_path: Path) -> None:
-        with serving(tmp_path / "journal") as served:
-            served.agent(0).say_join()
-            served.agent(0).waiting()
-        with serving(tmp_path / "journal") as served:
-            assert served.agent(1).join().node_rank == 1
-            assert served.agent(0).join().node_rank == 0
-
     def test_instructions_go_on_with_higher_numbers(self, tmp_path: Path) -> None:
         numbers = []
         for _ in range(3):
@@ -425,13 +408,6 @@ class TestRefusals:
     def test_listening_everywhere_without_a_token(self) -> None:
         with pytest.raises(ValueError, match="any process that reaches the port could control"):
             ServerOptions(host="0.0.0.0")
-
-    def test_other_settings_than_the_job(self, served: Served) -> None:
-        served.agent(0).say_join()
-        served.agent(0).waiting()
-        served.agent(1).say_join(settings=msgspec.structs.replace(SETTINGS, max_nodes=8))
-        with pytest.raises(MasterError, match="start all nodes with the same options"):
-            served.agent(1).waiting()
 
     def test_what_is_no_request(self, served: Served) -> None:
         assert ask(served.url, "node", {"node": 7})[0] == 400

@@ -101,9 +101,3 @@ node_check.main()
 
 def test_what_libraries_print_is_no_result() -> None:
     assert run_alone(command=(sys.executable, "-c", PRINTS)).passed
-
-
-def test_a_machine_by_itself() -> None:
-    outcome = run_alone(seconds=240.0)
-    assert outcome.passed
-    assert outcome.elapsed > 0

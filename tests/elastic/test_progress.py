@@ -14,10 +14,8 @@ from remesh.elastic.progress import (
     goodput,
     hang_limit,
     hangs,
-    lagging_ranks,
     pause_of,
     report,
-    slow_ranks,
 )
 
 
@@ -106,14 +104,3 @@ def test_the_time_between_two_rounds_is_no_step() -> None:
     progress = trained(begin(0.0), range(1, 11), 0.0, 1.0)
     progress = trained(begin_round(progress, 60.0), range(11, 21), 60.0, 1.0)
     assert progress.recent == pytest.approx([1.0] * 18)
-
-
-def test_slow_ranks_are_relative_to_the_median() -> None:
-    ranks = {rank: heard(1, 1.0, seconds) for rank, seconds in enumerate((1.0, 1.0, 1.1, 3.0))}
-    assert slow_ranks(ranks) == {3: 3.0 / 1.05}
-
-
-def test_the_ranks_that_lag_are_named() -> None:
-    ranks = {rank: heard(step, 1.0) for rank, step in enumerate((5, 4, 5, 4))}
-    assert lagging_ranks(ranks) == [1, 3]
-    assert lagging_ranks({}) == []

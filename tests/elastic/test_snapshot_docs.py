@@ -1,17 +1,15 @@
-"""The pages about recovery from memory and about Slurm, as a reader would use them."""
+"""The page about recovery from memory, as a reader would use it."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import remesh
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs/how-to/recovery-from-memory.md", ROOT / "docs/how-to/slurm.md"]
+PAGE = Path(__file__).parents[2] / "docs/how-to/recovery-from-memory.md"
 
 
 def test_the_page_about_memory_runs_from_top_to_bottom(
@@ -19,20 +17,20 @@ def test_the_page_about_memory_runs_from_top_to_bottom(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REMESH_SNAPSHOT_DIR", str(tmp_path / "memory"))
-    first, second = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
     last = 'manager.step(state["step"], state)\n'
     assert first.endswith(last)
     dies = f'{first}        assert state["step"] < 45, "died"\n'
     with pytest.raises(AssertionError, match="died"):
-        exec(compile(dies, str(PAGES[0]), "exec"), namespace)
+        exec(compile(dies, str(PAGE), "exec"), namespace)
     assert sorted(path.name for path in tmp_path.glob("memory/*/step_*")) == [
         "step_00000020",
         "step_00000040",
     ]
-    exec(compile(first, str(PAGES[0]), "exec"), namespace)
+    exec(compile(first, str(PAGE), "exec"), namespace)
     assert capsys.readouterr().out == "lost nothing before step 40\n"
-    exec(compile(second, str(PAGES[0]), "exec"), namespace)
+    exec(compile(second, str(PAGE), "exec"), namespace)
     manager = namespace["manager"]
     assert isinstance(manager, remesh.Manager)
     assert manager.latest is not None
@@ -40,10 +38,3 @@ def test_the_page_about_memory_runs_from_top_to_bottom(
     stored = sorted(path.name for path in tmp_path.glob("run/step_*"))
     assert stored == ["step_00000040", "step_00000050"]  # what was in memory only, and the end
     manager.close()
-
-
-def test_the_example_for_slurm_is_a_script() -> None:
-    name = "train.sbatch"
-    script = ROOT / "examples/slurm" / name
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
-    assert name in PAGES[1].read_text()

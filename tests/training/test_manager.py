@@ -327,14 +327,6 @@ def test_plain_checkpoints_can_be_resumed_from(tmp_path: Path) -> None:
     assert content(state) == expected(7)
 
 
-def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
-    train(tmp_path, 1)
-    with Manager(tmp_path, group=Alone()) as manager, pytest.raises(CheckpointExistsError):
-        manager.save(1, state_of(5))
-    resume(tmp_path, state := state_of(0))
-    assert content(state) == expected(1)
-
-
 # ---------------------------------------------------------------------------------------------
 # Damage
 # ---------------------------------------------------------------------------------------------

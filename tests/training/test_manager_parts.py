@@ -61,18 +61,6 @@ def test_a_spoiled_record_or_note_is_a_problem_and_no_error(tmp_path: Path) -> N
     assert third.problem == "failures.json cannot be read"
 
 
-def test_pins(tmp_path: Path) -> None:
-    path = save(tmp_path, "step_1")
-    for change, is_pinned in ((catalog.pin, True), (catalog.unpin, False), (catalog.unpin, False)):
-        change(path)
-        assert [info.is_pinned for info in catalog.list_checkpoints(open_storage(tmp_path))] == [
-            is_pinned
-        ]
-    with pytest.raises(CheckpointNotFoundError):
-        catalog.unpin(tmp_path)
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_removing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     path = save(tmp_path, "step_1")
     catalog.pin(path)

@@ -73,17 +73,6 @@ def test_the_shuffled_order_never_changes() -> None:
     assert (first, second, large) == GOLDEN
 
 
-def test_all_places_are_equally_likely() -> None:
-    """Over many seeds, every sample is about equally often at every place of a small order."""
-    size, num_orders = 7, 1000
-    counts = np.zeros((size, size))
-    for seed in range(num_orders):
-        counts[np.arange(size), shuffled(np.arange(size), size, key_of(seed, 0))] += 1
-    expected = num_orders / size
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 70  # 36 degrees of freedom: more than this has a chance of 0.0006
-
-
 def test_an_order_is_continued_anywhere() -> None:
     for kind in ("in_order", "feistel", "torch_randperm"):
         order = SampleOrder(kind, 40_000, seed=5)

@@ -137,15 +137,8 @@ def change(
 ) -> list[tuple[Resumed | None, World, dict[str, Any]]]:
     """Train three steps, leave the world somewhere in the fourth, and resume in another world.
 
-    Args:
-        tmp_path: Where checkpoints go.
-        before: Ranks of the first world.
-        after: Of each rank of the second world, the rank it had; None for a new process.
-        leave: What a rank does after three steps.
-        num_copies: How many ranks have the same rows.
-
-    Returns:
-        Of each rank: what it resumed from, its world, and the values at the boundary of rank 0.
+    `after` names the former rank of each rank that goes on; None is a new process. Of each: what it
+    resumed from, its world, and the values at the boundary of rank 0.
     """
     jobs = [TrainingJob(is_reentrant=True) for _ in range(before)]
     values: list[dict[str, Any]] = [{} for _ in range(before)]
