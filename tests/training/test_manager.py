@@ -221,6 +221,19 @@ def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> No
     assert names(tmp_path) == ["0002"]
 
 
+def test_what_rank_0_has_to_tell_of_a_saved_step_decides_for_all(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange) -> None:
+        with Manager(tmp_path, every=2, group=exchange) as manager:
+            manager.step(2, state_of(2, exchange))
+            for rank in range(2):
+                metrics = {"accuracy": float(rank)} if exchange.rank == rank else None
+                manager.save(2, state_of(2, exchange), metrics=metrics)
+
+    run_ranks(2, play)
+    [info] = catalog.list_checkpoints(open_storage(tmp_path))
+    assert info.metrics == {"accuracy": 0.0}
+
+
 def test_a_closed_manager_refuses_calls(tmp_path: Path) -> None:
     with Manager(tmp_path, every=1, group=Alone()) as manager:
         manager.step(1, state_of(1))

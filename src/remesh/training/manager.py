@@ -400,12 +400,12 @@ class Manager:
         if self._exchange.rank == 0 and self._begun is None:
             rng.warn_of_differences(told)
         [save], saved = own, self._saved
-        is_same = (
-            saved is not None
-            and saved.step == step
-            and all(run_on_all(self._exchange, lambda: b"yes" * (saved.state == save.state)))
-        )
-        if is_same and not metrics and not metadata:
+        is_same = is_told = False
+        if saved is not None and saved.step == step:
+            what_is = b"more to tell" if metrics or metadata else b"nothing new"
+            replies = run_on_all(self._exchange, lambda: what_is * (saved.state == save.state))
+            is_same, is_told = all(replies), replies[0] == b"nothing new"  # what rank 0 has counts
+        if is_same and is_told:
             _LOGGER.info("step %d is saved already, and the state has not changed", step)
             return
         if self._exchange.rank == 0:
