@@ -100,17 +100,6 @@ class Distinct:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """Ranks that hold the same kinds of boxes of the same tensors; boxes are sorted by tensor."""
-
-    ranks: list[int]
-    order: IntArray  # row of each box on these ranks
-    tensor: IntArray  # row of its tensor among all
-    kind: IntArray
-    place: IntArray  # its number among the boxes of its tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Alike:
     """Tensors that all ranks hold alike."""
 
@@ -167,80 +156,58 @@ def find_alike(
     members: dict[tuple[int, int, int], list[int]] = {}
     for rank, (held, to_new) in enumerate(zip(local_boxes, rows, strict=True)):
         members.setdefault((id(held.tensor), id(held.kind), id(to_new)), []).append(rank)
-    num_looked_at = sum(len(local_boxes[ranks[0]].tensor) for ranks in members.values())
-    merges &= 4 * num_looked_at <= sum(len(held.tensor) for held in local_boxes)
-    groups = [_group_of(ranks, local_boxes[ranks[0]], rows[ranks[0]]) for ranks in members.values()]
-    tensor, keys, starts, classes = [], [], [], []
-    num_before = 0
-    for number, group in enumerate(groups):
-        bounds = np.append(np.flatnonzero(group.place == 0), len(group.tensor))
-        here = group.tensor[bounds[:-1]]
-        tensor.append(here)
-        keys.append(number * len(tensors) + here)
-        starts.append(num_before + bounds[:-1])
-        num_before += len(group.tensor)
-        if merges:
-            lists = Lists.of(group.kind, bounds).number
-            classes.append(np.stack([np.full(len(here), number), lists], axis=1))
-    sample = of = np.arange(len(tensors))
-    if merges:
-        all_tensors = np.concatenate(tensor)
-        order = np.argsort(all_tensors, kind="stable")
-        bounds = np.searchsorted(all_tensors[order], np.arange(len(tensors) + 1))
-        sample, of = distinct(
-            Lists.of(np.concatenate(classes)[order], bounds).number, *tensors.shapes.T
-        )
+    groups = list(members.values())
     group_of = np.zeros(len(local_boxes), dtype=np.int64)
-    for number, group in enumerate(groups):
-        group_of[group.ranks] = number
-    return Alike(
-        tensors,
-        of,
-        _held_of(tensors, sample, groups, local_boxes),
-        group_of,
-        np.concatenate(keys),
-        np.concatenate(starts),
-        np.concatenate([group.order for group in groups]),
-    )
-
-
-def _group_of(ranks: list[int], held: LocalBoxes, rows: IntArray) -> _Group:
-    tensor = rows[held.tensor]
-    order = np.argsort(tensor, kind="stable")
-    tensor = tensor[order]
-    place = np.arange(len(tensor)) - np.searchsorted(tensor, tensor)
-    return _Group(ranks, order, tensor, held.kind[order], place)
+    columns = []  # of the boxes of a group, sorted by tensor
+    for number, ranks in enumerate(groups):
+        group_of[ranks] = number
+        held, tensor = local_boxes[ranks[0]], rows[ranks[0]][local_boxes[ranks[0]].tensor]
+        order = np.argsort(tensor, kind="stable")
+        columns.append((np.full_like(order, number), tensor[order], held.kind[order], order))
+    group, tensor, kind, row = map(np.concatenate, zip(*columns, strict=True))
+    key = group * len(tensors) + tensor
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    keys, bounds = key[starts], np.append(starts, len(key))
+    place = np.arange(len(key)) - np.repeat(starts, np.diff(bounds))
+    sample = of = np.arange(len(tensors))
+    if merges and 4 * len(key) <= sum(len(held.tensor) for held in local_boxes):
+        lists = Lists.of(kind, bounds).number
+        by_tensor = np.argsort(keys % len(tensors), kind="stable")
+        bounds = np.searchsorted(keys[by_tensor] % len(tensors), np.arange(len(tensors) + 1))
+        classes = np.stack([keys // len(tensors), lists], axis=1)[by_tensor]
+        sample, of = distinct(Lists.of(classes, bounds).number, *tensors.shapes.T)
+    among = np.full(len(tensors), -1, dtype=np.int64)
+    among[sample] = np.arange(len(sample))
+    parts = []
+    ends = np.searchsorted(group, np.arange(len(groups) + 1))
+    for ranks, (start, stop) in zip(groups, pairwise(ends.tolist()), strict=True):
+        taken = start + np.flatnonzero(among[tensor[start:stop]] >= 0)
+        boxes = (place[taken], among[tensor[taken]], kind[taken])
+        parts.append(_held_of(ranks, local_boxes, boxes, tensors.shapes.shape[1]))
+    columns_of_samples = map(np.concatenate, zip(*parts, strict=True))
+    held_of_samples = Held(tensors.among(sample), *columns_of_samples)
+    return Alike(tensors, of, held_of_samples, group_of, keys, starts, row)
 
 
 def _held_of(
-    tensors: TensorTable,
-    sample: IntArray,
-    groups: Sequence[_Group],
+    ranks: list[int],
     local_boxes: Sequence[LocalBoxes],
-) -> Held:
-    """The boxes of the samples that ranks hold."""
-    number = np.full(len(tensors), -1, dtype=np.int64)
-    number[sample] = np.arange(len(sample))
-    num_dims = tensors.shapes.shape[1]
-    parts: list[tuple[IntArray, ...]] = []
-    for group in groups:
-        taken = np.flatnonzero(number[group.tensor] >= 0)
-        kind, num_ranks = group.kind[taken], len(group.ranks)
-        kinds = [local_boxes[rank] for rank in group.ranks]
-        offsets = np.stack([held.offsets for held in kinds])[:, kind]
-        extents = np.stack([held.extents for held in kinds])[:, kind]
-        parts.append(
-            (
-                np.repeat(group.ranks, len(taken)),
-                np.tile(group.place[taken], num_ranks),
-                np.tile(number[group.tensor[taken]], num_ranks),
-                widen(offsets.reshape(-1, offsets.shape[-1]), num_dims, 0),
-                widen(extents.reshape(-1, extents.shape[-1]), num_dims, 1),
-                np.stack([held.roles for held in kinds])[:, kind].reshape(-1),
-            )
-        )
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Held(tensors.among(sample), *columns)
+    boxes: tuple[IntArray, IntArray, IntArray],
+    num_dims: int,
+) -> tuple[IntArray, ...]:
+    """The columns of `Held` of some boxes of a group: their places, tensors and kinds."""
+    place, tensor, kind = boxes
+    kinds = [local_boxes[rank] for rank in ranks]
+    offsets = np.stack([held.offsets for held in kinds])[:, kind]
+    extents = np.stack([held.extents for held in kinds])[:, kind]
+    return (
+        np.repeat(ranks, len(kind)),
+        np.tile(place, len(ranks)),
+        np.tile(tensor, len(ranks)),
+        widen(offsets.reshape(-1, offsets.shape[-1]), num_dims, 0),
+        widen(extents.reshape(-1, extents.shape[-1]), num_dims, 1),
+        np.stack([held.roles for held in kinds])[:, kind].reshape(-1),
+    )
 
 
 def widen(rows: IntArray, num_dims: int, fill: int) -> IntArray:
