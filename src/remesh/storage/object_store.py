@@ -40,8 +40,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,13 +56,23 @@ from obstore import store as stores
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import RemeshError, StorageError
-from remesh.storage.base import HIDDEN, Buffer, Directory, FileFacts, check_path, taken
+from remesh.storage.base import (
+    HIDDEN,
+    Buffer,
+    Directory,
+    FileFacts,
+    Storage,
+    check_path,
+    is_hidden,
+    prefix_directory,
+    taken,
+)
 from remesh.storage.messages import RANGES_ADVICE, explain, shown_url
-from remesh.storage.remote import RemoteStorage, StreamWriter
+from remesh.storage.remote import StreamWriter
 from remesh.storage.workers import ask_meanwhile, ask_together, flow_for
 
 if TYPE_CHECKING:
-    from obstore import Bytes, ObjectMeta
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 FAILURES = (BaseError, OSError, ValueError)
@@ -193,7 +204,7 @@ _TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Az
 _LOGGER = logging.getLogger("remesh")
 
 
-class ObjectStorage(RemoteStorage):
+class ObjectStorage(Storage):
     """Objects below a prefix of a bucket; safe to use from several threads.
 
     Storages of this process share a `Bucket`; an obstore store is for this one alone. A prefix is
@@ -201,8 +212,8 @@ class ObjectStorage(RemoteStorage):
     of its upload are.
     """
 
-    failures = FAILURES
-    results = (RemeshError, AlreadyExistsError)
+    lists_sizes = True
+    reads_own_memory = True
 
     def __init__(
         self,
@@ -212,7 +223,9 @@ class ObjectStorage(RemoteStorage):
         *,
         part_bytes: int | None = None,
     ) -> None:
-        super().__init__(url)
+        self._url = shown_url(url).rstrip("/")
+        self._lock = threading.Lock()
+        self._unfinished: set[str] = set()
         self._bucket = bucket if isinstance(bucket, Bucket) else Bucket(bucket)
         self._store = self._bucket.store
         self._prefix = prefix
@@ -221,12 +234,31 @@ class ObjectStorage(RemoteStorage):
         self._own_latency = 0.0
         _keep_freed_memory()
 
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        return self._url
+
     @property
     def latency(self) -> float:
         # Its own, once it has asked: how far a bucket is may change while a process lives.
         return self._own_latency or self._bucket.latency
 
+    def list(self, prefix: str = "") -> list[str]:
+        return sorted(self.list_sizes(prefix))
+
+    def list_sizes(self, prefix: str = "") -> dict[str, int]:
+        found = self._list(prefix_directory(prefix), prefix)
+        return {
+            path: size
+            for path, size in found.items()
+            if path.startswith(prefix) and not is_hidden(path)
+        }
+
     def _list(self, directory: str, shown: str) -> dict[str, int]:
+        """Relative path → bytes of all files below a directory, hidden ones too."""
         # One request per 1000 objects.
         with self._request("list", "LIST", shown):
             found = obstore.list(self._store, self._directory(directory)).collect()
@@ -249,19 +281,36 @@ class ObjectStorage(RemoteStorage):
         with self._request("read", "HEAD", path):
             return obstore.head(self._store, key)["size"]
 
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return bytes(self._read(path, start, stop))
+
+    def read_range(self, path: str, start: int, num_bytes: int, buffer: Buffer) -> Buffer:  # noqa: ARG002
+        return np.frombuffer(self._read(path, start, start + num_bytes), np.uint8)
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        data = self.read_range(path, start, buffer.size, buffer)
+        buffer[: data.size] = data
+        return data.size
+
     def _read(self, path: str, start: int, stop: int | None) -> memoryview:
+        """The bytes [start, stop) of a file; fewer if it ends before."""
+        assert start >= 0
+        assert stop is None or stop >= 0
         key = self._key(path)
-
-        def get() -> Bytes:
+        if stop is not None and stop <= start:
+            self.size(path)  # raises if there is no such file
+            return memoryview(b"")
+        try:
             with self._request("read", "GET", path):
-                if stop is None:
-                    return obstore.get(
-                        self._store, key, options={"range": {"offset": start}}
-                    ).bytes()
-                # It costs less processor time than `obstore.get`.
-                return obstore.get_range(self._store, key, start=start, end=stop)
-
-        return memoryview(self._answer(path, start, get) or b"")
+                if stop is not None:  # it costs less processor time than `obstore.get`
+                    return memoryview(obstore.get_range(self._store, key, start=start, end=stop))
+                how: Any = {"range": {"offset": start}}
+                return memoryview(obstore.get(self._store, key, options=how).bytes())
+        except StorageError:
+            # That a file ends before `start` is an error of no class of its own.
+            if start < self.size(path):
+                raise
+            return memoryview(b"")
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         check_path(path)
@@ -293,6 +342,30 @@ class ObjectStorage(RemoteStorage):
 
         return self._stream(path, num_bytes, part_bytes, upload)
 
+    def _stream(
+        self,
+        path: str,
+        num_bytes: int,
+        part_bytes: int,
+        upload: Callable[[Iterator[Buffer]], None],
+    ) -> StreamWriter:
+        """A file that is uploaded while it is written."""
+        check_path(path)
+        with self._lock:
+            if path in self._unfinished:
+                raise StorageError(f"{self._name(path)} exists already: it is being written")
+            self._unfinished.add(path)
+
+        def run(parts: Iterator[Buffer]) -> None:
+            try:
+                with self._explained("write", path):
+                    upload(parts)
+            finally:
+                with self._lock:
+                    self._unfinished.discard(path)
+
+        return StreamWriter(self._name(path), num_bytes, part_bytes, run)
+
     def delete(self, path: str) -> None:
         key = self._key(path)
         with self._request("remove", "DELETE", path), suppress(FileNotFoundError):
@@ -308,6 +381,12 @@ class ObjectStorage(RemoteStorage):
                 return
         ask_together(self, [partial(self.delete, path) for path in paths])
 
+    def sync(self) -> None:
+        """See `Storage.sync`; what a store has acknowledged is durable."""
+
+    def _name(self, path: str) -> str:
+        return f"{self._url}/{path}"
+
     def _key(self, path: str) -> str:
         """The path of an object in the bucket."""
         return self._prefix + check_path(path)
@@ -318,6 +397,16 @@ class ObjectStorage(RemoteStorage):
 
     def _directory(self, path: str) -> str | None:
         return (self._prefix + path).rstrip("/") or None
+
+    @contextmanager
+    def _explained(self, action: str, path: str) -> Iterator[None]:
+        """Raise what the client library raises as an error of remesh; the action is a verb."""
+        try:
+            yield
+        except (RemeshError, AlreadyExistsError):
+            raise
+        except FAILURES as error:
+            raise explain(action, self._name(path), error) from None
 
     @contextmanager
     def _request(self, action: str, method: str, path: str) -> Iterator[None]:
