@@ -30,7 +30,7 @@ from remesh.formats.building import IndexBuilder
 from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_writer import dumps
 from remesh.formats.place import Place
-from remesh.storage import MemoryStorage, Storage
+from remesh.storage import MemoryStorage, Storage, open_storage
 from tests.compat.flex_layouts import Weights, cut, filled, flat, whole
 from tests.support import run_ranks
 
@@ -230,6 +230,15 @@ def test_only_what_lies_between_arrays_is_read() -> None:
     storage.put("file", pickle.dumps(arrays, protocol=4), overwrite=False)
     assert len(arrays_in(storage, "file")) == 4
     assert storage.num_bytes <= 6 << 16
+
+
+def test_metadata_says_what_the_data_files_hold() -> None:
+    metadata = paddle.read_metadata(open_storage(DATA / "flat3d"), "0.metadata")
+    first, second = metadata.state_dict_metadata["m"]
+    assert (first.flattened_range, second.flattened_range) == ((0, 14), (14, 24))
+    assert first.local_shape == first.global_shape == (2, 3, 4)
+    assert sorted(metadata.storage_metadata.values()) == ["0_0.distcp", "1_0.distcp"]
+    assert metadata.flat_mapping == {"m": ("m",)}
 
 
 def test_long_texts_beside_arrays_are_read() -> None:

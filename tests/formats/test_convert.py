@@ -247,6 +247,19 @@ def test_what_was_not_read_is_not_equal(tmp_path: Path) -> None:
     assert "values that differ: 1" in same.output
 
 
+def test_one_that_is_cut_short_leaves_no_checkpoint(native: Path, tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.point == "save.before_commit":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(native, tmp_path / "new", format="remesh", on_event=stop)
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(tmp_path / "new")
+    convert(native, tmp_path / "new", format="remesh")
+    assert_loads(tmp_path / "new")
+
+
 def killed_after_a_chunk(exchange: Exchange, source: Path, target: Path, name: str) -> None:
     """Convert, and kill this process when a chunk is written."""
 

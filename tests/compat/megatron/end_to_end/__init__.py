@@ -38,11 +38,13 @@ class Job:
     """The job with one of the packages, in a process that imports Megatron once."""
 
     package: str  # `remesh` or `own`
+    sources: Path | None = None  # a checkout of Megatron-LM; None for the installed megatron-core
 
     def __enter__(self) -> Self:
+        paths = [ROOT, SOURCE, *([self.sources] if self.sources else [])]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SOURCE))),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "TORCH_GLOO_LAZY_INIT": "1",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ import remesh
 from tests.compat.megatron.own_tests.reasons import reason_of
 
 NUM_RANKS = 8
+LIMIT = 1800.0
+"""Seconds for a file of tests; the longest takes ten minutes on eight quiet processors."""
 FOLDER = Path("tests/unit_tests/dist_checkpointing")
 HERE = Path(__file__).parent
 SOURCE = Path(remesh.__file__).parents[1]
@@ -45,8 +48,13 @@ def files_of_tests(sources: Path) -> list[str]:
     ]
 
 
-def run_file(sources: Path, name: str) -> Results:
-    """Run a file of tests on all ranks; what became of each test."""
+def run_files(
+    sources: Path, names: list[str], package: str, *, only: str = "", limit: float = LIMIT
+) -> Iterator[tuple[str, Results]]:
+    """Run files of tests on all ranks; what became of the tests of each file, as it is done.
+
+    `package` is `remesh` or `own`, `only` what pytest's `-k` takes, `limit` seconds for each file.
+    """
     distributed: Any = torch.distributed
     store = distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
@@ -65,12 +73,22 @@ def run_file(sources: Path, name: str) -> Results:
             # Megatron makes dozens of groups for each test, and uses few of them.
             "TORCH_GLOO_LAZY_INIT": "1",
         }
-        command = [sys.executable, str(HERE / "ranks.py"), name, scratch]
+        command = [
+            *(sys.executable, str(HERE / "ranks.py")),
+            *(package, scratch, only, str(limit), *names),
+        ]
         with (folder / "log").open("w") as log:
-            subprocess.run(
-                command, cwd=sources, env=environment, stdout=log, stderr=log, check=False
+            ranks = subprocess.Popen(
+                command, cwd=sources, env=environment, text=True, stdout=subprocess.PIPE, stderr=log
             )
-        return _collected(folder)
+        assert ranks.stdout is not None
+        for number, name in enumerate(names):
+            # What else is printed is not the name of a file.
+            while (line := ranks.stdout.readline()) and line.strip() != name:
+                pass
+            results = folder / str(number)
+            yield name, _collected(results if line else folder)
+        ranks.wait()
 
 
 def _collected(folder: Path) -> Results:
@@ -96,12 +114,12 @@ def _severity(result: Result) -> int:
     return 2 * _WORST_LAST.index(result.outcome) + (not is_consequence)
 
 
-def report(name: str, results: Results) -> str:
+def report(name: str, results: Results, *, verbose: bool = False) -> str:
     """The counts of a file, and each test that did not pass, with the reason or the last line."""
     lines = [f"{name}: {dict(Counter(result.outcome for result in results.values()))}"]
     for test, result in results.items():
         if result.outcome != "passed":
             why = result.why.strip().splitlines() or [""]
-            text = reason_of(test) or why[-1][:300]
+            text = result.why if verbose else reason_of(test) or why[-1][:300]
             lines.append(f"  {result.outcome} {test.rpartition('::')[2]}: {text}")
     return "\n".join(lines)

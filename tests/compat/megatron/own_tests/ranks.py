@@ -7,6 +7,7 @@ collective early harms no other test, and the threads of groups do not pile up.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -26,14 +27,10 @@ import cuda_on_cpu  # type: ignore[import-not-found]
 import pytest
 import torch
 
-from remesh.compat import megatron
-
 dist: Any = torch.distributed
 WORLD_SIZE = 8
 PATIENCE = timedelta(minutes=10)
 COLLECTIVE = timedelta(seconds=30)
-LIMIT = 1800.0
-"""Seconds for a file of tests; the longest takes ten minutes on eight quiet processors."""
 
 
 class Rank:
@@ -113,7 +110,7 @@ def _give_up_groups() -> None:
     gc.collect()
 
 
-def prepare() -> None:
+def prepare(package: str) -> None:
     """What all ranks have in common, done once before they are forked."""
     cuda_on_cpu.install()
     init = dist.init_process_group
@@ -129,46 +126,47 @@ def prepare() -> None:
     for name in ("tests.test_utils", "tests.test_utils.python_scripts", stub.__name__):
         sys.modules[name] = stub
     torch.set_num_threads(1)
-    megatron.install()
-    # Some tests want that nothing is logged; the drop-in logs a line for each save and load.
-    logging.getLogger("remesh").setLevel(logging.WARNING)
+    if package == "remesh":
+        from remesh.compat import megatron
+
+        megatron.install()
+        # Some tests want that nothing is logged; the drop-in logs a line for each save and load.
+        logging.getLogger("remesh").setLevel(logging.WARNING)
     cuda_on_cpu.without_transformer_engine()
     cuda_on_cpu.with_fused_adam()
     warnings.simplefilter("ignore")
     importlib.import_module("megatron.training.training")
 
 
-def run(rank: int, file: str, results: Path) -> int:
+def run(rank: int, file: str, results: Path, only: str) -> int:
     """Run a file of tests as one of the ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     with (results / f"{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     arguments = [
-        *("-q", "--tb=short", f"--config-file={results}/pytest.ini"),
+        *("-q", "--tb=short", f"--config-file={results.parent}/pytest.ini", "-k", only),
         *(f"--rootdir={Path.cwd()}", f"--basetemp={results}/tmp/{rank}", file),
         *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-W", "ignore"),
     ]
     return int(pytest.main(arguments, plugins=[Rank(rank, file, results)]))
 
 
-def main() -> None:
+def run_together(file: str, folder: Path, only: str, limit: float) -> None:
     """Fork the ranks for a file of tests, and wait until all have ended or the limit is over."""
-    file, folder = sys.argv[1], Path(sys.argv[2])
-    prepare()
-    (folder / "tmp").mkdir()
+    (folder / "tmp").mkdir(parents=True)
     ranks: set[int] = set()
     for rank in range(WORLD_SIZE):
         child = os.fork()
         if child == 0:
-            os._exit(run(rank, file, folder))
+            os._exit(run(rank, file, folder, only))
         ranks.add(child)
 
     def end() -> None:
         for child in list(ranks):
             os.kill(child, signal.SIGKILL)
 
-    over = threading.Timer(LIMIT, end)
+    over = threading.Timer(limit, end)
     over.start()
     while ranks:
         # A child that has ended is not known by its number once it is waited for.
@@ -184,6 +182,38 @@ def main() -> None:
         if is_rank and failed:
             end()
     over.cancel()
+    _end_orphans()
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of what its ranks leave behind, instead of the first process."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _end_orphans() -> None:
+    """End the writers that Megatron's package has started in ranks: they outlive them."""
+    while children := _children():
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    of_threads = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return [int(child) for of_thread in of_threads for child in of_thread]
+
+
+def main() -> None:
+    """Run files of tests one after the other, and print the name of each when it is done."""
+    package, results, only, limit, *files = sys.argv[1:]
+    prepare(package)
+    _adopt_orphans()
+    for number, file in enumerate(files):
+        run_together(file, Path(results, str(number)), only, float(limit))
+        print(file, flush=True)
 
 
 if __name__ == "__main__":
