@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.background.status_files import StatusFiles
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
 from tests.engine.scenes import share_of
-from tests.support import FaultInjector, InjectedError, run_ranks
+from tests.support import InjectedError, run_ranks
 
 WORLD_SIZE = 2
 
@@ -83,13 +84,21 @@ def test_a_close_that_is_interrupted_takes_no_memory_from_the_save_in_flight(
     saver.close()
 
 
-def test_a_failure_that_one_rank_knows_is_raised_on_all() -> None:
-    """Rank 0 has committed; rank 1 fails afterwards, so only rank 1's handle has the failure."""
-    faults = FaultInjector().fail_at(1, "save.done")
+def test_a_failure_that_one_rank_knows_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 commits; rank 1 cannot look for that, so only rank 1's handle has the failure."""
     storages = [MemoryStorage() for _ in range(3)]
+    faults = [InjectedError("rank 1 cannot look")]
+    look = StatusFiles.is_committed
+
+    def fail_once(status: StatusFiles) -> bool:
+        if faults:
+            raise faults.pop()
+        return look(status)
+
+    monkeypatch.setattr(StatusFiles, "is_committed", fail_once)
 
     def train(exchange: Exchange) -> list[BaseException | None]:
-        saver = remesh.Saver(group=exchange, on_event=faults)
+        saver = remesh.Saver(group=exchange)
         first = saver.save_async(state_of(exchange.rank, 1.0), storages[0])
         wait([first], 60)
         with pytest.raises((InjectedError, RankFailedError)) as caught:
