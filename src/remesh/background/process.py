@@ -197,12 +197,9 @@ class RemoteWriter:
         self._process = process
         self._storage = storage
         self._trainer = trainer
-        self._lock = threading.Lock()
-        self._lent: set[int] = set()
-        self._is_lost = False
         self._ended = threading.Event()
         self._own_error: BaseException | None = None
-        self.stop_staging = trainer.stop_staging
+        self.free, self.stop_staging = trainer.free, trainer.stop_staging
 
     def begin(self) -> None:
         """Send the task. If it cannot be sent, the process is as good as dead."""
@@ -220,12 +217,6 @@ class RemoteWriter:
         self._ended.wait()
 
     def fill(self, number: int, num_bytes: int, slot: int) -> None:
-        with self._lock:
-            is_lost = self._is_lost
-            if not is_lost:
-                self._lent.add(slot)
-        if is_lost:
-            self._trainer.free(slot)
         self._process.send(self.task, "fill", number, num_bytes, slot)
 
     def end_staging(self, error: BaseException | None) -> None:
@@ -234,11 +225,6 @@ class RemoteWriter:
 
     def cancel(self, error: BaseException | None) -> None:
         self._process.send(self.task, "cancel", error)
-
-    def free(self, slot: int) -> None:
-        with self._lock:
-            self._lent.discard(slot)
-        self._trainer.free(slot)
 
     def see(self, point: str, num_bytes: int = 0) -> None:
         """A listener that fails gives the save up, if it still can be."""
@@ -255,12 +241,10 @@ class RemoteWriter:
             self._ended.set()
 
     def lose(self, error: BaseException | None = None) -> None:
-        """The process has died, or never had the save: play its part to the end."""
-        with self._lock:
-            self._is_lost = True
-            lent = list(self._lent)
-        for slot in lent:
-            self._trainer.free(slot)
+        """The process has died, or never had the save: play its part to the end.
+
+        The chunks that it had go with the arena (`Saver`).
+        """
         self.stop_staging()
         status = StatusFiles(self._storage, self.task)
         if status.is_committed():

@@ -260,6 +260,8 @@ class Saver:
         started: list[BackgroundSave] = []
 
         def start() -> None:
+            if self._has_process:
+                self._live_process()
             self._set_budget(mine.stream.layout.num_bytes)
             started.append(self._start(exchange, path, storage, mine, emit, begun))
 
@@ -368,10 +370,11 @@ class Saver:
                 self._arena.close()
 
     def _live_process(self) -> WriterProcess:
-        """The writer process; another one, if it died."""
+        """The writer process; another one, with new memory, if it died."""
         if self._process is not None and self._process.is_lost:
             self._process.close()
             self._process = None
+            self._arena.close()
         if self._process is None:
             self._process = WriterProcess(self._arena.file, CHUNK_SIZE)
         return self._process
