@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from remesh.compat.megatron import ShardedTensor
+from remesh.compat.megatron.strategies.base import LoadShardedStrategy
+from remesh.compat.megatron.strategies.native import RemeshLoadShardedStrategy
 
 shard = ShardedTensor.from_rank_offsets
 flat_shard = ShardedTensor.from_rank_offsets_flat
@@ -46,6 +48,28 @@ def flat_shards(
                 flattened_range=part,
             )
     return shards
+
+
+class OwnLoad(LoadShardedStrategy):
+    """A strategy that is not the engine's, as an application may write one."""
+
+    can_handle_sharded_objects = True
+
+    def __init__(self) -> None:
+        self.checked: list[object] = []  # backends and versions
+        self._inner = RemeshLoadShardedStrategy()
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        self.checked.append(loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        self.checked.append(loaded_version)
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        return self._inner.load(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+        return self._inner.load_tensors_metadata(checkpoint_dir)
 
 
 def may_have_children() -> None:

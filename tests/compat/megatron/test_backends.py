@@ -27,21 +27,17 @@ from remesh.compat.megatron import (
 )
 from remesh.compat.megatron.serialization import load, save
 from remesh.compat.megatron.strategies.base import (
-    LoadShardedStrategy,
     SaveShardedStrategy,
     StrategyAction,
     default_strategies,
     register_default_strategy,
 )
-from remesh.compat.megatron.strategies.native import (
-    RemeshLoadShardedStrategy,
-    RemeshSaveShardedStrategy,
-)
+from remesh.compat.megatron.strategies.native import RemeshSaveShardedStrategy
 from remesh.compat.megatron.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from tests.compat.megatron.layouts import flat_shard, flat_shards, row_shards, shard
+from tests.compat.megatron.layouts import OwnLoad, flat_shard, flat_shards, row_shards, shard
 from tests.support.zarr_files import write_zarr
 
 BACKENDS = ["remesh", "torch_dist"]
@@ -489,26 +485,14 @@ class _Own(SaveShardedStrategy):
         RemeshSaveShardedStrategy().save(sharded_state_dict, checkpoint_dir)
 
 
-class _LoadOwn(LoadShardedStrategy):
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        assert loaded_backend == "own"
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        assert loaded_version == 3
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        return RemeshLoadShardedStrategy().load(sharded_state_dict, checkpoint_dir)
-
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        return RemeshLoadShardedStrategy().load_tensors_metadata(checkpoint_dir)
-
-
 def test_strategies_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for action in StrategyAction:
         monkeypatch.setitem(default_strategies, action.value, {})
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "own", 3, _LoadOwn())
+    own = OwnLoad()
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "own", 3, own)
     save(leaves(values=True), tmp_path, _Own(), ("torch", 1))
     loaded = load(leaves(values=False), tmp_path, None, ("torch", 1))
+    assert own.checked == ["own", 3]
     assert loaded["common"]["step"] == 5
     assert loaded["rng"][0]["numpy"].tolist() == [0, 1, 2, 3]
     assert torch.equal(loaded["fused"], torch.arange(8.0).reshape(4, 2))

@@ -23,7 +23,6 @@ from remesh.compat.megatron import (
 )
 from remesh.compat.megatron.core import check_is_distributed_checkpoint
 from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from remesh.compat.megatron.strategies.base import LoadShardedStrategy
 from remesh.compat.megatron.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -34,7 +33,7 @@ from remesh.compat.megatron.strategies.native import (
 )
 from remesh.compat.megatron.validation import determine_global_metadata
 from remesh.exchange import Exchange
-from tests.compat.megatron.layouts import flat_shard, may_have_children, shard
+from tests.compat.megatron.layouts import OwnLoad, flat_shard, may_have_children, shard
 from tests.support import Raised, Returned, run_processes, run_processes_outcomes
 
 
@@ -60,27 +59,6 @@ def bytes_by_rank(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in folder.glob("data-*/0*.safetensors")}
 
 
-class _Foreign(LoadShardedStrategy):
-    """A strategy that is not the engine's, as an application may write one."""
-
-    can_handle_sharded_objects = True
-
-    def __init__(self) -> None:
-        self._inner = RemeshLoadShardedStrategy()
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        pass
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        pass
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        return self._inner.load(sharded_state_dict, checkpoint_dir)
-
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        return self._inner.load_tensors_metadata(checkpoint_dir)
-
-
 def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
     rank = exchange.rank
     found: dict[str, Any] = {}
@@ -92,7 +70,7 @@ def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
     for _ in range(2):
         save({**shared, "step": 2}, folder / "shared", wrapper)
     found["shared"] = bytes_by_rank(folder / "shared")
-    for base in (RemeshLoadShardedStrategy(), _Foreign()):
+    for base in (RemeshLoadShardedStrategy(), OwnLoad()):
         strategy = FullyParallelLoadStrategyWrapper(base, exchange_algo="gather_rounds")
         loaded = load(replicated(rank, values=False), folder / "shared", strategy)
         for n in range(4):
