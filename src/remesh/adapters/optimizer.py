@@ -155,15 +155,15 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
         if is_of_torchao(optimizer):
             parameters = [_without_empty_shards(parameter) for parameter in parameters]
         _tell_of_missing_state(parameters, name_of(path))
-    extras = {key: value for key, value in packed.items() if key not in {"state", "param_groups"}}
-    other_state = {
-        key: value
+    rebuild_extras = {
+        key: describe_copy(walk, (*path, key), value)
+        for key, value in packed.items()
+        if key not in {"state", "param_groups"}
+    }
+    rebuild_other = {
+        key: describe_copy(walk, (*path, "state", key), value)
         for key, value in packed["state"].items()
         if not (isinstance(key, int) and key < len(parameters))
-    }
-    rebuild_extras = {key: describe_copy(walk, (*path, key), extras[key]) for key in extras}
-    rebuild_other = {
-        key: describe_copy(walk, (*path, "state", key), value) for key, value in other_state.items()
     }
     rebuild_states = _describe_states(walk, (*path, "state"), parameters)
     rebuild_groups = _describe_groups(walk, path, optimizer, parameters)

@@ -34,7 +34,7 @@ from remesh.errors import (
     MismatchError,
     StateError,
 )
-from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
+from remesh.exchange import Alone, Exchange, run_each, run_on_all, run_on_one
 from remesh.formats import native, paddle
 from remesh.formats.paddle import Metadata
 from remesh.storage import Storage, open_storage
@@ -205,18 +205,13 @@ def _engine_state(
 ) -> Any:
     """A state dict as the engine takes it, some entries under other names. Collective."""
     new = {key: (names or {}).get(key, key) for key in state_dict}
-    state: Any = state_dict
 
-    def describe() -> bytes:
-        nonlocal state
+    def describe() -> Any:
         if not may_be_plain or is_sharded_state_dict(state_dict):
-            state = {new[key]: _described(key, one, new[key]) for key, one in state_dict.items()}
-        elif names:
-            state = {new[key]: value for key, value in state_dict.items()}
-        return b""
+            return {new[key]: _described(key, one, new[key]) for key, one in state_dict.items()}
+        return {new[key]: value for key, value in state_dict.items()} if names else state_dict
 
-    run_on_all(exchange, describe)
-    return state
+    return run_each(exchange, describe)
 
 
 def _described(key: str, weight: object, name: str) -> EngineTensor | torch.Tensor:

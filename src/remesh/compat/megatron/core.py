@@ -26,7 +26,7 @@ from remesh.errors import (
     RankFailedError,
     StateError,
 )
-from remesh.exchange import run_on_all
+from remesh.exchange import run_each
 from remesh.formats.table import place_of
 from remesh.storage import Storage
 
@@ -53,15 +53,8 @@ def as_checkpointing_exception() -> Iterator[None]:
 
 def on_all_ranks(work: Callable[[], T]) -> T:
     """This rank's result of some work, once all ranks have done it; a failure raises on all."""
-    results: list[T] = []
-
-    def call() -> bytes:
-        results.append(work())
-        return b""
-
     with as_checkpointing_exception():
-        run_on_all(exchange_of(None), call)
-    return results[0]
+        return run_each(exchange_of(None), work)
 
 
 @dataclass
