@@ -197,13 +197,13 @@ def _in_the_background(exchange: Exchange, folder: Path, writer: Writer) -> list
         data.fill_(float(rank))
     queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 0
-    assert strategy.num_plans_reused == 1
+    assert strategy.saver.num_plans_reused == 1
     mine = AsyncRequest(
         slow_write, (str(folder), None, f"mine {rank}"), [lambda: order.append("x")]
     )
     assert queue.schedule_async_request(mine) == 3
     queue.close()
-    strategy.close()
+    strategy.saver.close()
     for number in range(3):
         assert check_is_distributed_checkpoint(folder / str(number))
         zeros = shard("w", torch.zeros(4), (0, rank, 2))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -61,59 +61,41 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Saves through a `remesh.Saver`, in the format that the engine calls `format`.
 
     An instance keeps the plan and the host memory of its last save: as long as the layout stays the
-    same, the ranks only compare fingerprints. A checkpoint at the same place is replaced. `writer`
-    says what writes saves beside the training: threads of this process, or a process of its own,
-    which neither shares the interpreter with the trainer nor dies with it. `options` are the
-    saver's.
+    same, the ranks only compare fingerprints. A checkpoint at the same place is replaced. `options`
+    are the saver's: with `writer="process"`, a process of its own writes saves beside the training.
     """
 
     format = "remesh"
     shares_replicas = False
     """Whether each copy of a shard may be the one that is written, so that ranks share the work."""
 
-    def __init__(
-        self,
-        backend: str = "remesh",
-        version: int = 1,
-        *,
-        writer: Literal["thread", "process"] = "thread",
-        **options: Any,
-    ) -> None:
+    def __init__(self, backend: str = "remesh", version: int = 1, **options: Any) -> None:
         super().__init__(backend, version)
-        self._options = {"writer": writer, **options}
-        self._saver  # noqa: B018 - a writer process is started now
+        self._options = options
+        self.saver  # noqa: B018 - a writer process is started now
 
     @cached_property
-    def _saver(self) -> Saver:
+    def saver(self) -> Saver:
+        """What saves; to close it gives memory and process back."""
         return Saver(format=self.format, **self._options)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: no plan and no memory of earlier saves."""
-        return {name: value for name, value in vars(self).items() if name != "_saver"}
-
-    @property
-    def num_plans_reused(self) -> int:
-        """How many saves used the plan of an earlier one."""
-        return self._saver.num_plans_reused
+        return {name: value for name, value in vars(self).items() if name != "saver"}
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         with as_checkpointing_exception():
-            self._prepared(self._saver.save, sharded_state_dict, checkpoint_dir)()
+            self._prepared(self.saver.save, sharded_state_dict, checkpoint_dir)()
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
         """Prepare a save: scheduling it stages the state and begins to write."""
-        begin = self._prepared(self._saver.save_async, sharded_state_dict, checkpoint_dir)
+        begin = self._prepared(self.saver.save_async, sharded_state_dict, checkpoint_dir)
 
         def stage() -> Callable[[], object]:
             with as_checkpointing_exception():
                 return begin().result  # type: ignore[no-any-return]
 
         return AsyncRequest(_wait_for, (None, None), [], preload_fn=stage)
-
-    def close(self) -> None:
-        """Wait for the save in flight, and give memory and process back."""
-        with as_checkpointing_exception():
-            self._saver.close()
 
     def _prepared(
         self, begin: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
