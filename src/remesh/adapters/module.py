@@ -78,7 +78,10 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
             )
         if isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
             num_tensors = len(walk.description.tensors)
-            rebuilds[raw] = _describe_entry(walk, (*path, place.name), entry, place)
+            if place.shards is None:
+                rebuilds[raw] = describe_tensor(walk, (*path, place.name), entry, place.role)
+            else:
+                add_shards(walk, (*path, place.name), entry, place, place.shards.parts)
             described = walk.description.tensors[num_tensors:]
             if len(described) == 1 and not described[0].parts:
                 # Without memory of it on this rank, a tie shows in the parameter alone.
@@ -199,10 +202,3 @@ def _places(
             name = new_name(name, leaf.names)
         places[raw] = Placed(name, role, declared)
     return places
-
-
-def _describe_entry(walk: Walk, path: Path, entry: torch.Tensor, place: Placed) -> Rebuild:
-    if place.shards is None:
-        return describe_tensor(walk, path, entry, place.role)
-    add_shards(walk, path, entry, place, place.shards.parts)
-    return lambda _loaded: entry

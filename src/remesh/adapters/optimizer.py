@@ -471,13 +471,10 @@ def _visit(
     `known` has what is no shard, by its name: several shards of a parameter must agree about it.
     """
     if place.shards is None:
-        tensors = walk.description.tensors
-        first = len(tensors)
+        first = len(walk.description.tensors)
         rebuild = walk.visit(path, node)
         if place.role is Role.EQUAL:  # then so is the state, that of plain tensors too
-            for number in range(first, len(tensors)):
-                if tensors[number].role is Role.ASSUMED:
-                    tensors[number] = dataclasses.replace(tensors[number], role=Role.EQUAL)
+            amend(walk, first, role=Role.EQUAL)
         return rebuild
     walk.description.sequences.update(sequences_of(node, path))
     for leaf_path, leaf in leaves_of(node, path):

@@ -70,13 +70,6 @@ class Transform:
             return self.program or ()
         return rename_statements(self.program)
 
-    def _refuse_rule(self) -> None:
-        if self.program is None:
-            raise TransformError(
-                "the names of the sources are not known yet\n"
-                "They say what a prefix or a function renames; call bind(names) first"
-            )
-
     def bind(self, names: Iterable[str], *, called: Container[str] = ()) -> Transform:
         """The transformation as statements, once the names of its sources are known.
 
@@ -104,7 +97,11 @@ class Transform:
         Raises:
             TransformError: If a statement has no opposite (`dtype=`).
         """
-        self._refuse_rule()
+        if self.program is None:
+            raise TransformError(
+                "the names of the sources are not known yet\n"
+                "They say what a prefix or a function renames; call bind(names) first"
+            )
         turned = tuple(statement.turned() for statement in self.statements[::-1])
         return _filled(object.__new__(Transform), self.owners, None, turned)
 

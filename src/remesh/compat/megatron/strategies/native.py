@@ -95,7 +95,8 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
             with as_checkpointing_exception():
                 return begin().result  # type: ignore[no-any-return]
 
-        return AsyncRequest(_wait_for, (None, None), [], preload_fn=stage)
+        # The background is the saver's: what runs beside the training waits for it.
+        return AsyncRequest(lambda _, end: end(), (None, None), [], preload_fn=stage)
 
     def _prepared(
         self, begin: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
@@ -145,11 +146,6 @@ def _without_copies(leaves: list[Any]) -> list[Any]:
     replies = run_on_all(exchange_of(None), lambda: msgspec.msgpack.encode(own))
     with_main = {key for reply in replies for key in msgspec.msgpack.decode(reply, type=set[str])}
     return [one for one in leaves if is_main_replica(one.replica_id) or one.key not in with_main]
-
-
-def _wait_for(_: None, end: Callable[[], object]) -> None:
-    """The slow half of a save: a background that the save has on its own."""
-    end()
 
 
 def _engine_state(leaves: Iterable[Any]) -> dict[str, Any]:
