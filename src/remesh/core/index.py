@@ -310,14 +310,6 @@ class Index(Mapping[str, StoredTensor]):
         stored = int(self.stored_bytes[file])
         return BlockTable.of(begin, self.files[file].num_bytes, self.block_size, stored)
 
-    @property
-    def num_bytes_held(self) -> int:
-        """Bytes of memory that the columns take."""
-        columns = [self.tensors.shapes, self.first_block, self.stored_begin, self.stored_bytes]
-        for one in self.pieces_of_tensors.lists:
-            columns += [one.number, one.ends, one.values]
-        return sum(column.nbytes for column in columns) + self.digests.nbytes
-
     def piece_range(self, row: int) -> tuple[int, int]:
         """Numbers of the first and one past the last piece of a tensor."""
         return int(self.first_pieces[row]), int(self.first_pieces[row + 1])
