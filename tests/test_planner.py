@@ -147,13 +147,6 @@ def test_boxes_of_few_holders_are_given_away_first() -> None:
     assert plan.bytes_per_rank(2).tolist() == [10, 10]
 
 
-def test_many_holders_are_shown_as_a_few() -> None:
-    everywhere = [[vector("w", 0, 600, EQUAL)] for _ in range(6)]
-    job = [*everywhere, [vector("w", 500, 500, EQUAL)]]
-    with pytest.raises(CoverageError, match=r"\[0:600\] \(ranks 0, 1, 2, 3, \.\.\.\) and"):
-        plan_of(job)
-
-
 # ---------------------------------------------------------------------------------------------
 # Loading
 # ---------------------------------------------------------------------------------------------

@@ -116,17 +116,6 @@ def test_the_message_names_holes_overlaps_and_ranks() -> None:
     ]
 
 
-def test_a_message_about_much_stays_short() -> None:
-    halves: list[Drawn] = [((2 * 50,), [Box((2 * n,), (1,)) for n in range(50)])] * 9
-    with pytest.raises(CoverageError) as caught:
-        check(halves)
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("9 of 9 tensors")
-    assert lines[1] == "  t0 (100,): no rank holds [1:2], [3:4], [5:6], [7:8] and 46 more"
-    assert lines[-1] == "... and 5 more"
-    assert len(lines) == 6
-
-
 def test_a_large_grid_is_decided_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "_overlaps", lambda *_: pytest.fail("searched"))
     side = 40

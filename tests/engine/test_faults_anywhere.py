@@ -189,13 +189,6 @@ class Job:
         assert stored_value(self.place) == self.value
 
 
-def test_a_job_that_fails_leaves_no_thread(tmp_path: Path) -> None:
-    job = Job(tmp_path / "c", "thread", without=2)
-    with pytest.raises(AssertionError), job.running():
-        assert job.save() is None
-    assert not [thread for thread in threading.enumerate() if "rank" in thread.name]
-
-
 @pytest.mark.parametrize(
     ("kind", "without", "make"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from remesh.errors import ExchangeError, MismatchError, StateError
+from remesh.errors import MismatchError
 from remesh.exchange import Exchange
 from tests.support import (
     Died,
@@ -22,7 +22,6 @@ from tests.support import (
     Returned,
     TimedOut,
     processes,
-    returned_values,
     run_processes,
     run_processes_outcomes,
     run_ranks_outcomes,
@@ -118,30 +117,3 @@ def test_each_end_of_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "in wait_for_ever" in hung.traceback
     assert isinstance(raised, Raised)
     assert isinstance(raised.error, SystemExit)
-
-
-def _foreign(rank: int) -> Raised:
-    error = StateError(f"from {rank}")
-    error.rank = rank
-    return Raised(error, "")
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "expected"),
-    [
-        ([Raised(ExchangeError("gone"), ""), Raised(KeyError("k"), "")], "'k'"),
-        ([Raised(ExchangeError("gone"), ""), Died(-9)], "rank 1 was killed by SIGKILL"),
-        ([Raised(ExchangeError("gone"), ""), Died(3)], "rank 1 exited with status 3"),
-        ([_foreign(1), Raised(ValueError("own"), "")], "own"),
-        ([Raised(ExchangeError("gone"), ""), _foreign(5)], "from 5"),
-        ([TimedOut(5), Raised(ExchangeError("gone"), "")], "gone"),
-        ([Returned(1), TimedOut(5)], "rank 1 still ran after 5 seconds"),
-        ([Raised(KeyError("first"), ""), Raised(KeyError("second"), "")], "first"),
-    ],
-)
-def test_blame(outcomes: list[Outcome[int]], expected: str) -> None:
-    with pytest.raises(Exception, match=expected) as caught:
-        returned_values(outcomes)
-    failed = [rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, Returned)]
-    told = f"{caught.value}\n" + "\n".join(getattr(caught.value, "__notes__", []))
-    assert all(f"rank {rank}" in told for rank in failed)
