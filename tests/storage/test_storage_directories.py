@@ -44,14 +44,6 @@ def fill(place: Storage) -> None:
         place.put(f"images/cats/{number}.png", b"meow", overwrite=False)
 
 
-def test_entries_of_a_directory_have_times(place: Storage) -> None:
-    before = time.time()
-    place.put("a/e", b"123", overwrite=False)
-    modified = place.list_directory("a").files["e"].modified
-    assert modified is not None
-    assert before - 60 < modified < time.time() + 60
-
-
 def test_leftovers_are_found_and_removed_by_age(place: Storage) -> None:
     fill(place)
     young = orphans.find_orphans(place, now=time.time(), older_than=HOUR)
@@ -66,21 +58,6 @@ def test_leftovers_are_found_and_removed_by_age(place: Storage) -> None:
     assert remesh.Checkpoint(f"{place.url}/step_1").verify().ok
     assert not orphans.remove_orphan(dead, place, now=later, older_than=HOUR)
     assert len(place.list("images/")) == 3
-
-
-def test_beside_a_checkpoint_only_what_it_does_not_refer_to(place: Storage) -> None:
-    remesh.save({"a": np.arange(10.0)}, place)
-    place.put(f"{DEAD}/index.safetensors", b"1", overwrite=False)
-    place.put("data-ba9876543210/notes.txt", b"mine", overwrite=False)
-    later = time.time() + 2 * HOUR
-    found = {
-        one.path.rpartition("/")[2]: one
-        for one in orphans.find_orphans(place, now=later, older_than=HOUR)
-    }
-    assert set(found) == {DEAD, "data-ba9876543210"}
-    assert found["data-ba9876543210"].kept == "holds something that no save writes: notes.txt"
-    assert orphans.remove_orphan(found[DEAD], place, now=later, older_than=HOUR)
-    assert remesh.Checkpoint(place).verify().ok
 
 
 def test_the_commands(place: Storage) -> None:
