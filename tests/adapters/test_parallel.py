@@ -70,11 +70,17 @@ def save_and_load(exchange: Exchange, folder: Path, names: list[str]) -> dict[st
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
-        (2, ["ddp", "fsdp2", "tensor parallel", "full flat", "grad_op original"]),
+        (2, ["ddp", "fsdp2", "tensor parallel", "full flat"]),
         (4, ["fsdp2", "hybrid fsdp2", "fsdp2 over tensor parallel"]),
         pytest.param(
             2,
-            ["no_shard flat", "no_shard original", "mixed flat", "mixed original"],
+            [
+                "grad_op original",
+                "no_shard flat",
+                "no_shard original",
+                "mixed flat",
+                "mixed original",
+            ],
             marks=pytest.mark.slow,
         ),
         pytest.param(

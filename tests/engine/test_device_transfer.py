@@ -26,7 +26,6 @@ from tests.engine.test_reshard import (
     check_that_the_other_learns,
     die_in_a_push,
     fail_in_a_push,
-    train_to_inference,
 )
 from tests.support import run_processes
 
@@ -128,15 +127,6 @@ def reshard_between_layouts(exchange: Exchange) -> list[str]:
 
 def test_layouts_become_others() -> None:
     assert run_processes(4, reshard_between_layouts) == [[]] * 4
-
-
-def train_on_devices(exchange: Exchange) -> bool:
-    with on_devices():
-        return train_to_inference(exchange)
-
-
-def test_trainers_hand_their_state_to_other_processes() -> None:
-    assert run_processes(4, train_on_devices) == [True] * 4
 
 
 def fail_on_devices(exchange: Exchange) -> None:
