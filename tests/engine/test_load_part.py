@@ -106,6 +106,19 @@ def test_optimizer_follows_another_prefix(full: Full, *, with_average: bool) -> 
     assert same_next_step(model, optimizer, net, own)
 
 
+def test_optimizer_follows_names_within_the_model(tmp_path: Path) -> None:
+    model = Encoder()
+    optimizer = trained(model, torch.optim.AdamW)
+    remesh.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    net = Encoder("backbone", seed=2)
+    own = torch.optim.AdamW(net.parameters(), lr=0.5)
+    state = {"model": net, "optimizer": own}
+    transform = {re.compile(r"\bbody\.(\d)"): r"backbone.\1"}
+    remesh.load(state, tmp_path / "c", transform=transform, unexpected="error")
+    assert own.param_groups[0]["lr"] == 0.1
+    assert same_next_step(model, optimizer, net, own)
+
+
 def test_what_is_dropped_keeps_its_value(full: Full) -> None:
     path, model, _ = full
     net = Encoder(seed=2)
