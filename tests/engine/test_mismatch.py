@@ -343,6 +343,29 @@ def test_of_several_ranks_that_do_not_fit_each_raises_its_own() -> None:
     assert found == [(("a",), 1), (("a",), None), (("b",), None)]
 
 
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"unexpected": "error"}, remesh.MismatchError),
+        ({"transform": {"v": "x"}}, remesh.errors.StateError),
+        ({"share_reads": True}, remesh.errors.StateError),
+    ],
+    ids=str,
+)
+def test_an_option_that_one_rank_passes_counts_for_all_or_is_refused(
+    options: dict[str, Any], kind: type[Exception]
+) -> None:
+    storage = saved({"w": torch.ones(2), "v": 1})
+
+    def errors(exchange: Exchange) -> type[Exception]:
+        mine = options if exchange.rank == 1 else {}
+        with pytest.raises(remesh.RemeshError) as caught:
+            remesh.load({"w": torch.zeros(2)}, storage, group=exchange, **mine)
+        return caught.type
+
+    assert run_ranks(3, errors) == [kind] * 3
+
+
 def test_a_state_that_cannot_be_a_target_stops_all() -> None:
     storage = saved({"w": torch.ones(2)})
     states = [{"w": torch.zeros(2)}, {"w": torch.empty(2, device="meta")}, {"w": torch.zeros(2)}]

@@ -52,7 +52,7 @@ from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import gc_paused
 from remesh.core.index import Index
 from remesh.core.strided import Layout
-from remesh.errors import MismatchError
+from remesh.errors import MismatchError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
 from remesh.exchange import Exchange, run_each, run_on_all, run_on_one
 from remesh.formats.decoding import decoded
@@ -138,13 +138,18 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     """
     started, exchange = time.monotonic(), exchange_of(group)
 
-    def check() -> tuple[Place, LoadOptions]:
+    checked: list[tuple[Place, LoadOptions]] = []
+
+    def check() -> bytes:
         check_order("load", state, path)
         check_target("load", state)
         options = checked_options("load", missing, unexpected, cast, transform)
-        return place_of(path, format, allow), options
+        checked.append((place_of(path, format, allow), options))
+        return repr((options.transform is not None, share_reads)).encode()
 
-    place, options = run_each(exchange, check)
+    if len({*run_on_all(exchange, check)}) > 1:
+        raise StateError("load: ranks disagree about transform or share_reads; pass them on all")
+    [(place, options)] = checked
     storage, makes = place.storage, options.transform is not None
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     assign = _assign_for(share_reads, exchange, storage)
@@ -234,23 +239,24 @@ def plan_into(
             except MismatchError as error:
                 raise error if transform else with_recipe(error, state, stored) from None
         [mine] = plans
-        return msgspec.msgpack.encode((bool(mine.checks), mine.asked_bits()))
+        facts = bool(mine.checks), options.refuse_unexpected, mine.asked_bits()
+        return msgspec.msgpack.encode(facts)
 
     replies = [
-        msgspec.msgpack.decode(reply, type=tuple[bool, bytes])
+        msgspec.msgpack.decode(reply, type=tuple[bool, bool, bytes])
         for reply in run_on_all(exchange, plan)
     ]
     [mine] = plans
-    compares = any(compares for compares, _ in replies)
+    compares, refuses_unexpected, _ = map(any, zip(*replies, strict=True))
     if compares:
         run_each(exchange, lambda: _compare(mine, read))
     names = list(stored)
     asked = np.zeros(len(names), np.bool_)  # by any rank
-    for _, bits in replies:
+    for *_, bits in replies:
         asked |= np.unpackbits(np.frombuffer(bits, np.uint8), count=len(names)).astype(np.bool_)
     left = [name for name, is_asked in zip(names, asked.tolist(), strict=True) if not is_asked]
     unexpected = without_buffers_of_ranks(names, left)
-    if unexpected and options.refuse_unexpected:
+    if unexpected and refuses_unexpected:
         raise unasked(unexpected, stored)
     unproven = set(stored.document.unchecked_names).difference(unexpected)
     report = dataclasses.replace(
