@@ -343,10 +343,18 @@ def test_metadata_is_kept_beside_the_state(tmp_path: Path) -> None:
     assert checkpoint.values == {"metadata": "a value of the state"}
 
 
+HOLDS_ITSELF: dict[str, Any] = {}
+HOLDS_ITSELF["a"] = HOLDS_ITSELF
+
+
 @pytest.mark.parametrize(
-    "metadata", [{"a": object()}, {1: "int key"}, {"t": (1,)}, {"nan": math.nan}]
-)
-def test_metadata_that_is_not_json_is_refused(metadata: dict[str, object], tmp_path: Path) -> None:
+    "metadata",
+    [
+        {"a": object()}, {1: "int key"}, {"t": (1,)}, {"nan": math.nan}, {"a": "\ud800"}, "a text",
+        HOLDS_ITSELF,
+    ],
+)  # fmt: skip
+def test_metadata_that_is_not_json_is_refused(metadata: Any, tmp_path: Path) -> None:
     with pytest.raises(remesh.errors.StateError, match="metadata must be a JSON object"):
         remesh.save({}, tmp_path, metadata=metadata)
     assert list(tmp_path.iterdir()) == []

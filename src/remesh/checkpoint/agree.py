@@ -638,7 +638,7 @@ def _plain_metadata(metadata: Mapping[str, object]) -> Mapping[str, object]:
     try:
         plain = msgspec.json.decode(msgspec.json.encode(metadata))
         same = plain == dict(metadata)
-    except (TypeError, msgspec.MsgspecError) as error:
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise StateError(f"metadata must be a JSON object: {error}") from error
     if not same:
         raise StateError(
