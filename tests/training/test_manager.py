@@ -327,6 +327,12 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     assert catalog.list_checkpoints(open_storage(tmp_path))[0].metrics == {"loss": 0.5}
 
 
+@pytest.mark.parametrize("metric", [None, "good", 10**400, torch.ones(2)], ids=type)
+def test_metrics_that_are_no_numbers_are_refused(metric: Any, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="metrics: 'loss' is no number"):
+        Manager(tmp_path, group=Alone()).save(1, state_of(1), metrics={"loss": metric})
+
+
 def test_the_name_of_the_manager_is_refused(tmp_path: Path) -> None:
     manager = Manager(tmp_path, group=Alone())
     with pytest.raises(StateError, match="'manager' is taken"):

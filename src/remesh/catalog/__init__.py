@@ -46,7 +46,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from remesh._repr import short_repr
+from remesh._repr import short_repr, shown
 from remesh.core.integrity import NUM_READINGS, Finding, compare_sizes, hex_digest, repair_advice
 from remesh.errors import (
     CheckpointError,
@@ -56,6 +56,7 @@ from remesh.errors import (
     CorruptCheckpointError,
     FormatVersionError,
     RemeshError,
+    StateError,
     StorageError,
 )
 from remesh.formats import native
@@ -120,8 +121,14 @@ class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Metrics as JSON has them: None for what is not a finite number."""
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    found: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise StateError(f"metrics: {name!r} is no number, but {shown(value)}") from error
+        found[name] = number if math.isfinite(number) else None
+    return found
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
