@@ -125,6 +125,29 @@ def reshard_between_layouts(exchange: Exchange) -> list[str]:
     return wrong
 
 
+def reshard_transformed(exchange: Exchange) -> list[str]:
+    mesh, whole = DeviceMesh("cpu", torch.arange(2)), torch.arange(24.0).reshape(4, 6)
+    held = {"a": distribute_tensor(whole.clone(), mesh, [Shard(0)])}
+    wrong = []
+    for transform, expected in (
+        ("a -> b", whole),
+        ("a^T -> b", whole.t()),
+        ('a -> b, dtype="bfloat16"', whole.bfloat16()),
+    ):
+        wanted = {"b": distribute_tensor(torch.zeros_like(expected), mesh, [Shard(1)])}
+        with on_devices():
+            pushing = remesh.Resharder(held, wanted, group=exchange, transform=transform)
+            pushing.push()
+        check_buffers(pushing)
+        if not torch.equal(wanted["b"].full_tensor(), expected):
+            wrong.append(transform)
+    return wrong
+
+
+def test_what_is_transformed_passes_the_host() -> None:
+    assert run_processes(2, reshard_transformed) == [[]] * 2
+
+
 def test_layouts_become_others() -> None:
     assert run_processes(4, reshard_between_layouts) == [[]] * 4
 

@@ -947,6 +947,21 @@ def test_memory_is_ready_before_the_first_save(tmp_path: Path) -> None:
     assert seen.index("save.staged") < seen.index("save.chunk_written")
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_a_listener_that_fails_after_a_save_keeps_nothing_from_being_removed(
+    background: bool, tmp_path: Path
+) -> None:
+    def listen(event: Event) -> None:
+        if event.point == "save.done":
+            raise RuntimeError("the tracker is down")
+
+    with Manager(tmp_path, every=1, keep=2, background=background, on_event=listen) as manager:
+        for step in range(1, 5):
+            manager.step(step, state_of(step))
+        manager.wait()
+        assert [info.step for info in manager.checkpoints] == [3, 4]
+
+
 def test_a_state_that_cannot_be_saved_fails_when_it_is_saved(tmp_path: Path) -> None:
     with Manager(tmp_path, every=2) as manager:
         assert not manager.step(1, {"w": object()})

@@ -75,8 +75,9 @@ class DeviceMemory(Memory):
     def elements(self, box: Box) -> torch.Tensor:
         return self.tensor[box.slices].to(self._values).view(MOVABLE[self._values.itemsize])
 
-    def fill(self, box: Box, elements: torch.Tensor) -> None:
+    def fill(self, box: Box, elements: torch.Tensor) -> bool:
         self.tensor[box.slices].copy_(elements.view(self._values))
+        return True
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:

@@ -130,7 +130,7 @@ def _print_removals(
         what = "removed" if one["removed"] else "kept" if one["kept"] else rest
         reasons = one["kept"] if isinstance(one["kept"], str) else "; ".join(one["kept"])
         why = f"  ({reasons})" if reasons else ""
-        at = f"{max(int(one['age'] // 3600), 0)}h" if when == "age" else str(one[when])
+        at = _age(one["age"]) if when == "age" else str(one[when])
         return what, at, format_bytes(one["num_bytes"]), f"{one['path']}{why}"
 
     output.print_table(("<what", f">{when}", ">size", "<path"), items, row)
@@ -197,3 +197,8 @@ def prune(
         _print_removals("leftover", "age", found, rest, removes=removes)
     else:
         output.line("nothing is left of dead saves")
+
+
+def _age(seconds: float) -> str:
+    """An age in whole hours, or minutes if it is less than one: `3h`."""
+    return f"{int(seconds // 3600)}h" if seconds >= 3600 else f"{max(int(seconds // 60), 0)}m"

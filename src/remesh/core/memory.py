@@ -60,9 +60,9 @@ class Memory:
         """The elements of `box`, as tensors of the device's library of integers; None elsewhere."""
         return None
 
-    def fill(self, box: Box, elements: Any) -> None:
-        """Replace the elements of `box` by some of the same shape; may be done later, in order."""
-        raise NotImplementedError
+    def fill(self, box: Box, elements: Any) -> bool:  # noqa: ARG002 - for memory of devices
+        """Replace the elements of `box`, maybe later, in order; False if it takes no tensors."""
+        return False
 
 
 class MessageBuffer(Protocol):
@@ -140,10 +140,8 @@ def copy_box(source: Memory, box: Box, target: Memory, place: Box) -> None:
 def copy_directly(source: Memory, box: Box, target: Memory, place: Box) -> None:
     """`copy_box`, which stays on the device if it can; then it may be done later, in order."""
     elements = None if isinstance(target, HostMemory) else source.elements(box)
-    if elements is None:
+    if elements is None or not target.fill(place, elements):
         copy_box(source, box, target, place)
-    else:
-        target.fill(place, elements)
 
 
 def contiguous_bytes(memory: Memory) -> npt.NDArray[np.uint8] | None:

@@ -447,13 +447,15 @@ class Manager:
 
     def _on_save_event(self, event: Event) -> None:
         """Listen to saves: when one is done on rank 0, it is time to tidy up."""
-        self._on_event(event)
-        if event.point == "save.done" and event.rank == 0:
-            try:
-                self._tidy_up()
-            except Exception as error:  # noqa: BLE001 - raised on every rank by `wait`
-                error.add_note("The checkpoint was saved; removing older ones failed.")
-                self._retention_error = error
+        try:
+            self._on_event(event)
+        finally:
+            if event.point == "save.done" and event.rank == 0:
+                try:
+                    self._tidy_up()
+                except Exception as error:  # noqa: BLE001 - raised on every rank by `wait`
+                    error.add_note("The checkpoint was saved; removing older ones failed.")
+                    self._retention_error = error
 
     def _tidy_up(self) -> None:
         """Rank 0, after a commit: pin a step that is saved again, remove what is not kept."""

@@ -5,10 +5,11 @@ MLflow each have a name for a run and an argument to open it again. `run_id_of` 
 whatever the script logs with: a run, a writer, or the tracker's module. It looks at where the
 object's class was defined and imports nothing, so a tracker that is not installed costs nothing.
 
-The result goes into the state as a plain value; `resume_arguments` turns it into the keyword
-arguments of the call that opens the run: `wandb.init`, `swanlab.init`, `mlflow.start_run`, or
-`SummaryWriter`. Only the rank that logs needs it, but a value in a state must be equal on all ranks
-that have it: put it into the state on that rank only, or broadcast it.
+`dataclasses.asdict` makes a plain value of the result, for the state, and `TrackerRun(**value)` the
+run again; `resume_arguments` turns that into the keyword arguments of the call that opens the run:
+`wandb.init`, `swanlab.init`, `mlflow.start_run`, or `SummaryWriter`. Only the rank that logs needs
+it, but a value in a state must be equal on all ranks that have it: put it into the state on that
+rank only, or broadcast it.
 """
 
 from __future__ import annotations
