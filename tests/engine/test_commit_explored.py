@@ -419,7 +419,6 @@ def ranks_of_save(
             rank=exchange.rank,
             num_ranks=num_ranks,
             deadline=DEADLINE,
-            report_seconds=1e12,
             place="",
             files=mine.stream.files,
             num_bytes=layout.num_bytes,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.background import status_files
 from remesh.background.status_files import StatusFiles
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
@@ -117,8 +118,11 @@ def test_a_failure_that_one_rank_knows_is_raised_on_all(monkeypatch: pytest.Monk
     assert remesh.Checkpoint(storages[2]).verify().ok
 
 
-def test_a_slow_save_names_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_save_names_the_ranks_that_are_missing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 writes a chunk and hangs in the next; rank 0 says so, and then gives up."""
+    monkeypatch.setattr(status_files, "REPORT_SECONDS", 0.0)
     storage = MemoryStorage()
     released = threading.Event()
     full_chunks = itertools.count(1)
@@ -129,7 +133,7 @@ def test_a_slow_save_names_the_ranks_that_are_missing(caplog: pytest.LogCaptureF
             released.wait(120)
 
     def train(exchange: Exchange) -> str:
-        saver = remesh.Saver(group=exchange, deadline=0.2, report_seconds=0.0, on_event=hang)
+        saver = remesh.Saver(group=exchange, deadline=0.2, on_event=hang)
         handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
         if exchange.rank == 1:
             exchange.all_gather(b"")

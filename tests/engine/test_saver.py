@@ -233,7 +233,6 @@ def status_of(storage: Storage, rank: int, file_format: str = "remesh") -> Statu
         rank=rank,
         num_ranks=2,
         deadline=240.0,
-        report_seconds=60.0,
     )
     return StatusFiles(storage, me)
 

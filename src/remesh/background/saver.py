@@ -79,8 +79,6 @@ class Saver:
             state, but all ranks of a node together at most half of the memory that is free within
             the container's limits. With less than the rank's share, staging waits for the disk.
         deadline: Seconds that a background save waits for other ranks before it fails.
-        report_seconds: A save that takes longer is reported in the log of rank 0 each time that
-            so many seconds have passed, with the ranks that have not finished.
         format: See `remesh.save`.
         format_options: See `remesh.save`; a save may add some.
         at_exit: What happens to a save in flight if the interpreter ends without `close`: it waits
@@ -106,7 +104,6 @@ class Saver:
         writer: Literal["thread", "process"] = "thread",
         arena_bytes: int | None = None,
         deadline: float = 1800.0,
-        report_seconds: float = 60.0,
         at_exit: Literal["wait", "abort"] = "wait",
         buffers: Buffers | None = None,
         verify_replicas: bool = False,
@@ -133,7 +130,6 @@ class Saver:
         self._has_process = writer == "process"
         self._arena_bytes = arena_bytes
         self._deadline = deadline
-        self._report_seconds = report_seconds
         self._at_exit = at_exit
         self._on_event = on_event
         self._cache = PlanCache()
@@ -318,7 +314,6 @@ class Saver:
             rank=exchange.rank,
             num_ranks=exchange.world_size,
             deadline=self._deadline,
-            report_seconds=self._report_seconds,
             place=_place_for_process(path, storage) if self._has_process else storage.url,
             files=stream.files,
             num_bytes=stream.layout.num_bytes if stream.files.paths else 0,

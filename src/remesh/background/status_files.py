@@ -50,6 +50,9 @@ _LOGGER = logging.getLogger("remesh")
 HIDDEN_SECONDS = 60.0
 """How long a network file system may hide a file that another node has put."""
 
+REPORT_SECONDS = 60.0
+"""Time between two reports of a save that takes long."""
+
 GRACE_SECONDS = 2.0
 """How much longer other ranks wait than rank 0, which knows who is missing and says so."""
 
@@ -108,7 +111,6 @@ class Participant:
     rank: int
     num_ranks: int  # number of ranks
     deadline: float  # seconds that it waits for other ranks before it fails
-    report_seconds: float  # seconds between two reports of a save that takes long
 
 
 class StatusFiles:
@@ -210,7 +212,7 @@ class StatusFiles:
             raise
 
     def _wait_for_replies(self) -> None:
-        next_report = self._me.report_seconds
+        next_report = REPORT_SECONDS
         for waited in self._looks():
             self.check()
             missing = self._missing()
@@ -219,7 +221,7 @@ class StatusFiles:
             if waited > self._me.deadline:
                 raise self._too_late(waited, f"ranks {missing} to finish their files")
             if waited >= next_report:
-                next_report = waited + self._me.report_seconds
+                next_report = waited + REPORT_SECONDS
                 text = "the save to %s waits since %.0f s for %d of %d ranks: %s"
                 counts = len(missing), self._num_ranks
                 _LOGGER.warning(text, self._storage.url, waited, *counts, missing)
