@@ -65,8 +65,7 @@ def emitter(on_event: OnEvent, rank: int) -> Emit:
         except Exception:
             if point not in {"save.committed", "save.done"}:
                 raise
-            text = "rank %d: the listener failed at %s; the checkpoint is committed"
-            _LOGGER.exception(text, rank, point)
+            _LOGGER.exception("rank %d: the listener failed at %s, after the commit", rank, point)
 
     return emit
 
@@ -224,9 +223,6 @@ _PHASES: Final[Mapping[str, str]] = {
 _COUNTED: Final = frozenset({"save.chunk_written", "load.run_read"})
 """Moments whose bytes add up to this rank's share of the work that is done."""
 
-_OF_SAVE: Final = frozenset({"save.parts_gathered", "save.stored", "save.kept"})
-"""Moments whose bytes are those of all ranks."""
-
 
 def timed(
     emit: Emit, what: str, rank: int, url: str, clock: Callable[[], float] = time.monotonic
@@ -237,7 +233,7 @@ def timed(
     phase, since = ("agree" if what == "save" else "open"), started
     seconds: dict[str, float] = {}
     num_bytes = 0
-    of_save: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # the last of each moment
 
     def mark(point: str, size: int = 0) -> None:
         nonlocal phase, since, num_bytes
@@ -246,8 +242,7 @@ def timed(
         with lock:
             if point in _COUNTED:
                 num_bytes += size
-            if point in _OF_SAVE:
-                of_save[point] = size
+            sizes[point] = size
             begins = _PHASES.get(point)
             is_end = point == f"{what}.done"
             if is_end or (begins is not None and begins != phase):
@@ -259,8 +254,8 @@ def timed(
             did = "wrote" if what == "save" else "read"
             _LOGGER.debug("rank %d %s %s (%s): %s", rank, did, share, details, url)
             if rank == 0 and what == "save":
-                written, kept = of_save["save.parts_gathered"], of_save.get("save.kept")
-                stored = of_save.get("save.stored", written)
+                written, kept = sizes["save.parts_gathered"], sizes.get("save.kept")
+                stored = sizes.get("save.stored", written)
                 more = f"; compressed to {stored / 1e6:.1f} MB" if stored < written else ""
                 more += f"; {kept / 1e6:.1f} MB did not change" if kept else ""
                 amount = _amount(written, now - started)
@@ -381,7 +376,8 @@ class _Bar:
             return
         if self._display is None:
             self._display = _display()
-            self._display.add_task(_printable(self._label), total=None)
+            label = "".join(c if c.isprintable() else "?" for c in self._label)
+            self._display.add_task(label, total=None)
             self._display.start()
         [task] = self._display.task_ids
         # Reads are of whole blocks, so more may be read than was asked for.
@@ -410,8 +406,3 @@ def _display() -> Any:
     )
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     return Progress(*columns, console=console, transient=True)
-
-
-def _printable(text: str) -> str:
-    """A label without control characters."""
-    return "".join(c if c.isprintable() else "?" for c in text)
