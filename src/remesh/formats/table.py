@@ -110,12 +110,11 @@ def _by_name(writers: Iterable[Writer]) -> dict[str, Writer]:
 
 WRITERS: Mapping[str, Writer] = _by_name(writer for row in FORMATS for writer in row.writers)
 """How each format is written that can be, by name."""
-_EXPORTS = {writer.name: writer for writer in huggingface.EXPORTS}
 
 
 def writer_of(name: object, *, exports: bool = True) -> Writer:
     """The writer of a format, or of an export."""
-    known = {**_EXPORTS, **WRITERS} if exports else WRITERS
+    known = _by_name([*WRITERS.values(), *huggingface.EXPORTS]) if exports else WRITERS
     found = known.get(name) if isinstance(name, str) else None
     if found is None:
         what = "is only read" if any(name == row.name for row in FORMATS) else "is not known"
