@@ -219,7 +219,10 @@ def test_a_failure_at_every_point_of_every_rank(
                 caplog.clear()
                 assert job.save() == [None] * WORLD_SIZE, (point, victim)
                 assert stored_value(job.place) == job.value
-                assert f"rank {victim}: the listener failed at {point}" in caplog.text
+                assert (
+                    f"rank {victim}: the listener failed at {point}, after the commit"
+                    in caplog.text
+                )
                 assert f"injected at {point} on rank {victim}" in caplog.text
             else:
                 # What a listener raises reaches a writer process later than the moment.

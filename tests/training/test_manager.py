@@ -801,7 +801,9 @@ def test_what_was_half_removed_is_finished(tmp_path: Path) -> None:
     train(tmp_path, 2)
     storage = open_storage(tmp_path)
     for step in (0, 1):
-        storage.put(f"step_0000000{step}/removing.json", b"{}", overwrite=True)
+        [folder] = (tmp_path / f"step_0000000{step}").glob("data-*")
+        mark = json.dumps({"folders": [folder.name]}).encode()
+        storage.put(f"step_0000000{step}/removing.json", mark, overwrite=True)
     storage.delete("step_00000000/remesh.json")
     (tmp_path / "step_00000000" / "notes.txt").write_text("mine")
     resume(tmp_path)

@@ -181,7 +181,7 @@ class _InUse(_Mark, frozen=True):
 
 
 class _Removing(_Mark, frozen=True):
-    folders: list[str] = []  # those of the checkpoint; none if its record could not be read
+    folders: list[str]  # those of the checkpoint
 
 
 _AnyMark = TypeVar("_AnyMark", bound=_Mark)
@@ -214,12 +214,6 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
         except CheckpointNotFoundError:
             continue  # it is being removed just now
     return sorted(infos, key=age_key)
-
-
-def committed_names(storage: Storage) -> list[str]:
-    """Names of the directories directly below a root that have a commit record. None is read."""
-    found = _directories(storage)
-    return sorted(name for name, files in found.items() if native.RECORD_NAME in files)
 
 
 _Dated = TypeVar("_Dated", CheckpointInfo, "Entry")
@@ -475,9 +469,11 @@ def _record_to_remove(storage: Storage, path: str) -> tuple[bytes, _Removing]:
     for _ in range(NUM_READINGS):
         text = storage.read(path)
         with suppress(CheckpointError):
-            record = native.decode_record(text, path)
-            return text, _Removing(folders=sorted(folders_of(record)))
-    return text, _Removing()  # as it is: it is damaged where it lies
+            return text, _Removing(folders=sorted(folders_of(native.decode_record(text, path))))
+    # It is damaged where it lies. The index is what a save writes last in a folder.
+    files = (file.split("/") for file in storage.list(path.removesuffix(native.RECORD_NAME)))
+    whole = {keys[-2] for keys in files if keys[-1].startswith("index")}
+    return text, _Removing(folders=sorted(whole))
 
 
 def finish_removals(storage: Storage) -> list[str]:
@@ -489,22 +485,16 @@ def finish_removals(storage: Storage) -> list[str]:
         if native.RECORD_NAME in files:
             storage.delete(f"{name}/{_REMOVING}")
         else:
-            removing = _read_mark(storage, f"{name}/{_REMOVING}", _Removing) or _Removing()
-            _remove_files(storage, name, sorted(files), removing)
+            removing = _read_mark(storage, f"{name}/{_REMOVING}", _Removing)
+            _remove_files(storage, name, sorted(files), removing or _Removing(folders=[]))
             finished.append(name)
     return finished
 
 
 def _remove_files(storage: Storage, name: str, files: Sequence[str], removing: _Removing) -> None:
-    """Remove what is ours of a checkpoint without a record, the mark of that last.
-
-    If its folders are not known, they are those with an index, which a save writes last.
-    """
-    indexes = (file.partition("/") for file in files)
-    whole = {folder for folder, _, file in indexes if file.startswith("index")}
-    folders = removing.folders or whole
+    """Remove what is ours of a checkpoint without a record, the mark of that last."""
     own = [file for file in files if file in {_PINNED, _FAILURES} or _IN_USE.fullmatch(file)]
-    own += [file for file in files if _OURS.fullmatch(file) and file.partition("/")[0] in folders]
+    own += [one for one in files if one.split("/")[0] in removing.folders and _OURS.fullmatch(one)]
     storage.delete_many([f"{name}/{file}" for file in own])
     storage.delete(f"{name}/{_REMOVING}")
 

@@ -242,7 +242,7 @@ def _next_number(exchange: Exchange, path: str | os.PathLike[str]) -> int:
 
 def _numbers(storage: Storage) -> list[int]:
     """Numbers of the committed checkpoints in a directory."""
-    return [int(name) for name in catalog.committed_names(storage) if name.isdecimal()]
+    return [one.step for one in catalog.list_checkpoints(storage) if one.name.isdecimal()]
 
 
 def _find(
