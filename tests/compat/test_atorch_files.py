@@ -24,7 +24,6 @@ import remesh
 from remesh.compat.atorch import (
     ShardOptim,
     init_empty_weights_with_disk_offload,
-    loading,
     save_fsdp_flat_param,
     save_fsdp_optim_param,
 )
@@ -312,19 +311,6 @@ def test_modules_of_other_threads_are_left_alone(tmp_path: Path) -> None:
     assert inner.embed.weight.is_meta
     assert not other.weight.is_meta
     other.reset_parameters()  # its own, which asks for no checkpoint
-
-
-def test_a_module_may_have_the_id_that_a_parameter_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_fsdp_flat_param(Tied(), tmp_path)
-    gone = torch.nn.Parameter(torch.ones(1))
-    model = Tied()
-    monkeypatch.setattr(loading, "id", lambda one: id(model if one is gone else one), raising=False)
-    with init_empty_weights_with_disk_offload(tmp_path):
-        model.register_buffer("again", None)
-        torch.nn.Module().register_parameter("gone", gone)
-    assert "reset_parameters" in vars(model.embed)
 
 
 def test_empty_weights_of_another_model(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,25 +93,14 @@ class ShardOptim:
         return statements
 
 
-@dataclass(slots=True)
-class _Built:
-    """The modules that are built in a context."""
-
-    owners: dict[int, nn.Module] = field(default_factory=dict)
-    """By their ids, the modules that were given a parameter, a buffer or a module."""
-    children: set[int] = field(default_factory=set)  # ids of the modules that were given to others
+_BUILT: ContextVar[dict[int, nn.Module] | None] = ContextVar("modules built here", default=None)
+"""By their ids, the modules that were given something in the innermost context of this thread."""
 
 
-_BUILT: ContextVar[_Built | None] = ContextVar("modules built without memory", default=None)
-"""That of the innermost context that this thread is in."""
-
-
-def _note(module: nn.Module, _name: str, given: Any) -> None:
+def _note(module: nn.Module, _name: str, _given: Any) -> None:
     built = _BUILT.get()
     if built is not None:
-        built.owners[id(module)] = module
-        if isinstance(given, nn.Module):  # a tensor may go, and a module have its id then
-            built.children.add(id(given))
+        built[id(module)] = module
 
 
 # Once and for ever: while any thread builds a module, torch walks over all these hooks, and that
@@ -132,14 +120,15 @@ def init_empty_weights_with_disk_offload(ckpt_path: str | os.PathLike[str]) -> I
     its own. Each rank reads the part that it has at that moment.
     """
     checkpoint = Checkpoint(ckpt_path)
-    built = _Built()
+    built: dict[int, nn.Module] = {}
     token = _BUILT.set(built)
     try:
         with torch.device("meta"):
             yield
     finally:
         _BUILT.reset(token)
-    for root in (module for key, module in built.owners.items() if key not in built.children):
+    inner = {id(child) for module in built.values() for child in module.children()}
+    for root in (module for key, module in built.items() if key not in inner):
         for prefix, module in root.named_modules():
             if any(True for _ in _own_tensors(module)):
                 fill = functools.partial(_fill, checkpoint, f"{prefix}." if prefix else "", module)
