@@ -33,7 +33,6 @@ from remesh.core.geometry import Box
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.errors import FormatVersionError, OptionError, StateError
 from remesh.exchange import Exchange
-from remesh.formats import native
 from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.table import WRITERS
 from remesh.maintenance import orphans
@@ -45,6 +44,7 @@ from tests.engine.compressed import (
     ROWS,
     part_of_state,
     places_of,
+    replace_index,
     save_rows,
     small_tensors,
     stored_bytes,
@@ -234,9 +234,7 @@ def test_blocks_may_lie_in_any_order(saved: Path, tmp_path: Path) -> None:
         table = encode_table(places, file.num_bytes, BLOCK_SIZE)
         (path / file.path).write_bytes(content + table.tobytes())
         begins.append(places)
-    native.replace_index(
-        storage, native.read_record(storage), replace(index, stored_begin=np.concatenate(begins))
-    )
+    replace_index(storage, replace(index, stored_begin=np.concatenate(begins)))
     check_stored(path)
 
 

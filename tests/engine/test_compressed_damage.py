@@ -29,7 +29,7 @@ from remesh.formats import native
 from remesh.formats.decoding import read_table
 from remesh.maintenance.repair import plan_repair, repair
 from remesh.storage import MemoryStorage
-from tests.engine.compressed import places_of, save_rows, truth
+from tests.engine.compressed import places_of, replace_index, save_rows, truth
 from tests.engine.scenes import saved_by
 from tests.engine.small_checkpoint import flip
 from tests.fuzz.files import Files, in_memory
@@ -145,8 +145,7 @@ def forged(files: Files, change: Callable[[Index], Index]) -> Files:
     """The checkpoint with another index, and a record that says it is right."""
     storage = in_memory(files)
     record = native.read_record(storage)
-    index = change(Index.decode(files[record.index.path], "index"))
-    native.replace_index(storage, record, index)
+    replace_index(storage, change(Index.decode(files[record.index.path], "index")))
     return {path: storage.read(path) for path in storage.list()}
 
 

@@ -363,21 +363,6 @@ def retry_if_replaced(read: Callable[[], _Result]) -> _Result:
     return read()
 
 
-def replace_index(storage: Storage, record: CommitRecord, index: Index) -> None:
-    """Replace the index of a checkpoint, for readers in one step: the exchange of the record."""
-    data = index.encode()
-    digest = hex_digest(data)
-    path = f"{data_folder(record.save_id)}/index-{digest[:12]}.safetensors"
-    if path == record.index.path:
-        return
-    storage.put(path, data, overwrite=True)
-    changed = msgspec.structs.replace(
-        record, index=FileRecord(path=path, num_bytes=len(data), digest=digest)
-    )
-    storage.put(RECORD_NAME, encode_record(changed), overwrite=True)
-    storage.delete(record.index.path)
-
-
 def records_of_files(index: Index) -> tuple[FileRecord, ...]:
     """The entries of the commit record for the data files of an index."""
     starts, stops = index.first_block[:-1].tolist(), index.first_block[1:].tolist()

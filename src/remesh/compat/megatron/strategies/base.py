@@ -103,7 +103,11 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
         """Take the tensors whose keys begin with a prefix out of a checkpoint."""
-        raise NotImplementedError(f"{type(self).__name__} cannot remove tensors")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot remove tensors\n"
+            "Copy the others: remesh.checkpoint.convert(source, target, format='remesh', "
+            f"transform={{{key_prefix!r}: None}})"
+        )
 
 
 class SaveShardedStrategy(SaveStrategyBase, ABC):

@@ -32,7 +32,6 @@ from remesh.compat.megatron.core import (
     maybe_load_config,
     on_all_ranks,
     require_known,
-    storage_of,
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -42,13 +41,11 @@ from remesh.compat.megatron.strategies.base import (
     LoadShardedStrategy,
 )
 from remesh.compat.megatron.utils import _sharded_tensor_shard_id
-from remesh.core.index import Index
 from remesh.core.state import Path, assemble
 from remesh.core.strided import shared_pairs
 from remesh.core.values import encode_object
 from remesh.errors import CoverageError
 from remesh.exchange import Alone, run_on_all
-from remesh.formats import native
 from remesh.formats.archive import archive_of, read_archive
 from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
@@ -316,17 +313,3 @@ class RemeshSaveShardedStrategy(EngineSaveShardedStrategy):
 
 class RemeshLoadShardedStrategy(EngineLoadShardedStrategy):
     """Reads remesh's own format."""
-
-    def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
-        """Take the tensors whose keys begin with a prefix out of the index. Not collective.
-
-        Readers see the checkpoint with them until they see it without. Their bytes stay in the data
-        files, which hold others too.
-        """
-        storage = storage_of(checkpoint_dir)
-        with as_checkpointing_exception():
-            files = native.read_small_files(storage)
-            index = Index.decode(files.index_bytes, storage.url).without(
-                lambda name: name.startswith(key_prefix)
-            )
-            native.replace_index(storage, files.record, index)
