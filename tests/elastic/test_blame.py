@@ -18,20 +18,6 @@ class TestCharges:
         job = PlayedJob.running(4).fail(0, at=110.0).fail(2, at=110.2)
         assert job.charged() == {0: 1, 2: 1}
 
-    def test_nodes_whose_processes_fail_of_it_are_not(self) -> None:
-        job = PlayedJob.running(4)
-        for number, message in ((1, COLLATERAL), (0, ""), (3, COLLATERAL)):
-            job = job.fail(number, message, at=110.0)
-        assert job.charged() == {0: 1}
-
-    def test_a_node_that_is_lost_costs_none_a_restart(self) -> None:
-        job = PlayedJob.running(4).lose(1, at=120.0)
-        for number in (0, 2, 3):
-            job = job.fail(number, COLLATERAL, at=121.0)
-        job = job.join(0, 2, 3, at=122.0)
-        assert job.charged() == {}
-        assert sorted(job.nodes.active) == [0, 2]  # in multiples of two
-
     def test_what_looks_like_the_fault_of_others_is_charged_if_there_is_none(self) -> None:
         job = PlayedJob.running(4, max_restarts=1)
         for number in (2, 0, 1, 3):  # a server refuses the connections of all
@@ -92,16 +78,6 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     reason = "the job hung: no rank has finished a step for 31 s"
     assert job.nodes.broken == (Change.HANG, reason)
     assert job.charged() == {}
-
-
-def test_a_hang_ends_without_a_limit_that_somebody_gave() -> None:
-    job = PlayedJob.running()
-    live = Liveness.after_start(job.state, 100.0)
-    for now in (101.0, 102.0, 103.0, 3702.0, 3704.0):
-        assert job.state.hanging is None
-        step = min(int(now), 103)
-        job = job.beat(live, {0: RankProgress(step=step, time=step - now)}, at=now)
-    assert job.state.hanging is not None
 
 
 def test_a_slow_rank_is_named_with_its_own_seconds() -> None:

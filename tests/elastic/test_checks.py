@@ -44,12 +44,6 @@ def test_healthy_nodes_need_one_round() -> None:
     assert verdict.healthy == set(range(7))
 
 
-def test_one_node_is_checked_by_itself() -> None:
-    verdict, plans = run([3], set())
-    assert plans == [((3,),)]
-    assert verdict.healthy == {3}
-
-
 def test_of_two_nodes_that_fail_together_none_is_thrown_out() -> None:
     verdict, _ = run([0, 1], {1})
     assert (verdict.faulty, sorted(verdict.suspects)) == ({}, [0, 1])

@@ -142,20 +142,6 @@ class TestTwoAgentsThatWouldBeOneNode:
         assert first.shown(Rejected).reason == "another agent has taken over node id 3"
 
 
-def test_a_failure_restarts_the_others_and_charges_one(served: Served) -> None:
-    served.join_all([0, 1])
-    one, other = served.agent(1), served.agent(0)
-    stop = one.report(one.failure(2))
-    assert "1 of 3 restarts charged" in stop.reason
-    assert one.report(one.failure(2)) == stop  # heard twice, charged once
-    stop = other.shown(Stop)  # without a heartbeat in between
-    assert (stop.round, stop.change) == (1, Change.RESTARTED)
-    assert {place.round for place in served.join_all([0, 1]).values()} == {2}
-    status = served.get("status")[1]
-    assert {node["id"]: node["num_charged"] for node in status["nodes"]} == {0: 0, 1: 1}
-    assert status["failures"][0]["failures"][0]["signal"] == "SIGKILL"
-
-
 def test_a_silent_node_is_lost() -> None:
     clock = Clock()
     with serving(clock=clock, heartbeat_timeout=10.0) as served:

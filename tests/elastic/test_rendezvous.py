@@ -20,10 +20,6 @@ class TestForming:
     def waiting(self, **settings: float) -> PlayedJob:
         return PlayedJob(settings=Settings(**settings))  # type: ignore[arg-type]
 
-    def test_ranks_follow_node_ids_not_arrival(self) -> None:
-        job = self.waiting(min_nodes=3, max_nodes=3)
-        assert job.join(7, at=1).join(3, at=2).join(5, at=3).world == (1, [3, 5, 7])
-
     def test_below_the_maximum_it_waits_for_the_last_call(self) -> None:
         job = self.waiting(min_nodes=2, max_nodes=4, last_call=5).join(0, at=1).join(1, at=3)
         assert job.after(at=7.9).world == (0, [])
@@ -106,28 +102,12 @@ class TestChanging:
         assert reason[0] is Change.GROW
         assert job.join(0, at=140).join(1, at=141).world == (2, [0, 1, 2, 3])
 
-    def test_all_back_after_a_failure_need_no_last_call(self) -> None:
-        job = PlayedJob.running(settings=IN_TWOS).join(1, at=120)
-        assert told(job, 0) == (Change.RESTARTED, "node 1 stopped the processes")
-        assert job.join(0, at=120.5).world == (2, [0, 1])
-
-    def test_an_old_copy_of_a_join_changes_nothing(self) -> None:
-        job = PlayedJob.running(settings=IN_TWOS)
-        assert job.join(0, at=130, new=True).nodes == job.nodes
-
     def test_a_new_agent_takes_over_and_the_old_one_cannot_speak(self) -> None:
         job = PlayedJob.running(settings=IN_TWOS).join(1, at=120, new=True, agent="b")
         assert told(job, 0) is not None
         assert job.nodes.ready[1].incarnation == "b"
         assert job.join(1, at=121).nodes == job.nodes
         assert job.leave(1, outcome=Outcome.FAILED, at=121).nodes == job.nodes
-
-    def test_who_was_declared_lost_and_comes_back_is_told(self) -> None:
-        job = PlayedJob.running(settings=IN_TWOS).lose(1, at=120)
-        reason = told(job, 1)
-        assert reason is not None
-        assert reason[0] is Change.STALE
-        assert job.join(1, at=121).join(0, at=122).world == (2, [0, 1])
 
     def test_a_finished_member_stops_growth_and_all_finished_end_the_job(self) -> None:
         job = PlayedJob.running(settings=IN_TWOS).join(2, 3, at=120, new=True)
