@@ -18,14 +18,11 @@ from remesh.training.policies import (
     KeepLast,
     KeepPolicy,
     Note,
-    OnSignals,
     combine,
     decide_retention,
     due_by_step,
     due_by_time,
-    keep_policies,
     next_look,
-    save_policies,
 )
 
 # ---------------------------------------------------------------------------------------------
@@ -40,17 +37,6 @@ def test_steps_and_seconds() -> None:
     assert due_by_time(every, 59.9) == ""
     assert due_by_time(every, 60.0) == "every 60 s"
     assert due_by_step((), 4) == due_by_time((), 1e9) == ""
-
-
-def test_what_every_and_keep_may_be() -> None:
-    assert save_policies(None) == ()
-    assert save_policies(3) == (EverySteps(3),)
-    assert save_policies(OnSignals()) == (OnSignals(),)
-    assert save_policies([EverySteps(1), EverySeconds(2)]) == (EverySteps(1), EverySeconds(2))
-    assert keep_policies(None) == keep_policies([]) == ()
-    assert keep_policies(3) == (KeepLast(3),)
-    assert keep_policies(KeepEvery(5)) == (KeepEvery(5),)
-    assert keep_policies([KeepLast(1), KeepEvery(5)]) == (KeepLast(1), KeepEvery(5))
 
 
 def test_policies_without_sense_are_refused() -> None:
@@ -184,10 +170,3 @@ def test_policies_are_united() -> None:
         6: ("among the last 2",),
         7: ("the newest good one", "among the last 2"),
     }
-
-
-def test_a_damaged_newest_does_not_cost_the_last_good_one() -> None:
-    infos = [plain(1), plain(2), plain(3, problem="bytes flipped")]
-    decisions = decide_retention(infos, [KeepLast(1)], run="", now=0.0)
-    assert [decision.is_kept for decision in decisions] == [False, True, True]
-    assert decisions[2].reasons == ("damaged: bytes flipped",)

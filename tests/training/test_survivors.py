@@ -488,17 +488,6 @@ def test_failures_do_not_keep_a_save_from_being_due(
     assert begun == ([3, 4] if is_cut_off else [3, 7])
 
 
-def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) -> None:
-    job = TrainingJob(is_reentrant=True)
-    with remesh.Manager(tmp_path, job=job) as manager:
-        job.must_leave = True
-        with pytest.raises(WorldChangedError):
-            manager.step(1, {"step": 1})
-        assert job.boundary.note.step == 1
-        assert job.boundary.is_clean
-        job.must_leave = False
-
-
 @pytest.mark.parametrize("how", ["positional", "by name"])
 def test_a_closure_is_a_part_of_the_step_that_changes_nothing(tmp_path: Path, how: str) -> None:
     """As Lightning steps: forward and backward pass are called by the optimizer."""
