@@ -266,6 +266,8 @@ def case(name: str, rank: int) -> tuple[Any, Any]:
             return {"a": half}, {"a": np.zeros((4, 3))}
         case "dtype":
             return {"a": half}, {"a": np.zeros((4, 2), np.float32)}
+        case "transform":
+            return {"a": half}, {"b" if rank == 0 else "a": np.zeros((4, 2))}
         case "memory":
             shared = np.ones((4, 2)) * 0
             return {"a": shared}, {"a": shared[:, :]} if rank == 0 else {"a": np.zeros((4, 2))}
@@ -281,6 +283,7 @@ def case(name: str, rank: int) -> tuple[Any, Any]:
         ("shape", remesh.MismatchError),
         ("dtype", remesh.MismatchError),
         ("memory", remesh.errors.StateError),
+        ("transform", remesh.errors.StateError),
     ],
 )
 def test_bad_input_is_found_on_all_ranks_before_a_byte_moves(
@@ -291,7 +294,8 @@ def test_bad_input_is_found_on_all_ranks_before_a_byte_moves(
     def run(exchange: Exchange) -> None:
         source, target = case(name, exchange.rank)
         targets[exchange.rank] = target
-        remesh.reshard(source, target, group=exchange)
+        rename = {"a": "b"} if "b" in target and name == "transform" else None
+        remesh.reshard(source, target, group=exchange, transform=rename)
 
     told = "the state does not fit the source state" if kind is remesh.MismatchError else ""
     all_are(errors_of(2, run), kind, told)

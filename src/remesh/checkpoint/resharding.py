@@ -57,6 +57,7 @@ from remesh.core.index import Index
 from remesh.core.sharded import ArrayLike
 from remesh.core.state import Description
 from remesh.core.strided import Layout
+from remesh.errors import StateError
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.formats import native
@@ -220,9 +221,9 @@ class Resharder:
         last = self._last
         held: list[tuple[LocalTensors, Description]] = []
 
-        def look() -> bytes:
+        def is_same() -> bool:
             if last is None:
-                return b""
+                return False
             with gc_paused():
                 _, tensors, document = describe_to_store(
                     self._source_state, self._buffers, self._exchange.rank
@@ -230,11 +231,15 @@ class Resharder:
                 plan, facts = last
                 target = describe_local(self.target_state, plan.names)
                 if facts != _facts(tensors, document, target):
-                    return b""
+                    return False
             held.append((tensors, target))
-            return b"y"
+            return True
 
-        if not all(run_on_all(self._exchange, look)):
+        makes = self._options.transform is not None
+        replies = run_on_all(self._exchange, lambda: bytes([is_same(), makes]))
+        if any(reply[1] != makes for reply in replies):
+            raise StateError("reshard: ranks disagree about transform; pass it on all or none")
+        if not all(reply[0] for reply in replies):
             return None
         assert last is not None
         assert self._transfer is not None
