@@ -94,6 +94,14 @@ class TestUploads:
         writer.finish()
         assert storage.read("file") == content.tobytes()
 
+    def test_a_window_that_stands_still_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("remesh.storage.remote.STALL_SECONDS", 0.01)
+        writer = ObjectStorage("memory://x", MemoryStore(), part_bytes=10).create("file", 100)
+        writer.write(25, pattern(5))
+        with pytest.raises(StorageError, match="part 3 has waited 0 s for part 0"):
+            writer.write(30, pattern(1))
+        writer.abort()
+
     def test_abort_frees_who_waits(self) -> None:
         storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)
         writer = storage.create("file", 100)

@@ -82,7 +82,7 @@ class Writer(Protocol):
         """Write a range; thread-safe for disjoint ranges.
 
         Write nearly in order: a storage that takes a file as a stream lets who is far ahead wait
-        for the ranges before, which another thread has to write.
+        for the ranges before, and fails if they do not come.
 
         Raises:
             NoSpaceError: If there is no room.

@@ -4,8 +4,8 @@ Object stores take a large file as a sequence of parts of one size, several mega
 writers bring smaller chunks from several threads, nearly in order. Between them is a window of a
 few parts: a chunk is copied into the parts that it touches, and a part leaves as soon as all parts
 before it have left and it is full. A thread that writes beyond the window waits until it moves,
-which bounds the memory. So another thread has to write the beginning meanwhile, as those do that
-take chunks in their order.
+which bounds the memory. So a thread has to write the beginning: if the window does not move for a
+long time, those who wait give up with an error.
 
 The upload runs in a thread of its own, which takes the parts and ends when the writer says that all
 is written. Ranges that were not written are zeros. When the writer gives up, taking the next part
@@ -19,10 +19,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from remesh.errors import StorageError
 from remesh.storage.base import Buffer
 
 WINDOW = 3
 """Parts that are filled at a time."""
+
+STALL_SECONDS = 600.0
+"""How long the window may stand still; longer than any upload of a part with its retries."""
 
 
 class GivenUpError(Exception):
@@ -119,7 +123,14 @@ class StreamWriter:
     def _part(self, number: int) -> Buffer:
         """The memory of a part; waits until the window reaches it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or number < self._first + WINDOW)
+            while self._failure is None and number >= self._first + WINDOW:
+                first = self._first
+                if not self._changed.wait(STALL_SECONDS) and self._first == first:
+                    raise StorageError(
+                        f"cannot write {self._name}: part {number} has waited "
+                        f"{STALL_SECONDS:.0f} s for part {first}\nObject stores take a file "
+                        "nearly in order; write its beginning first"
+                    )
             self._check()
             return self._open(number)
 
