@@ -102,6 +102,12 @@ MADE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"m.state.proj.weight": count(1), "scheduler.step": count(2), "m.proj": count(3)},
         {"m.state.proj.weight": [1], "scheduler.step": [2], "m.out": [3]},
     ),
+    "parameters in a module called state, and their states": (
+        "m.state.w -> m.state.u  m.v -> m.x",
+        {"m.state.w": count(1), "m.v": count(2)}
+        | {"o.state.state.w.exp_avg": count(3), "o.state.v.exp_avg": count(4)},
+        {"m.state.u": [1], "m.x": [2]} | {"o.state.state.u.exp_avg": [3], "o.state.x.exp_avg": [4]},
+    ),
     "a name in a module called state": (
         "m.state.proj.weight -> m.weight",
         {"m.state.proj.weight": count(1)},
