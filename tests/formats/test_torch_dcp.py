@@ -109,6 +109,18 @@ def test_numbers_as_keys_are_numbers_where_the_state_has_them(
     assert "names.3, names.4" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["torch_dcp", "torch_dist", "torch_file"])
+def test_values_beside_tensors_keep_their_places_in_lists(name: str, tmp_path: Path) -> None:
+    def state(number: int, text: str) -> dict[str, Any]:
+        inner = [text, torch.full((2,), number), number]
+        return {"inner": inner, "outer": [number, {"inner": (inner[1] + 1, [number, text])}]}
+
+    remesh.save(state(3, "a"), tmp_path, format=name)
+    target = state(0, "")
+    remesh.load(target, tmp_path, unexpected="error")
+    assert str(target) == str(state(3, "a"))
+
+
 def test_types_that_torch_does_not_copy_are_stored_as_what_they_are(tmp_path: Path) -> None:
     dtypes = [dtype for dtype in DTYPES if dtype.is_opaque]
     state = {

@@ -561,13 +561,17 @@ def _holds_mapping(items: list[object]) -> bool:
     )
 
 
-def _common_file(document: ValuesDocument) -> SmallFile:
+def _common_file(saved: Saved) -> SmallFile:
     """Megatron's file of the values that are equal on all ranks, nested as they were."""
+    document = saved.document
     common: dict[Path, object] = {
         document.path_of(name): values.decode(bytes(raw)) for name, raw in document.values.items()
     }
     common |= {document.path_of(name): list(items) for name, items in document.lists.items()}
-    sequences = {tuple(path): kind for path, kind in document.sequences}
+    tensors = [document.path_of(n) for n in (*saved.cuts.tensors.names, *document.aliases)]
+    mixed = {path[:length] for path in tensors for length in range(len(path))}
+    # Of a list that holds tensors, Megatron stores a dict, so that the rest keep their places.
+    sequences = {tuple(at): kind for at, kind in document.sequences if tuple(at) not in mixed}
     return COMMON_NAME, archive_of(assemble(common, sequences), COMMON_NAME)
 
 
@@ -741,7 +745,7 @@ class TorchDistWriter(DcpWriter):
     def small_files(self, saved: Saved) -> list[SmallFile]:
         """The objects, `common.pt`, `.metadata` and `metadata.json`."""
         return [
-            _common_file(saved.document),
+            _common_file(saved),
             *_value_file_and_metadata(saved, {}, None),
             _config_file(),
         ]
