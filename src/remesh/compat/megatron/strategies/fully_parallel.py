@@ -19,15 +19,15 @@ from remesh.compat.megatron.strategies.base import (
     SaveShardedStrategy,
 )
 from remesh.compat.megatron.strategies.native import (
-    EngineLoadShardedStrategy,
-    EngineSaveShardedStrategy,
+    RemeshLoadShardedStrategy,
+    RemeshSaveShardedStrategy,
 )
 
 
 def _is_engines(strategy: object) -> bool:
     """True if the engine does the work of a strategy, and not methods that a derived class has."""
     methods = [getattr(type(strategy), name, None) for name in ("save", "async_save", "load")]
-    return isinstance(strategy, EngineSaveShardedStrategy | EngineLoadShardedStrategy) and all(
+    return isinstance(strategy, RemeshSaveShardedStrategy | RemeshLoadShardedStrategy) and all(
         method is None or method.__module__.startswith(f"{__package__}.") for method in methods
     )
 
@@ -55,7 +55,7 @@ class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
         self.base_strategy, self.parallelization_group = strategy, parallelization_group
-        if isinstance(strategy, EngineSaveShardedStrategy):
+        if isinstance(strategy, RemeshSaveShardedStrategy):
             strategy.shares_replicas = True
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
@@ -78,7 +78,7 @@ class FullyParallelLoadStrategyWrapper(_Wrapper, LoadShardedStrategy):
         self, strategy: LoadShardedStrategy, parallelization_group: Any = None, *_: Any, **__: Any
     ) -> None:
         self.base_strategy, self.parallelization_group = strategy, parallelization_group
-        if isinstance(strategy, EngineLoadShardedStrategy):
+        if isinstance(strategy, RemeshLoadShardedStrategy):
             strategy.group, strategy.share_reads = parallelization_group, True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:

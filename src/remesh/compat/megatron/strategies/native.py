@@ -54,15 +54,15 @@ COMMON_KEY = "common_state"
 """Name of the object that holds the common state in remesh's own format."""
 
 
-class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """Saves through a `remesh.Saver`, in the format that the engine calls `format`.
+class RemeshSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Saves through a `remesh.Saver`, in remesh's own format; other backends derive from it.
 
     An instance keeps the plan and the host memory of its last save: as long as the layout stays the
     same, the ranks only compare fingerprints. A checkpoint at the same place is replaced. `options`
     are the saver's: with `writer="process"`, a process of its own writes saves beside the training.
     """
 
-    format = "remesh"
+    format = "remesh"  # as the engine calls it
     shares_replicas = False
     """Whether each copy of a shard may be the one that is written, so that ranks share the work."""
 
@@ -168,8 +168,8 @@ def _make_memory(tensors: list[ShardedTensor]) -> None:
         one.data = data.detach().clone()
 
 
-class EngineLoadShardedStrategy(LoadShardedStrategy):
-    """Loads version 1 of a backend, whose format the engine calls `format`."""
+class RemeshLoadShardedStrategy(LoadShardedStrategy):
+    """Loads version 1 of a backend: remesh's own format; other backends derive from it."""
 
     backend = "remesh"
     format = "remesh"
@@ -295,21 +295,8 @@ def load_common(checkpoint_dir: Any) -> Any:
         return assemble(leaves, stored.sequences)
 
 
-# ---------------------------------------------------------------------------------------------
-# The backend `remesh`
-# ---------------------------------------------------------------------------------------------
-
-
 def common_object(common_state_dict: Any, rank: int) -> ShardedObject:
     """The common state as an object that rank 0 writes."""
     return ShardedObject(
         COMMON_KEY, common_state_dict if rank == 0 else None, (1,), (0,), replica_id=min(rank, 1)
     )
-
-
-class RemeshSaveShardedStrategy(EngineSaveShardedStrategy):
-    """Writes remesh's own format."""
-
-
-class RemeshLoadShardedStrategy(EngineLoadShardedStrategy):
-    """Reads remesh's own format."""

@@ -24,8 +24,8 @@ from remesh.compat.megatron.core import (
 from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.mapping import ShardedTensor
 from remesh.compat.megatron.strategies.native import (
-    EngineLoadShardedStrategy,
-    EngineSaveShardedStrategy,
+    RemeshLoadShardedStrategy,
+    RemeshSaveShardedStrategy,
 )
 from remesh.errors import CorruptCheckpointError
 from remesh.exchange import run_on_all
@@ -45,7 +45,7 @@ class TorchDistException(CheckpointingException, CheckpointException):
         return self._message
 
 
-class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
+class TorchDistSaveShardedStrategy(RemeshSaveShardedStrategy):
     """Writes backend `torch_dist`: main replicas, in one file a rank, whatever the options say.
 
     Tensors whose keys begin with `separation_hint` are written to files of their own, whose names
@@ -135,7 +135,7 @@ def _as_megatron_has_it(tensor: ShardedTensor) -> ShardedTensor:
     )
 
 
-class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
+class TorchDistLoadShardedStrategy(RemeshLoadShardedStrategy):
     """Reads backend `torch_dist`; options of Megatron's own reader change nothing.
 
     Metadata are read once for each load, and quantised tensors as they are.

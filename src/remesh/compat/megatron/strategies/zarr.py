@@ -5,10 +5,10 @@ It is the older of Megatron's formats, and only read.
 
 from __future__ import annotations
 
-from remesh.compat.megatron.strategies.native import EngineLoadShardedStrategy
+from remesh.compat.megatron.strategies.native import RemeshLoadShardedStrategy
 
 
-class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):
+class ZarrLoadShardedStrategy(RemeshLoadShardedStrategy):
     """Reads backend `zarr`."""
 
     backend = "zarr"
