@@ -148,7 +148,9 @@ def renames(found: Infos) -> list[Rules]:
         Rules("prefix", {"model.layers.": "model.decoder."}, decoder),
         Rules("prefix of all", prefixes, targets(without_prefixes)),
         Rules(
-            "regular expression", {pattern: r"decoder.\1.expert.\2"}, targets(weights.__getitem__)
+            "regular expression",
+            lambda name: pattern.sub(r"decoder.\1.expert.\2", name),
+            targets(weights.__getitem__),
         ),
         Rules("dict", by_name, targets(weights.__getitem__)),
     ]

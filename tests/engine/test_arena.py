@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from remesh.core.geometry import Box
 from remesh.core.memory import CarrierArray, Memory
 from remesh.pipeline import FileLayout, FilePiece
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
-from remesh.pipeline.stage import Filled, Stager
+from remesh.pipeline.stage import NUM_WRITERS, Filled, StagedChunks, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, one_file
 from remesh.storage import Buffer, MemoryStorage
 
@@ -154,3 +155,26 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
     assert sum(staged) == num_bytes
     assert storage.read("file") == expected.tobytes()
     assert arena.num_bytes <= num_chunks * CHUNK_SIZE
+
+
+def test_chunks_are_written_in_the_order_of_the_stream() -> None:
+    """A storage that takes a file as a stream lets all writers wait for one that is filled late."""
+    arena, stop, given = Arena((NUM_WRITERS + 1) * PAGE, PAGE), threading.Event(), list[int]()
+    first = threading.Event()
+
+    def write(filled: Filled) -> None:
+        if filled.number == 0:
+            first.set()
+        assert first.wait(60)
+        given.append(filled.number)
+
+    staged = StagedChunks(arena.give, stop.set, at_once=True)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(staged.stage, write, lambda _num_bytes: None)
+        for number in (*range(1, NUM_WRITERS + 1), 0):
+            chunk = arena.take(stop)
+            assert chunk is not None
+            staged.put(Filled(number, 1, chunk))
+        staged.end(None)
+        writing.result(120)
+    assert sorted(given) == [*range(NUM_WRITERS + 1)]

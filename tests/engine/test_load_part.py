@@ -66,12 +66,11 @@ def full(tmp_path: Path) -> Full:
 
 RENAMES: list[Any] = [
     {"model.": "net."},
-    {re.compile(r"^model\."): "net."},
     lambda name: "net." + name.removeprefix("model.") if name.startswith("model.") else None,
 ]
 
 
-@pytest.mark.parametrize("transform", RENAMES, ids=["prefix", "pattern", "function"])
+@pytest.mark.parametrize("transform", RENAMES, ids=["prefix", "function"])
 def test_only_the_model_under_another_prefix(full: Full, transform: Any) -> None:
     path, model, _ = full
     net = Encoder(seed=2)
@@ -113,8 +112,11 @@ def test_optimizer_follows_names_within_the_model(tmp_path: Path) -> None:
     net = Encoder("backbone", seed=2)
     own = torch.optim.AdamW(net.parameters(), lr=0.5)
     state = {"model": net, "optimizer": own}
-    transform = {re.compile(r"\bbody\.(\d)"): r"backbone.\1"}
-    remesh.load(state, tmp_path / "c", transform=transform, unexpected="error")
+
+    def rename(name: str) -> str:
+        return re.sub(r"\bbody\.(\d)", r"backbone.\1", name)
+
+    remesh.load(state, tmp_path / "c", transform=rename, unexpected="error")
     assert own.param_groups[0]["lr"] == 0.1
     assert same_next_step(model, optimizer, net, own)
 

@@ -107,12 +107,17 @@ def test_numbers_as_keys_are_numbers_where_the_state_has_them(
     assert target["milestones"] == source["milestones"] == {2: 2, 40: 1}
     assert target["schedule"].state_dict() == source["schedule"].state_dict()
     assert "names.3, names.4" in caplog.text
+    others = {"mixed": {0: 1, "x": 2}, "pairs": {(1, 2): 3}, "flags": {True: 4}}
+    dcp.save(others, checkpoint_id=tmp_path / "o", no_dist=True)  # type: ignore[attr-defined]
+    found = {"mixed": {0: 0, "x": 0}, "pairs": {(1, 2): 0}, "flags": {True: 0}}
+    remesh.load(found, tmp_path / "o")
+    assert found == others
 
 
 @pytest.mark.parametrize("name", ["torch_dcp", "torch_dist", "torch_file"])
 def test_values_beside_tensors_keep_their_places_in_lists(name: str, tmp_path: Path) -> None:
     def state(number: int, text: str) -> dict[str, Any]:
-        inner = [text, torch.full((2,), number), number]
+        inner: list[Any] = [text, torch.full((2,), number), number]
         return {"inner": inner, "outer": [number, {"inner": (inner[1] + 1, [number, text])}]}
 
     remesh.save(state(3, "a"), tmp_path, format=name)

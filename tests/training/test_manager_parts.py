@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,6 +136,35 @@ def test_a_save_that_is_written_where_one_is_removed(
         saving.result()
     assert remesh.Checkpoint(path).read_array("w").tolist() == [1, 1]
     assert len([*path.glob("data-*")]) == 1
+
+
+def test_what_a_killed_save_left_goes_with_the_step(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_1")
+    (path / "remesh.json").unlink()  # as if it had been killed then, some minutes ago
+    for file in path.glob("data-*/*"):
+        os.utime(file, (time.time() - 300,) * 2)
+    save(tmp_path, "step_1")
+    assert len([*path.glob("data-*")]) == 2
+    assert catalog.remove(open_storage(tmp_path), "step_1", now=0.0)
+    assert not list(path.rglob("data-*"))
+
+
+class Crossed(LocalStorage):
+    """A storage in which another process has removed everything when this one has listed it."""
+
+    def list(self, prefix: str = "") -> list[str]:
+        found = super().list(prefix)
+        for path in found:
+            super().delete(path)
+        return found
+
+
+def test_removals_that_another_process_finishes(tmp_path: Path) -> None:
+    save(tmp_path, "step_1")
+    with pytest.raises(DyingError):
+        catalog.remove(Mortal(tmp_path, 3), "step_1", now=0.0)
+    assert catalog.finish_removals(Crossed(tmp_path)) == []
+    assert catalog.list_checkpoints(open_storage(tmp_path)) == []
 
 
 def test_in_memory_as_on_disk() -> None:

@@ -474,7 +474,10 @@ def _visit(
         first = len(walk.description.tensors)
         rebuild = walk.visit(path, node)
         if place.role is Role.EQUAL:  # then so is the state, that of plain tensors too
-            amend(walk, first, role=Role.EQUAL)
+            tensors = walk.description.tensors
+            for number, entry in enumerate(tensors[first:], first):
+                if entry.role is Role.ASSUMED:
+                    tensors[number] = dataclasses.replace(entry, role=Role.EQUAL)
         return rebuild
     walk.description.sequences.update(sequences_of(node, path))
     for leaf_path, leaf in leaves_of(node, path):

@@ -41,6 +41,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -80,7 +81,7 @@ _FAILURES = "failures.json"
 _REMOVING = "removing.json"
 _NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
 _IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
-_OURS = re.compile(r"data-[0-9a-f]{12}/.+", re.DOTALL)
+_FOLDER = re.compile(r"data-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,11 +470,25 @@ def _record_to_remove(storage: Storage, path: str) -> tuple[bytes, _Removing]:
     for _ in range(NUM_READINGS):
         text = storage.read(path)
         with suppress(CheckpointError):
-            return text, _Removing(folders=sorted(folders_of(native.decode_record(text, path))))
+            record = native.decode_record(text, path)
+            dead = _folders_before(storage, path.removesuffix(f"/{native.RECORD_NAME}"), record)
+            return text, _Removing(folders=sorted(folders_of(record) | dead))
     # It is damaged where it lies. The index is what a save writes last in a folder.
     files = (file.split("/") for file in storage.list(path.removesuffix(native.RECORD_NAME)))
     whole = {keys[-2] for keys in files if keys[-1].startswith("index")}
     return text, _Removing(folders=sorted(whole))
+
+
+def _folders_before(storage: Storage, name: str, record: native.CommitRecord) -> set[str]:
+    """The folders in which nothing has changed since a commit: of saves that were killed before."""
+    committed = datetime.fromisoformat(record.created).timestamp()
+    found = set()
+    for folder in storage.list_directory(name).directories:
+        files = storage.list_directory(f"{name}/{folder}").files.values()
+        is_old = all(one.modified is not None and one.modified < committed for one in files)
+        if _FOLDER.fullmatch(folder) and is_old:
+            found.add(folder)
+    return found
 
 
 def finish_removals(storage: Storage) -> list[str]:
@@ -485,16 +500,18 @@ def finish_removals(storage: Storage) -> list[str]:
         if native.RECORD_NAME in files:
             storage.delete(f"{name}/{_REMOVING}")
         else:
-            removing = _read_mark(storage, f"{name}/{_REMOVING}", _Removing)
-            _remove_files(storage, name, sorted(files), removing or _Removing(folders=[]))
-            finished.append(name)
+            with suppress(CheckpointNotFoundError):  # another process has finished
+                removing = _read_mark(storage, f"{name}/{_REMOVING}", _Removing)
+                _remove_files(storage, name, sorted(files), removing or _Removing(folders=[]))
+                finished.append(name)
     return finished
 
 
 def _remove_files(storage: Storage, name: str, files: Sequence[str], removing: _Removing) -> None:
     """Remove what is ours of a checkpoint without a record, the mark of that last."""
     own = [file for file in files if file in {_PINNED, _FAILURES} or _IN_USE.fullmatch(file)]
-    own += [one for one in files if one.split("/")[0] in removing.folders and _OURS.fullmatch(one)]
+    ours = set(filter(_FOLDER.fullmatch, removing.folders))
+    own += [file for file in files if file.partition("/")[0] in ours]
     storage.delete_many([f"{name}/{file}" for file in own])
     storage.delete(f"{name}/{_REMOVING}")
 

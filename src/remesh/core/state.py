@@ -482,10 +482,19 @@ def _in_place(live: object, new: object) -> object:
 
 
 def numbered_like(live: Mapping[Any, Any], new: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """New content by numbers if all keys of the live one are: DCP stores their texts."""
-    if not live or not all(type(key) is int for key in live):
-        return new
-    return {int(key) if _is_number(key) else key: child for key, child in new.items()}
+    """New content by the keys of the live one, of which DCP stores the texts.
+
+    Texts of other numbers become numbers, too, if all keys of the live one are numbers.
+    """
+    known = {str(key): key for key in live if not isinstance(key, str)}
+    are_numbers = bool(live) and all(type(key) is int for key in live)
+
+    def like(key: Any) -> Any:
+        if not isinstance(key, str) or key in live:
+            return key
+        return known.get(key, int(key) if are_numbers and _is_number(key) else key)
+
+    return {like(key): child for key, child in new.items()}
 
 
 def _is_number(key: object) -> bool:

@@ -16,7 +16,6 @@ so nothing that the trainer does afterwards, on the host or on the device, can r
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,21 +165,26 @@ class StagedChunks:
         self._give = give
         self._stop = stop
         self._at_once = at_once
-        self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._filled: dict[int, Filled] = {}  # by their numbers, those that nobody has taken
+        self._next = 0  # which is taken next
         self._is_cancelled = False
         self._error: BaseException | None = None
         self.ended = threading.Event()  # no further chunk comes
 
     def put(self, filled: Filled) -> None:
         """Hand a chunk over."""
-        self._filled.put(filled)
+        with self._changed:
+            self._filled[filled.number] = filled
+            self._changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
         """Say that no further chunk comes; the error says why, if not all is staged."""
         if error is not None:
             self.cancel(error)
-        self._filled.put(None)
-        self.ended.set()
+        with self._changed:
+            self.ended.set()
+            self._changed.notify_all()
 
     def cancel(self, error: BaseException | None = None) -> None:
         """Let `stage` take no more of what is staged, and raise the error when all has ended."""
@@ -220,11 +224,19 @@ class StagedChunks:
             raise self._error
 
     def _take(self) -> Filled | None:
-        """The next chunk; None when there is no further one."""
-        filled = self._filled.get()
-        if filled is None:
-            self._filled.put(None)  # for the other threads
-        return filled
+        """The next chunk of the stream; None when there is no further one.
+
+        A storage that takes a file as a stream lets who is ahead wait. If all writers were, because
+        one chunk takes long to fill, nobody would take that chunk.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._next in self._filled or self.ended.is_set())
+            if not self._filled:
+                return None
+            # After a failure some never come.
+            number = self._next if self._next in self._filled else min(self._filled)
+            self._next = number + 1
+            return self._filled.pop(number)
 
 
 def write_staged(

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -72,16 +72,22 @@ class ShardOptim:
         # Of no class: the engine fills it with what is stored, and it is never stepped.
         optimizer = torch.optim.Optimizer(groups, {})
         state = {"model": LocalNonpersistentObject(model), "optimizer": optimizer}
-        load(state, self._path, transform=self._shapes(model), group=Alone())
+        load(state, self._path, transform=self._shapes(model, by_name), group=Alone())
         return optimizer.state_dict()
 
-    def _shapes(self, model: nn.Module) -> list[str]:
-        """Statements that give flattened state the shapes of its parameters."""
+    def _shapes(self, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+        """Statements that give flattened state the shapes of its parameters.
+
+        State of parameters of which this rank has nothing is left out.
+        """
         shapes = {entry.name: entry.global_shape for entry in describe_local(model).tensors}
         statements = []
         for full in self._checkpoint.index:
-            wanted = shapes.get(full.removeprefix(STATE).rpartition(".")[0])
-            stored = self._checkpoint.tensor(full).shape
+            name = full.removeprefix(STATE).rpartition(".")[0]
+            wanted, stored = shapes.get(name), self._checkpoint.tensor(full).shape
+            if full.startswith(STATE) and name in parameters and not parameters[name].numel():
+                statements.append(f'"{full}" -> _')
+                continue
             if not full.startswith(STATE) or wanted is None or stored in {(), wanted}:
                 continue
             if stored != (math.prod(wanted),):

@@ -106,7 +106,7 @@ class LoadShardedStrategy(LoadStrategyBase):
         raise NotImplementedError(
             f"{type(self).__name__} cannot remove tensors\n"
             "Copy the others: remesh.checkpoint.convert(source, target, format='remesh', "
-            f"transform={{{key_prefix!r}: None}})"
+            f"transform=lambda name: None if name.startswith({key_prefix!r}) else name)"
         )
 
 
