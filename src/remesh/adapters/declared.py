@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from remesh._repr import short_repr
-from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
+from remesh.adapters.dtensor import local_tensor, note_mesh, parts_of_dtensor
 from remesh.adapters.memory import alias_key, check_strided, strided_layout
 from remesh.adapters.tensor_subclass import unwrapped
 from remesh.adapters.wrappers import entry_names, inner_attribute
@@ -333,6 +333,8 @@ def add_shards(
     """Record a tensor of which this rank holds declared boxes."""
     assert place.shards is not None
     check_strided(local_of(tensor), name_of(path))
+    if isinstance(tensor, DTensor):
+        note_mesh(walk, tensor)
     shape = place.shards.global_shape
     views = [(part.box, alias_key(part.data)) for part in parts]  # type: ignore[arg-type]
     key = ("shards", shape, *views) if views and views[0][1] is not None else None

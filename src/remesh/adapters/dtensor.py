@@ -168,6 +168,13 @@ def add_dtensor(walk: Walk, path: Path, tensor: DTensor, local: torch.Tensor) ->
     walk.add_tensor(path, tuple(tensor.shape), parts, local, Role.EQUAL, dtensor_key(tensor, local))
 
 
+def note_mesh(walk: Walk, tensor: DTensor) -> None:
+    """Record that this rank is in the mesh of a DTensor, if it is."""
+    mesh, known = tensor.device_mesh, walk.description.meshes
+    if mesh not in known and mesh.get_coordinate() is not None:
+        known[mesh] = int(mesh.mesh.min())
+
+
 def dtensor_key(tensor: DTensor, local: torch.Tensor) -> object:
     """The alias key of a DTensor by its memory on this rank."""
     key = alias_key(local)

@@ -24,6 +24,7 @@ from remesh.adapters.dtensor import (
     boxes_of_dtensor,
     dtensor_key,
     local_tensor,
+    note_mesh,
     parts_of_dtensor,
     shard_of_dtensor,
 )
@@ -60,6 +61,7 @@ def describe_tensor(
     elements = unwrapped(tensor)
     if isinstance(elements, DTensor):
         local = local_tensor(elements)
+        note_mesh(walk, elements)
         if is_made_of_tensors(local):
             _add_shards(walk, path, elements, local)
         else:

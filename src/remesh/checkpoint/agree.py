@@ -32,7 +32,7 @@ import numpy as np
 
 from remesh.checkpoint.arguments import check_same_options
 from remesh.checkpoint.buffers import Buffers, choose_buffers
-from remesh.checkpoint.copies import Compares, Comparison, compare_copies
+from remesh.checkpoint.copies import Compares, Comparison, compare_copies, roles_of_copies
 from remesh.checkpoint.local import (
     LocalTensors,
     describe_local,
@@ -53,7 +53,7 @@ from remesh.checkpoint.unchanged import (
 )
 from remesh.core import values
 from remesh.core.collector import gc_paused
-from remesh.core.geometry import Box, IntArray
+from remesh.core.geometry import BoolArray, Box, IntArray
 from remesh.core.index import Index
 from remesh.core.integrity import raw_digest
 from remesh.core.memory import Memory
@@ -156,7 +156,10 @@ class PlanCache:
     """Rows of this rank's boxes that it writes."""
     shared: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Rows of this rank's boxes that other ranks hold as well."""
-    layouts: list[bytes] = field(default_factory=list)  # on rank 0, digests of what each rank holds
+    apart: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """Which of these ranks hold that no mesh joins with this one or another."""
+    layouts: list[tuple[bytes, list[int]]] = field(default_factory=list)
+    """On rank 0, for each rank a digest of what it holds, and its meshes."""
     local_boxes: list[LocalBoxes] = field(default_factory=list)  # on rank 0, what each rank holds
     plan: SavePlan | None = None  # on rank 0, the plan
     assignments: list[IntArray] = field(default_factory=list)  # on rank 0, rows of the plan by rank
@@ -172,6 +175,7 @@ class _Summary(msgspec.Struct, frozen=True):
 
     plan: tuple[str, int]  # the plan of its cache, and the rank whose part it keeps
     layout: bytes  # digest of its boxes
+    meshes: list[int]  # lowest ranks of the meshes that it is in
     shared: bytes  # digest of what it has in common with other ranks (`BoxesMessage`)
     document: bytes  # digest of its values
     replicas: list[str]  # elements of sharded objects of which it has another replica
@@ -202,6 +206,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True, tag=True):
     save_id: str  # names the save
     rows: bytes | None  # those that the rank writes, in file order; None if the rank knows them
     shared: bytes | None  # those that other ranks hold as well; None if the rank knows them
+    apart: bytes  # which of `shared` are held by ranks that no mesh joins, as bool bytes
     compares: bool  # whether there is anything to compare
     checks_place: bool  # whether the ranks find out whether they share the place
     file_plan: bytes  # what the writer of the format makes of the boxes
@@ -214,6 +219,7 @@ class _Held:
 
     tensors: LocalTensors
     boxes: BoxesMessage
+    meshes: list[int]  # lowest ranks of its meshes
     document: bytes  # its values, encoded
     replicas: list[str]  # elements of sharded objects of which it has another replica
 
@@ -222,13 +228,15 @@ class _Held:
         description, tensors, document = describe_to_store(state, buffers, rank)
         replicas = [one.unique_name for one in description.objects if not one.is_main_replica]
         boxes = encode_local_boxes(tensors.boxes, tensors.roles)
-        return cls(tensors, boxes, document, replicas)
+        meshes = sorted(set(description.meshes.values()))
+        return cls(tensors, boxes, meshes, document, replicas)
 
     def summary(self, storage: Storage, options: SaveOptions, cache: PlanCache) -> _Summary:
         space, layout = storage.space(), self.boxes.layout
         return _Summary(
             (cache.plan_id, cache.rank),
             layout,
+            self.meshes,
             self.boxes.digest,
             raw_digest(self.document),
             self.replicas,
@@ -290,6 +298,7 @@ def agree(
     else:
         cache.rows = np.frombuffer(answer.rows, dtype=np.int64)
         cache.shared = np.frombuffer(answer.shared, dtype=np.int64)
+        cache.apart = np.frombuffer(answer.apart, dtype=np.bool_)
         cache.plan_id, cache.rank = answer.save_id, exchange.rank
     planned = _compare_and_plan(exchange, storage, mine, options, answer, cache)
     return replace(planned, global_plan=planners[0].made if planners else None)
@@ -316,8 +325,10 @@ def _compare_and_plan(
         if assigned.compares:
             comparison = _comparison(options, is_new=assigned.rows is not None)
             copies = None if cache.plan is None else cache.plan.copies
+            rows = cache.shared
+            roles = roles_of_copies(mine.tensors.roles[rows], cache.apart)
             compare_copies(
-                exchange, mine.tensors, cache.shared, comparison, copies, cache.local_boxes
+                exchange, mine.tensors, (rows, roles), comparison, copies, cache.local_boxes
             )
         run_each(exchange, plan_files)
     except BaseException:
@@ -371,7 +382,7 @@ class _Planner:
             cache.plan_id != ""
             and [one.plan for one in summaries]
             == [(cache.plan_id, rank) for rank in range(len(summaries))]
-            and [one.layout for one in summaries] == cache.layouts
+            and [(one.layout, one.meshes) for one in summaries] == cache.layouts
         )
         if not is_known:
             cache.plan_id, cache.checked_directory = "", None  # also if this save fails
@@ -394,9 +405,9 @@ class _Planner:
         is_new = not cache.plan_id
         if is_new:
             cache.local_boxes = decode_local_boxes([one.boxes for one in details])
-            cache.plan = plan_save(cache.local_boxes)
+            cache.plan = plan_save(cache.local_boxes, [one.meshes for one in summaries])
             cache.assignments = cache.plan.assignments(world_size)
-            cache.layouts = [one.layout for one in summaries]
+            cache.layouts = [(one.layout, one.meshes) for one in summaries]
         plan = cache.plan
         assert plan is not None
         encoded = [self._document, *(one.document for one in details[1:])]
@@ -416,14 +427,18 @@ class _Planner:
         if checks_place:
             storage.put(_probe_path(save_id), b"", overwrite=False)
         comparison = _comparison(options, is_new=is_new)
-        compares = len(plan.copies.box) > 0 and any(
-            comparison.levels(held.roles).any() for held in cache.local_boxes
+        compares = bool(plan.copies.apart.any()) or (
+            len(plan.copies.box) > 0
+            and any(comparison.levels(held.roles).any() for held in cache.local_boxes)
         )
         answers = []
         for rows, copies in zip(cache.assignments, plan.copies.by_rank(world_size), strict=True):
             own = plan.row[rows].tobytes() if is_new else None
             shared = plan.copies.row[copies].tobytes() if is_new else None
-            answer = _WriteAssignment(save_id, own, shared, compares, checks_place, files, holders)
+            apart = plan.copies.apart[copies].tobytes() if is_new else b""
+            answer = _WriteAssignment(
+                save_id, own, shared, apart, compares, checks_place, files, holders
+            )
             answers.append(msgspec.msgpack.encode(answer))
         saved = Saved(
             save_id,

@@ -5,7 +5,9 @@ What counts depends on who says that the copies are equal (`remesh.core.state.Ro
 * None does: plain tensors under one name on several ranks (`ASSUMED`). Every save compares
   digests of all their bytes, and fails if they differ.
 * A framework does: `Replicate()` placements, parameters in DDP (`EQUAL`). The first save of a
-  layout compares stretches of them, and warns if they differ.
+  layout compares stretches of them, and warns if they differ. It speaks for the ranks that its
+  meshes join: copies on others as well (an actor on one mesh, a critic on another, with equal
+  names) are compared like those without a promise.
 * Buffers of modules in DDP may differ, for DDP gives all ranks those of rank 0 before the next
   forward pass (`FIRST`). These are not compared.
 * A description does (`MAIN` and `REPLICA`). These are not compared.
@@ -29,7 +31,7 @@ import numpy as np
 import xxhash
 
 from remesh.checkpoint.local import LocalTensors, finish_device_work
-from remesh.core.geometry import Box, IntArray, boxes_of_flat_range
+from remesh.core.geometry import BoolArray, IntArray, boxes_of_flat_range
 from remesh.core.memory import contiguous_bytes
 from remesh.core.state import Role
 from remesh.errors import DivergedReplicaError
@@ -80,15 +82,20 @@ class Comparison:
         return levels
 
 
+def roles_of_copies(roles: IntArray, apart: BoolArray) -> IntArray:
+    """The roles of copies, of which some are `apart`: on ranks that no mesh joins."""
+    return np.where(apart & (roles == Role.EQUAL), Role.ASSUMED, roles)
+
+
 def compare_copies(
     exchange: Exchange,
     tensors: LocalTensors,
-    rows: IntArray,
+    rows: tuple[IntArray, IntArray],
     comparison: Comparison,
     copies: Copies | None,
     local_boxes: Sequence[LocalBoxes],
 ) -> None:
-    """Compare what several ranks hold: `rows` of this rank's tensors. Collective.
+    """Compare what several ranks hold: `rows` of this rank's tensors, with their roles. Collective.
 
     Copies and boxes of all ranks are known on rank 0.
     """
@@ -105,13 +112,17 @@ def compare_copies(
 
 
 def _digests(
-    tensors: LocalTensors, rows: IntArray, comparison: Comparison, *, on_host: bool
+    tensors: LocalTensors,
+    rows: tuple[IntArray, IntArray],
+    comparison: Comparison,
+    *,
+    on_host: bool,
 ) -> bytes:
     """The digests of the rows that are compared, one after the other."""
     finish_device_work(tensors.memories)
     digests = []
-    levels = comparison.levels(tensors.roles[rows])
-    for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
+    levels = comparison.levels(rows[1])
+    for row, level in zip(rows[0].tolist(), levels.tolist(), strict=True):
         if level:
             whole = level == 2 and comparison.compares != "sampled"
             digests.append(_digest(tensors, row, whole=whole, on_host=on_host))
@@ -152,7 +163,8 @@ def _compare(
     levels = np.zeros(len(copies.rank), np.int64)
     digests = np.zeros(len(copies.rank), f"V{DIGEST_BYTES}")
     for held, mine, reply in zip(local_boxes, copies.by_rank(len(replies)), replies, strict=True):
-        levels[mine] = comparison.levels(held.role_of_boxes[copies.row[mine]])
+        roles = roles_of_copies(held.role_of_boxes[copies.row[mine]], copies.apart[mine])
+        levels[mine] = comparison.levels(roles)
         digests[mine[levels[mine] > 0]] = np.frombuffer(reply, f"V{DIGEST_BYTES}")
     order = np.flatnonzero(levels)
     order = order[np.lexsort((copies.rank[order], copies.box[order], levels[order]))]
@@ -180,8 +192,12 @@ def _report(
         row = int(copies.row[a])
         name = held.boxes.tensors.names[held.boxes.tensor[row]]
         if levels[a] == 2:
+            what = f"{name}: ranks {ranks[0]} and {ranks[1]} hold different values of shape "
+            what += str(held.boxes.box(row).shape)
+            if copies.apart[a] and held.role_of_boxes[row] == Role.EQUAL:
+                raise DivergedReplicaError(what + _ON_MESHES)
             role = Role(int(held.role_of_boxes[row]))
-            raise DivergedReplicaError(_message(name, ranks, held.boxes.box(row), role))
+            raise DivergedReplicaError(_message(what, role))
         warned.setdefault(name, ranks)
     if warned:
         shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in list(warned.items())[:MAX_SHOWN]]
@@ -196,9 +212,16 @@ def _report(
         )
 
 
-def _message(name: str, ranks: tuple[int, int], box: Box, role: Role) -> str:
-    first, other = ranks
-    what = f"{name}: ranks {first} and {other} hold different values of shape {box.shape}"
+_ON_MESHES = (
+    ", and its copies are on different device meshes\nNo mesh of the state joins all ranks that "
+    "hold it, so nothing keeps them equal, and one would be stored. If each mesh has its own, "
+    "as an actor and a critic have, give them names of their own: another key of the state for "
+    "the module and for its optimizer, or remesh.sharding.NamedModule. If they should be equal, "
+    "broadcast them from one mesh before saving."
+)
+
+
+def _message(what: str, role: Role) -> str:
     buffers = (
         "If they are buffers of a module, such as the statistics of BatchNorm, say which count: "
         'buffers="rank0" or "per_rank".'

@@ -64,7 +64,8 @@ class Role(enum.IntEnum):
     MAIN = 1
     """The main replica; there must be no second one."""
     EQUAL = 2
-    """One of several equal copies; the framework that holds them keeps them equal."""
+    """One of several equal copies; the framework that holds them keeps them equal, on the ranks
+    that its meshes join (see `remesh.planner.saving.joined_by_meshes`)."""
     ASSUMED = 3
     """Like EQUAL, but without a promise: a plain tensor that each rank has under one name."""
     FIRST = 4
@@ -161,6 +162,8 @@ class Description:
     """Names that may be absent from the checkpoint without being missed."""
     fixed: set[str] = field(default_factory=set)
     """Names of values that must be stored as they are; a load does not replace them."""
+    meshes: dict[object, int] = field(default_factory=dict)
+    """Meshes whose placements say that copies are equal, each with the lowest rank in it."""
     unchecked: list[str] = field(default_factory=list)
     """Names whose values no digest proves, where the state is a repaired checkpoint."""
     dropped: list[str] = field(default_factory=list)

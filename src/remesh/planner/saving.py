@@ -223,6 +223,7 @@ class Copies:
     box: IntArray  # row of the box in the plan
     rank: IntArray  # the rank that holds it
     row: IntArray  # its row in that rank's boxes
+    apart: BoolArray  # whether ranks that no mesh joins hold its box
 
     def by_rank(self, world_size: int) -> list[IntArray]:
         """Rows of these that each rank holds, ascending."""
@@ -299,8 +300,24 @@ class SavePlan:
         return Index.of_cuts(self.cuts, writer, starts, files)
 
 
-def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
-    """Plan a save, given what each rank holds, in rank order.
+def joined_by_meshes(meshes: Sequence[Sequence[int]]) -> IntArray:
+    """A number for each rank, given its meshes by their lowest ranks; equal if meshes join them.
+
+    Ranks of one mesh are joined, and so are those of meshes that some rank is in: FSDP2 over tensor
+    parallelism keeps on one axis what the other does not cut. Ranks without a mesh count as one.
+    """
+    groups: list[set[int]] = []
+    for own in {tuple(one) for one in meshes if one}:
+        apart = [group for group in groups if group.isdisjoint(own)]
+        groups = [*apart, set(own).union(*(group for group in groups if group not in apart))]
+    number = {mesh: place for place, group in enumerate(groups) for mesh in group}
+    return np.array([number[one[0]] if one else -1 for one in meshes], dtype=np.int64)
+
+
+def plan_save(
+    local_boxes: Sequence[LocalBoxes], meshes: Sequence[Sequence[int]] | None = None
+) -> SavePlan:
+    """Plan a save, given what each rank holds, in rank order, and its meshes by lowest ranks.
 
     Raises:
         StateError: If ranks disagree about the dtype or global shape of a tensor.
@@ -316,12 +333,15 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
     cuts, first, row = found.cuts, found.first, found.row
     if first is None:
         none = row[:0]
-        return SavePlan(cuts, found.ranks, row, Copies(none, none, none))
+        return SavePlan(cuts, found.ranks, row, Copies(none, none, none, none > 0))
     rank = found.ranks.rows
     num_holders = np.diff(first)
     copied = np.flatnonzero(np.repeat(num_holders > 1, num_holders))
     box = np.repeat(np.flatnonzero(num_holders > 1), num_holders[num_holders > 1])
-    copies = Copies(box, rank[copied], row[copied])
+    rank_of_copy = rank[copied]
+    of_mesh = joined_by_meshes(meshes or [()] * len(local_boxes))[rank_of_copy]
+    differs = (box[1:] == box[:-1]) & (of_mesh[1:] != of_mesh[:-1])
+    copies = Copies(box, rank_of_copy, row[copied], np.isin(box, box[1:][differs]))
     num_bytes = cuts.num_bytes.rows
     chosen = choose_writers(num_bytes, rank, first, len(local_boxes), found.by_first)
     return SavePlan(cuts, Lists.of(rank[chosen], cuts.bounds), row[chosen], copies)
