@@ -306,12 +306,18 @@ def joined_by_meshes(meshes: Sequence[Sequence[int]]) -> IntArray:
     Ranks of one mesh are joined, and so are those of meshes that some rank is in: FSDP2 over tensor
     parallelism keeps on one axis what the other does not cut. Ranks without a mesh count as one.
     """
-    groups: list[set[int]] = []
-    for own in {tuple(one) for one in meshes if one}:
-        apart = [group for group in groups if group.isdisjoint(own)]
-        groups = [*apart, set(own).union(*(group for group in groups if group not in apart))]
-    number = {mesh: place for place, group in enumerate(groups) for mesh in group}
-    return np.array([number[one[0]] if one else -1 for one in meshes], dtype=np.int64)
+    joined: dict[int, int] = {}  # meshes as trees: a mesh and the one above it, or itself
+
+    def top(mesh: int) -> int:
+        while (above := joined.setdefault(mesh, mesh)) != mesh:
+            joined[mesh] = joined[above]
+            mesh = above
+        return mesh
+
+    for own in set(map(tuple, meshes)):
+        for mesh in own[1:]:
+            joined[top(mesh)] = top(own[0])
+    return np.array([top(own[0]) if own else -1 for own in meshes], dtype=np.int64)
 
 
 def plan_save(
