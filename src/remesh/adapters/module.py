@@ -40,7 +40,7 @@ from remesh.adapters.nested import describe_copy
 from remesh.adapters.peft import check_unmerged
 from remesh.adapters.tensor import amend, describe_tensor, is_in_parts
 from remesh.adapters.tensor_subclass import forget_scale
-from remesh.adapters.wrappers import entry_names, ignored_by_ddp
+from remesh.adapters.wrappers import entry_names, ignored_by_ddp, note_groups
 from remesh.core.state import (
     Loaded,
     Path,
@@ -57,6 +57,7 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     """Describe a module; loading fills it in place and returns the same leaf."""
     module = module_of(leaf)
     check_unmerged(module)
+    note_groups(walk, module)
     extra_state_of: dict[str, nn.Module] = {}
     if is_fsdp1 := has_fsdp1(module):
         entries, places, extra_state_of = fsdp1_entries(leaf, name_of(path))

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from remesh.adapters.memory import alias_key
-from remesh.core.state import TensorEntry
+from remesh.core.state import TensorEntry, Walk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,15 @@ def ignored_by_ddp(module: nn.Module) -> set[object]:
             for tensors in (wrapper.module.named_parameters(), wrapper.module.named_buffers()):
                 keys.update(alias_key(tensor) for name, tensor in tensors if name in ignored)
     return keys
+
+
+def note_groups(walk: Walk, module: nn.Module) -> None:
+    """Record the process groups whose ranks wrappers in a module keep equal."""
+    for wrapper in module.modules():
+        if isinstance(wrapper, DistributedDataParallel | FullyShardedDataParallel):
+            for group in (wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)):
+                if group is not None:
+                    walk.description.meshes[group] = min(dist.get_process_group_ranks(group))
 
 
 def _name_of(raw: str, known: dict[str, EntryName]) -> EntryName:

@@ -163,7 +163,8 @@ class Description:
     fixed: set[str] = field(default_factory=set)
     """Names of values that must be stored as they are; a load does not replace them."""
     meshes: dict[object, int] = field(default_factory=dict)
-    """Meshes whose placements say that copies are equal, each with the lowest rank in it."""
+    """Meshes, and process groups of wrappers, that say that copies are equal; each with the lowest
+    rank in it."""
     unchecked: list[str] = field(default_factory=list)
     """Names whose values no digest proves, where the state is a repaired checkpoint."""
     dropped: list[str] = field(default_factory=list)
