@@ -126,6 +126,7 @@ class StatusFiles:
         self._replies: dict[int, bytes] = {}  # on rank 0, those that it has read
         self._given_up: BaseException | None = None
         self._wake = threading.Event()
+        self.has_begun = False  # whether `run_joined` tells the others if this rank fails
         self.is_counted = False  # whether rank 0 may commit this rank's files
 
     def run_joined(
@@ -189,6 +190,7 @@ class StatusFiles:
         undo: Callable[[], None],
     ) -> None:
         try:
+            self.has_begun = True
             own = each()
             self._wait_for_replies()
         except BaseException as error:
@@ -247,6 +249,7 @@ class StatusFiles:
 
     def _follow(self, each: Callable[[], bytes]) -> None:
         try:
+            self.has_begun = True
             reply = each()
             # Rank 0 may have removed all files before this rank had written its own.
             failure = self._failure_of_save()

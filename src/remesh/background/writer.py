@@ -107,7 +107,9 @@ class SaveWriter:
                 self._write,
                 self._trainer.see,
             )
-        except BaseException:
+        except BaseException as error:
+            if not self._status.has_begun:
+                self._status.report(error)
             if not (task.rank == 0 or self._status.is_counted):
                 kept = [part.path for part in task.kept]
                 remove_paths(self._storage, [*task.files.paths, *kept])
