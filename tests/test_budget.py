@@ -19,8 +19,8 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1026, 1200),
-    "adapters": (3568, 3200),
-    "background": (1607, 1400),
+    "adapters": (3571, 3200),
+    "background": (1612, 1400),
     "catalog": (779, 900),
     "checkpoint": (6107, 4900),
     "cli": (2741, 3700),

@@ -171,8 +171,8 @@ def add_dtensor(walk: Walk, path: Path, tensor: DTensor, local: torch.Tensor) ->
 def note_mesh(walk: Walk, tensor: DTensor) -> None:
     """Record that this rank is in the mesh of a DTensor, if it is."""
     mesh, known = tensor.device_mesh, walk.description.meshes
-    if mesh not in known and mesh.get_coordinate() is not None:
-        known[mesh] = int(mesh.mesh.min())
+    if id(mesh) not in known and mesh.get_coordinate() is not None:
+        known[id(mesh)] = int(mesh.mesh.min())
 
 
 def dtensor_key(tensor: DTensor, local: torch.Tensor) -> object:

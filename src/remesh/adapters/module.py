@@ -68,7 +68,6 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     taken: dict[str, str] = {}
     buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    frozen = {raw for raw, parameter in parameters.items() if not parameter.requires_grad}
     for raw, entry in entries.items():
         place = places[raw]
         if place.shards is None and taken.setdefault(place.name, raw) != raw:
@@ -88,7 +87,7 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
                 # Without memory of it on this rank, a tie shows in the parameter alone.
                 tied = id(parameters[raw]) if raw in parameters else place.shards
                 amend(walk, num_tensors, alias_key=tied and ("nothing of", tied))
-            if raw in frozen:
+            if raw in parameters and not parameters[raw].requires_grad:
                 amend(walk, num_tensors, is_frozen=True)
             if (
                 raw in buffers

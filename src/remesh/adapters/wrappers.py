@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +55,11 @@ def note_groups(walk: Walk, module: nn.Module) -> None:
     for wrapper in module.modules():
         if isinstance(wrapper, DistributedDataParallel | FullyShardedDataParallel):
             for group in (wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)):
-                if group is not None:
-                    walk.description.meshes[group] = min(dist.get_process_group_ranks(group))
+                # A process that goes on with other ranks has destroyed it.
+                with suppress(KeyError):
+                    if group is not None:
+                        lowest = min(dist.get_process_group_ranks(group))
+                        walk.description.meshes[id(group)] = lowest
 
 
 def _name_of(raw: str, known: dict[str, EntryName]) -> EntryName:

@@ -162,9 +162,9 @@ class Description:
     """Names that may be absent from the checkpoint without being missed."""
     fixed: set[str] = field(default_factory=set)
     """Names of values that must be stored as they are; a load does not replace them."""
-    meshes: dict[object, int] = field(default_factory=dict)
-    """Meshes, and process groups of wrappers, that say that copies are equal; each with the lowest
-    rank in it."""
+    meshes: dict[int, int] = field(default_factory=dict)
+    """Of meshes, and process groups of wrappers, that say that copies are equal, by their ids, for
+    nothing may keep a group alive: the lowest rank in each."""
     unchecked: list[str] = field(default_factory=list)
     """Names whose values no digest proves, where the state is a repaired checkpoint."""
     dropped: list[str] = field(default_factory=list)

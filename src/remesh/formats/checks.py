@@ -27,7 +27,7 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 _BUDGET = {
-    "nodes": (1 << 16, 8),  # parts of the value of a pickle, for each byte of the pickle
+    "nodes": (1 << 15, 8),  # parts of the value of a pickle, for each byte of the pickle
     "characters": (1 << 24, 16),  # of the names in such a value, likewise
     "pieces": (1 << 16, 1),  # with those of strided tensors, for each byte of all files
     "decoded bytes": (1 << 20, 2),  # of tensors in an opaque value, for each byte of the value

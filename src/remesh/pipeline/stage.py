@@ -226,8 +226,8 @@ class StagedChunks:
     def _take(self) -> Filled | None:
         """The next chunk of the stream; None when there is no further one.
 
-        A storage that takes a file as a stream lets who is ahead wait. If all writers were, because
-        one chunk takes long to fill, nobody would take that chunk.
+        A storage that takes a file as a stream lets who is ahead wait. If all writers waited for a
+        chunk that takes long to fill, none would be left to take it.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._next in self._filled or self.ended.is_set())

@@ -425,7 +425,7 @@ def test_tensors_are_removed_by_the_prefix_of_their_keys(tmp_path: Path) -> None
 def test_tensors_of_other_formats_are_not_removed(tmp_path: Path) -> None:
     state = {key: shard(key, torch.ones(3)) for key in ("optimizer.a", "model.a")}
     save(state, tmp_path / "all", ("remesh", 1))
-    with pytest.raises(NotImplementedError, match=r"convert\(.*{'optimizer.': None}"):
+    with pytest.raises(NotImplementedError, match=r"convert\(.*startswith\('optimizer\.'\)"):
         dist_checkpointing.remove_sharded_tensors(tmp_path / "all", "optimizer.")
     rest: Any = {"format": "remesh", "transform": {"optimizer.": None}}
     remesh.checkpoint.convert(tmp_path / "all", tmp_path / "model", **rest)
