@@ -52,14 +52,13 @@ def ignored_by_ddp(module: nn.Module) -> set[object]:
 
 def note_groups(walk: Walk, module: nn.Module) -> None:
     """Record the process groups whose ranks wrappers in a module keep equal."""
+    known = walk.description.meshes
     for wrapper in module.modules():
         if isinstance(wrapper, DistributedDataParallel | FullyShardedDataParallel):
             for group in (wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)):
-                # A process that goes on with other ranks has destroyed it.
-                with suppress(KeyError):
-                    if group is not None:
-                        lowest = min(dist.get_process_group_ranks(group))
-                        walk.description.meshes[id(group)] = lowest
+                if group is not None and id(group) not in known:
+                    with suppress(KeyError):  # it is destroyed: the process goes on with others
+                        known[id(group)] = min(dist.get_process_group_ranks(group))
 
 
 def _name_of(raw: str, known: dict[str, EntryName]) -> EntryName:
