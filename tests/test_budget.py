@@ -19,9 +19,9 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1026, 1200),
-    "adapters": (3571, 3200),
+    "adapters": (3570, 3200),
     "background": (1612, 1400),
-    "catalog": (779, 900),
+    "catalog": (778, 900),
     "checkpoint": (6107, 4900),
     "cli": (2741, 3700),
     "compat": (4206, 4100),
@@ -29,9 +29,9 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "demo": (1025, 1000),
     "elastic": (7950, 6300),
     "exchange": (1011, 800),
-    "formats": (6979, 7000),
+    "formats": (6984, 7000),
     "kubernetes": (1909, 2000),
-    "maintenance": (1241, 1100),
+    "maintenance": (1242, 1100),
     "pipeline": (2649, 2750),
     "planner": (1374, 1450),
     "recipes": (496, 400),

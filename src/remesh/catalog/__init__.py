@@ -81,7 +81,6 @@ _FAILURES = "failures.json"
 _REMOVING = "removing.json"
 _NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
 _IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
-_FOLDER = re.compile(r"data-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +485,7 @@ def _folders_before(storage: Storage, name: str, record: native.CommitRecord) ->
     for folder in storage.list_directory(name).directories:
         files = storage.list_directory(f"{name}/{folder}").files.values()
         is_old = all(one.modified is not None and one.modified < committed for one in files)
-        if _FOLDER.fullmatch(folder) and is_old:
+        if native.DATA_FOLDER.fullmatch(folder) and is_old:
             found.add(folder)
     return found
 
@@ -510,7 +509,7 @@ def finish_removals(storage: Storage) -> list[str]:
 def _remove_files(storage: Storage, name: str, files: Sequence[str], removing: _Removing) -> None:
     """Remove what is ours of a checkpoint without a record, the mark of that last."""
     own = [file for file in files if file in {_PINNED, _FAILURES} or _IN_USE.fullmatch(file)]
-    ours = set(filter(_FOLDER.fullmatch, removing.folders))
+    ours = set(filter(native.DATA_FOLDER.fullmatch, removing.folders))
     own += [file for file in files if file.partition("/")[0] in ours]
     storage.delete_many([f"{name}/{file}" for file in own])
     storage.delete(f"{name}/{_REMOVING}")

@@ -23,6 +23,7 @@ Numbered rules for implementers are in `docs/format.md`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,10 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     values: FileRecord  # the values file
     files: tuple[FileRecord, ...]  # the data files
     metadata: dict[str, object] = {}  # what the user wanted to record: a JSON object
+
+
+DATA_FOLDER = re.compile(r"data-[0-9a-f]{12}")
+"""The folders of saves."""
 
 
 def data_folder(save_id: str) -> str:

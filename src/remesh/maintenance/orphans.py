@@ -41,7 +41,6 @@ from remesh.storage import (
 DEFAULT_AGE = 3600.0
 """Seconds without a change after which a save is taken for dead."""
 
-_FOLDER = re.compile(r"data-[0-9a-f]{12}")
 _HIDDEN = re.compile(r"\.remesh-put-.+", re.DOTALL)
 _OURS = re.compile(
     r"\d{5,}(-\d+)?\.safetensors|index(-[0-9a-f]{12})?\.safetensors|values\.msgpack|meeting"
@@ -119,13 +118,15 @@ def _orphans_below(storage: Storage, path: str, age: Age) -> Iterator[Orphan]:
     yield from _orphans_in(storage, path, here, age)
     for name in here.directories:
         below = _joined(path, name)
-        if not _FOLDER.fullmatch(name) and not _is_link(storage, below):
+        if not native.DATA_FOLDER.fullmatch(name) and not _is_link(storage, below):
             yield from _orphans_below(storage, below, age)
 
 
 def _orphans_in(storage: Storage, path: str, here: Directory, age: Age) -> list[Orphan]:
     """Orphans directly in a directory, and in its folders of saves."""
-    paths = {name: _joined(path, name) for name in here.directories if _FOLDER.fullmatch(name)}
+    paths = {
+        name: _joined(path, name) for name in here.directories if native.DATA_FOLDER.fullmatch(name)
+    }
     inside = {
         name: storage.list_directory(folder)
         for name, folder in paths.items()
@@ -215,7 +216,7 @@ def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -
     storage = open_storage(root)
     path = orphan.path.removeprefix(storage.url).removeprefix("/")
     directory = path.rpartition("/")[0]
-    if orphan.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
+    if orphan.kind == "put" and native.DATA_FOLDER.fullmatch(directory.rpartition("/")[2]):
         directory = directory.rpartition("/")[0]
     here = storage.list_directory(directory)
     for again in _orphans_in(storage, directory, here, Age(now, older_than)):
