@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -200,7 +200,6 @@ def test_windows_are_decoded_at_the_same_time(saved: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12)  # each compresses 12 MiB
 @given(numbers=st.permutations(range(12)))
 def test_chunks_are_stored_as_they_come(numbers: list[int]) -> None:
     storage, size = MemoryStorage(), 12 * CHUNK_SIZE - 5

@@ -38,7 +38,7 @@ from tests.engine.small_checkpoint import (
 )
 from tests.support import run_ranks
 
-FLIPS_PER_FILE = 40
+FLIPS_PER_FILE = 80
 
 
 @pytest.fixture(params=[None, "zstd"], ids=["plain", "compressed"])
