@@ -27,7 +27,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "compat": (4206, 4100),
     "core": (3842, 5000),
     "demo": (1025, 1000),
-    "elastic": (7950, 6300),
+    "elastic": (7963, 6300),
     "exchange": (1011, 800),
     "formats": (6984, 7000),
     "kubernetes": (1909, 2000),
@@ -36,7 +36,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "planner": (1374, 1450),
     "recipes": (496, 400),
     "storage": (2434, 2600),
-    "training": (4513, 4600),
+    "training": (4544, 4600),
     "transform": (4128, 4300),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+"""With `cuda` NCCL takes each process for a machine of its own: so all may have the same GPU."""
+
 BATCH = 12
 """Divides among 1, 2, 3 and 4 ranks."""
 
@@ -19,7 +23,8 @@ BATCH = 12
 def losses_of(model: nn.Module, step: int, rank: int, world_size: int) -> torch.Tensor:
     """The losses of a rank's part of a batch."""
     generator = torch.Generator().manual_seed(step)
-    batch = torch.randn(2, BATCH, 8, generator=generator)
+    device = next(model.parameters()).device
+    batch = torch.randn(2, BATCH, 8, generator=generator).to(device)
     inputs, targets = batch[:, rank::world_size]
     # No model can predict the targets: a loss that came near to 0 could not be compared any more.
     result: torch.Tensor = (model(inputs) - targets).square().mean(1)
@@ -32,9 +37,9 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
 
 
-def uninterrupted(num_steps: int) -> list[float]:
+def uninterrupted(num_steps: int, device: str = "cpu") -> list[float]:
     """The loss of every step in one process."""
-    model = make_model()
+    model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(num_steps):
@@ -69,10 +74,12 @@ class Job:
 
     def __init__(self, _name: str, way: str) -> None:
         self._way = way
-        dist.init_process_group("gloo")
+        if DEVICE == "cuda":
+            os.environ |= {"NCCL_HOSTID": str(os.getpid()), "NCCL_SOCKET_IFNAME": "lo"}
+        dist.init_process_group({"cpu": "gloo", "cuda": "nccl"}[DEVICE])
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.reach: Callable[[str], None] = lambda _phase: None
-        model = make_model()
+        model = make_model().to(DEVICE)
         model[2].register_forward_pre_hook(lambda *_: self._reach("forward"))
         model[1].register_full_backward_hook(lambda *_: self._reach("backward"))
         self._model = self.divide(model)
@@ -93,7 +100,7 @@ class Job:
         mesh = None
         if self._way == "hsdp":  # between two, and copied to the other pairs
             shape = dist.get_world_size() // 2, 2
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard"))
+            mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("copy", "shard"))
         fully_shard(model, mesh=mesh)
         return model
 
@@ -102,7 +109,7 @@ class Job:
         own = losses_of(self._model, step, self.rank, self.world_size).mean()
         self._optimizer.zero_grad()
         torch.autograd.backward(own)
-        totals = torch.stack([own.detach(), torch.tensor(float(stop))])
+        totals = torch.stack([own.detach(), torch.tensor(float(stop), device=DEVICE)])
         dist.all_reduce(totals)
         self._optimizer.step()
         total, num_stops = totals.tolist()

@@ -272,6 +272,24 @@ def test_a_change_that_does_not_end_is_interrupted(
     run(train)
 
 
+def test_the_job_knows_of_aborted_collectives_before_a_device_goes_on(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = []
+
+    def train(job: TrainingJob) -> None:
+        assert not job.is_aborted
+        if job.entries:
+            return
+        monkeypatch.setattr(entries, "break_collectives", lambda _: known.append(job.is_aborted))
+        agent.beside(agent.change_world)
+        time.sleep(3600)
+
+    run(train)
+    assert all(known)
+    assert known
+
+
 def test_an_error_while_the_function_is_left_is_not_the_last_attempt(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.campaigns.settings import dice_of, lengths, share
 from tests.elastic import fsdp_job
@@ -19,14 +20,23 @@ slow = pytest.mark.slow
 PATIENT = ("--reentry-timeout", "120")
 """A process of a slow machine is not given up."""
 
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+on_each_device = pytest.mark.parametrize("device", ["cpu", GPU])
 
-def assert_no_step_lost(cluster: Cluster) -> None:
+
+def assert_no_step_lost(cluster: Cluster, device: str = "cpu") -> None:
     """Every step was made, by no process twice, and with the loss of an uninterrupted run.
 
     A process that was not ready in time takes over what another has made, and makes it not at all.
     """
     made = cluster.said("step")
-    expected = fsdp_job.uninterrupted(cluster.step + 1)
+    expected = fsdp_job.uninterrupted(cluster.step + 1, device)
     assert {one["step"] for one in made} == set(range(cluster.step + 1))
     assert len({(one["pid"], one["step"]) for one in made}) == len(made)
     for one in made:
@@ -73,25 +83,29 @@ def die(cluster: Cluster, phase: str, rank: int, *, victim: str = "") -> None:
     cluster.until_step(cluster.step + 3)
 
 
+@on_each_device
 @lengths("num_rounds", 1, 4)
-def test_a_kill_in_every_phase_loses_no_step(tmp_path: Path, num_rounds: int) -> None:
+def test_a_kill_in_every_phase_loses_no_step(tmp_path: Path, device: str, num_rounds: int) -> None:
     agent = ("--max-restarts", "1000", *PATIENT)
     with Cluster(tmp_path, "1:1", job="ddp", agent=agent, processes=3) as cluster:
-        cluster.start(0)
+        cluster.start(0, environment={"TEST_DEVICE": device})
         cluster.until_step(2)
         for number in range(num_rounds):
             for place, phase in enumerate(PHASES):
                 die(cluster, phase, 1 if phase == "recovery" else 1 + (place + number) % 2)
         cluster.stop(0)
         assert len({one["pid"] for one in cluster.said("start") if one["rank"] == 0}) == 1
-        assert_no_step_lost(cluster)
+        assert_no_step_lost(cluster, device)
 
 
+@on_each_device
 @slow
-def test_a_part_that_is_lost_comes_from_the_snapshot_of_the_same_step(tmp_path: Path) -> None:
+def test_a_part_that_is_lost_comes_from_the_snapshot_of_the_same_step(
+    tmp_path: Path, device: str
+) -> None:
     """FSDP2 with a snapshot after each step: a process dies, and then a node."""
     with Cluster(tmp_path, "1:2", job="shards", agent=PATIENT, saving=("50", "1", "1")) as cluster:
-        cluster.start(0, 1)
+        cluster.start(0, 1, environment={"TEST_DEVICE": device})
         before = cluster.until_trained(0, 1)
         pid = cluster.pid_of(0)
         # The first world may have been one of a single node, if the other one was slow to start.
@@ -102,11 +116,12 @@ def test_a_part_that_is_lost_comes_from_the_snapshot_of_the_same_step(tmp_path: 
         cluster.stop(0)
         sizes = [one["size"] for one in cluster.said("start") if one["pid"] == pid]
         assert sizes == [1] * len(alone) + [2, 2, 1]
-        assert_no_step_lost(cluster)
+        assert_no_step_lost(cluster, device)
 
 
+@on_each_device
 @slow
-def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
+def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path, device: str) -> None:
     with Cluster(
         tmp_path,
         "2:3",
@@ -115,19 +130,19 @@ def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
         agent=PATIENT,
         saving=("1000000", "0", "0"),
     ) as cluster:
-        cluster.start(0, 1, 2)
+        cluster.start(0, 1, 2, environment={"TEST_DEVICE": device})
         before = cluster.until_trained(0, 1, 2)
         pids = [cluster.pid_of(rank) for rank in (1, 2)]
         cluster.kill_agent(0)  # the one with rank 0, whose process has the store
         before = cluster.until_trained(1, 2, round_after=before)
         assert [cluster.pid_of(rank) for rank in (0, 1)] == pids
-        cluster.start(0)
+        cluster.start(0, environment={"TEST_DEVICE": device})
         cluster.until_trained(0, 1, 2, round_after=before)
         assert [cluster.pid_of(rank) for rank in (1, 2)] == pids
         assert not list((tmp_path / "checkpoints").glob("step_*"))  # nothing was saved for it
         cluster.stop(0, 1, 2)
         assert sorted({one["size"] for one in cluster.said("start")}) == [2, 3]
-        assert_no_step_lost(cluster)
+        assert_no_step_lost(cluster, device)
 
 
 @slow
@@ -195,15 +210,16 @@ def test_models_whose_state_is_more_than_parameters(tmp_path: Path, variant: str
             assert loss == pytest.approx(first[step][0], rel=1e-5), step
 
 
+@on_each_device
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("num_kills", [20, max(20, 200 * share() // 100)])
 def test_kills_at_random_moments_lose_no_step(
-    tmp_path: Path, num_kills: int, covered: Callable[[str], None]
+    tmp_path: Path, device: str, num_kills: int, covered: Callable[[str], None]
 ) -> None:
     rng = dice_of("processes that go on", num_kills)
     with Cluster(tmp_path, "3:3", job="ddp", agent=("--max-restarts", "1000", *PATIENT)) as cluster:
-        cluster.start(0, 1, 2)
+        cluster.start(0, 1, 2, environment={"TEST_DEVICE": device})
         before = cluster.until_trained(0, 1, 2)
         for _ in range(num_kills):
             cluster.until_step(cluster.step + rng.randrange(1, 4))
@@ -212,5 +228,5 @@ def test_kills_at_random_moments_lose_no_step(
             before = cluster.until_trained(0, 1, 2, round_after=before)
         cluster.stop(0, 1, 2)
         assert len({one["pid"] for one in cluster.said("start") if one["rank"] == 0}) == 1
-        assert_no_step_lost(cluster)
+        assert_no_step_lost(cluster, device)
         covered(f"{num_kills} kills at random moments, {cluster.step + 1} steps, none lost")

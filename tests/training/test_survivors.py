@@ -511,3 +511,26 @@ def test_a_closure_is_a_part_of_the_step_that_changes_nothing(tmp_path: Path, ho
     assert [changing for changing, _ in seen] == [False] + [True] * (len(seen) - 1)
     assert len({value for _, value in seen}) > 1
     assert not job.boundary.is_clean
+
+
+def test_what_aborted_collectives_have_left_changes_nothing(tmp_path: Path) -> None:
+    """On a device they end like any other, and the host goes on."""
+    job = TrainingJob(is_reentrant=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = {"weight": weight, "optimizer": optimizer}
+    with remesh.Manager(tmp_path, job=job) as manager:
+        manager.step(1, state)
+        weight.grad = torch.full((1,), 7.0)
+        job.is_aborted = True
+        with pytest.raises(WorldChangedError):
+            optimizer.step()
+        assert weight.item() == 1.0
+        assert job.boundary.is_clean
+        job.is_aborted = False
+        optimizer.step()
+        job.is_aborted = True  # by a collective of the optimizer, say
+        with pytest.raises(WorldChangedError):
+            manager.step(2, state)
+        assert (job.boundary.note.step, job.boundary.is_clean) == (1, False)
+        manager.abandon("the world changes")

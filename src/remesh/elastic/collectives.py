@@ -13,7 +13,8 @@ an object of a C++ class, which begins with the address of the class's table in 
 The connections of the store of the round go as well: a process may wait there for a rank that has
 died.
 
-NCCL's communicators are aborted, all in one NCCL group, as they might wait for each other.
+NCCL's communicators are aborted at the same time, each in a thread: one frees memory of the device,
+which waits for what another one still has running there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,34 @@ _LIBRARY = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*/lib(?:torch|gloo)[^/]*\.so",
 
 
 def break_collectives(store_port: int) -> int:
-    """Let all collectives of this process raise; how many connections were shut down."""
+    """Let all collectives of gloo in this process raise; how many connections were shut down."""
     connections = _gloo_descriptors() | _descriptors_at(store_port)
     for descriptor in connections:
         _shut_down(descriptor)
-    _abort_nccl()
     return len(connections)
+
+
+def abort_nccl() -> None:
+    """Abort the communicators of NCCL, if any group of this process has one.
+
+    What waits for a device goes on then, as if their collectives were done.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_nccl_available():
+        return
+    torch: Any = sys.modules["torch"]
+    groups = c10d._world.pg_names  # noqa: SLF001 - there is no public list
+    backends = []
+    for group in list(groups):
+        with contextlib.suppress(RuntimeError):  # a group without a backend for GPUs
+            backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
+            if isinstance(backend, c10d.ProcessGroupNCCL):
+                backends.append(backend)
+    threads = [threading.Thread(target=backend.abort, daemon=True) for backend in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def leave_groups() -> None:
@@ -134,24 +158,3 @@ def _ports_of(descriptor: int) -> tuple[int, int] | None:
 def _shut_down(descriptor: int) -> None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
         one.shutdown(socket.SHUT_RDWR)
-
-
-def _abort_nccl() -> None:
-    """Abort the communicators of NCCL, if any group of this process has one."""
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not c10d.is_nccl_available():
-        return
-    torch: Any = sys.modules["torch"]
-    groups = c10d._world.pg_names  # noqa: SLF001 - there is no public list
-    backends = []
-    for group in sorted(groups, key=lambda one: groups[one], reverse=True):
-        with contextlib.suppress(RuntimeError):  # a group without a backend for GPUs
-            backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
-            if isinstance(backend, c10d.ProcessGroupNCCL):
-                backends.append(backend)
-    if not backends:
-        return
-    backends[0]._group_start()  # noqa: SLF001
-    for backend in backends:
-        backend.abort()
-    backends[0]._group_end()  # noqa: SLF001

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from remesh.elastic.collectives import break_collectives, leave_groups
+from remesh.elastic.collectives import abort_nccl, break_collectives, leave_groups
 from remesh.elastic.failures import Patterns
 from remesh.elastic.process_socket import (
     Act,
@@ -108,8 +108,12 @@ def run(train: Callable[[TrainingJob], T]) -> T:
 def _quiet_nccl() -> None:
     """Keep NCCL's watchdog from ending this process when its communicators are aborted.
 
-    A value of the user stays, except 1: as torchrun, the agent sets that where there is none.
+    A value of the user stays, except 1: as torchrun, the agent sets that where there is none. Nor
+    does the watchdog wait for dumps after a failure, by default for a minute, in which no group
+    could be left.
     """
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     given = os.environ.setdefault(name, "0")
     if given == "1":
@@ -165,7 +169,7 @@ class _ReentrantRunner:
         """Call the function until it returns."""
         while True:
             self._raised_at, self._is_forced = 0.0, False
-            self.job.is_changing = self.job.must_leave = False
+            self.job.is_changing = self.job.must_leave = self.job.is_aborted = False
             _await_store()
             error: BaseException
             try:
@@ -195,6 +199,7 @@ class _ReentrantRunner:
         began = time.monotonic()
         with self._leaving:  # the listener is done with this world, and does not meet the next one
             break_collectives(_store_port())
+            abort_nccl()
         _clear_frames(error)
         leave_groups()
         gc.collect()
@@ -274,10 +279,12 @@ class _ReentrantRunner:
         if self.job.is_changing and seconds < CHANGE_SECONDS:
             return RETRY_SECONDS / 10
         self._is_forced = seconds >= CHANGE_SECONDS
+        self.job.is_aborted = True
         break_collectives(_store_port())
         raised = self._raised_at
         if not raised or time.monotonic() - raised > RAISE_AGAIN_SECONDS:
             signal.pthread_kill(self._main, SIGNAL)
+        abort_nccl()  # after the signal: a thread that waits for the device has to leave, not go on
         return RETRY_SECONDS
 
 

@@ -27,6 +27,8 @@ class TrainingJob:
         boundary: What the manager knew at the last step boundary; for the next manager.
         is_changing: Whether tensors are being changed: not interrupted if that ends soon.
         must_leave: Whether the function has to be left.
+        is_aborted: Whether the collectives of this world were aborted: what devices had still to
+            compute is not right.
     """
 
     def __init__(self, *, is_reentrant: bool = False) -> None:
@@ -35,6 +37,7 @@ class TrainingJob:
         self.boundary: Any = None
         self.is_changing = False
         self.must_leave = False
+        self.is_aborted = False
         self._kept: dict[Hashable, Any] = {}
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:

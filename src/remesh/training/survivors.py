@@ -12,6 +12,10 @@ the forward pass. So a fingerprint of all tensors is taken at the boundary (`fin
 compared before they are used; and copies that several ranks hold are compared in full. If anything
 differs, the step comes from the next source.
 
+A device computes after the host has queued the work, collectives of NCCL too, and one that is
+aborted ends as if it were done: what is queued behind it computes with what it left. So the host
+waits for the device at two places, before an optimizer begins and at the boundary.
+
 When the function is entered again, each rank offers the step of its boundary. The newest step of
 which the ranks that offer it hold everything is brought into the new layout by live resharding; a
 rank that offers nothing, or another step, takes part with an empty source. Before that, each rank
@@ -37,13 +41,14 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from remesh.adapters.cuda import finish_work
 from remesh.catalog import CheckpointInfo, ManagerNote, step_name
 from remesh.checkpoint import Buffers, RestoreReport
 from remesh.checkpoint.resharding import Resharder
 from remesh.core.host_memory import available_memory
 from remesh.core.sharded import ShardedTensor
 from remesh.elastic.training_job import TrainingJob
-from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
+from remesh.errors import CheckpointNotFoundError, MismatchError, StateError, WorldChangedError
 from remesh.exchange import Exchange, run_on_all
 from remesh.training import rng
 from remesh.training.fingerprints import (
@@ -122,6 +127,7 @@ class SurvivorState:
         self._buffers = buffers
         self.is_on = True  # whether the state can be relied on, for all its changes are seen
         self._optimizers: set[int] = set()  # ids of those in the state
+        self._devices: set[str] = set()  # CUDA devices that hold any of it
         _OPEN.add(self)
 
     def watches(self, optimizer: Optimizer) -> bool:
@@ -129,7 +135,13 @@ class SurvivorState:
         return not self._optimizers or id(optimizer) in self._optimizers
 
     def begin_change(self) -> None:
-        """Note that an optimizer begins to change tensors."""
+        """Note that an optimizer begins to change tensors.
+
+        Raises:
+            WorldChangedError: If what it would change them by may be wrong.
+        """
+        if not self._job.is_changing:
+            self._finish_work()
         self._job.is_changing = True
         if self._job.boundary is not None:
             self._job.boundary.is_clean = False
@@ -142,19 +154,38 @@ class SurvivorState:
         fingerprint: Fingerprint,
         saved_at: float,
     ) -> None:
-        """A step is complete on this rank."""
+        """A step is complete on this rank.
+
+        Raises:
+            WorldChangedError: If the training function has to be left.
+        """
         if self.is_on:
+            used = {sample.device for sample in fingerprint.samples}
+            self._devices = {str(device) for device in used if device.type == "cuda"}
             try:
                 keeper = Keeper(state, fingerprint)
                 self._optimizers = keeper.optimizers
                 streams = self._recorder.streams()
                 streams = {name: stream.frozen() for name, stream in streams.items()}
                 note = self._recorder.note(step, metrics, streams)
+                self._finish_work()
                 self._job.boundary = Boundary(note, streams, self._recorder.roles, keeper, saved_at)
             except NotWatchedError as problem:
                 self.is_on, self._job.boundary = False, None
                 _LOGGER.warning("the state is not taken from live memory: %s", problem)
         self._job.end_change()
+
+    def _finish_work(self) -> None:
+        """Wait until the devices have done what this thread has queued, if it is done as it should.
+
+        Raises:
+            WorldChangedError: If it was not, as collectives were aborted meanwhile.
+        """
+        # A graph that is captured computes nothing yet.
+        if self._devices and not torch.cuda.is_current_stream_capturing():
+            finish_work(sorted(self._devices))
+        if self._job.is_aborted:
+            raise WorldChangedError("the world of the job changes")
 
     def find(self) -> list[Source]:
         """The steps that ranks offer. Collective."""
