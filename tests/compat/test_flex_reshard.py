@@ -110,11 +110,6 @@ FAULTS: dict[str, tuple[type[Exception], str, Make]] = {
         "w: the weight under this key calls itself 'v'",
         lambda rank: (four(key="v") if rank else four(), {}),
     ),
-    "no weight": (
-        StateError,
-        "w: expected a ShardedWeight, got Tensor",
-        lambda rank: ({"w": torch.zeros(4)} if rank else {}, {}),
-    ),
     "range": (
         StateError,
         "w: the range slice.0, 3, None. of a box of 4 elements does not fit",

@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import torch
 
-from remesh import catalog
 from remesh.background import Saver
 from remesh.checkpoint import load, save
 from remesh.checkpoint.local import exchange_of
@@ -37,13 +36,14 @@ from remesh.errors import (
 from remesh.exchange import Alone, Exchange, run_each, run_on_all, run_on_one
 from remesh.formats import native, paddle
 from remesh.formats.paddle import Metadata
-from remesh.storage import Storage, open_storage
+from remesh.storage import open_storage
 from remesh.transform import Transform
 
 _LOGGER = logging.getLogger("remesh")
 
 _MASTER = "master_weights"
 _MASTER_SUFFIX = "_fp32_master_0"
+_RECORD = re.compile(f"(0|[1-9][0-9]*)/{re.escape(native.RECORD_NAME)}")
 _ENGINE_ARGUMENT = re.compile(r"\b(missing|transform)=")
 _AOA_KEYS = frozenset({"aoa_statements", "aoa_config_reverse", "enable_traceback"})
 
@@ -73,7 +73,7 @@ def save_state_dict(
     if unique_id is not None and unique_id < 0:
         raise StateError(f"unique_id={unique_id} is no number of a checkpoint; they begin at 0")
     number = _next_number(exchange, path) if unique_id is None else unique_id
-    state = _engine_state(exchange, state_dict, may_be_plain=True)
+    state = _engine_state(exchange, state_dict)
     place, overwrite = _place(path, number), unique_id is not None
     if async_save:
         saver = saver or _SAVERS.setdefault(process_group, Saver(group=process_group))
@@ -128,7 +128,7 @@ def load_state_dict(
     names: dict[str, str] = {}
     if mw_name_compatibility and of_paddle:
         names = _compatible_names(state_dict.keys() - of_paddle, of_paddle)
-    state = _engine_state(exchange, state_dict, names, may_be_plain=True)
+    state = _engine_state(exchange, state_dict, names)
     with _with_own_advice():
         load(state, place, transform=transform, group=exchange)
 
@@ -197,27 +197,21 @@ def _transform_of(aoa_config: Mapping[str, Any] | None) -> Transform | None:
 
 
 def _engine_state(
-    exchange: Exchange,
-    state_dict: Mapping[str, Any],
-    names: Mapping[str, str] | None = None,
-    *,
-    may_be_plain: bool = False,
+    exchange: Exchange, state_dict: Mapping[str, Any], names: Mapping[str, str] | None = None
 ) -> Any:
     """A state dict as the engine takes it, some entries under other names. Collective."""
     new = {key: (names or {}).get(key, key) for key in state_dict}
 
     def describe() -> Any:
-        if not may_be_plain or is_sharded_state_dict(state_dict):
+        if is_sharded_state_dict(state_dict):
             return {new[key]: _described(key, one, new[key]) for key, one in state_dict.items()}
         return {new[key]: value for key, value in state_dict.items()} if names else state_dict
 
     return run_each(exchange, describe)
 
 
-def _described(key: str, weight: object, name: str) -> EngineTensor | torch.Tensor:
+def _described(key: str, weight: ShardedWeight, name: str) -> EngineTensor | torch.Tensor:
     """A weight as the engine takes it; the bare tensor if it is all of it, as tied tensors are."""
-    if not isinstance(weight, ShardedWeight):
-        raise StateError(f"{key}: expected a ShardedWeight, got {type(weight).__qualname__}")
     if weight.key != key:
         raise StateError(
             f"{key}: the weight under this key calls itself {weight.key!r}; give it one name"
@@ -235,14 +229,15 @@ def _next_number(exchange: Exchange, path: str | os.PathLike[str]) -> int:
     """The number after the last, as rank 0 sees it."""
 
     def look() -> bytes:
-        return str(max(_numbers(open_storage(path)), default=-1) + 1).encode()
+        return str(max(_numbers(open_storage(path).list()), default=-1) + 1).encode()
 
     return int(run_on_one(exchange, look))
 
 
-def _numbers(storage: Storage) -> list[int]:
-    """Numbers of the committed checkpoints in a directory."""
-    return [one.step for one in catalog.list_checkpoints(storage) if one.name.isdecimal()]
+def _numbers(files: Iterable[str]) -> list[int]:
+    """Numbers of the committed checkpoints in a directory, by the files in it."""
+    found = (_RECORD.fullmatch(path) for path in files)
+    return [int(one[1]) for one in found if one is not None]
 
 
 def _find(
@@ -253,9 +248,9 @@ def _find(
     def look() -> bytes:
         storage = open_storage(path)
         files = storage.list()
-        if unique_id is None and storage.exists(native.RECORD_NAME):
+        if unique_id is None and native.RECORD_NAME in files:
             return msgspec.msgpack.encode((os.fspath(path), ()))
-        numbers, of_paddle = _numbers(storage), paddle.checkpoint_numbers(files)
+        numbers, of_paddle = _numbers(files), paddle.checkpoint_numbers(files)
         if unique_id in numbers or (unique_id is None and numbers):
             number = max(numbers) if unique_id is None else unique_id
             return msgspec.msgpack.encode((_place(path, number), ()))

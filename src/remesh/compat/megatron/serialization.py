@@ -12,7 +12,6 @@ The strategies do the work; see `strategies`. A failure on one rank raises on ev
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,11 +61,9 @@ from remesh.compat.megatron.validation import (
     validate_sharding_integrity,
     verify_checkpoint_and_load_strategy,
 )
-from remesh.exchange import Exchange, run_on_one
+from remesh.exchange import run_on_one
 from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME
-
-logger = logging.getLogger(__name__)
 
 CONTENT_METADATA_KEY = "content_metadata"
 DEFAULT_BACKEND = ("torch_dist", 1)
@@ -112,7 +109,6 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         _digests_of_release("save_integrity_manifest", checkpoint_dir) if verify_integrity else None
     )
     exchange = exchange_of(None)
-    _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
         sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata
     sharded_part, common_part = _sharded_and_common(
@@ -174,15 +170,6 @@ def _digests_of_release(name: str, checkpoint_dir: Any) -> Callable[[], None]:
             f"{place}: verify_integrity reads local directories only; save in remesh's format"
         )
     return functools.partial(found, place)
-
-
-def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> None:
-    def look() -> bytes:
-        if storage_of(checkpoint_dir).list():
-            logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
-        return b""
-
-    run_on_one(exchange, look)
 
 
 def _sharded_and_common(
