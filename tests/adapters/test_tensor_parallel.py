@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -262,6 +263,17 @@ def test_the_default_speaks_for_all_entries() -> None:
     assert said.keys() == {f"m.{key}" for key in model.state_dict()}
     assert said["m.layers.0.norm.weight"].parts[0].box == Box.whole((SHAPE.hidden,))
     assert said["m.layers.0.mixture.experts.0.down.weight"].global_shape == (8, 4)
+
+
+def test_layers_that_checkpoint_activations_are_declared_as_without() -> None:
+    plain, wrapped = transformer(1, 2, layers=1), transformer(1, 2, layers=1)
+    wrapped.layers[0] = checkpoint_wrapper(wrapped.layers[0])
+    boxes = [
+        {e.name: [part.box for part in e.parts] for e in describe(model, describe_leaf).tensors}
+        for model in (plain, wrapped)
+    ]
+    assert boxes[0] == boxes[1]
+    assert boxes[1]["layers.0.attention.qkv.weight"] != [Box.whole((16, SHAPE.hidden))]
 
 
 def fsdp_over_shards(exchange: Exchange, source: str, target: str) -> bool:

@@ -27,6 +27,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,7 +128,7 @@ def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str,
     """
     entries: dict[str, object] = module.state_dict()
     tensors = _tensors_of(entries)
-    described_by_key = _declared_by_children(module, "", prefix, tensors)
+    described_by_key = _declared(module, tensors, prefix, with_root=False)
     refuse_marked(module, described_by_key, prefix)
     names = entry_names(module, entries)
     result = {}
@@ -150,7 +151,7 @@ def declared_shards(
     module: nn.Module, entries: Mapping[str, object], where: str
 ) -> dict[str, ShardedTensor]:
     """The shards that modules describe by a method of their own, by key of the state dict."""
-    described_by_key = _declared_under(module, "", "", _tensors_of(entries))
+    described_by_key = _declared(module, _tensors_of(entries))
     refuse_marked(module, described_by_key, f"{where}." if where else "")
     return described_by_key
 
@@ -217,50 +218,52 @@ def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensor.shape), tuple(strides) if tensor.numel() else ()
 
 
-def _declared_by_children(
-    module: nn.Module, raw_prefix: str, prefix: str, tensors: Mapping[str, torch.Tensor]
+def _declared(
+    root: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    prefix: str = "",
+    *,
+    with_root: bool = True,
 ) -> dict[str, ShardedTensor]:
-    """The shards that the children of a module declare; the prefixes are the module's."""
-    below = defaultdict[str, dict[str, torch.Tensor]](dict)
-    for key, tensor in tensors.items():
-        below[key[len(raw_prefix) :].partition(".")[0]][key] = tensor
+    """The shards that a module and those below it declare, by key of its state dict.
+
+    A module declares for all below it. Its prefix has no wrappers, and keys need not have them.
+    """
+    if not has_sharded_state_dict(root):
+        return {}
+    names = {entry.name: raw for raw, entry in entry_names(root, tensors).items()}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    declaring = {
+        entry.name: modules[raw]
+        for raw, entry in entry_names(root, modules).items()
+        if inner_attribute(modules[raw]) is None
+        and callable(getattr(modules[raw], "sharded_state_dict", None))
+        and (with_root or entry.name)
+    }
+    below = defaultdict[str, dict[str, str]](dict)
+    for name, raw in names.items():
+        parts = name.split(".")
+        above = (".".join(parts[:end]) for end in range(len(parts)))
+        owner = next((one for one in above if one in declaring), None)
+        if owner is not None:
+            below[owner][prefix + name] = raw
     found: dict[str, ShardedTensor] = {}
-    for name, child in module._modules.items():  # noqa: SLF001 - named_children skips repeats
-        if child is not None:
-            prefixes = f"{raw_prefix}{name}.", f"{prefix}{name}."
-            found |= _declared_under(child, *prefixes, below[name])
+    for owner, keys in below.items():
+        own_prefix = f"{prefix}{owner}." if owner else prefix
+        found |= _checked(declaring[owner], own_prefix, keys, tensors)
     return found
 
 
-def _declared_under(
-    module: nn.Module, raw_prefix: str, prefix: str, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, ShardedTensor]:
-    """The shards that a module and those below it declare, by key of the root's state dict.
-
-    `tensors` are those of the module; a prefix is that in the root, with wrappers and without.
-    """
-    while (attribute := inner_attribute(module)) is not None:
-        module = getattr(module, attribute)
-        raw_prefix += f"{attribute}."
-    method = getattr(module, "sharded_state_dict", None)
-    if not callable(method):
-        return _declared_by_children(module, raw_prefix, prefix, tensors)
-    return _checked(method(prefix), module, raw_prefix, prefix, tensors)
-
-
 def _checked(
-    said: Mapping[str, object],
-    module: nn.Module,
-    raw_prefix: str,
-    prefix: str,
-    tensors: Mapping[str, torch.Tensor],
+    module: Any, prefix: str, raw_names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, ShardedTensor]:
-    """The shards that a method returned, by key of the root's state dict, once they are sound."""
+    """What a module declares, by key of the root's state dict, once it is sound."""
     where = f"{type(module).__qualname__}.sharded_state_dict({prefix!r})"
     found: dict[str, ShardedTensor] = {}
+    said: dict[str, Any] = module.sharded_state_dict(prefix)
+    own_names = entry_names(module, [key.removeprefix(prefix) for key in said])
     for key, described in said.items():
-        raw = raw_prefix + key.removeprefix(prefix)
-        if raw.endswith(EXTRA_STATE):
+        if key.endswith(EXTRA_STATE):
             continue
         tensor = described.to_remesh() if hasattr(described, "to_remesh") else described
         if not isinstance(tensor, ShardedTensor):
@@ -269,15 +272,15 @@ def _checked(
                 "Each entry must be a remesh.ShardedTensor, or a ShardedWeight or ShardedTensor of "
                 "remesh.compat."
             )
-        entry = tensors.get(raw)
-        if not key.startswith(prefix) or entry is None:
+        raw = raw_names.get(prefix + own_names[key.removeprefix(prefix)].name)
+        if raw is None or not key.startswith(prefix):
             raise StateError(
                 f"{where}: {key!r} is no tensor of the module's state dict\nA key is the prefix "
                 "and the name in the module; the name in the checkpoint is the ShardedTensor's."
             )
-        _check_views(tensor, entry, where)
+        _check_views(tensor, tensors[raw], where)
         found[raw] = tensor
-    left_out = [raw for raw in tensors if raw not in found]
+    left_out = [raw for raw in raw_names.values() if raw not in found]
     if left_out:
         raise StateError(
             f"{where} leaves out {', '.join(left_out)}\nStart from "
