@@ -10,19 +10,30 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import remesh
 from remesh.errors import DivergedReplicaError
 from remesh.exchange import Exchange
 from remesh.planner.saving import joined_by_meshes
-from tests.adapters.parallel_models import LAYOUTS, Model, job
+from tests.adapters.parallel_models import (
+    CPU,
+    LAYOUTS,
+    Model,
+    State,
+    fsdp1,
+    job,
+    set_moments,
+    train,
+)
+from tests.adapters.stored import check_equal
 from tests.support import run_processes
 
 REFUSED = {
     "weight": "model.weight",
     "in DDP": "model.weight",
+    "in FSDP1": "model.weight",
     "moment": "optimizer.state.bias.exp_avg",
     "slices of one mesh": "model.weight",
 }
@@ -40,6 +51,10 @@ def jobs_on_meshes(exchange: Exchange, folder: Path) -> dict[str, str]:
         module: nn.Module = nn.Linear(6, 4)
         if how == "in DDP":
             module = DistributedDataParallel(module, process_group=own_mesh.get_group())
+        elif how == "in FSDP1":
+            module = FullyShardedDataParallel(
+                module, own_mesh.get_group(), device_id=CPU, use_orig_params=True
+            )
         else:
             fully_shard(module, mesh=sliced if how == "slices of one mesh" else own_mesh)
         optimizer = torch.optim.AdamW(module.parameters())
@@ -74,6 +89,43 @@ def test_what_differs_between_meshes_is_not_stored_under_one_name(tmp_path: Path
             assert "remesh.sharding.NamedModule" in message
     saved = {folder.name for folder in tmp_path.iterdir() if (folder / "second").exists()}
     assert saved == {"equal", "own names"}
+
+
+def trained(seed: int, group: Any, *, original: bool) -> State:
+    """A job in FSDP1 on a process group, after some steps, with known moments."""
+    model = Model(seed)
+    wrapped = fsdp1(model, process_group=group, use_orig_params=original)
+    state = job(wrapped)
+    train(state)
+    set_moments(state["optimizer"])
+    return state
+
+
+def actor_and_critic(exchange: Exchange, folder: Path) -> None:
+    """Two jobs in FSDP1, each on a process group of its own; then on the other; then on all."""
+    own = exchange.rank // 2
+    group = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][own].get_group()
+    roles = ("actor", "critic")
+    layouts = {
+        "own": {roles[own]: trained(own, group, original=True)},
+        "other": {roles[1 - own]: trained(5, group, original=False)},
+        "all": {role: trained(7, None, original=role == "actor") for role in roles},
+    }
+    source = folder / "whole"
+    for name, state in layouts.items():
+        remesh.load(state, source)
+        source = folder / name
+        remesh.save(state, source)
+
+
+def test_fsdp1_on_groups_beside_each_other(tmp_path: Path) -> None:
+    whole = {role: job(Model(seed)) for seed, role in enumerate(("actor", "critic"))}
+    for state in whole.values():
+        train(state)
+    remesh.save(whole, tmp_path / "whole")
+    run_processes(4, actor_and_critic, tmp_path)
+    for name in ("own", "other", "all"):
+        check_equal(tmp_path / name, tmp_path / "whole")
 
 
 def joined_by_tensor_parallelism(exchange: Exchange, folder: Path) -> None:

@@ -22,7 +22,7 @@ torch; what is used of them is in this module alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from remesh.adapters.declared import (
-    EXTRA_STATE,
-    NamedModule,
-    Placed,
-    module_of,
-    new_name,
-)
+from remesh.adapters.declared import EXTRA_STATE, NamedModule, Placed, module_of, new_name
 from remesh.adapters.wrappers import entry_names
 from remesh.core.sharded import Part, ShardedTensor, parts_at
 from remesh.core.state import Role
@@ -61,46 +55,50 @@ def has_fsdp1(module: nn.Module) -> bool:
 
 def fsdp1_entries(
     leaf: nn.Module | NamedModule, where: str
-) -> tuple[dict[str, Any], dict[str, Placed], dict[str, nn.Module]]:
-    """The entries of a module with FSDP1, where each belongs, and the owners of extra state.
+) -> tuple[dict[str, Any], dict[str, Placed]]:
+    """The entries of a module with FSDP1, and where each belongs.
 
     The entries are those of `state_dict`, with this rank's slices in place of flat parameters.
     """
-    module = module_of(leaf)
-    originals = _originals(module, where)
+    originals = _originals(module_of(leaf), where)
     shards = {raw: one for one in originals for raw in (one.raw, *one.aliases)}
-    others = dict(_other_entries(module, originals))
-    owners = {raw: one for raw, one in others.items() if isinstance(one, nn.Module)}
-    entries: dict[str, Any] = {raw: one.slice for raw, one in shards.items()} | others
-    entries |= {raw: owner.get_extra_state() for raw, owner in owners.items()}
-    places = {
-        raw: Placed(name, Role.EQUAL, shards[raw].shards)
-        if raw in shards
-        else Placed(name, Role.ASSUMED)
-        for raw, name in _names(leaf, list(entries)).items()
-    }
-    return entries, places, owners
+    entries = {raw: one.slice for raw, one in shards.items()}
+    entries |= _other_entries(module_of(leaf), originals)
+    return entries, _places(leaf, entries, shards)
+
+
+def set_extra_state(module: nn.Module, entries: Mapping[str, Any]) -> None:
+    """Hand the extra state among the entries to its modules; tensors are filled in place."""
+    for raw, entry in entries.items():
+        owner, _, key = raw.rpartition(".")
+        if key == EXTRA_STATE:
+            module.get_submodule(owner).set_extra_state(entry)
 
 
 def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tuple[Placed, ...]]:
     """The places of the parameters of a module with FSDP1 in it, by their identity."""
-    module = module_of(leaf)
-    originals = _originals(module, where)
-    flat = {id(one.parameter) for one in originals}
-    found = [(one.raw, one.parameter, one.shards) for one in originals]
-    plain = [(raw, p, None) for raw, p in module.named_parameters() if id(p) not in flat]
-    names = _names(leaf, [raw for raw, *_ in [*found, *plain]])
+    originals = {one.raw: one for one in _originals(module_of(leaf), where)}
+    flat = {id(one.parameter) for one in originals.values()}
+    found = [(raw, one.parameter) for raw, one in originals.items()]
+    found += [(raw, p) for raw, p in module_of(leaf).named_parameters() if id(p) not in flat]
+    places = _places(leaf, [raw for raw, _ in found], originals)
     result = defaultdict[int, tuple[Placed, ...]](tuple)
-    for raw, parameter, shards in [*found, *plain]:
-        role = Role.ASSUMED if shards is None else Role.EQUAL
-        result[id(parameter)] += (Placed(names[raw], role, shards),)
+    for raw, parameter in found:
+        result[id(parameter)] += (places[raw],)
     return result
 
 
-def _names(leaf: nn.Module | NamedModule, raw_names: list[str]) -> dict[str, str]:
+def _places(
+    leaf: nn.Module | NamedModule, raw_names: Iterable[str], originals: Mapping[str, _Original]
+) -> dict[str, Placed]:
     names = entry_names(module_of(leaf), raw_names)
     renames = leaf.names if isinstance(leaf, NamedModule) else {}
-    return {raw: new_name(entry.name, renames) for raw, entry in names.items()}
+    return {
+        raw: Placed(new_name(entry.name, renames), Role.EQUAL, originals[raw].shards)
+        if raw in originals
+        else Placed(new_name(entry.name, renames), Role.ASSUMED)
+        for raw, entry in names.items()
+    }
 
 
 def _originals(root: nn.Module, where: str) -> list[_Original]:
@@ -172,19 +170,15 @@ def _joined(module_name: str, name: str) -> str:
     return f"{module_name}.{name}" if module_name else name
 
 
-def _other_entries(
-    root: nn.Module, originals: list[_Original]
-) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
-    """Entries outside of flat parameters: tensors, and modules that have extra state."""
+def _other_entries(root: nn.Module, originals: list[_Original]) -> dict[str, Any]:
+    """Entries outside of flat parameters: tensors, and extra state."""
     flat = {id(original.parameter) for original in originals}
     flat_names = {raw for original in originals for raw in (original.raw, *original.aliases)}
-    for module_name, module in root.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            raw = _joined(module_name, name)
-            if parameter is not None and id(parameter) not in flat and raw not in flat_names:
-                yield raw, parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield _joined(module_name, name), buffer
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield _joined(module_name, EXTRA_STATE), module
+    entries: dict[str, Any] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        module._save_to_state_dict(entries, f"{name}." if name else "", keep_vars=True)
+    return {
+        raw: entry
+        for raw, entry in entries.items()
+        if id(entry) not in flat and raw not in flat_names
+    }

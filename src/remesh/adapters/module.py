@@ -34,7 +34,12 @@ from remesh.adapters.declared import (
     module_of,
     new_name,
 )
-from remesh.adapters.fsdp1 import fsdp1_entries, fsdp1_parameters, has_fsdp1
+from remesh.adapters.fsdp1 import (
+    fsdp1_entries,
+    fsdp1_parameters,
+    has_fsdp1,
+    set_extra_state,
+)
 from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
 from remesh.adapters.peft import check_unmerged
@@ -58,9 +63,8 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     module = module_of(leaf)
     check_unmerged(module)
     note_groups(walk, module)
-    extra_state_of: dict[str, nn.Module] = {}
     if is_fsdp1 := has_fsdp1(module):
-        entries, places, extra_state_of = fsdp1_entries(leaf, name_of(path))
+        entries, places = fsdp1_entries(leaf, name_of(path))
     else:
         entries = module.state_dict()
         places = _places(leaf, entries, entries, name_of(path))
@@ -103,9 +107,9 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         # In place, because a state dict carries the versions of its modules as an attribute.
         for raw, make in rebuilds.items():
             entries[raw] = make(loaded)
-        for raw, owner in extra_state_of.items():
-            owner.set_extra_state(entries[raw])
-        if not is_fsdp1:
+        if is_fsdp1:
+            set_extra_state(module, entries)
+        else:
             result = module.load_state_dict(entries, strict=False)
             # A class may return something else from a method of its own.
             _refuse_lost(module, entries, getattr(result, "unexpected_keys", ()), path)
