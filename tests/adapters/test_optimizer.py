@@ -214,6 +214,61 @@ def test_learning_rates_keep_their_kind(stored: Any, live: Any) -> None:
         assert type(group["lr"]) is type(group["initial_lr"]) is float
 
 
+def test_groups_that_share_a_default_get_tensors_of_their_own() -> None:
+    def of_groups(*rates: float, default: Any = 1.0) -> State:
+        module = model()
+        groups = [
+            {"params": list(module[n].parameters()), **({"lr": lr} if lr else {})}
+            for n, lr in zip((0, 2), rates, strict=True)
+        ]
+        return {"model": module, "optim": torch.optim.AdamW(groups, lr=default)}
+
+    target = of_groups(0, 0, default=torch.tensor(1.0))
+    transfer(of_groups(0.5, 0.25), target)
+    assert [float(group["lr"]) for group in target["optim"].param_groups] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("stored", "live", "expected"),
+    [
+        (0.1, torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)),
+        (torch.tensor(0.5), torch.tensor(0), torch.tensor(0.5)),
+        (torch.tensor(0.5), torch.zeros(3), torch.tensor(0.5)),
+        (torch.arange(3.0), torch.tensor(0.0), torch.arange(3.0)),
+        (torch.tensor([3.0]), None, torch.tensor([3.0])),
+        (None, torch.tensor(0.0), None),
+        (0.5, torch.tensor(0), 0.5),
+        (torch.tensor(7), 0, 7),
+    ],
+)
+def test_options_are_those_that_are_stored(stored: Any, live: Any, expected: Any) -> None:
+    source, target = job(), job()
+    source["optim"].param_groups[0]["decay"] = stored
+    target["optim"].param_groups[0]["decay"] = copy.deepcopy(live)
+    transfer(source, target)
+    found = target["optim"].param_groups[0]["decay"]
+    assert type(found) is type(expected)
+    if isinstance(found, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_lbfgs_over_parameters_in_another_order_is_refused() -> None:
+    def build(sign: int) -> State:
+        module = model()
+        parameters = [*module.parameters()][::sign]
+        return {"model": module, "optim": torch.optim.LBFGS(parameters)}
+
+    source = build(1)
+    with pytest.raises(
+        StateError, match=r"(?s)optim: .* this LBFGS.* 0\.weight, 0\.bias, 2\.weight"
+    ):
+        transfer(source, build(-1))
+    transfer(source, build(1))
+
+
 def test_modules_with_the_same_names_get_prefixes() -> None:
     def build() -> State:
         generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
@@ -349,7 +404,6 @@ class Nested(torch.optim.SGD):
 def test_optimizers_that_keep_more_than_torch_asks_for() -> None:
     source, target = job(1, Nested, lr=0.5), job(0, Nested, lr=0.25)
     fresh = target["optim"]
-    fresh.state["seen"] = {"batches": torch.tensor(0)}
     groups = fresh.param_groups
     transfer(source, target)
     assert (fresh.calls, fresh.param_groups[0]["lr"]) == (1, 0.5)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -118,24 +118,13 @@ def _beginning_in(path: Path, places: Mapping[Path, object]) -> Path | None:
 
 def leaves_of(node: object, path: Path) -> list[tuple[Path, object]]:
     """Paths and content of the leaves of a state, taken apart as `Walk.visit` does."""
-    children = _children_of(node)
+    children = children_of(node)
     if not children:
         return [(path, node)]
     return [leaf for key, child in children for leaf in leaves_of(child, (*path, key))]
 
 
-def sequences_of(node: object, path: Path) -> dict[Path, str]:
-    """Paths of the lists and tuples on the way to leaves, and which of the two they are."""
-    children = _children_of(node)
-    found = {}
-    if children and isinstance(node, list | tuple):
-        found[path] = "list" if isinstance(node, list) else "tuple"
-    for key, child in children:
-        found.update(sequences_of(child, (*path, key)))
-    return found
-
-
-def _children_of(node: object) -> list[tuple[str | int, object]]:
+def children_of(node: object) -> list[tuple[str | int, object]]:
     """The entries of a container of a state; none for a leaf."""
     if isinstance(node, Mapping) and all(isinstance(key, str | int) for key in node):
         return list(node.items())
@@ -203,27 +192,17 @@ def _like_live(
 # ---------------------------------------------------------------------------------------------
 
 
-class Stateful(Protocol):
-    """The methods that an object needs to be saved and loaded."""
-
-    def state_dict(self) -> Any:
-        """The state: nested dicts, lists and tuples of tensors and plain values."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take over a state."""
-
-
-def is_stateful(node: object) -> TypeGuard[Stateful]:
-    """True if an object, not a class, has the two methods."""
+def is_stateful(node: object) -> bool:
+    """True if an object, not a class, has `state_dict` and `load_state_dict`."""
     methods = (getattr(node, name, None) for name in ("state_dict", "load_state_dict"))
     return all(map(callable, methods)) and not isinstance(node, type)
 
 
-def describe_stateful(walk: Walk, path: Path, node: Stateful) -> Rebuild:
+def describe_stateful(walk: Walk, path: Path, node: Any) -> Rebuild:
     """Describe an object with a state dict; rebuilding loads it and returns the same object."""
     rebuild_state = describe_copy(walk, path, node.state_dict())
 
-    def rebuild(loaded: Loaded) -> Stateful:
+    def rebuild(loaded: Loaded) -> Any:
         node.load_state_dict(rebuild_state(loaded))
         return node
 

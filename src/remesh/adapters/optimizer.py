@@ -57,12 +57,12 @@ from remesh.adapters.dtensor import local_tensor
 from remesh.adapters.memory import torch_dtype
 from remesh.adapters.module import placed_parameters
 from remesh.adapters.nested import (
+    children_of,
     describe_copy,
     describe_stored,
     leaves_of,
-    sequences_of,
 )
-from remesh.adapters.tensor import amend
+from remesh.adapters.tensor import amend, describe_tensor
 from remesh.adapters.tensor_subclass import is_of_torchao
 from remesh.core.geometry import Box
 from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor
@@ -160,14 +160,18 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
         for key, value in packed.items()
         if key not in {"state", "param_groups"}
     }
-    rebuild_other = {
-        key: describe_copy(walk, (*path, "state", key), value)
+    others = {
+        key: value
         for key, value in packed["state"].items()
         if not (isinstance(key, int) and key < len(parameters))
     }
+    others = dict.fromkeys(_other_keys(walk, path, parameters)) | others
+    rebuild_other = {
+        key: describe_copy(walk, (*path, "state", key), value) for key, value in others.items()
+    }
     rebuild_states = _describe_states(walk, (*path, "state"), parameters)
     rebuild_groups = _describe_groups(walk, path, optimizer, parameters)
-    packs = _packs_states(optimizer, parameters)
+    packs = _packs_states(optimizer)
 
     def rebuild(loaded: Loaded) -> Optimizer | DescribedOptimizer:
         packed_states: dict[torch.Tensor, dict[str, Any]] = {}
@@ -182,8 +186,9 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
                 own.update({key: _as_counted(new, own.get(key)) for key, new in entries.items()})
         for key, make in rebuild_other.items():
             optimizer.state[key] = make(loaded)
+        filled: set[int] = set()
         for group, make in rebuild_groups:
-            _set_options(group, make(loaded))
+            _set_options(group, make(loaded), filled)
         if rebuild_extras or packed_states:
             extras = {key: make(loaded) for key, make in rebuild_extras.items()}
             _load_by_itself(optimizer, packed_states, extras)
@@ -199,6 +204,19 @@ def _as_counted(loaded: Any, own: Any) -> Any:
     if isinstance(own, int | float) and isinstance(loaded, torch.Tensor) and not loaded.ndim:
         return type(own)(loaded.item())
     return loaded
+
+
+def _other_keys(walk: Walk, path: Path, parameters: list[_Optimized]) -> Iterator[str | int]:
+    """The keys of stored state that is of no parameter."""
+    base = (*path, "state")
+    stored_groups = _stored_groups(walk.stored, (*path, "param_groups"))
+    names = {name for names in stored_groups for name in names}
+    names |= {place.name for parameter in parameters for place in parameter.places}
+    beginnings = tuple(f"{name_of((*base, name))}." for name in names)
+    if walk.stored is not None and stored_groups:
+        for leaf, name in walk.stored.under(base):
+            if not name.startswith(beginnings):
+                yield leaf[len(base)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -339,14 +357,12 @@ def _describe_states(
     rebuilds: list[tuple[_Optimized, Rebuild]] = []
     known: dict[str, object] = {}
     for tensor in tensors:
-        for place in tensor.held:
-            if place.shards is None:
-                _check_not_a_bare_shard(tensor.tensor, (*base, place.name), tensor.state)
+        if any(place.shards is None for place in tensor.held):
+            _check_not_a_bare_shard(tensor, base)
         if walk.stored is not None:
             makes = _describe_stored(walk, walk.stored, base, tensor)
             if makes:
-                path = (*base, tensor.held[0].name)
-                rebuilds.append((tensor, makes[0] if len(makes) == 1 else _in_common(makes, path)))
+                rebuilds.append((tensor, _in_common(makes, (*base, tensor.held[0].name))))
         elif tensor.state:
             for place in tensor.held:
                 _visit(walk, tensor, place, known, (*base, place.name), tensor.state)
@@ -355,8 +371,25 @@ def _describe_states(
 
 def _describe_stored(walk: Walk, stored: Stored, base: Path, tensor: _Optimized) -> list[Rebuild]:
     """Describe the state of a tensor for loading, for each of its parameters."""
-    live = dict(leaves_of(tensor.state, ())) if tensor.state else {}
-    targets = _targets(stored, base, tensor, live)
+    live = dict(leaves_of(tensor.state, ()))
+    suffixes = {
+        path[len(base) + 1 :]: None
+        for place in tensor.held
+        for path, _ in stored.under((*base, place.name))
+    }
+    recorded = [suffix[:-1] for suffix in suffixes if suffix[-1:] == (TENSOR_RECORD,)]
+    for suffix in recorded:
+        if not isinstance(live.get(suffix), torch.Tensor):
+            raise StateError(
+                f"{name_of((*base, tensor.held[0].name, *suffix))}: a tensor that is made of "
+                "others is stored, and the optimizer keeps none\n"
+                "Construct it as the one that was saved"
+            )
+    targets: dict[Path, Any] = {
+        suffix: _target(stored, base, tensor, suffix, live.get(suffix))
+        for suffix in suffixes
+        if suffix[:-1] not in recorded
+    }
     makes = []
     for place in tensor.held:
         path = (*base, place.name)
@@ -383,57 +416,30 @@ def _describe_stored(walk: Walk, stored: Stored, base: Path, tensor: _Optimized)
     return makes
 
 
-def _targets(
-    stored: Stored, base: Path, tensor: _Optimized, live: Mapping[Path, object]
-) -> dict[Path, Any]:
-    """What stored state is read into, by its path within the state of a parameter; None for values.
-
-    A tensor that stands for several parameters has one tensor for all of them.
-    """
-    found: dict[Path, list[tuple[Placed, str, tuple[int, ...]]]] = {}
-    for place in tensor.held:
-        path = (*base, place.name)
-        leaves = [(leaf_path[len(path) :], name) for leaf_path, name in stored.under(path)]
-        recorded = [suffix[:-1] for suffix, _ in leaves if suffix[-1] == TENSOR_RECORD]
-        for suffix in recorded:
-            if not isinstance(live.get(suffix), torch.Tensor):
-                raise StateError(
-                    f"{name_of((*path, *suffix))}: a tensor that is made of others is stored, and "
-                    "the optimizer keeps none\n"
-                    "Construct it as the one that was saved"
-                )
-        for suffix, name in leaves:
-            if suffix[:-1] in recorded:
-                continue
-            known = stored.tensor(name)
-            ones = found.setdefault(suffix, [])
-            if known is not None:
-                ones.append((place, known[0], _resized(stored, place, tensor, known[1])))
-    return {
-        suffix: _target(tensor, suffix, ones, live.get(suffix)) if ones else None
-        for suffix, ones in found.items()
-    }
-
-
 def _target(
-    tensor: _Optimized,
-    suffix: Path,
-    found: list[tuple[Placed, str, tuple[int, ...]]],
-    live: object,
-) -> torch.Tensor:
-    """What tensors that are stored for the parameters of a tensor are read into."""
-    dtype, shape = torch_dtype(found[0][1]), found[0][2]
+    stored: Stored, base: Path, tensor: _Optimized, suffix: Path, live: object
+) -> torch.Tensor | None:
+    """What is read into of the state that is stored under a path for each parameter of a tensor.
+
+    A tensor that stands for several parameters has one for all of them. None for values.
+    """
+    names = [(place, name_of((*base, place.name, *suffix))) for place in tensor.held]
+    found = [(place, known) for place, name in names if (known := stored.tensor(name)) is not None]
+    if not found:
+        return None
+    dtype = torch_dtype(found[0][1][0])
+    shapes = [_resized(stored, place, tensor, shape) for place, (_, shape) in found]
     is_shard = suffix[-1] != "step" and all(
-        place.shards is not None and place.shards.global_shape == of_place
-        for place, _, of_place in found
+        place.shards is not None and place.shards.global_shape == shape
+        for (place, _), shape in zip(found, shapes, strict=True)
     )
     if isinstance(live, torch.Tensor):
-        fits = has_form_of(live, tensor.tensor) if is_shard else tuple(live.shape) == shape
+        fits = has_form_of(live, tensor.tensor) if is_shard else tuple(live.shape) == shapes[0]
         if suffix[-1] == tensor.own_key or (fits and live.dtype == dtype):
             return live
     if is_shard:
         return torch.zeros_like(tensor.tensor.detach(), dtype=dtype)
-    return _new_state(tensor, suffix[-1], dtype, shape)
+    return _new_state(tensor, suffix[-1], dtype, shapes[0])
 
 
 def _in_common(makes: list[Rebuild], path: Path) -> Rebuild:
@@ -470,41 +476,45 @@ def _visit(
 
     `known` has what is no shard, by its name: several shards of a parameter must agree about it.
     """
-    if place.shards is None:
-        first = len(walk.description.tensors)
-        rebuild = walk.visit(path, node)
-        if place.role is Role.EQUAL:  # then so is the state, that of plain tensors too
-            tensors = walk.description.tensors
-            for number, entry in enumerate(tensors[first:], first):
-                if entry.role is Role.ASSUMED:
-                    tensors[number] = dataclasses.replace(entry, role=Role.EQUAL)
-        return rebuild
-    walk.description.sequences.update(sequences_of(node, path))
-    for leaf_path, leaf in leaves_of(node, path):
-        where = name_of(leaf_path)
-        if (
-            isinstance(leaf, torch.Tensor)
-            and leaf_path[-1] != "step"
-            and has_form_of(leaf, tensor.tensor)
-        ):
-            parts = parts_like(place.shards, tensor.tensor, leaf, where)
-            add_shards(walk, leaf_path, leaf, place, parts)
-        elif walk.stored is not None:
-            walk.visit(leaf_path, leaf)
-        elif where in known:
+    shards = place.shards
+    role = Role.EQUAL if place.role is Role.EQUAL else Role.ASSUMED
+
+    def describe(_inner: Walk, path: Path, leaf: Any) -> Rebuild | None:
+        where, is_saved = name_of(path), shards is not None and walk.stored is None
+        if children_of(leaf):
+            return None
+        if is_saved and where in known:
             _check_same(leaf, known[where], where)
+            return lambda _loaded: leaf
+        if not isinstance(leaf, torch.Tensor):
+            make = walk.visit(path, leaf)
+        elif shards is not None and path[-1] != "step" and has_form_of(leaf, tensor.tensor):
+            parts = parts_like(shards, tensor.tensor, leaf, where)
+            add_shards(walk, path, leaf, place, parts)
+            return lambda _loaded: leaf
         else:
+            first = len(walk.description.tensors)
+            make = describe_tensor(walk, path, leaf, role)
+            if shards is not None and is_saved:
+                _check_whole(leaf, shards, where)
+                # Which parameters share a tensor depends on the layout.
+                amend(walk, first, alias_key=None)
+        if is_saved:
             known[where] = leaf
-            _visit_whole(walk, leaf_path, leaf, place, place.shards)
-    return lambda _loaded: node
+        return make
+
+    inner = Walk(walk.root, describe, walk.stored)
+    inner.description = walk.description
+    return inner.visit(path, node)
 
 
-def _check_not_a_bare_shard(parameter: torch.Tensor, path: Path, state: object) -> None:
+def _check_not_a_bare_shard(tensor: _Optimized, base: Path) -> None:
     """Refuse state that is sharded like its parameter but does not say so."""
+    parameter = tensor.tensor
     if not isinstance(parameter, DTensor):
         return
     local_shape = local_tensor(parameter).shape
-    for leaf_path, leaf in leaves_of(state, path):
+    for leaf_path, leaf in leaves_of(tensor.state, (*base, tensor.places[0].name)):
         if (
             isinstance(leaf, torch.Tensor)
             and not isinstance(leaf, DTensor)
@@ -518,24 +528,16 @@ def _check_not_a_bare_shard(parameter: torch.Tensor, path: Path, state: object) 
             )
 
 
-def _visit_whole(
-    walk: Walk, path: Path, leaf: object, place: Placed, shards: ShardedTensor
-) -> None:
-    """Describe state that is not laid out like its tensor, for saving."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
-        walk.visit(path, leaf)
-        return
+def _check_whole(leaf: torch.Tensor, shards: ShardedTensor, where: str) -> None:
+    """Refuse state that is not laid out like its tensor, if that is a part of a parameter."""
     is_whole = [part.box for part in shards.parts] == [Box.whole(shards.global_shape)]
-    if leaf.numel() > 1 and not is_whole:
+    if leaf.numel() > 1 and not is_whole and not isinstance(leaf, DTensor):
         raise StateError(
-            f"{name_of(path)}: has shape {tuple(leaf.shape)}, its parameter another\n"
+            f"{where}: has shape {tuple(leaf.shape)}, its parameter another\n"
             f"That is a shard of shape {tuple(local_of(leaf).shape)} of a tensor of shape "
             f"{shards.global_shape}, so it is not known what part of which state this "
             "is. State of a shard must have its shape or be a single number."
         )
-    # Without an alias key: which parameters share a tensor depends on the layout.
-    role = place.role if place.role is Role.EQUAL else Role.ASSUMED
-    walk.add_array(path, leaf.detach(), role)
 
 
 def _check_same(leaf: object, other: object, where: str) -> None:
@@ -670,6 +672,12 @@ def _describe_groups(
         own = list(dict.fromkeys(n for tensor in group["params"] for n in names[id(tensor)]))
         places.append(_stored_number(stored_groups, number, own, name_of(path)))
         members.setdefault(places[-1], []).extend(own)
+    if isinstance(optimizer, torch.optim.LBFGS) and stored_groups not in ([], [*members.values()]):
+        raise StateError(
+            f"{name_of(path)}: other parameters are stored for this LBFGS, or in another order\n"
+            "Its state is that of all of them, one after the other. Construct it with "
+            f"{', '.join(stored_groups[0])}."
+        )
     for place, own in members.items():
         walk.add_merged_list((*base, place, "params"), own)
     walk.description.sequences[base] = "list"
@@ -725,35 +733,47 @@ def _stored_number(stored_groups: list[list[str]], number: int, own: list[str], 
     return homes[0] if homes else len(stored_groups) + number
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a group its stored options; tensors among them keep their identity."""
+def _set_options(group: dict[str, Any], options: Mapping[str, Any], filled: set[int]) -> None:
+    """Give a group its stored options; tensors of the same form keep their identity.
+
+    `filled` has the ids of the tensors that groups before have been given.
+    """
     for option, value in options.items():
         live = group.get(option)
+        # What a scheduler adds to a group is of the kind of its learning rate.
+        like = group.get("lr") if live is None and option.endswith("lr") else live
         if option in _OF_THIS_MACHINE:
             continue
-        if isinstance(live, torch.Tensor):
+        new = copy.deepcopy(value)
+        if isinstance(value, torch.Tensor):
+            if isinstance(like, int | float) and value.numel() == 1:
+                new = value.item()
+            elif isinstance(like, torch.Tensor):
+                new = new.to(like.device)
+        elif isinstance(like, torch.Tensor) and isinstance(value, int | float):
+            new = torch.full_like(like, value) if like.is_floating_point() else value
+        if (
+            isinstance(live, torch.Tensor)
+            and isinstance(new, torch.Tensor)
+            and (new.shape, new.dtype) == (live.shape, live.dtype)
+            # Groups may have a default in common where those that were saved differ.
+            and (id(live) not in filled or torch.equal(live, new))
+        ):
+            filled.add(id(live))
             with torch.no_grad():
-                live.copy_(torch.as_tensor(value))
-        elif isinstance(value, torch.Tensor) and not isinstance(group.get("lr"), torch.Tensor):
-            # Saved by an optimizer with a tensor as learning rate; this one computes with numbers.
-            group[option] = value.item() if value.numel() == 1 else value
-        else:
-            group[option] = copy.deepcopy(value)
+                new = live.copy_(new)
+        group[option] = new
 
 
-def _packs_states(optimizer: Optimizer, parameters: Sequence[_Optimized]) -> bool:
+def _packs_states(optimizer: Optimizer) -> bool:
     """True if the states in its `state_dict` may have another form than those it steps with.
 
-    That of bitsandbytes puts quantised state into a dict of its own. Without a state to look at, a
-    class that overrides both methods may do so.
+    That of bitsandbytes puts quantised state into a dict of its own.
     """
-    kind = type(optimizer)
-    is_torchs = (
-        kind.state_dict is Optimizer.state_dict or kind.load_state_dict is Optimizer.load_state_dict
+    own, of_torch = type(optimizer), Optimizer
+    return not (
+        own.state_dict is of_torch.state_dict or own.load_state_dict is of_torch.load_state_dict
     )
-    known = [one for one in parameters if optimizer.state.get(one.tensor)]
-    is_same = all(one.packed_state.keys() == optimizer.state[one.tensor].keys() for one in known)
-    return not is_torchs and not (known and is_same)
 
 
 def _load_by_itself(
@@ -767,9 +787,8 @@ def _load_by_itself(
     makes new groups and casts the state to the dtype of the parameters, which is undone here.
     """
     groups, members = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
-    state = {tensor: dict(entries) for tensor, entries in optimizer.state.items()}
+    state, packed = dict(optimizer.state), optimizer.state_dict()
     tensors = [tensor for group in groups for tensor in group["params"]]
-    packed = optimizer.state_dict()
     states = {
         number: dict(packed_states[tensor])
         for number, tensor in enumerate(tensors)
