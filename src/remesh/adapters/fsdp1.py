@@ -21,8 +21,7 @@ torch; what is used of them is in this module alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +29,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from remesh.adapters.declared import EXTRA_STATE, NamedModule, Placed, module_of, new_name
-from remesh.adapters.wrappers import entry_names
+from remesh.adapters.declared import EXTRA_STATE
 from remesh.core.sharded import Part, ShardedTensor, parts_at
-from remesh.core.state import Role
 from remesh.errors import UnsupportedValueError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Original:
+class Original:
     """An original parameter as far as this rank holds it."""
 
     raw: str  # its name in the root, with wrappers
@@ -53,18 +50,16 @@ def has_fsdp1(module: nn.Module) -> bool:
     return any(isinstance(child, FullyShardedDataParallel) for child in module.modules())
 
 
-def fsdp1_entries(
-    leaf: nn.Module | NamedModule, where: str
-) -> tuple[dict[str, Any], dict[str, Placed]]:
-    """The entries of a module with FSDP1, and where each belongs.
-
-    The entries are those of `state_dict`, with this rank's slices in place of flat parameters.
-    """
-    originals = _originals(module_of(leaf), where)
-    shards = {raw: one for one in originals for raw in (one.raw, *one.aliases)}
-    entries = {raw: one.slice for raw, one in shards.items()}
-    entries |= _other_entries(module_of(leaf), originals)
-    return entries, _places(leaf, entries, shards)
+def fsdp1_entries(root: nn.Module, originals: list[Original]) -> dict[str, Any]:
+    """The entries of `state_dict`, with this rank's slices in place of flat parameters."""
+    entries: dict[str, Any] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        module._save_to_state_dict(entries, f"{name}." if name else "", keep_vars=True)
+    flat = {id(one.parameter) for one in originals}
+    slices = {raw: one.slice for one in originals for raw in (one.raw, *one.aliases)}
+    return slices | {
+        raw: entry for raw, entry in entries.items() if id(entry) not in flat and raw not in slices
+    }
 
 
 def set_extra_state(module: nn.Module, entries: Mapping[str, Any]) -> None:
@@ -75,35 +70,11 @@ def set_extra_state(module: nn.Module, entries: Mapping[str, Any]) -> None:
             module.get_submodule(owner).set_extra_state(entry)
 
 
-def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tuple[Placed, ...]]:
-    """The places of the parameters of a module with FSDP1 in it, by their identity."""
-    originals = {one.raw: one for one in _originals(module_of(leaf), where)}
-    flat = {id(one.parameter) for one in originals.values()}
-    found = [(raw, one.parameter) for raw, one in originals.items()]
-    found += [(raw, p) for raw, p in module_of(leaf).named_parameters() if id(p) not in flat]
-    places = _places(leaf, [raw for raw, _ in found], originals)
-    result = defaultdict[int, tuple[Placed, ...]](tuple)
-    for raw, parameter in found:
-        result[id(parameter)] += (places[raw],)
-    return result
-
-
-def _places(
-    leaf: nn.Module | NamedModule, raw_names: Iterable[str], originals: Mapping[str, _Original]
-) -> dict[str, Placed]:
-    names = entry_names(module_of(leaf), raw_names)
-    renames = leaf.names if isinstance(leaf, NamedModule) else {}
-    return {
-        raw: Placed(new_name(entry.name, renames), Role.EQUAL, originals[raw].shards)
-        if raw in originals
-        else Placed(new_name(entry.name, renames), Role.ASSUMED)
-        for raw, entry in names.items()
-    }
-
-
-def _originals(root: nn.Module, where: str) -> list[_Original]:
-    """The original parameters of all flat ones, in the order of the modules."""
-    found: list[_Original] = []
+def fsdp1_originals(root: nn.Module, where: str) -> list[Original]:
+    """The original parameters of all flat ones in a module, in the order of its modules."""
+    found: list[Original] = []
+    if not has_fsdp1(root):
+        return found
     for name, module in root.named_modules():
         is_wrapper = isinstance(module, FullyShardedDataParallel)
         if not is_wrapper and callable(getattr(module, "sharded_state_dict", None)):
@@ -133,7 +104,7 @@ def _give_up_gathered(handle: Any) -> None:
         handle._prefetched = False
 
 
-def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[_Original]:
+def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[Original]:
     flat = handle.flat_param
     own: torch.Tensor = getattr(flat, "_local_shard", flat).detach()
     aliases: dict[tuple[str, str], list[str]] = {}
@@ -163,22 +134,8 @@ def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[_Original]:
             parts = parts_at((0,) * len(shape), tuple(shape), here, (begin, end))
         further = aliases.get((info.module_name, info.param_name), ())
         shards = ShardedTensor(raw, tuple(shape), parts, None)
-        yield _Original(raw, tuple(further), shards, parameter, own)
+        yield Original(raw, tuple(further), shards, parameter, own)
 
 
 def _joined(module_name: str, name: str) -> str:
     return f"{module_name}.{name}" if module_name else name
-
-
-def _other_entries(root: nn.Module, originals: list[_Original]) -> dict[str, Any]:
-    """Entries outside of flat parameters: tensors, and extra state."""
-    flat = {id(original.parameter) for original in originals}
-    flat_names = {raw for original in originals for raw in (original.raw, *original.aliases)}
-    entries: dict[str, Any] = {}
-    for name, module in root.named_modules(remove_duplicate=False):
-        module._save_to_state_dict(entries, f"{name}." if name else "", keep_vars=True)
-    return {
-        raw: entry
-        for raw, entry in entries.items()
-        if id(entry) not in flat and raw not in flat_names
-    }

@@ -16,6 +16,7 @@ has generated.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -35,8 +36,9 @@ from remesh.adapters.declared import (
     new_name,
 )
 from remesh.adapters.fsdp1 import (
+    Original,
     fsdp1_entries,
-    fsdp1_parameters,
+    fsdp1_originals,
     has_fsdp1,
     set_extra_state,
 )
@@ -63,11 +65,9 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     module = module_of(leaf)
     check_unmerged(module)
     note_groups(walk, module)
-    if is_fsdp1 := has_fsdp1(module):
-        entries, places = fsdp1_entries(leaf, name_of(path))
-    else:
-        entries = module.state_dict()
-        places = _places(leaf, entries, entries, name_of(path))
+    is_fsdp1, originals = has_fsdp1(module), fsdp1_originals(module, name_of(path))
+    entries = fsdp1_entries(module, originals) if is_fsdp1 else module.state_dict()
+    places = _places(leaf, entries, entries, originals, name_of(path))
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
     buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
@@ -164,45 +164,56 @@ def placed_parameters(
 ) -> list[tuple[torch.Tensor, tuple[Placed, ...]]]:
     """The wanted parameters of a module, with the global tensors that they are or hold parts of."""
     module = module_of(leaf)
-    own = {raw: tensor for raw, tensor in module.named_parameters() if wanted(tensor)}
-    if not own:
+    if not any(map(wanted, module.parameters())):
         return []
-    if has_fsdp1(module):
-        flat = fsdp1_parameters(leaf, where)
-        return [(tensor, flat[id(tensor)]) for tensor in own.values()]
-    entries = module.state_dict() if has_sharded_state_dict(module) else {}
-    places = _places(leaf, own, entries, where)
-    return [(tensor, (places[raw],)) for raw, tensor in own.items()]
+    originals = fsdp1_originals(module, where)
+    found = {one.raw: one.parameter for one in originals}
+    flat = {id(parameter) for parameter in found.values()}
+    found |= {raw: tensor for raw, tensor in module.named_parameters() if id(tensor) not in flat}
+    found = {raw: tensor for raw, tensor in found.items() if wanted(tensor)}
+    entries = module.state_dict() if not originals and has_sharded_state_dict(module) else {}
+    places = _places(leaf, found, entries, originals, where)
+    of_parameter = defaultdict[int, list[Placed]](list)
+    for raw, tensor in found.items():
+        of_parameter[id(tensor)].append(places[raw])
+    by_id = {id(tensor): tensor for tensor in found.values()}
+    return [(by_id[key], tuple(of_one)) for key, of_one in of_parameter.items()]
 
 
 def _places(
     leaf: nn.Module | NamedModule,
     tensors: Mapping[str, Any],
     entries: Mapping[str, Any],
+    originals: list[Original],
     where: str,
 ) -> dict[str, Placed]:
     """Where tensors of a module belong, by their names in it."""
     module = module_of(leaf)
     names = entry_names(module, tensors)
+    flat = {raw: one.shards for one in originals for raw in (one.raw, *one.aliases)}
     shards = declared_shards(module, entries, where)
     unsynchronised = ignored_by_ddp(module)
     buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
     places = {}
     for raw, tensor in tensors.items():
-        equal = isinstance(tensor, DTensor) or (
-            names[raw].in_ddp
-            and isinstance(tensor, torch.Tensor)
-            and alias_key(tensor) not in unsynchronised
+        declared = shards.get(raw)
+        equal = (
+            raw in flat
+            or isinstance(tensor, DTensor)
+            or (
+                names[raw].in_ddp
+                and isinstance(tensor, torch.Tensor)
+                and alias_key(tensor) not in unsynchronised
+            )
         )
         role = Role.EQUAL if equal else Role.ASSUMED
         if names[raw].in_ddp and role is Role.EQUAL and raw in buffers:
             # DDP lets them differ, and gives all ranks those of rank 0 before a forward pass.
             role = Role.FIRST
-        declared = shards.get(raw)
         name = names[raw].name if declared is None else declared.name
         if declared is not None and declared.replica_id is not None:
             role = role_of(declared)
         if isinstance(leaf, NamedModule):
             name = new_name(name, leaf.names)
-        places[raw] = Placed(name, role, declared)
+        places[raw] = Placed(name, role, flat.get(raw, declared))
     return places
