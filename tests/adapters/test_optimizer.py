@@ -19,7 +19,7 @@ from remesh.core.state import describe
 from remesh.errors import StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from tests.adapters.stored import check_equal, saved, transfer
+from tests.adapters.stored import check_equal, saved, transfer, transformer
 from tests.support import run_ranks
 
 Make = Callable[..., Optimizer]
@@ -267,6 +267,13 @@ def test_lbfgs_over_parameters_in_another_order_is_refused() -> None:
     ):
         transfer(source, build(-1))
     transfer(source, build(1))
+
+
+def test_lbfgs_over_parts_of_parameters_is_refused() -> None:
+    module = transformer(0, 2, layers=1)
+    state = {"model": module, "optim": torch.optim.LBFGS(module.parameters())}
+    with pytest.raises(StateError, match=r"(?s)optim: LBFGS over parts.*Use Distributed"):
+        describe(state, describe_leaf)
 
 
 def test_modules_with_the_same_names_get_prefixes() -> None:

@@ -530,14 +530,17 @@ def _check_not_a_bare_shard(tensor: _Optimized, base: Path) -> None:
 
 def _check_whole(leaf: torch.Tensor, shards: ShardedTensor, where: str) -> None:
     """Refuse state that is not laid out like its tensor, if that is a part of a parameter."""
-    is_whole = [part.box for part in shards.parts] == [Box.whole(shards.global_shape)]
-    if leaf.numel() > 1 and not is_whole and not isinstance(leaf, DTensor):
+    if leaf.numel() > 1 and not _is_whole(shards) and not isinstance(leaf, DTensor):
         raise StateError(
             f"{where}: has shape {tuple(leaf.shape)}, its parameter another\n"
             f"That is a shard of shape {tuple(local_of(leaf).shape)} of a tensor of shape "
             f"{shards.global_shape}, so it is not known what part of which state this "
             "is. State of a shard must have its shape or be a single number."
         )
+
+
+def _is_whole(shards: ShardedTensor) -> bool:
+    return [part.box for part in shards.parts] == [Box.whole(shards.global_shape)]
 
 
 def _check_same(leaf: object, other: object, where: str) -> None:
@@ -672,12 +675,8 @@ def _describe_groups(
         own = list(dict.fromkeys(n for tensor in group["params"] for n in names[id(tensor)]))
         places.append(_stored_number(stored_groups, number, own, name_of(path)))
         members.setdefault(places[-1], []).extend(own)
-    if isinstance(optimizer, torch.optim.LBFGS) and stored_groups not in ([], [*members.values()]):
-        raise StateError(
-            f"{name_of(path)}: other parameters are stored for this LBFGS, or in another order\n"
-            "Its state is that of all of them, one after the other. Construct it with "
-            f"{', '.join(stored_groups[0])}."
-        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        _check_state_of_all(name_of(path), parameters, [*members.values()], stored_groups)
     for place, own in members.items():
         walk.add_merged_list((*base, place, "params"), own)
     walk.description.sequences[base] = "list"
@@ -688,6 +687,25 @@ def _describe_groups(
     return [
         (group, options[place]) for place, group in zip(places, optimizer.param_groups, strict=True)
     ]
+
+
+def _check_state_of_all(
+    where: str, parameters: list[_Optimized], live: list[list[str]], stored: list[list[str]]
+) -> None:
+    """Refuse another order, and parts, of parameters whose state is one vector of all of them."""
+    if stored and stored != live:
+        raise StateError(
+            f"{where}: other parameters are stored for this LBFGS, or in another order\n"
+            "Its state is that of all of them, one after the other. Construct it with "
+            f"{', '.join(stored[0])}."
+        )
+    places = (place for parameter in parameters for place in parameter.places)
+    cut = next((one.name for one in places if one.shards and not _is_whole(one.shards)), None)
+    if cut is not None:
+        raise StateError(
+            f"{where}: LBFGS over parts of parameters, as of {cut}, has state of its own on each "
+            "rank\nIt fits no other layout. Use DistributedDataParallel, or another optimizer."
+        )
 
 
 def _describe_options(walk: Walk, path: Path, group: Mapping[str, Any]) -> Rebuild:
