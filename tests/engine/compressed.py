@@ -24,7 +24,6 @@ ROWS, COLUMNS = 48, 32768
 
 
 def truth() -> dict[str, Any]:
-    """The global tensors."""
     dice = np.random.default_rng(0)
     weight = (dice.standard_normal((ROWS, COLUMNS)) * 0.02).astype(np.float32)
     # Noise between what can be compressed, and zeros behind it.

@@ -44,7 +44,6 @@ def stored_value(place: Any) -> float:
 
 
 def saved(state: Any) -> MemoryStorage:
-    """A checkpoint of one rank's state."""
     storage: MemoryStorage = saved_by(1, lambda _rank: state)
     return storage
 
@@ -92,7 +91,6 @@ def errors_of(num_ranks: int, act: Callable[..., object], *args: object) -> list
 
 
 def all_are(errors: Sequence[object], kind: type[Exception], *words: str) -> None:
-    """Check that all are of a kind, with these words."""
     for error in errors:
         assert isinstance(error, kind), error
         for word in words:

@@ -109,12 +109,9 @@ def stored_place(index: Index, row: int, position: int) -> int:
 
 
 def flip(file: Path, position: int, mask: int = 1) -> None:
-    """Change bits of one byte."""
-    with file.open("r+b") as content:
-        content.seek(position)
-        [byte] = content.read(1)
-        content.seek(position)
-        content.write(bytes([byte ^ mask]))
+    content = bytearray(file.read_bytes())
+    content[position] ^= mask
+    file.write_bytes(content)
 
 
 def loading_error(checkpoint: Path) -> Exception | None:

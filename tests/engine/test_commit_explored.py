@@ -97,8 +97,6 @@ class Member:
 
 
 class Gated(StorageView):
-    """The storage as one member sees it."""
-
     def __init__(self, storage: Storage, member: Member) -> None:
         super().__init__(storage)
         self._member = member
@@ -117,7 +115,6 @@ class Gated(StorageView):
         return found
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Storage.list`."""
         return self._do("list", prefix, partial(super().list, prefix))  # type: ignore[no-any-return]
 
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
@@ -204,7 +201,6 @@ class World:
             )
 
     def choices(self) -> list[Choice]:
-        """What may happen next."""
         found: list[Choice] = []
         may_fail = self.num_faults < self.scenario.num_faults
         for member in self.members:
@@ -222,7 +218,6 @@ class World:
         return found
 
     def do(self, choice: Choice) -> None:
-        """Let one thing happen."""
         number, how = choice
         self.num_faults += how in ("fail", "die", "tear")
         with self.changed:
@@ -251,7 +246,6 @@ class World:
         return native.decode_record(self.storage.read(native.RECORD_NAME), "").save_id
 
     def end(self) -> None:
-        """Let no member do anything any more."""
         with self.changed:
             for member in self.members:
                 member.is_dead = True
@@ -268,8 +262,6 @@ def shown(result: object) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended."""
-
     committed: str  # the save whose checkpoint is there
     results: list[object]  # of the members
 
@@ -288,8 +280,6 @@ class Scenario:
 
 @dataclass
 class Explored:
-    """The states that were seen."""
-
     after: dict[object, set[object]] = field(default_factory=dict)
     ends: set[object] = field(default_factory=set)
     results: list[End] = field(default_factory=list)
@@ -462,12 +452,10 @@ class Pauses:
 
 
 def read(member: Member) -> object:
-    """Read the checkpoint once; its value."""
     return value_of(remesh.Checkpoint(Gated(member.world.storage, member)))
 
 
 def stored(value: float) -> tuple[MemoryStorage, str]:
-    """A storage that has a checkpoint."""
     storage = MemoryStorage()
     remesh.save(state_of(0, 1, value), storage)
     return storage, remesh.Checkpoint(storage).record.save_id

@@ -64,7 +64,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_state(state: dict[str, Any]) -> None:
-    """What was loaded is what was saved, bit for bit."""
     whole = truth()
     for name, tensor in state.items():
         if name in whole:
@@ -75,7 +74,6 @@ def check_state(state: dict[str, Any]) -> None:
 
 
 def check_stored(place: Any) -> None:
-    """A checkpoint holds everything that was saved."""
     checkpoint = remesh.Checkpoint(place)
     assert checkpoint.verify().ok
     for name, array in truth().items():
@@ -293,13 +291,6 @@ def test_other_formats_are_never_compressed(format: str, saved: Path, tmp_path: 
     with pytest.raises(StateError, match=told):
         convert(saved, tmp_path / "c", format=format, compress="zstd")
     assert not (tmp_path / "c").exists()
-
-
-def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="compress"):
-        remesh.save({"w": np.zeros(2)}, tmp_path, compress="gzip")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="compress"):
-        remesh.Saver(compress="gzip").save({"w": np.zeros(2)}, tmp_path)  # type: ignore[arg-type]
 
 
 def test_without_the_library(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(original: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     return Path(shutil.copytree(original, tmp_path / "saved"))
 
 

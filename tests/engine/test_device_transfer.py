@@ -60,7 +60,6 @@ def on_devices(message_bytes: int = 4000) -> Iterator[None]:
 
 
 def check_buffers(pushing: remesh.Resharder) -> None:
-    """Check that the messages of the last push went from device to device."""
     transfer = pushing._transfer
     assert transfer is not None
     assert transfer.buffers.device is not None

@@ -279,67 +279,44 @@ def is_rank(rank: int) -> bool:
     return threading.current_thread().name == f"rank {rank}"
 
 
-def refuse_threads(patch: pytest.MonkeyPatch, victim: int) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if is_rank(victim) and thread.name == "remesh-save":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    patch.setattr(threading.Thread, "start", refuse)
-
-
-def refuse_processes(patch: pytest.MonkeyPatch, victim: int) -> None:
-    popen = subprocess.Popen
-
-    def refuse(*args: Any, **options: Any) -> Any:
-        if is_rank(victim):
-            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        return popen(*args, **options)
-
-    patch.setattr(subprocess, "Popen", refuse)
+Refusal = tuple[Any, str, Callable[..., bool], BaseException]
+REFUSALS: dict[str, Refusal] = {
+    "thread": (
+        threading.Thread, "start", lambda thread: thread.name == "remesh-save",
+        RuntimeError("can't start new thread")),
+    "process": (subprocess, "Popen", lambda *_: True, OSError(errno.EAGAIN, "unavailable")),
+    "descriptor": (socket, "socketpair", lambda *_: True, OSError(errno.EMFILE, "too many")),
+    "interrupt": (
+        BackgroundSave, "see", lambda _save, point, *_: point == "save.staged",
+        KeyboardInterrupt()),
+}  # fmt: skip
+"""Of what: which function raises, for which arguments, and what."""
 
 
-def refuse_descriptors(patch: pytest.MonkeyPatch, victim: int) -> None:
-    pair = socket.socketpair
+def refuse(patch: pytest.MonkeyPatch, what: str, victim: int) -> None:
+    """Let the system refuse something to one rank."""
+    owner, name, is_meant, error = REFUSALS[what]
+    call = getattr(owner, name)
 
-    def refuse() -> Any:
-        if is_rank(victim):
-            raise OSError(errno.EMFILE, "Too many open files")
-        return pair()
+    def refuse_or_call(*args: Any, **options: Any) -> Any:
+        if is_rank(victim) and is_meant(*args):
+            raise error
+        return call(*args, **options)
 
-    patch.setattr(socket, "socketpair", refuse)
-
-
-def interrupt(patch: pytest.MonkeyPatch, victim: int) -> None:
-    see = BackgroundSave.see
-
-    def stop(save: BackgroundSave, point: str, num_bytes: int = 0) -> None:
-        if is_rank(victim) and point == "save.staged":
-            raise KeyboardInterrupt
-        see(save, point, num_bytes)
-
-    patch.setattr(BackgroundSave, "see", stop)
+    patch.setattr(owner, name, refuse_or_call)
 
 
-Refuse = Callable[[pytest.MonkeyPatch, int], None]
-
-
-@pytest.mark.parametrize("refuse", [refuse_threads, interrupt])
+@pytest.mark.parametrize("what", ["thread", "interrupt"])
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_the_system_refuses(
-    refuse: Refuse,
-    kind: Literal["thread", "process"],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    what: str, kind: Literal["thread", "process"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(tmp_path / "c", kind, without=2)
     with job.running():
         assert job.save() == [None] * WORLD_SIZE
         for victim in range(WORLD_SIZE):
             with monkeypatch.context() as patch:
-                refuse(patch, victim)
+                refuse(patch, what, victim)
                 before = job.value
                 errors = job.save()
             assert all(error is not None for error in errors), (victim, errors)
@@ -371,30 +348,27 @@ def test_a_late_rank_leaves_nothing_of_a_save_that_was_given_up(
         with monkeypatch.context() as patch:
             patch.setattr(SaveWriter, "_create", create_late)
             patch.setattr(commit, "give_up", note)
-            interrupt(patch, victim)
+            refuse(patch, "interrupt", victim)
             assert all(error is not None for error in job.save())
         assert len(list((tmp_path / "c").glob("data-*/*.safetensors"))) == 3
         assert job.save() == [None] * WORLD_SIZE
 
 
-@pytest.mark.parametrize(
-    "refuse", [refuse_processes, pytest.param(refuse_descriptors, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("what", ["process", pytest.param("descriptor", marks=pytest.mark.slow)])
 def test_a_writer_process_that_cannot_be_replaced(
-    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(tmp_path / "c", "process", without=2)
+    job, victim = Job(tmp_path / "c", "process", without=2), 2
     with job.running():
         assert job.save() == [None] * WORLD_SIZE
         # All ranks look for another process then; only the victim gets none.
-        for victim in (2,):
-            with monkeypatch.context() as patch:
-                refuse(patch, victim)
-                patch.setattr(WriterProcess, "is_lost", True)
-                errors = job.save()
-            assert all(error is not None for error in errors), (victim, errors)
-            assert isinstance(errors[victim], OSError)
-            assert job.save() == [None] * WORLD_SIZE
+        with monkeypatch.context() as patch:
+            refuse(patch, what, victim)
+            patch.setattr(WriterProcess, "is_lost", True)
+            errors = job.save()
+        assert all(error is not None for error in errors), errors
+        assert isinstance(errors[victim], OSError)
+        assert job.save() == [None] * WORLD_SIZE
 
 
 @pytest.mark.parametrize("canceller", [1, 2], ids=["with a file", "without a file"])

@@ -32,7 +32,6 @@ class Encoder(nn.Module):
 
 
 def trained(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """An optimizer of a model, after two steps."""
     optimizer = make(model.parameters(), lr=0.1)
     for number in range(2):
         model(torch.full((3, 4), float(number + 1))).square().sum().backward()

@@ -103,7 +103,6 @@ def job_of(num_ranks: int, num_tensors: int) -> list[BoxTable]:
 
 
 def local_boxes_of(tables: list[BoxTable]) -> list[LocalBoxes]:
-    """What rank 0 knows of them."""
     return decode_local_boxes(
         [encode_local_boxes(held, np.full(len(held), Role.EQUAL, np.int64)) for held in tables]
     )

@@ -15,6 +15,7 @@ from remesh.checkpoint import convert, match
 from remesh.errors import CheckpointNotFoundError, RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange
+from tests.engine.scenes import share_of
 from tests.support import run_ranks
 
 FAILURES = (ZeroDivisionError, RankFailedError)
@@ -22,9 +23,7 @@ FAILURES = (ZeroDivisionError, RankFailedError)
 
 def rows(rank: int, value: float = 0.0, num_rows: int = 4) -> dict[str, Any]:
     """The state of one of two ranks."""
-    part = np.full((num_rows // 2, 3), value)
-    offset = (rank * num_rows // 2, 0)
-    return {"w": remesh.ShardedTensor.at_offset("w", part, (num_rows, 3), offset)}
+    return {"w": share_of("w", np.full((num_rows, 3), value), rank, 2)}
 
 
 class Listener:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.maintenance import orphans
@@ -215,11 +214,6 @@ def test_what_was_committed_after_it_was_seen_stays(tmp_path: Path) -> None:
     age(folder, 2 * HOUR)
     assert not orphans.remove_orphan(leftover, tmp_path, now=NOW, older_than=HOUR)
     assert remesh.Checkpoint(tmp_path / "step").verify().ok
-
-
-def test_no_such_place(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
-        orphans.find_orphans(tmp_path / "nowhere", now=NOW, older_than=HOUR)
 
 
 def test_a_storage_that_does_not_say_when_files_were_changed() -> None:

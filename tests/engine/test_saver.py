@@ -226,7 +226,6 @@ def test_a_process_with_another_rank_makes_a_new_plan(
 
 
 def status_of(storage: Storage, rank: int, file_format: str = "remesh") -> StatusFiles:
-    """The status files of a save of two ranks."""
     me = Participant(
         format=file_format,
         save_id="0" * 12,

@@ -201,18 +201,26 @@ def test_the_assignment_of_readers(touched: list[list[int]]) -> None:
     assert len({share.num_turns for share in shares}) == 1
 
 
-def test_more_sharers_make_smaller_turns() -> None:
-    for num_ranks, most in ((2, 8), (4, 8), (8, 4), (16, 2), (40, 2)):
-        shares = assign_readers([touched_by(list(range(160)))] * num_ranks, FAR)
-        for rank, share in enumerate(shares):
-            assert np.bincount(share.turn[share.reader == rank]).max() == most
-
-
-def test_fewer_reads_make_smaller_turns() -> None:
-    for num_reads, most in ((32, 8), (8, 4), (1, 1)):
-        limits = ReadLimits(2 << 20, num_reads=num_reads)
-        shares = assign_readers([touched_by(list(range(160)))] * 2, limits)
-        assert np.bincount(shares[0].turn[shares[0].reader == 0]).max() == most
+@pytest.mark.parametrize(
+    ("num_ranks", "num_reads", "most"),
+    [
+        (2, 16, 8),
+        (4, 16, 8),
+        (8, 16, 4),
+        (16, 16, 2),
+        (40, 16, 2),
+        (2, 32, 8),
+        (2, 8, 4),
+        (2, 1, 1),
+    ],
+)
+def test_turns_are_small_where_many_share_and_few_reads_are_made(
+    num_ranks: int, num_reads: int, most: int
+) -> None:
+    limits = ReadLimits(2 << 20, num_reads=num_reads)
+    shares = assign_readers([touched_by(list(range(160)))] * num_ranks, limits)
+    for rank, share in enumerate(shares):
+        assert np.bincount(share.turn[share.reader == rank]).max() == most
 
 
 @given(

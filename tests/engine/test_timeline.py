@@ -109,21 +109,6 @@ def test_tracks_have_names(tmp_path: Path) -> None:
     ]
 
 
-def test_no_moment_is_lost_between_threads() -> None:
-    timeline = Timeline()
-
-    def tell() -> None:
-        for _ in range(500):
-            timeline(Event(0, "save.chunk_written", 1))
-
-    threads = [threading.Thread(target=tell) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(moment.event.num_bytes for moment in timeline.moments) == 4000
-
-
 def test_saves_in_the_background(tmp_path: Path) -> None:
     timeline = Timeline()
     with remesh.Saver(on_event=timeline) as saver:

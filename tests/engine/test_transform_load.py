@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -232,49 +233,31 @@ def check_same(optimizer: torch.optim.Optimizer, trained: torch.optim.Optimizer)
     assert found["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"] == 0.125
 
 
-@pytest.mark.parametrize("source", ["native", "DCP"])
+# A new prefix may also be a new place of the module: then names in the optimizer stay.
+PLACES = [(way, "in a new place", "native") for way in PREFIXES if "states" not in way]
+HOW = itertools.product(PREFIXES, ["loaded", "converted", "live"], ["native", "DCP"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", PREFIXES)
+@pytest.mark.parametrize(("way", "how", "source"), [*HOW, *PLACES])
 def test_a_fresh_optimizer_finds_its_state_under_a_new_prefix(
-    way: str, kind: str, source: str, tmp_path: Path
+    way: str, how: str, source: str, kind: str, tmp_path: Path
 ) -> None:
-    trained = save_two_layers(kind, source, tmp_path / "a")
+    transform, trained = PREFIXES[way], save_two_layers(kind, source, tmp_path / "a")
     inner, optimizer = two_layers(kind, 1)
-    state = {"model": nn.ModuleDict({"net": inner}), "opt": optimizer}
-    remesh.load(state, tmp_path / "a", transform=PREFIXES[way], unexpected="error")
+    net = {"net": inner}
+    state = {"model": net if how == "in a new place" else nn.ModuleDict(net), "opt": optimizer}
+    if how == "converted":
+        convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=transform)
+        remesh.load(state, tmp_path / "b", unexpected="error")
+    elif how == "live":
+        outer, former = two_layers(kind, 0)
+        held = {"model": outer, "opt": former}
+        remesh.load(held, tmp_path / "a")
+        remesh.reshard(held, state, transform=transform)
+    else:
+        remesh.load(state, tmp_path / "a", transform=transform, unexpected="error")
     check_same(optimizer, trained)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", [way for way in PREFIXES if "states" not in way])
-def test_a_new_prefix_may_be_a_new_place_of_the_module(way: str, kind: str, tmp_path: Path) -> None:
-    trained = save_two_layers(kind, "native", tmp_path / "a")
-    inner, optimizer = two_layers(kind, 1)
-    state = {"model": {"net": inner}, "opt": optimizer}  # names in the optimizer stay as they are
-    remesh.load(state, tmp_path / "a", transform=PREFIXES[way], unexpected="error")
-    check_same(optimizer, trained)
-
-
-@pytest.mark.parametrize("source", ["native", "DCP"])
-@pytest.mark.parametrize("way", PREFIXES)
-def test_a_checkpoint_that_got_a_new_prefix_loads(way: str, source: str, tmp_path: Path) -> None:
-    trained = save_two_layers("AdamW", source, tmp_path / "a")
-    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=PREFIXES[way])
-    inner, optimizer = two_layers("AdamW", 1)
-    state = {"model": nn.ModuleDict({"net": inner}), "opt": optimizer}
-    remesh.load(state, tmp_path / "b", unexpected="error")
-    check_same(optimizer, trained)
-
-
-@pytest.mark.parametrize("way", PREFIXES)
-def test_live_state_goes_to_a_fresh_optimizer_under_a_new_prefix(way: str, tmp_path: Path) -> None:
-    trained = save_two_layers("AdamW", "native", tmp_path / "a")
-    outer, optimizer = two_layers("AdamW", 0)
-    remesh.load({"model": outer, "opt": optimizer}, tmp_path / "a")
-    inner, fresh = two_layers("AdamW", 1)
-    target = {"model": nn.ModuleDict({"net": inner}), "opt": fresh}
-    remesh.reshard({"model": outer, "opt": optimizer}, target, transform=PREFIXES[way])
-    check_same(fresh, trained)
 
 
 @pytest.mark.parametrize("stored", ["with an optimizer", "without one"])
