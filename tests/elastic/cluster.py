@@ -98,7 +98,6 @@ class MasterProcess:
         self._command[-1] = self.url.rpartition(":")[2]
 
     def start(self) -> None:
-        """Start it; a second time, where it was first."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
         assert self._process.stdout is not None
@@ -107,12 +106,10 @@ class MasterProcess:
         assert self.url, self.log()
 
     def kill(self) -> None:
-        """SIGKILL it."""
         self._process.kill()
         self._process.wait()
 
     def log(self) -> str:
-        """What it has logged."""
         return self._log.read_text(errors="replace")
 
 
@@ -167,7 +164,6 @@ class Cluster(TrainingLog):
             time.sleep(0.1)
 
     def command(self, number: int) -> list[str]:
-        """What starts the agent of a node."""
         return [
             *(*REMESH, "run", "--master", self.url, "--node-id", str(number)),
             *("--nnodes", self._nodes, "--last-call", "2"),
@@ -178,13 +174,11 @@ class Cluster(TrainingLog):
         ]
 
     def start(self, *numbers: int, environment: Mapping[str, str] | None = None) -> None:
-        """Start the agents of nodes, with variables that they get besides."""
         for number in numbers:
             output = self.directory / f"node-{number}.log"
             self.agents[number] = Command(self.command(number), output, environment=environment)
 
     def kill_worker(self, rank: int) -> None:
-        """SIGKILL the process of a rank."""
         kill(self.pid_of(rank))
 
     def pid_of(self, rank: int) -> int:
@@ -200,7 +194,6 @@ class Cluster(TrainingLog):
         return found[0]
 
     def kill_agent(self, number: int) -> None:
-        """SIGKILL an agent."""
         self.agents[number].kill()
         self.agents[number].wait()
 
@@ -215,11 +208,9 @@ class Cluster(TrainingLog):
         return alive
 
     def status(self) -> Status:
-        """The job as the master sees it."""
         return patient_status(self.client)
 
     def until(self, condition: Callable[[], object], seconds: float = 240) -> None:
-        """Wait until something is so."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -227,7 +218,6 @@ class Cluster(TrainingLog):
             time.sleep(0.1)
 
     def until_step(self, step: int) -> None:
-        """Wait until the training has done a step."""
         self.until(lambda: self.step >= step)
 
     def until_world(self, *numbers: int, round_after: int = 0) -> None:
@@ -255,7 +245,6 @@ class Cluster(TrainingLog):
         return sum(entry["size"] == size for entry in self.said("step"))
 
     def until_round(self, number: int) -> None:
-        """Wait until a round has begun."""
         self.until(lambda: self.status().round >= number)
 
     def stop(self, *numbers: int) -> None:
@@ -265,5 +254,4 @@ class Cluster(TrainingLog):
             assert self.exit_code(number) == 0, f"node {number}"
 
     def exit_code(self, number: int) -> int:
-        """Wait until an agent ends; how it did."""
         return self.agents[number].wait(300)

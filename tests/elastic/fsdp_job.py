@@ -21,7 +21,6 @@ BATCH = 12
 
 
 def losses_of(model: nn.Module, step: int, rank: int, world_size: int) -> torch.Tensor:
-    """The losses of a rank's part of a batch."""
     generator = torch.Generator().manual_seed(step)
     device = next(model.parameters()).device
     batch = torch.randn(2, BATCH, 8, generator=generator).to(device)
@@ -32,7 +31,6 @@ def losses_of(model: nn.Module, step: int, rank: int, world_size: int) -> torch.
 
 
 def make_model() -> nn.Sequential:
-    """The model before the first step."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
 
@@ -94,7 +92,6 @@ class Job:
         self.reach(phase)
 
     def divide(self, model: nn.Module) -> nn.Module:
-        """Divide the model among the ranks."""
         if self._way == "ddp":  # each has all of it
             return DistributedDataParallel(model)
         mesh = None
@@ -105,7 +102,6 @@ class Job:
         return model
 
     def train(self, step: int, *, stop: bool) -> tuple[float, bool]:
-        """See `numpy_job.Job.train`."""
         own = losses_of(self._model, step, self.rank, self.world_size).mean()
         self._optimizer.zero_grad()
         torch.autograd.backward(own)
@@ -116,5 +112,4 @@ class Job:
         return total / self.world_size, num_stops > 0
 
     def close(self) -> None:
-        """See `numpy_job.Job.close`."""
         dist.destroy_process_group()

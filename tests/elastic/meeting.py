@@ -36,7 +36,6 @@ class Meeting(ThreadGroup):
             self._others = [by_rank[other] for other in range(1, world_size)]
 
     def meet(self, rank: int, operation: str, contribution: list[bytes]) -> list[list[bytes]]:
-        """See `ThreadGroup.meet`."""
         with _lost_partners(rank):
             if rank > 0:
                 self._others[0].send((operation, contribution))
@@ -51,7 +50,6 @@ class Meeting(ThreadGroup):
 
 
 def meet(name: str, rank: int, world_size: int) -> ThreadExchange:
-    """The exchange of a rank; see `Meeting`."""
     return Meeting(name, rank, world_size).exchange(rank)
 
 

@@ -32,7 +32,6 @@ def batch_of(step: int) -> tuple[Array, Array]:
 
 
 def first_weight() -> Array:
-    """The model before the first step."""
     return np.random.default_rng(1 << 32).normal(size=(NUM_ROWS, NUM_COLUMNS))
 
 
@@ -44,7 +43,6 @@ def loss_and_gradient(weight: Array, step: int, rank: int, world_size: int) -> t
 
 
 def uninterrupted(num_steps: int) -> list[float]:
-    """The loss of every step in one process."""
     weight, moment = first_weight(), np.zeros((NUM_ROWS, NUM_COLUMNS))
     losses = []
     for step in range(num_steps):
@@ -71,7 +69,6 @@ class Job:
             )
 
     def train(self, step: int, *, stop: bool) -> tuple[float, bool]:
-        """Make a step; its loss, and whether any rank is to stop."""
         parts = self.group.all_gather(self._weight.tobytes())
         whole = np.frombuffer(b"".join(parts)).reshape(NUM_ROWS, NUM_COLUMNS)
         loss, own = loss_and_gradient(whole, step, self.rank, self.world_size)

@@ -61,7 +61,6 @@ class Agent:
             return self._sockets.report(0, os.getpid())
 
     def begin(self, order: Order) -> None:
-        """Have an order before the process connects."""
         with self._lock:
             self._sockets.begin([0], Instruction(order))
 
@@ -82,7 +81,6 @@ class Agent:
         return found[0]
 
     def change_world(self, number: int = 1, rank: str = "0") -> None:
-        """Order the process out and in again."""
         self.send(LeaveWorld(number))
         self.wait_out(number)
         self.send(EnterWorld(number + 1, {"RANK": rank}))

@@ -59,8 +59,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 class Slurm:
-    """Jobs and nodes of a test."""
-
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self._directory = directory
         self.environment = environment
@@ -69,7 +67,6 @@ class Slurm:
         self.drained: list[str] = []
 
     def ask(self, *command: str) -> str:
-        """Run a command of Slurm's; what it said."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
         )
@@ -88,13 +85,11 @@ class Slurm:
         return job
 
     def states(self) -> set[str]:
-        """The states of all tasks."""
         jobs = ",".join(self.jobs)
         form = ("--array", "--noheader", "--states", "all", "--format", "%T")
         return set(self.ask("squeue", "--jobs", jobs, *form).split())
 
     def node_of(self, task: int) -> str:
-        """The node of a task of the first array."""
         return self.ask(
             "squeue", "--noheader", "--jobs", f"{self.jobs[0]}_{task}", "--format", "%N"
         )
@@ -106,7 +101,6 @@ class Slurm:
         return found.removeprefix("ExcNodeList=")
 
     def kill(self, node: str) -> None:
-        """Let a node die."""
         self.dead.append(node)
         if "REMESH_TEST_KILL_NODE" in os.environ:
             self.ask(os.environ["REMESH_TEST_KILL_NODE"], node)

@@ -40,7 +40,6 @@ class Remembering(Cluster):
         return max((int(path.parent.name[-8:]) for path in records), default=0)
 
     def num_repeated(self) -> int:
-        """Steps that were made twice."""
         return sum(len(losses) - 1 for losses in self.losses().values())
 
 

@@ -65,8 +65,6 @@ TORCHRUN = (
 
 
 class Started:
-    """The process of a local rank."""
-
     def __init__(self, processes: Processes, rank: int) -> None:
         self._processes = processes
         self._rank = rank
@@ -101,8 +99,6 @@ def text_of(path: str | Path) -> str:
 
 
 class Agent:
-    """What the agent does with its processes."""
-
     def __init__(self, directory: Path, modules: tuple[str, ...]) -> None:
         self.directory = directory
         self.script = directory / "train.py"
@@ -117,7 +113,6 @@ class Agent:
         return [sys.executable, "-u", script.__file__, str(self.script), *words]
 
     def start(self, *words: str) -> Started:
-        """Start a process of the next local rank."""
         rank = len(self.started)
         logs = DefaultLogsSpecs(str(self.directory / "logs"), redirects=Std.ALL)
         config = LaunchConfig(1, 1, rank + 1, logs_specs=logs)

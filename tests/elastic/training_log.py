@@ -33,7 +33,6 @@ class TrainingLog:
 
     @property
     def step(self) -> int:
-        """The last step that any rank finished."""
         return max((entry["step"] for entry in self.said("step")), default=-1)
 
     def size(self) -> int:

@@ -18,8 +18,6 @@ VARIANTS = ("batch norm", "dropout", "average", "accumulation", "in backward")
 
 
 class Job(fsdp_job.Job):
-    """See `numpy_job.Job`."""
-
     def __init__(self, name: str, way: str) -> None:
         self.variant = os.environ["TEST_VARIANT"]
         super().__init__(name, way)
@@ -58,7 +56,6 @@ class Job(fsdp_job.Job):
         return found
 
     def train(self, step: int, *, stop: bool) -> tuple[float, bool]:
-        """See `numpy_job.Job.train`."""
         losses = fsdp_job.losses_of(self._model, step, self.rank, self.world_size)
         own = losses.mean()
         totals = torch.stack([own.detach(), torch.tensor(float(stop))])

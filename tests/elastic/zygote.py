@@ -47,11 +47,9 @@ class Command:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """How it ended, if it has: its exit code, or the negative number of a signal."""
         return self._process.exitcode
 
     def wait(self, seconds: float | None = None) -> int:
-        """Wait for its end; how it ended."""
         self._process.join(seconds)
         code = self._process.exitcode
         if code is None:
@@ -59,12 +57,10 @@ class Command:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
 

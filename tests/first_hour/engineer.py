@@ -76,7 +76,6 @@ dist.destroy_process_group()
 
 
 def play(hour: Hour) -> None:
-    """The first hour of an engineer."""
     hour.write("theirs.py", THEIRS)
     hour.run("python theirs.py")
     hour.run("remesh ls .", shows=["dcp", "hf"])

@@ -73,5 +73,4 @@ class Hour:
         return done.stdout
 
     def write(self, name: str, text: str) -> None:
-        """Write a script."""
         (self.directory / name).write_text(text)

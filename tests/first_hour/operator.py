@@ -27,7 +27,6 @@ def damage(hour: Hour) -> None:
 
 
 def play(hour: Hour) -> None:
-    """The first hour of an operator."""
     hour.run("remesh doctor .", shows=["not installed", "training jobs and remesh run", "good"])
     hour.write("save.py", SAVE)
     hour.run("python save.py")

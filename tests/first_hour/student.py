@@ -70,7 +70,6 @@ attempt("closed", lambda: manager.step(2, model))
 
 
 def play(hour: Hour) -> None:
-    """The first hour of a student."""
     hour.run("remesh --help", shows=["Commands:", "doctor"])
     hour.run("python -m remesh --version", shows=["remesh"])
     hour.run("remesh doctor .", shows=["torch", "aiohttp", "good"])

@@ -271,7 +271,6 @@ class Bed(TrainingLog):
         return sum(each.get("status", {}).get(how) or 0 for each in reply.json()["items"])
 
     def delete_pod(self, pod: str) -> None:
-        """A user, or Kubernetes, deletes a pod."""
         self.client.delete(PODS, pod)
 
     def end_pod(self, word: str, *, out_of_memory: bool = False) -> None:
@@ -292,7 +291,6 @@ class Bed(TrainingLog):
                 return
 
     def events(self) -> list[str]:
-        """What the operator told users."""
         return [each["message"] for each in self.client.list(EVENTS) if "message" in each]
 
     def actions(self) -> list[str]:
@@ -364,7 +362,6 @@ class Bed(TrainingLog):
 
 @contextmanager
 def bed_in(directory: Path) -> Iterator[Bed]:
-    """A bed that is closed at the end."""
     bed = Bed(directory)
     try:
         bed.install()

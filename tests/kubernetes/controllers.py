@@ -23,7 +23,6 @@ STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 
 
 def validate(manifest: Manifest) -> None:
-    """Check a manifest against the definition of its kind."""
     schema = SCHEMAS[manifest["kind"]]
     assert manifest["apiVersion"] == schema["apiVersion"]
     jsonschema.validate(manifest["spec"], schema["spec"], jsonschema.Draft202012Validator)

@@ -160,7 +160,6 @@ class Cluster(ApiCluster):
             raise ConflictError
 
     def change(self, **changes: Any) -> None:
-        """Write to the job."""
         assert self.job is not None
         version = str(int(self.job.version) + 1)
         if "spec" in changes:
@@ -212,7 +211,6 @@ class Cluster(ApiCluster):
                 pod["status"] = {"phase": "Running"}
 
     def end(self, name: str, code: int, reason: str = "Error") -> None:
-        """A pod ends."""
         state = {"terminated": {"exitCode": code, "reason": reason}}
         phase = "Failed" if code else "Succeeded"
         self.pods[name]["status"] = {"phase": phase, "containerStatuses": [{"state": state}]}

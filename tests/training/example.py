@@ -41,7 +41,6 @@ def load_example(name: str) -> ModuleType:
 
 
 def latest(directory: Path) -> CheckpointInfo:
-    """The newest checkpoint of an example's run."""
     below = directory / "checkpoints"  # that of Hugging Face has files of its own beside them
     with remesh.Manager(below if below.exists() else directory) as manager:
         assert manager.latest is not None

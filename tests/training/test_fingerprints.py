@@ -26,7 +26,6 @@ DTYPES = (
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Change all bits of a tensor past its version."""
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     memory.bitwise_not_()
 

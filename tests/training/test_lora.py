@@ -47,7 +47,6 @@ def base_model(*, is_tied: bool = False) -> Any:
 
 
 def adapted(adapters: tuple[str, ...] = ("default",), *, seed: int = 1, **options: Any) -> Any:
-    """A model with random adapters."""
     base = base_model(is_tied="embed_tokens" in options.get("target_modules", ()))
     torch.manual_seed(seed)
     options = {"r": 3, "target_modules": ["q_proj", "v_proj"], **options}
@@ -74,7 +73,6 @@ def opened(path: Path | str) -> Any:
 
 
 def with_adapter(path: Path | str, model: Any, name: str = "default") -> Any:
-    """What peft loads of a folder, on the base of a model."""
     base = base_model(is_tied=model.get_base_model().config.tie_word_embeddings)
     return peft.PeftModel.from_pretrained(base, str(path), adapter_name=name)
 

@@ -84,7 +84,6 @@ class World:
         return result.sum()
 
     def make_step(self) -> None:
-        """A step that ends at a boundary."""
         self.forward().backward()  # type: ignore[no-untyped-call] # of torch
         self.optimizer.step()
         self.average.update_parameters(self.model)
@@ -443,8 +442,6 @@ def test_what_cannot_be_watched_is_not_relied_on(
 
 
 class _Clock:
-    """A clock that the test sets."""
-
     now = 1000.0
 
     def monotonic(self) -> float:

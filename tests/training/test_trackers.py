@@ -21,7 +21,6 @@ from remesh.training.trackers import resume_arguments, run_id_of
 
 
 def through_a_checkpoint(run: TrackerRun | None, directory: Path) -> TrackerRun:
-    """The run as a later job finds it."""
     assert run is not None
     remesh.save({"tracker": asdict(run)}, directory)
     state: dict[str, Any] = {"tracker": asdict(TrackerRun("", ""))}
