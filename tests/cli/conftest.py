@@ -37,8 +37,6 @@ def run() -> Run:
 
 @pytest.fixture
 def run_json(run: Run) -> Callable[..., Any]:
-    """Runs `remesh ... --json` and decodes what it prints."""
-
     def run_command(*args: object, exit_code: int = 0) -> Any:
         result = run(*args, "--json")
         assert result.exit_code == exit_code, result.output
@@ -72,7 +70,6 @@ def save_two_ranks(path: Path, step: int = 1) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """What `save_two_ranks` saves."""
     path = tmp_path / "step_1"
     save_two_ranks(path)
     return path
@@ -91,7 +88,6 @@ def save_runs(root: Path) -> Path:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """What `save_runs` saves."""
     return save_runs(tmp_path / "runs")
 
 
@@ -121,10 +117,3 @@ def change_record(checkpoint: Path, **changes: Any) -> None:
 def data_files(checkpoint: Path) -> list[Path]:
     """The files with tensors, in rank order."""
     return sorted(checkpoint.glob("data-*/0*.safetensors"))
-
-
-def flip_byte(file: Path, position: int) -> None:
-    """Damage one byte in place."""
-    content = bytearray(file.read_bytes())
-    content[position] ^= 0xFF
-    file.write_bytes(content)

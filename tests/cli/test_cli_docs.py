@@ -40,8 +40,9 @@ def test_outputs_are_current(name: str) -> None:
     assert UPDATE["updated"](name) == page, f"{name} is out of date; run python docs/update_cli.py"
 
 
-def test_the_page_has_a_section_for_each_command_and_no_other() -> None:
-    assert set(re.findall(r"^## remesh (\S+)$", PAGE, re.MULTILINE)) == set(COMMANDS)
+@pytest.mark.parametrize("what", [r"## remesh (\S+)", r"\$ remesh (\S+) --help"])
+def test_the_page_has_a_section_with_the_help_of_each_command_and_no_other(what: str) -> None:
+    assert set(re.findall(rf"^{what}$", PAGE, re.MULTILINE)) == set(COMMANDS)
 
 
 def test_the_runbook_leads_to_checkpoints_that_load(
@@ -77,14 +78,10 @@ def test_the_runbook_leads_to_checkpoints_that_load(
     assert len(replaced) == 10
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_documented(name: str) -> None:
-    assert f"\n## remesh {name}\n" in PAGE
-    assert f"$ remesh {name} --help\nUsage: remesh {name} " in PAGE
-
-
 @pytest.mark.parametrize("name", [None, *COMMANDS])
-def test_every_help_ends_with_an_example(name: str | None) -> None:
+def test_every_help_ends_with_an_example_and_says_something_of_each_option(
+    name: str | None,
+) -> None:
     context = click.Context(cli, info_name="remesh")
     command = cli if name is None else cli.get_command(context, name)
     assert command is not None
@@ -95,12 +92,5 @@ def test_every_help_ends_with_an_example(name: str | None) -> None:
     assert found
     assert re.fullmatch(r"(    remesh \S.*\n?)+", example)
     assert "\\b" not in help_text
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_has_help(name: str) -> None:
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None
-    for parameter in command.params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help, parameter.name
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    assert [one.name for one in options if not one.help] == []

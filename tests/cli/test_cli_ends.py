@@ -107,14 +107,6 @@ def test_torch_is_never_loaded(torch_checkpoint: Path) -> None:
         assert expected in out
 
 
-def test_the_entry_point_is_installed_as_named(checkpoint: Path) -> None:
-    from importlib.metadata import entry_points
-
-    (entry,) = entry_points(group="console_scripts", name="remesh")
-
-    assert entry.load() is remesh.cli.main
-
-
 # ----- errors -----
 
 

@@ -65,14 +65,6 @@ def test_any_names_can_be_sorted(names: list[str]) -> None:
     assert sorted(sorted(names, key=natural_key)) == sorted(names)
 
 
-def test_table() -> None:
-    lines = output.table_lines(
-        ("<kind", ">size", "<name"), [("a", "1 B", "x"), ("bcdef", "22 B", "")], " "
-    )
-
-    assert lines == [" kind   size  name", " a       1 B  x", " bcdef  22 B"]
-
-
 def test_values_of_unknown_types_are_shown_as_what_they_were_called() -> None:
     dtype = UnresolvedValue("torch.dtype", "torch.dtype", "torch.bfloat16")
     mode = UnresolvedValue("enum", "train.Mode", "FAST")

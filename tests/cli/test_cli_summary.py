@@ -49,15 +49,6 @@ def test_every_code_has_the_value_that_torch_gives_it(name: str) -> None:
     np.testing.assert_array_equal(np.signbit(found)[finite], np.signbit(expected)[finite])
 
 
-def test_complex32_has_the_values_that_torch_gives_it() -> None:
-    pairs = np.array([[1.5, -2.0], [65504.0, 0.25]], np.float16)
-    expected = torch.view_as_complex(torch.from_numpy(pairs)).to(torch.complex64).numpy()
-
-    found = summary.true_values(pairs.view("<u4").reshape(-1), "complex32")
-
-    np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_elements_of_every_type(name: str, tmp_path: Path) -> None:
     if not hasattr(torch, name):

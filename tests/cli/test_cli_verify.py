@@ -14,12 +14,12 @@ import remesh
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.formats import native
 from remesh.storage import open_storage
+from tests.engine.small_checkpoint import flip
 
-from .conftest import Run, RunJson, change_record, data_files, flip_byte
+from .conftest import Run, RunJson, change_record, data_files
 
 
 def damages_of(run_json: RunJson, checkpoint: Path) -> list[dict[str, Any]]:
-    """What verify finds in a damaged checkpoint."""
     (verdict,) = run_json("verify", checkpoint, exit_code=1)["checkpoints"]
     assert verdict["status"] == "damaged"
     damages: list[dict[str, Any]] = verdict["damages"]
@@ -48,7 +48,7 @@ def test_sound(run_json: RunJson, places: dict[str, Path]) -> None:
 def test_a_flipped_byte(run: Run, run_json: RunJson, checkpoint: Path) -> None:
     file = data_files(checkpoint)[0]
     size, name = file.stat().st_size, str(file.relative_to(checkpoint))
-    flip_byte(file, size - 1)
+    flip(file, size - 1)
 
     (damage,) = damages_of(run_json, checkpoint)
     assert (damage["file"], damage["problem"]) == (name, "content")
@@ -71,7 +71,7 @@ def test_blocks_are_told_apart_and_neighbours_are_united(run_json: RunJson, tmp_
     # Blocks are those of the file, whose header comes first: block 2 holds the end of a tensor and
     # the beginning of the next, the blocks 1 and 5 lie inside one.
     for block in (1, 2, 5):
-        flip_byte(file, block * BLOCK_SIZE + start)
+        flip(file, block * BLOCK_SIZE + start)
 
     damages = damages_of(run_json, tmp_path / "ck")
 
@@ -105,7 +105,7 @@ def test_a_file_of_another_size(
     names = set(damage["tensors"])
     assert {"model.embed", "layers.9"} <= names if change is None else len(names) <= 1
     assert ("wrong size" in run("verify", checkpoint).stdout) == (problem == "size")
-    flip_byte(first, 0)  # all damage is listed
+    flip(first, 0)  # all damage is listed
     assert [one["problem"] for one in damages_of(run_json, checkpoint)] == ["content", problem]
 
 
@@ -117,7 +117,7 @@ def test_damaged_small_files(
     (file,) = checkpoint.glob(f"data-*/{name}")
     size = file.stat().st_size
     if problem == "content":
-        flip_byte(file, size // 2)
+        flip(file, size // 2)
     elif problem == "size":
         os.truncate(file, size - 3)
     else:
@@ -162,7 +162,7 @@ def test_index_and_record_of_different_saves(run_json: RunJson, checkpoint: Path
 
 
 def test_many_checkpoints(run: Run, run_json: RunJson, checkpoint: Path, runs: Path) -> None:
-    flip_byte(data_files(runs / "step_10")[0], 0)
+    flip(data_files(runs / "step_10")[0], 0)
     paths = [checkpoint, runs / "step_10", runs / "step_200", runs / "README"]
 
     verdicts = run_json("verify", *paths, exit_code=1)["checkpoints"]
@@ -178,7 +178,7 @@ def test_many_checkpoints(run: Run, run_json: RunJson, checkpoint: Path, runs: P
 def test_a_directory_of_checkpoints(run: Run, run_json: RunJson, runs: Path) -> None:
     assert run("verify", runs).exit_code == 0  # an unfinished save is no damage
     (data,) = data_files(runs / "step_10")
-    flip_byte(data, 0)
+    flip(data, 0)
 
     verdicts = run_json("verify", runs, exit_code=1)["checkpoints"]
 
