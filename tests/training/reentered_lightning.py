@@ -23,8 +23,6 @@ DIES_AFTER = 5
 
 
 class Watch(pl.Callback):
-    """Kills rank 1 after a step of the first world, and says how training ended."""
-
     def __init__(self, job: TrainingJob, directory: Path) -> None:
         self.job, self.directory = job, directory
 

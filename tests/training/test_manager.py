@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ from remesh.training.policies import (
 )
 from remesh.training.resuming import MAX_FAILURES, Resumed
 from remesh.training.rng import Randomness
+from tests.engine import small_checkpoint
 from tests.support import run_ranks
 from tests.waiting import wait_until
 
@@ -80,11 +80,8 @@ def names(root: Path) -> list[str]:
 
 
 def flip(path: Path) -> None:
-    """Damage the last byte of a checkpoint's first data file."""
     (file,) = path.glob("data-*/00000.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    small_checkpoint.flip(file, -1)
 
 
 def resume(root: Path, state: Any = None, **options: Any) -> tuple[Resumed, Manager]:
@@ -149,24 +146,25 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     assert {"w", "manager.rng.python", "manager.rng.numpy"} <= set(checkpoint.index)
 
 
-def test_the_last_step_is_saved_at_the_end(tmp_path: Path) -> None:
-    def play(exchange: ThreadExchange, root: str, **options: Any) -> None:
-        with Manager(tmp_path / root, every=4, group=exchange, **options) as manager:
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"every": 4}, [4, 6]),
+        ({"every": 4, "save_at_end": False}, [4]),
+        ({"every": OnRequest("asks for nothing")}, []),
+    ],
+)
+def test_the_last_step_is_saved_at_the_end(
+    tmp_path: Path, options: dict[str, Any], steps: list[int]
+) -> None:
+    def play(exchange: ThreadExchange) -> None:
+        with Manager(tmp_path, group=exchange, **options) as manager:
             for step in range(1, 7):
                 manager.step(step, state_of(step, exchange), metrics={"loss": float(step)})
 
-    run_ranks(2, play, "asked for")
-    assert names(tmp_path / "asked for") == ["0004", "0006"]
-    [_, last] = catalog.list_checkpoints(open_storage(tmp_path / "asked for"))
-    assert last.metrics == {"loss": 6.0}
-    run_ranks(2, partial(play, save_at_end=False), "not asked for")
-    assert names(tmp_path / "not asked for") == ["0004"]
-
-
-def test_on_demand_policies_save_nothing_at_the_end(tmp_path: Path) -> None:
-    with Manager(tmp_path, every=OnRequest(str(tmp_path / "ask")), group=Alone()) as manager:
-        manager.step(1, state_of(1))
-    assert names(tmp_path) == []
+    run_ranks(2, play)
+    infos = catalog.list_checkpoints(open_storage(tmp_path))
+    assert [(info.step, info.metrics["loss"]) for info in infos] == [(n, n) for n in steps]
 
 
 @pytest.mark.parametrize("how", ["a step", "past the version"])
@@ -293,6 +291,8 @@ def test_a_manager_of_an_earlier_entry_is_closed_without_a_word(
         ({"arena_bytes": "1e9"}, "arena_bytes= must be a whole number"),
         ({"compress": True}, "compress= must be 'zstd', not"),
         ({"memory_every": "2"}, "memory_every= must be a whole number, 1 or more"),
+        ({"memory_every": 0}, "memory_every= must be a whole number"),
+        ({"memory_every": 1, "memory_replicas": -1}, "memory_replicas= must be a whole number"),
     ],
 )
 def test_options_of_a_wrong_type_are_errors_at_once(
@@ -562,7 +562,6 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessSockets]:
-    """The agent of this process."""
     (tmp_path / "agent").mkdir()
     with contextlib.closing(ProcessSockets(str(tmp_path / "agent"), 1)) as sockets:
         monkeypatch.setenv("REMESH_AGENT_SOCKET", sockets.path_of(0))
@@ -692,8 +691,11 @@ def test_a_rank_that_cannot_save_tells_the_others(tmp_path: Path) -> None:
     assert names(tmp_path) == ["0002"]
 
 
-def train_pin_and_train_on(root: str) -> None:
-    """Two launches in a store that has no directories."""
+@pytest.mark.usefixtures("server")
+def test_two_launches_in_a_store_that_has_no_directories() -> None:
+    from tests.storage.object_servers import BUCKET
+
+    root = f"s3://{BUCKET}/run"
     for first, last in ((1, 5), (6, 9)):
         with Manager(root, every=1, keep=[KeepLast(2), KeepEvery(4)], group=Alone()) as manager:
             state = state_of(0)
@@ -709,13 +711,6 @@ def train_pin_and_train_on(root: str) -> None:
     assert {path.partition("/")[0] for path in open_storage(root).list()} == {
         f"step_0000000{step}" for step in (4, 5, 8, 9)
     }
-
-
-def test_in_a_bucket() -> None:
-    from tests.storage.object_servers import BUCKET, s3_server
-
-    with s3_server():
-        train_pin_and_train_on(f"s3://{BUCKET}/run")
 
 
 # ---------------------------------------------------------------------------------------------
