@@ -46,6 +46,7 @@ K = TypeVar("K")
 
 
 def join_of(number: int, **changes: Any) -> Join:
+    """A node of one process joins."""
     join = Join(
         name=f"host-{number}",
         node_id=number,
@@ -58,6 +59,7 @@ def join_of(number: int, **changes: Any) -> Join:
 
 
 def failure_of(node_id: int, **changes: Any) -> ProcessFailure:
+    """The process of such a node fails in the first round."""
     failure = ProcessFailure(
         node_id=node_id, round=1, rank=node_id, local_rank=0, exit_code=1, time=1.0
     )
@@ -99,12 +101,16 @@ class SilentAgent:
         return newest.content
 
     def shown(self, kind: type[K]) -> K:
+        """The content of the newest instruction, once it is of a kind."""
+
         def content(newest: Any) -> K | None:
             return newest.content if isinstance(newest.content, kind) else None
 
         return self.session.wait(content, PATIENCE)
 
     def placed(self) -> Assignment:
+        """The assignment to the next round."""
+
         def next_one(newest: Any) -> Assignment | None:
             content = newest.content
             is_next = isinstance(content, Assignment) and content.round > self.round
@@ -123,6 +129,8 @@ class SilentAgent:
         self.session.say(Beat(**self.sender(), ranks=ranks or {}), holds=False)
 
     def report(self, *failures: ProcessFailure) -> Stop | Rejected | JobEnded:
+        """Report failures; what follows from them."""
+
         def end_of_world(newest: Any) -> Any:
             content = newest.content
             return content if isinstance(content, Stop | Rejected | JobEnded) else None
@@ -193,6 +201,7 @@ def serving(
     on_excluded: str | None = None,
     **policy: Any,
 ) -> Iterator[Served]:
+    """A master with its sockets."""
     options = options or ServerOptions()
     policy.setdefault("heartbeat_timeout", 600.0)
     master = Master(Policy(**policy), Journal(journal), clock, on_excluded)

@@ -32,6 +32,7 @@ COLLATERAL = "RuntimeError: Connection closed by peer"
 
 
 def joining(number: int, agent: str = "a", **changes: Any) -> Join:
+    """The event that a node joins."""
     own = {"name": str(number), "incarnation": agent, "settings": SETTINGS, "max_restarts": 3}
     return join_of(number, **{**own, **changes})
 
@@ -78,10 +79,12 @@ class PlayedJob:
         return replace(self, state=state)
 
     def join(self, *numbers: int, at: float, new: bool = False, **changes: Any) -> Self:
+        """Nodes join, after the current round or as new ones."""
         own = {"after_round": 0 if new else self.nodes.round, "settings": self.settings}
         return self.after(*(joining(number, **{**own, **changes}) for number in numbers), at=at)
 
     def fail(self, number: int, message: str = "", *, at: float, exit_code: int = 1) -> Self:
+        """The process of a node fails."""
         now = self.nodes.round
         failure = failure_of(number, round=now, exit_code=exit_code, time=at, message=message)
         report = ReportFailures(node_id=number, incarnation="a", round=now, failures=(failure,))
@@ -96,6 +99,7 @@ class PlayedJob:
         return self.after(NodeLost(node_id=number, incarnation="a"), at=at)
 
     def drain(self, number: int, *, at: float) -> Self:
+        """A node has to leave."""
         own: dict[str, Any] = {"incarnation": "a", "round": 1, "seconds": 60.0, "reason": "SIGTERM"}
         return self.after(Drain(node_id=number, **own), at=at)
 
@@ -114,6 +118,7 @@ class PlayedJob:
         return status_of(self.state, Liveness.after_start(self.state, at), at)
 
     def charged(self) -> dict[int, int]:
+        """The restarts that nodes are charged with."""
         return self.state.charges
 
     @property
@@ -123,6 +128,7 @@ class PlayedJob:
     def beat(
         self, live: Liveness, ranks: dict[int, RankProgress], *, at: float, node: int = 0
     ) -> Self:
+        """A node is heard, and time passes."""
         on_message(live, "a", at)
         beat = Beat(node_id=node, incarnation="a", round=1, ranks=ranks)
         job = self.after(*on_beat(live, self.state, beat, at), at=at)

@@ -49,6 +49,7 @@ class Unlucky:
 
 
 def next_round(node: Unlucky) -> RendezvousInfo:
+    """The next round of a node, which tries once to connect to a store."""
     store = handler.open_store(ADDRESS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handler, "STORE_SECONDS", 0.0)

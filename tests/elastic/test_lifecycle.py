@@ -158,6 +158,8 @@ def test_what_follows_from_failures(seen: Seen, code: int | None) -> None:
 
 
 class Process(NamedTuple):
+    """A training process."""
+
     able: bool  # whether its function can be entered again
     status: str  # starts, trains, hangs, out, done, failed, or ended by a signal
     world: int
@@ -178,6 +180,8 @@ class Process(NamedTuple):
 
 
 class Machine(NamedTuple):
+    """A node."""
+
     state: State
     processes: tuple[Process, ...]
     round: int = 0
@@ -186,6 +190,8 @@ class Machine(NamedTuple):
 
 
 class Job(NamedTuple):
+    """Two nodes and their master."""
+
     nodes: tuple[Machine, ...]
     round: int = 0
     is_stopped: bool = True

@@ -247,6 +247,7 @@ class TestNodesOfAMasterThatStoodStill:
 
 
 def active_in(master: Master) -> set[int]:
+    """Ids of the nodes that train."""
     return set(master.job.rendezvous.active)
 
 

@@ -12,6 +12,7 @@ from tests.elastic.played_job import PlayedJob
 
 
 def told(job: PlayedJob, number: int) -> tuple[Change, str] | None:
+    """Why a node should stop the processes of round 1."""
     return restart_reason(job.nodes, number, 1)
 
 

@@ -102,6 +102,7 @@ DAMAGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_siz
 
 
 def damaged(data: bytes, damages: list[tuple[int, int]]) -> bytes:
+    """Bytes of which some are others."""
     changed = bytearray(data)
     for place, value in damages:
         changed[place % len(data)] = value
