@@ -110,7 +110,7 @@ def test_a_choice_that_there_is_not(tmp_path: Path) -> None:
         remesh.Saver(buffers="median")  # type: ignore[arg-type]
 
 
-def train_sharded(_exchange: Exchange, path: str) -> list[tuple[float, float, int]]:
+def train_sharded(path: str) -> list[tuple[float, float, int]]:
     """FSDP2 with BatchNorm: a step, a background save, and a load into a fresh model."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -141,12 +141,8 @@ def train_sharded(_exchange: Exchange, path: str) -> list[tuple[float, float, in
     return found
 
 
-def test_sharded_training_with_batchnorm_is_saved_beside_the_training(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_processes(2, train_sharded, str(tmp_path))):
-        assert found == [OWN[0], OWN[rank]]
-
-
-def train_replicated(_exchange: Exchange, path: str) -> None:
+def train_replicated(path: str) -> None:
+    """DDP with BatchNorm: rank 0 has the buffers that count."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -166,9 +162,15 @@ def train_replicated(_exchange: Exchange, path: str) -> None:
         raise AssertionError
 
 
-def test_replicated_training_stores_the_buffers_that_ddp_takes(tmp_path: Path) -> None:
-    run_processes(2, train_replicated, str(tmp_path))
-    checkpoint = remesh.Checkpoint(tmp_path)
+def train_both(_exchange: Exchange, path: str) -> list[tuple[float, float, int]]:
+    train_replicated(f"{path}/ddp")
+    return train_sharded(path)
+
+
+def test_sharded_training_saves_the_chosen_buffers_and_ddp_its_own(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_processes(2, train_both, str(tmp_path))):
+        assert found == [OWN[0], OWN[rank]]
+    checkpoint = remesh.Checkpoint(tmp_path / "ddp")
     assert checkpoint.read_array("model.1.running_mean").tolist() == [0.0] * 3
     assert checkpoint.read_array("model.1.running_var").tolist() == [1.0] * 3
 

@@ -415,24 +415,6 @@ def test_schedulers_go_on(name: str, tmp_path: Path) -> None:
     assert go_on(target, range(4, 12)) == expected
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_gradient_scalers(enabled: bool, tmp_path: Path) -> None:
-    def scaler(scale: float) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3, enabled=enabled)
-
-    source, target = scaler(8.0), scaler(1.0)
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(4):
-        source.scale(module(torch.ones(1, 2)).sum()).backward()
-        source.step(optimizer)
-        source.update()
-    remesh.save({"scaler": source}, tmp_path)
-    load_exactly({"scaler": target}, tmp_path)
-    assert target.state_dict() == source.state_dict()
-    assert target.get_scale() == (16.0 if enabled else 1.0)
-
-
 def test_random_numbers_go_on(tmp_path: Path) -> None:
     torch.rand(3, generator=(generator := torch.Generator().manual_seed(5)))
     own, python = np.random.default_rng(3), random.Random(4)

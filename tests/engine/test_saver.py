@@ -187,11 +187,13 @@ class Seat:
         return getattr(self.inner, name)
 
 
-@pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize(
-    "seats",
-    [(0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1), (0, 1, 3), (0, 1, 6), (6, 1, 2)],
-    ids=lambda seats: f"{seats}",
+    ("how", "seats"),
+    [
+        *(("save", seats) for seats in [(1, 0, 2), (2, 1), (0, 1, 3), (0, 1, 6), (6, 1, 2)]),
+        *(("save_async", seats) for seats in [(0, 2, 1), (2, 0, 1), (0, 1, 3)]),
+    ],
+    ids=str,
 )
 def test_a_process_with_another_rank_makes_a_new_plan(
     seats: tuple[int, ...], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -347,15 +349,6 @@ def test_the_end_of_the_interpreter(at_exit: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(remesh.CheckpointNotFoundError):
             remesh.Checkpoint(tmp_path / "c")
-
-
-def test_save_async_of_the_process(tmp_path: Path) -> None:
-    state = {"w": np.arange(10.0)}
-    handle = remesh.save_async(state, tmp_path / "0", metadata={"a": 1})
-    state["w"][:] = 0
-    handle.result()
-    assert remesh.Checkpoint(tmp_path / "0").read_array("w").tolist() == list(range(10))
-    assert remesh.Checkpoint(tmp_path / "0").metadata == {"a": 1}
 
 
 def test_save_async_gives_its_memory_back_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,22 +124,17 @@ def test_the_default_shares_columns_and_says_so(storage: MemoryStorage) -> None:
         assert "; all ranks, each for itself: read 384.0 MB for 96.0 MB wanted" in str(report)
 
 
-def test_the_default_does_not_share_what_each_needs_alone(storage: MemoryStorage) -> None:
-    def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
-        rows = SHAPE[0] // 2
-        box = Box((exchange.rank * rows, 0), (rows, SHAPE[1]))
-        return load_box(exchange, storage, box, share_reads=None)
-
-    assert not any(report.reads_shared for report in run_ranks(2, load))
-
-
-def test_what_nobody_shares_is_read_by_whoever_needs_it(storage: MemoryStorage) -> None:
+@pytest.mark.parametrize("share_reads", [None, True], ids=["default", "asked for"])
+def test_what_nobody_shares_is_read_by_the_rank_that_needs_it(
+    storage: MemoryStorage, share_reads: bool | None
+) -> None:
     def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         rows = SHAPE[0] // 3
-        return load_box(exchange, storage, Box((exchange.rank * rows, 0), (rows, SHAPE[1])))
+        box = Box((exchange.rank * rows, 0), (rows, SHAPE[1]))
+        return load_box(exchange, storage, box, share_reads=share_reads)
 
-    reports = run_ranks(3, load)
-    for report in reports:
+    for report in run_ranks(3, load):
+        assert report.reads_shared == bool(share_reads)
         assert report.bytes_needed <= report.bytes_read <= report.bytes_needed + (2 << 20)
 
 

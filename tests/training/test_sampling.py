@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import remesh
 from remesh.errors import MismatchError, StateError
-from remesh.exchange import Exchange, ThreadExchange
+from remesh.exchange import ThreadExchange
 from remesh.training.sampling import (
     ResumableBatchSampler,
     ResumableSampler,
@@ -25,7 +24,7 @@ from remesh.training.sampling import (
     key_of,
     shuffled,
 )
-from tests.support import run_processes, run_ranks
+from tests.support import run_ranks
 
 OLD_WARNING = "ignore:'set_vital' is deprecated:UserWarning"
 """torchdata 0.11 calls a function that torch 2.13 wants to drop."""
@@ -419,26 +418,23 @@ def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
         run_ranks(4, run, False)
 
 
-def _stateful_job(exchange: Exchange, directory: str, stop_after: int) -> list[int]:
-    """Trains on a stream of each rank's own; saves after some batches, or goes on to the end."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+@pytest.mark.filterwarnings(OLD_WARNING)
+def test_the_state_of_a_stateful_loader_is_its_ranks_own(tmp_path: Path) -> None:
+    """Each rank trains on a stream of its own; all save after two batches, and go on later."""
+
+    def run(exchange: ThreadExchange, stop_after: int) -> list[int]:
         loader = stateful_loader(Stream(100 * exchange.rank, 24), batch_size=4, num_workers=0)
         state = {"loader": {f"rank {exchange.rank} of {exchange.world_size}": loader}}
         if not stop_after:
-            remesh.load(state, directory)
+            remesh.load(state, tmp_path, group=exchange)
         seen: list[int] = []
         for number, batch in enumerate(loader, 1):
             seen += batch.tolist()
             if number == stop_after:
-                remesh.save(state, directory)
+                remesh.save(state, tmp_path, group=exchange)
                 break
-    return seen
+        return seen
 
-
-def test_the_state_of_a_stateful_loader_is_its_ranks_own(tmp_path: Path) -> None:
-    directory = str(tmp_path / "c")
-    first = run_processes(2, _stateful_job, directory, 2)
-    second = run_processes(2, _stateful_job, directory, 0)
+    first, second = (run_ranks(2, run, stop_after) for stop_after in (2, 0))
     for rank in range(2):
         assert first[rank] + second[rank] == list(range(100 * rank, 100 * rank + 24))
