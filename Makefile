@@ -77,7 +77,7 @@ test-torch:  ## Run the tests with another torch, such as VERSION=2.8, in an env
 # How often TESTS run.
 ROUNDS ?= 10
 
-stress: $(VENV)/.ready-dev  ## Run TESTS again and again under load, and count failures
+stress: $(VENV)/.ready-dev  ## Run TESTS again and again under load
 	$(BIN)/python -m tests.stress --rounds $(ROUNDS) -m '$(MARKS)' $(TESTS)
 
 check: $(VENV)/.ready-dev  ## Style, types and layers

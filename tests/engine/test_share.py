@@ -31,7 +31,7 @@ from remesh.planner.assignment import (
 )
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from tests.engine.scenes import all_are, errors_of, saved_by, share_of
-from tests.support import FaultyStorage, FlipBit, run_processes, run_ranks
+from tests.support import run_processes, run_ranks
 
 SHAPE = (3000, 4000)
 """96 MB of float64: a dozen windows."""
@@ -141,8 +141,10 @@ def test_what_nobody_shares_is_read_by_the_rank_that_needs_it(
 def test_a_rank_that_reads_damage_fails_all_and_stops_none() -> None:
     storage = stored_by_rows()
     (path,) = [p for p in storage.list() if p.endswith("00001.safetensors")]
-    bad = FaultyStorage(storage, [FlipBit(path, position=20_000_000, when="read")])
-    errors = errors_of(2, load_box, bad, Box.whole(SHAPE))
+    data = bytearray(storage.read(path))
+    data[20_000_000] ^= 1
+    storage.put(path, bytes(data), overwrite=True)
+    errors = errors_of(2, load_box, storage, Box.whole(SHAPE))
     all_are(errors, remesh.CorruptCheckpointError, "00001.safetensors")
 
 

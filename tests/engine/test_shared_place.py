@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.errors import NotSharedError
 from remesh.events import emitter, ignore
 from remesh.exchange import Exchange
-from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
+from remesh.storage import Buffer, FileSystemSpace, LocalStorage, MemoryStorage
 from remesh.storage.object_store import ObjectStorage
 from remesh.training.export import export_weights
 from tests.engine.scenes import all_are, errors_of, share_of
-from tests.support import FaultyStorage, Truncate, run_ranks
+from tests.support import run_ranks
 
 
 class OwnDisk(LocalStorage):
@@ -135,18 +136,27 @@ def test_object_stores_of_nodes_under_one_url_are_an_error_and_are_left_clean(
     assert [place.list() for place in places] == [[], [], []]
 
 
+class CutStorage(MemoryStorage):
+    """A storage in which a file of rank 2 ends too early."""
+
+    def size(self, path: str) -> int:
+        return 10 if re.search(r"/00002\.safetensors|__2_", path) else super().size(path)
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        return min(super().read_into(path, start, buffer), max(self.size(path) - start, 0))
+
+
 @pytest.mark.parametrize("save", [save_now, save_beside, save_foreign, save_foreign_beside])
 def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(save: Any) -> None:
-    inner = MemoryStorage()
-    faults = [Truncate(pattern, 10) for pattern in ("*/00002.safetensors", "__2_*.distcp", "w/2.0")]
+    storage = CutStorage()
 
     def one(exchange: Exchange) -> None:
-        save(exchange, FaultyStorage(inner, faults))
+        save(exchange, storage)
 
     told = ("rank 0 does not see the files of ranks 2.", "10 bytes of it")
     all_are(not_shared(one), Exception, *told)
     with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(inner)
+        remesh.Checkpoint(storage)
 
 
 @pytest.mark.parametrize("save", [save_now, save_foreign])

@@ -5,6 +5,7 @@ import os
 import signal
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,17 +79,22 @@ def _two_groups(exchange: Exchange) -> list[list[bytes]]:
     own = b"%d" % exchange.rank
     shares = [own + b"->0", own + b"->1"] if pairs.rank == 0 else None
     gathered = pairs.gather(own) or []
-    return [pairs.all_gather(own), gathered, [pairs.scatter(shares)], exchange.all_gather(own)]
+    told = pairs.broadcast(own if pairs.rank == 0 else None)
+    mine, theirs = np.full((2, 1), exchange.rank, np.uint8), np.zeros((2, 1), np.uint8)
+    pairs.swap([[mine[:1]], [mine[1:]]], [[theirs[:1]], [theirs[1:]]])
+    swapped = [b"%d" % rank for rank in theirs[:, 0]]
+    scattered = [told, pairs.scatter(shares)]
+    return [pairs.all_gather(own), gathered, scattered, swapped, exchange.all_gather(own)]
 
 
 def test_groups_do_not_disturb_each_other() -> None:
     world = [b"0", b"1", b"2", b"3"]
     evens, odds = [b"0", b"2"], [b"1", b"3"]
     assert run_processes(4, _two_groups) == [
-        [evens, evens, [b"0->0"], world],
-        [odds, odds, [b"1->0"], world],
-        [evens, [], [b"0->1"], world],
-        [odds, [], [b"1->1"], world],
+        [evens, evens, [b"0", b"0->0"], evens, world],
+        [odds, odds, [b"1", b"1->0"], odds, world],
+        [evens, [], [b"0", b"0->1"], evens, world],
+        [odds, [], [b"1", b"1->1"], odds, world],
     ]
 
 

@@ -6,10 +6,12 @@ import json
 import pickle
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,11 +19,13 @@ from safetensors.numpy import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import remesh
+from remesh.core.dtypes import BY_NAME
+from remesh.core.geometry import Box, uncovered
 from remesh.core.index import Index
 from remesh.errors import CorruptCheckpointError
 from remesh.formats.table import FORMATS, place_of, read_contents
+from remesh.pipeline.source import TensorSource
 from remesh.storage import Storage
-from tests.support.format_conformance import Arrays, FormatConformance
 from tests.support.zarr_files import write_zarr
 
 ELSEWHERE = {
@@ -30,6 +34,10 @@ ELSEWHERE = {
     "flat_param": "the files of its program: tests/compat/test_atorch_files.py",
 }
 """Where the formats are tested that are not here."""
+
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Write = Callable[[Arrays, Path], None]
 
 
 def write_native(arrays: Arrays, folder: Path) -> None:
@@ -84,8 +92,6 @@ def write_huggingface_in_several_files(arrays: Arrays, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
 
 
-Write = Callable[[Arrays, Path], None]
-
 WRITERS: dict[Write, tuple[str, str]] = {
     write_native: ("remesh", ""),
     write_dcp: ("torch_dcp", ""),
@@ -101,21 +107,96 @@ WRITERS: dict[Write, tuple[str, str]] = {
 """What writes a checkpoint → the format that must be recognised, and the file that is opened."""
 
 
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda write: write.__name__)
-class TestReading(FormatConformance):
-    @pytest.fixture(autouse=True)
-    def _set(self, writer: Write) -> None:
-        self.writer = writer
-        self.format, self.file = WRITERS[writer]
+ARRAYS: dict[str, npt.NDArray[Any]] = {
+    "model.weight": np.random.default_rng(0).random((33, 17), dtype=np.float32),
+    "model.bias": np.random.default_rng(1).random(17),
+    "steps": np.arange(24, dtype=np.int64).reshape(2, 3, 4),
+    "mask": np.random.default_rng(2).random((5, 7)) > 0.5,
+}
+Opened = tuple[Storage, Index]
 
-    def write(self, arrays: Arrays, folder: Path) -> None:
-        self.writer(arrays, folder)
 
-    def open(self, folder: Path) -> tuple[Storage, Index]:
-        place = place_of(folder / self.file)
-        contents = read_contents(place)
-        assert contents.format == self.format
-        return place.storage, contents.index
+@pytest.fixture(params=WRITERS, ids=lambda write: write.__name__)
+def writer(request: pytest.FixtureRequest) -> Write:
+    chosen: Write = request.param
+    return chosen
+
+
+def open_in(folder: Path, writer: Write) -> Opened:
+    """What the writer has written."""
+    name, file = WRITERS[writer]
+    place = place_of(folder / file)
+    contents = read_contents(place)
+    assert contents.format == name
+    return place.storage, contents.index
+
+
+@pytest.fixture
+def opened(writer: Write, tmp_path: Path) -> Opened:
+    writer(ARRAYS, tmp_path)
+    return open_in(tmp_path, writer)
+
+
+def test_names_dtypes_and_shapes(opened: Opened) -> None:
+    _, index = opened
+    assert set(index) == set(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert (index[name].dtype, index[name].shape) == (array.dtype.name, array.shape)
+
+
+def test_pieces_cover_each_tensor_once(opened: Opened) -> None:
+    _, index = opened
+    for name, stored in index.items():
+        boxes = [piece.box for piece in index.pieces(name)]
+        assert uncovered(Box.whole(stored.shape), boxes) == []
+        assert sum(box.size for box in boxes) == Box.whole(stored.shape).size
+
+
+def test_pieces_lie_in_their_files(opened: Opened) -> None:
+    storage, index = opened
+    sizes = {file.path: storage.size(file.path) for file in index.files}
+    assert sizes == {file.path: file.num_bytes for file in index.files}
+    for name, stored in index.items():
+        for piece in index.pieces(name):
+            assert piece.num_bytes == piece.box.size * BY_NAME[stored.dtype].itemsize
+            assert 0 <= piece.position <= sizes[piece.path] - piece.num_bytes
+
+
+def test_contents_whole_and_in_part(opened: Opened) -> None:
+    storage, index = opened
+    for name, array in ARRAYS.items():
+        whole = Box.whole(array.shape)
+        inner = Box(tuple(n // 3 for n in array.shape), tuple(n - n // 3 for n in array.shape))
+        for box in (whole, inner):
+            found = TensorSource(storage, index).read([(name, box)])[0]
+            np.testing.assert_array_equal(found, array[box.slices], name)
+
+
+def test_a_missing_file_is_named(opened: Opened, tmp_path: Path) -> None:
+    storage, index = opened
+    name = next(iter(ARRAYS))
+    path = index.pieces(name)[0].path
+    (tmp_path / path).unlink()
+    with pytest.raises(CorruptCheckpointError, match=Path(path).name):
+        TensorSource(storage, index).read([(name, Box.whole(index[name].shape))])[0]
+
+
+def test_a_file_that_is_cut_short_is_refused(writer: Write, opened: Opened, tmp_path: Path) -> None:
+    _, index = opened
+    for file in index.files:
+        path = tmp_path / file.path
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(CorruptCheckpointError):
+            read_all(writer, tmp_path)
+        path.write_bytes(whole)
+    read_all(writer, tmp_path)
+
+
+def read_all(writer: Write, folder: Path) -> None:
+    storage, index = open_in(folder, writer)
+    for name, array in ARRAYS.items():
+        TensorSource(storage, index).read([(name, Box.whole(array.shape))])[0]
 
 
 @pytest.mark.parametrize("fault", ["hole", "overlap"])

@@ -3,14 +3,11 @@
 * `run_ranks` plays the ranks of a job as threads, `run_processes` as processes with a real gloo
   process group; the `_outcomes` forms report on each rank instead of raising.
 * `FaultInjector` makes a chosen rank fail, die or stall at a named point; `FaultyStorage` makes
-  a storage fail or corrupt.
-* `tests.support.conformance` holds the suites that every storage and every exchange must pass,
-  and `tests.support.format_conformance` that for formats; they need pytest, so they are not
-  imported here.
+  a storage fail.
 """
 
 from tests.support.faults import FaultInjector, InjectedError
-from tests.support.faulty_storage import Fail, FaultyStorage, FlipBit, Truncate
+from tests.support.faulty_storage import Fail, FaultyStorage
 from tests.support.outcomes import (
     Died,
     Outcome,
@@ -28,14 +25,12 @@ __all__ = [
     "Fail",
     "FaultInjector",
     "FaultyStorage",
-    "FlipBit",
     "InjectedError",
     "Outcome",
     "Raised",
     "RankDiedError",
     "Returned",
     "TimedOut",
-    "Truncate",
     "returned_values",
     "run_processes",
     "run_processes_outcomes",

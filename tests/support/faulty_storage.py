@@ -1,12 +1,11 @@
-"""A storage that fails, corrupts or truncates on order.
+"""A storage that fails on order.
 
 `FaultyStorage` passes every call on to another storage, after looking at its faults. A fault
 names the operations and, by a pattern, the paths that it is about. Operations are named like the
 methods of `Storage` and `Writer`: `list`, `size`, `read`, `read_into`, `put`, `create`, `write`,
 `finish`, `abort`, `delete`, `sync`, `space`; those without a path match every pattern.
 
-Nothing is random: `Fail` counts the calls that match it, and corruption is bound to a position in
-the file, so it is the same whatever ranges the file is written or read in.
+Nothing is random: `Fail` counts the calls that match it.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeAlias
-
-import numpy as np
+from typing import Any
 
 from remesh.errors import NoSpaceError, StorageError
-from remesh.storage import Buffer, FileSystemSpace, Storage, StorageView, Writer
+from remesh.storage import Buffer, Storage, StorageView, Writer
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +35,6 @@ class Fail:
     times: int | None = None  # how many fail after that; None for all
 
 
-@dataclass(frozen=True, slots=True)
-class FlipBit:
-    """One bit of each matching file is wrong."""
-
-    path: str  # pattern of paths
-    position: int  # byte of the file
-    bit: int = 0  # of the byte, 0 the lowest
-    when: Literal["written", "read"] = "read"
-    """`"written"`: the wrong bit is stored. `"read"`: it is stored right and read wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """Readers find the end of each matching file too early."""
-
-    path: str  # pattern of paths
-    num_bytes: int  # where it ends
-
-
-StorageFault: TypeAlias = Fail | FlipBit | Truncate
-
-
 class FaultyStorage(StorageView):
     """A storage with faults, over one without.
 
@@ -68,61 +42,23 @@ class FaultyStorage(StorageView):
         calls: Operation and path ("" where there is none) of each call, in order.
     """
 
-    def __init__(self, inner: Storage, faults: Sequence[StorageFault]) -> None:
+    def __init__(self, inner: Storage, faults: Sequence[Fail]) -> None:
         super().__init__(inner)
         self.calls: list[tuple[str, str]] = []
         self._inner = inner
         self._faults = tuple(faults)
         self._lock = threading.Lock()
-        self._num_matches = dict.fromkeys((f for f in faults if isinstance(f, Fail)), 0)
-
-    def list(self, prefix: str = "") -> list[str]:
-        self.meet("list")
-        return super().list(prefix)
-
-    def size(self, path: str) -> int:
-        self.meet("size", path)
-        return min(super().size(path), self._end(path))
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        self.meet("read", path)
-        end = self._end(path)
-        data = super().read(path, min(start, end), end if stop is None else min(stop, end))
-        return self.flip(path, start, data, when="read")
-
-    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        self.meet("read_into", path)
-        room = buffer[: max(self._end(path) - start, 0)]
-        num_bytes = super().read_into(path, start, room)
-        flipped = self.flip(path, start, room[:num_bytes].tobytes(), when="read")
-        room[:num_bytes] = np.frombuffer(flipped, np.uint8)
-        return num_bytes
-
-    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        self.meet("put", path)
-        super().put(path, self.flip(path, 0, data, when="written"), overwrite=overwrite)
+        self._num_matches = dict.fromkeys(faults, 0)
 
     def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> FaultyWriter:
         self.meet("create", path)
         return FaultyWriter(self, path, super().create(path, num_bytes, overwrite=overwrite))
 
-    def delete(self, path: str) -> None:
-        self.meet("delete", path)
-        super().delete(path)
-
-    def sync(self) -> None:
-        self.meet("sync")
-        super().sync()
-
-    def space(self) -> FileSystemSpace | None:
-        self.meet("space")
-        return super().space()
-
     def meet(self, operation: str, path: str = "") -> None:
         """Note a call, and let the faults that it matches happen."""
         self.calls.append((operation, path))
         for fault in self._faults:
-            if not isinstance(fault, Fail) or fault.operation != operation:
+            if fault.operation != operation:
                 continue
             if path and not fnmatchcase(path, fault.path):
                 continue
@@ -130,36 +66,11 @@ class FaultyStorage(StorageView):
                 kind = NoSpaceError if fault.number in _NO_ROOM else StorageError
                 raise kind(f"injected: cannot {operation} {path}: {os.strerror(fault.number)}")
 
-    def flip(
-        self, path: str, start: int, data: bytes, *, when: Literal["written", "read"]
-    ) -> bytes:
-        """The bytes of a range of a file, with the wrong bits in it."""
-        for fault in self._faults:
-            if (
-                isinstance(fault, FlipBit)
-                and fault.when == when
-                and fnmatchcase(path, fault.path)
-                and 0 <= fault.position - start < len(data)
-            ):
-                wrong = bytearray(data)
-                wrong[fault.position - start] ^= 1 << fault.bit
-                data = bytes(wrong)
-        return data
-
     def _is_due(self, fault: Fail) -> bool:
         with self._lock:
             number = self._num_matches[fault]
             self._num_matches[fault] += 1
         return number >= fault.skip and (fault.times is None or number < fault.skip + fault.times)
-
-    def _end(self, path: str) -> int:
-        """The largest size that a file appears to have."""
-        ends = [
-            fault.num_bytes
-            for fault in self._faults
-            if isinstance(fault, Truncate) and fnmatchcase(path, fault.path)
-        ]
-        return min(ends, default=_NEVER)
 
 
 class FaultyWriter:
@@ -172,9 +83,7 @@ class FaultyWriter:
 
     def write(self, position: int, data: Buffer) -> None:
         self._storage.meet("write", self._path)
-        right = data.tobytes()
-        wrong = self._storage.flip(self._path, position, right, when="written")
-        self._inner.write(position, data if wrong == right else np.frombuffer(wrong, np.uint8))
+        self._inner.write(position, data)
 
     def finish(self, num_bytes: int | None = None) -> None:
         self._storage.meet("finish", self._path)
@@ -183,3 +92,18 @@ class FaultyWriter:
     def abort(self) -> None:
         self._storage.meet("abort", self._path)
         self._inner.abort()
+
+
+def _met(operation: str) -> Callable[..., Any]:
+    """The operation of the storage that has no faults, after those of this one."""
+    real = getattr(StorageView, operation)
+
+    def call(self: FaultyStorage, *args: Any, **options: Any) -> Any:
+        self.meet(operation, "" if operation == "list" or not args else args[0])
+        return real(self, *args, **options)
+
+    return call
+
+
+for _operation in ("list", "size", "read", "read_into", "put", "delete", "sync", "space"):
+    setattr(FaultyStorage, _operation, _met(_operation))
