@@ -21,6 +21,7 @@ from remesh.formats.pickle_records import Record
 from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import KNOWN
 from remesh.storage import MemoryStorage
+from tests.fuzz.trees import EXTREME_INTS, ODD_TEXTS
 
 # -- opcodes --------------------------------------------------------------------------------------
 
@@ -327,44 +328,35 @@ def warm_up() -> None:
 
 # -- fuzzing --------------------------------------------------------------------------------------
 
-_OPCODES = sorted(op.code.encode("latin1") for op in pickletools.opcodes if op.name != "STOP")
+OPCODES = sorted(op.code.encode("latin1") for op in pickletools.opcodes if op.name != "STOP")
 _NAMES = sorted(KNOWN)
 _BAD_NAMES = ["os.system", "builtins.eval", "builtins.getattr", "torch.load", "sys.modules"]
-_TEXTS = [
-    "a",
-    "",
-    "torch.strided",
-    "latin1",
-    "f4",
-    "<",
-    "cpu",
-    "storage",
-    "0",
-    "\ud800",
-    "os.system",
-]
-_NUMBERS = [0, 1, -1, 3, 255, 2**31, 2**61 - 1, 2**62, 2**63, -(2**63), 2**70, 10**300]
 
 
 def random_pickle(dice: random.Random) -> bytes:
     """A pickle from a grammar of opcodes, sometimes damaged."""
-    made = b"\x80\x04" + b"".join(_piece(dice, 3) for _ in range(dice.randint(1, 6)))
-    made += _piece(dice, 4) + b"."
+    made = b"\x80\x04" + b"".join(piece(dice, 3) for _ in range(dice.randint(1, 6)))
+    made += piece(dice, 4) + b"."
     for _ in range(dice.choice([0, 0, 0, 1, 3])):
         at = dice.randrange(len(made))
         made = made[:at] + bytes([dice.randrange(256)]) * dice.randint(0, 2) + made[at + 1 :]
     return made
 
 
-def _piece(dice: random.Random, depth: int) -> bytes:
+def any_name(dice: random.Random) -> bytes:
+    """A name that the reader knows, or one that it must not."""
+    return name(dice.choice(_NAMES if dice.random() < 0.8 else _BAD_NAMES))
+
+
+def piece(dice: random.Random, depth: int) -> bytes:
     """Opcodes that leave one thing on the stack, or any opcode."""
-    inner = [_piece(dice, depth - 1) for _ in range(dice.randint(0, 3))] if depth > 0 else []
+    inner = [piece(dice, depth - 1) for _ in range(dice.randint(0, 3))] if depth > 0 else []
     options: list[Callable[[], bytes]] = [
         lambda: dice.choice([b"N", b"\x88", b"\x89", b")", b"]", b"}", b"\x8f"]),
-        lambda: number(dice.choice(_NUMBERS)),
-        lambda: text(dice.choice(_TEXTS)),
+        lambda: number(dice.choice(EXTREME_INTS)),
+        lambda: text(dice.choice(ODD_TEXTS)),
         lambda: raw(dice.randbytes(dice.choice([0, 1, 4, 8]))),
-        lambda: name(dice.choice(_NAMES if dice.random() < 0.8 else _BAD_NAMES)),
+        lambda: any_name(dice),
         lambda: b"G" + dice.randbytes(8),
         lambda: b"q%c" % dice.randrange(4) + b"h%c" % dice.randrange(4),
         storage_id,
@@ -372,17 +364,16 @@ def _piece(dice: random.Random, depth: int) -> bytes:
             tuple(dice.choice([0, 1, 2, 2**20]) for _ in range(dice.randint(0, 3))),
             tuple(dice.choice([0, 1, 2]) for _ in range(dice.randint(0, 3))),
         ),
-        lambda: dice.choice(_OPCODES) + dice.randbytes(dice.choice([0, 0, 1, 4])),
+        lambda: dice.choice(OPCODES) + dice.randbytes(dice.choice([0, 0, 1, 4])),
     ]
     nested: list[Callable[[], bytes]] = [
         lambda: items(*inner),
         lambda: b"](" + b"".join(inner) + b"e",
         lambda: b"(" + b"".join(inner) + b"\x91",
         lambda: mapping(*inner, *inner),
-        lambda: b"](" + b"".join(inner) + b"e",
         lambda: b"\x8f(" + b"".join(inner) + b"\x90",
         lambda: call(name(dice.choice(_NAMES)), *inner),
-        lambda: call(name(dice.choice(_NAMES)), *inner) + _piece(dice, depth - 1) + b"b",
+        lambda: call(name(dice.choice(_NAMES)), *inner) + piece(dice, depth - 1) + b"b",
         lambda: (
             name(dice.choice(_NAMES)) + items(*inner) + b"\x81" + mapping(*inner, *inner) + b"b"
         ),
@@ -392,14 +383,13 @@ def _piece(dice: random.Random, depth: int) -> bytes:
     return dice.choice(options if depth <= 0 or dice.random() < 0.3 else nested)()
 
 
-def random_checkpoint(dice: random.Random) -> tuple[str, dict[str, bytes]]:
-    """A kind of checkpoint, and its files with a random pickle in one, sometimes damaged."""
-    kind = dice.choice(sorted(CHECKPOINTS))
-    files = CHECKPOINTS[kind](random_pickle(dice))
+def random_checkpoint(dice: random.Random) -> dict[str, bytes]:
+    """The files of a checkpoint with a random pickle in one, sometimes damaged."""
+    files = dice.choice([*CHECKPOINTS.values()])(random_pickle(dice))
     if dice.random() < 0.3:
         path = dice.choice(sorted(files))
         data = files[path]
         at = dice.randrange(len(data) + 1)
         cut = data[:at] if dice.random() < 0.3 else data[:at] + dice.randbytes(2) + data[at + 2 :]
         files[path] = cut
-    return kind, files
+    return files

@@ -8,11 +8,10 @@ import datetime as dt
 import io
 import os
 import pathlib
-import random
 import subprocess
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from remesh.formats.restricted_pickle import (
     ArchivedTensor,
     resolved,
 )
+from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.formats import hostile
 from tests.formats.auditing import audited
 from tests.formats.hostile import CHECKPOINTS, archive, call, mapping, name, number, text
@@ -200,14 +200,19 @@ def _two_values(length: int) -> bytes:
     return name(f"{home}.metadata.Metadata") + b")\x81" + state + b"b"
 
 
-def check_random(dice: random.Random) -> None:
-    """Check one drawn pickle, and one drawn checkpoint."""
-    data = hostile.random_pickle(dice)
-    _, files = hostile.random_checkpoint(dice)
-    with audited() as found:
-        assert check_plain(read(data)) <= budget("nodes", len(data)) + len(data)
-        hostile.open_all(files)
-    assert found == []
+@pytest.mark.timeout(6 * 3600)
+@lengths("num_pickles", 50, 100_000)
+def test_composed_pickles(num_pickles: int, covered: Callable[[str], None]) -> None:
+    """Each run draws a pickle, and a checkpoint with one, perhaps damaged."""
+    for run in range(num_pickles):
+        dice = dice_of("foreign", run)
+        data, files = hostile.random_pickle(dice), hostile.random_checkpoint(dice)
+        with noted(f"run {run}"):
+            with audited() as found:
+                assert check_plain(read(data)) <= budget("nodes", len(data)) + len(data)
+                hostile.open_all(files)
+            assert found == []
+    covered(f"seed {seed()}: {num_pickles} pickles")
 
 
 KEYS = [0.5, 7, None, True, (1, "a"), b"bytes", torch.float32, 2**70, "\ud800", frozenset({1})]

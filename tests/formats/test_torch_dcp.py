@@ -29,7 +29,7 @@ import remesh
 from remesh.core.dtypes import DTYPES
 from remesh.formats.archive import ArchiveLayout, scan_head, tensor_record
 from remesh.formats.pickle_writer import dumps
-from remesh.sharding import Box, Part
+from tests.engine.bits import bits_of, random_tensor
 
 # torch says so whenever it saves without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -39,26 +39,16 @@ def dcp_save(state: dict[str, Any], folder: Path, **options: Any) -> None:
     dcp.state_dict_saver.save(state, storage_writer=FileSystemWriter(folder, **options))
 
 
-def every_dtype() -> dict[str, torch.Tensor]:
-    made = {}
-    for dtype in DTYPES:
-        if dtype.is_opaque:  # torch saves some of them, and loads none
-            continue
-        items = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
-        items = items % 2 if dtype.name == "bool" else items
-        made[dtype.name] = items.view(getattr(torch, dtype.name)).reshape(2, 3)
-    return made
-
-
-def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
+def random_tensors(*, opaque: bool) -> dict[str, torch.Tensor]:
+    """One of each element type; torch saves some of those that it does not copy, and loads none."""
+    names = [dtype.name for dtype in DTYPES if dtype.is_opaque == opaque]
+    return {name: random_tensor(getattr(torch, name), (2, 3)) for name in names}
 
 
 def make_state() -> dict[str, Any]:
     return {
         "model": {
-            **every_dtype(),
+            **random_tensors(opaque=False),
             "transposed": torch.arange(12.0).reshape(3, 4).t(),
             "permuted": torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
             "channels_last": torch.arange(48.0)
@@ -75,7 +65,7 @@ def make_state() -> dict[str, Any]:
 
 def flat_bits(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
-        return bits(state)
+        return bits_of(state)
     if isinstance(state, dict):
         return {key: flat_bits(item) for key, item in state.items()}
     return [flat_bits(item) for item in state] if isinstance(state, list) else state
@@ -127,13 +117,7 @@ def test_values_beside_tensors_keep_their_places_in_lists(name: str, tmp_path: P
 
 
 def test_types_that_torch_does_not_copy_are_stored_as_what_they_are(tmp_path: Path) -> None:
-    dtypes = [dtype for dtype in DTYPES if dtype.is_opaque]
-    state = {
-        dtype.name: torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
-        .view(getattr(torch, dtype.name))
-        .reshape(2, 3)
-        for dtype in dtypes
-    }
+    state = random_tensors(opaque=True)
     remesh.save(state, tmp_path / "saved", format="torch_dcp")
     assert flat_bits(remesh.Checkpoint(tmp_path / "saved").state()) == flat_bits(state)
     metadata = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
@@ -142,7 +126,7 @@ def test_types_that_torch_does_not_copy_are_stored_as_what_they_are(tmp_path: Pa
         for name, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    assert stated == {dtype.name: f"torch.{dtype.name}" for dtype in dtypes}
+    assert stated == {name: f"torch.{name}" for name in state}
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -299,21 +283,6 @@ def test_tensors_with_a_prefix_lie_in_files_of_their_own(tmp_path: Path) -> None
     dcp.state_dict_loader.load(target, checkpoint_id=tmp_path)
     assert target["model"]["w"].tolist() == [0, 1, 2]
     assert target["optimizer"]["m"].tolist() == [1, 1, 1, 1]
-
-
-def test_flattened_tensors_are_written_with_their_true_shape(tmp_path: Path) -> None:
-    # (4, 6) over a 2 x 1 grid: two parts of 12 elements, each flattened.
-    ranges = torch.arange(24.0).reshape(2, 1, 12)
-    parts = [
-        Part(Box((number, 0, 0), (1, 1, 12)), ranges[number : number + 1]) for number in (0, 1)
-    ]
-    moment = remesh.ShardedTensor("moment", (2, 1, 12), tuple(parts))
-    state = {"moment": moment, "plain": torch.ones(3)}
-    shapes = {"moment": (4, 6)}
-    remesh.save(state, tmp_path, format="torch_dcp", format_options={"flat_shapes": shapes})
-    checkpoint = remesh.Checkpoint(tmp_path)
-    assert torch.equal(checkpoint.read("moment"), torch.arange(24.0).reshape(4, 6))
-    assert checkpoint.read("plain").tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

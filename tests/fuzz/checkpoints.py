@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import shutil
 import tempfile
 import warnings
@@ -22,6 +21,11 @@ import remesh
 from remesh.exchange import Exchange
 from tests.compat.test_atorch_files import write, write_optimizer
 from tests.compat.test_flex_paddle import DATA
+from tests.formats.test_readers import (
+    write_huggingface_in_several_files,
+    write_safetensors_parts,
+)
+from tests.formats.test_torch_dcp import write_flattened
 from tests.fuzz.files import Files, files_in
 from tests.matrix.writers import DEEPSPEED
 from tests.support import run_ranks
@@ -151,37 +155,14 @@ def _megatron_zarr(folder: Path) -> None:
     write_bfloat16("b", torch.arange(8).to(torch.bfloat16), folder)
 
 
-def _megatron_flattened(folder: Path) -> None:
-    """A tensor stored flattened, as older Megatron did, with the true shape beside it."""
-    _dcp(folder)
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {"flat": torch.arange(24.0).reshape(1, 1, 24)}
-        dcp.state_dict_saver.save(state, checkpoint_id=folder / "flat", no_dist=True)
-    flat = pickle.loads((folder / "flat" / ".metadata").read_bytes())
-    metadata.state_dict_metadata |= flat.state_dict_metadata
-    for index, info in flat.storage_data.items():
-        info.relative_path = "flat/" + info.relative_path
-        metadata.storage_data[index] = info
-    metadata.mcore_data = {"flat": {"nd_reformulated_orig_global_shape": (4, 6)}}
-    path.write_bytes(pickle.dumps(metadata, protocol=4))
-    (folder / "flat" / ".metadata").unlink()
-    torch.save(COMMON, folder / "common.pt")
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-
-
 def _huggingface(folder: Path) -> None:
     """Weights in two files, and a training state beside them."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    places = {"weight": "model-1.safetensors", "bias": "model-2.safetensors"}
-    for name, path in places.items():
-        save_file({name: model.state_dict()[name]}, folder / path, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    arrays = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    write_huggingface_in_several_files(arrays, folder)
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
 
 
@@ -197,14 +178,7 @@ def _diffusers(folder: Path) -> None:
 
 
 def _safetensors(folder: Path) -> None:
-    """Parts of a tensor in two files, as DCP's Hugging Face writer leaves them."""
-    for rank in range(2):
-        parts = json.dumps({"w": {"saved_offsets": [2 * rank, 0]}})
-        save_file(
-            {"w": torch.arange(6.0).reshape(2, 3) + rank},
-            folder / f"shard-{rank}.safetensors",
-            {"DCP_SHARDING_INFO": parts, "format": "pt"},
-        )
+    write_safetensors_parts({"w": np.arange(12.0).reshape(4, 3)}, folder)
 
 
 def _recorded(source: Path) -> Callable[[Path], None]:
@@ -214,14 +188,14 @@ def _recorded(source: Path) -> Callable[[Path], None]:
     return copy
 
 
-WRITERS: dict[str, Callable[[Path], None]] = {
+WRITERS: dict[str, Callable[[Path], object]] = {
     "native": _native,
     "native compressed": _native_compressed,
     "torch_dcp": _dcp,
     "torch_dcp safetensors": _dcp_safetensors,
     "torch_dcp by remesh": _foreign("torch_dcp"),
     "megatron torch_dist": _foreign("torch_dist"),
-    "megatron flattened": _megatron_flattened,
+    "megatron flattened": write_flattened,
     "megatron zarr": _megatron_zarr,
     "zarr by zarr": _zarr_by_zarr,
     "torch.save": _torch_file,

@@ -182,10 +182,10 @@ CASES: dict[str, tuple[str, Damage, str]] = {
         "torch_dcp", in_metadata(lambda m: m.planner_data.update(b=(0.5,))), "not a name"),
     "dcp: a range that leaves a flattened tensor": (
         "megatron flattened", in_metadata(lambda m: m.mcore_data.update(
-            flat={"nd_reformulated_orig_global_shape": (2**62, 6)})), "does not fit"),
+            moment={"nd_reformulated_orig_global_shape": (2**62, 6)})), "does not fit"),
     "dcp: the true shape of a flattened tensor is a number": (
         "megatron flattened", in_metadata(lambda m: m.mcore_data.update(
-            flat={"nd_reformulated_orig_global_shape": 5})), "not a shape"),
+            moment={"nd_reformulated_orig_global_shape": 5})), "not a shape"),
     "deepspeed: a buffer whose name is a list": (
         "deepspeed universal", instead_of_archive(
             "mp_rank_00_model_states.pt", {"buffer_names": [["x"]]}), "not a name"),

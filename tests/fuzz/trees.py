@@ -19,7 +19,8 @@ ODD_TEXTS = (
     "", "x", "0", "-1", ".", "..", "../x", "/etc/passwd", "a/../../b", "a\0b", "é", "w",
     "torch.save", "torch.float32", "torch.sys", "os.system", "cpu:99999999999", "<f8", "|O", "|S9",
     "<U1000000000", "<M8[ns]", "V", "9" * 5000, "x" * 5000, "nan", "1e999", "2024-13-45", "$", "v",
-    "__class__", "a.b", "0.metadata", "list", "tuple", "dict", "\ud800",
+    "latin1", "f4", "storage", "cpu", "torch.strided", "__class__", "a.b",
+    "0.metadata", "list", "tuple", "dict", "\ud800",
 )  # fmt: skip
 
 KINDS = (
