@@ -27,6 +27,7 @@ from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.maintenance.orphans import find_orphans
 from remesh.sharding import Box, ShardedObject
+from tests.recipes.models import logits_of, make, read_by_transformers
 from tests.support import Died, run_processes_outcomes, run_ranks
 from tests.support.torch_versions import needs
 
@@ -128,24 +129,18 @@ def test_sharded_tensors_and_objects_become_whole_arrays(tmp_path: Path) -> None
 
 
 def test_weights_alone_for_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    pytest.importorskip("transformers")
+    model = make("tied Llama", 0)
     remesh.save({"model": model, "step": 7}, tmp_path / "native")
     (tmp_path / "names.json").write_text('{"model.": "", "": null}')
-    (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string())))
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
     places = [str(tmp_path / name) for name in ("native", "hf", "names.json", "config.json")]
     arguments = [*places[:2], "--format", "huggingface", "--transform", places[2], "--json"]
     result = CliRunner().invoke(cli, ["convert", *arguments, "--metadata", places[3]])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["num_values"] == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    tokens = torch.arange(8)[None]
-    assert torch.equal(theirs(tokens).logits, model(tokens).logits)
+    theirs = read_by_transformers(tmp_path / "hf")
+    assert torch.equal(logits_of(theirs), logits_of(model))
 
 
 def test_statements_fuse_and_cast(tmp_path: Path) -> None:
@@ -245,19 +240,6 @@ def test_what_was_not_read_is_not_equal(tmp_path: Path) -> None:
     same = CliRunner().invoke(cli, ["diff", str(tmp_path / "1.pt"), str(tmp_path / "1.pt")])
     assert same.exit_code == 1
     assert "values that differ: 1" in same.output
-
-
-def test_one_that_is_cut_short_leaves_no_checkpoint(native: Path, tmp_path: Path) -> None:
-    def stop(event: Event) -> None:
-        if event.point == "save.before_commit":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(native, tmp_path / "new", format="remesh", on_event=stop)
-    with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(tmp_path / "new")
-    convert(native, tmp_path / "new", format="remesh")
-    assert_loads(tmp_path / "new")
 
 
 def killed_after_a_chunk(exchange: Exchange, source: Path, target: Path, name: str) -> None:

@@ -12,14 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
 )
-from torch.distributed.checkpoint.stateful import Stateful
 
 import remesh
 from remesh.checkpoint import convert
 from remesh.errors import MismatchError, StateError
+from tests.matrix.writers import App
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -224,24 +222,6 @@ def test_flattened_options_of_a_group_must_agree(tmp_path: Path) -> None:
     groups = both_groups(other)
     remesh.load({"model": other, "opt": groups}, tmp_path / "x.pt")
     assert [group["lr"] for group in groups.param_groups] == [0.001, 0.5]
-
-
-class App(Stateful):
-    """The wrapper of torch's tutorial."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(zip(("m", "o"), get_state_dict(self.model, self.optimizer), strict=True))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["m"],
-            optim_state_dict=state_dict["o"],
-        )
 
 
 def test_a_stateful_object_gets_back_what_it_gave(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,38 +18,25 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import remesh
 from remesh.errors import FormatVersionError, StateError
 from remesh.exchange import Exchange
+from tests.engine.bits import bits_of
+from tests.recipes.models import logits_of, make
 from tests.support import run_processes
 from tests.support.torch_versions import needs
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-TOKENS = torch.arange(8)[None]
-
-
-def llama(*, tied: bool, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(TOKENS).logits
-    return logits
+LLAMAS = {"plain": "Llama", "tied": "tied Llama"}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of two models: `plain` and `tied`, in one file and in several; one by torch.save."""
     root = tmp_path_factory.mktemp("huggingface")
-    for name, tied in {"plain": False, "tied": True}.items():
-        model = llama(tied=tied)
+    for name, kind in LLAMAS.items():
+        model = make(kind, 0)
         model.save_pretrained(root / name)
         model.save_pretrained(root / f"{name}-sharded", max_shard_size="4KB")
-    state = llama(tied=False).state_dict()
+    state = make("Llama", 0).state_dict()
     half = len(state) // 2
     for folder in ("bin", "bin-sharded"):
         (root / folder).mkdir()
@@ -71,20 +57,20 @@ KINDS = ("plain", "plain-sharded", "tied", "tied-sharded", "bin", "bin-sharded")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_save_pretrained_writes_loads_into_the_model(kind: str, saved: Path) -> None:
     tied = kind.startswith("tied")
-    model = llama(tied=tied, seed=1)
+    model, expected = (make(LLAMAS["tied" if tied else "plain"], seed) for seed in (1, 0))
     report = remesh.load(model, saved / kind, unexpected="error")
-    assert torch.equal(logits_of(model), logits_of(llama(tied=tied)))
+    assert torch.equal(logits_of(model), logits_of(expected))
     assert report.derived == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     checkpoint = remesh.Checkpoint(saved / kind)
     assert checkpoint.format == "huggingface"
     assert ("lm_head.weight" in checkpoint) is not tied
     norm = checkpoint.read("model.norm.weight")
-    assert torch.equal(norm, llama(tied=tied).model.norm.weight)
+    assert torch.equal(norm, expected.model.norm.weight)
 
 
 def test_a_model_that_is_not_tied_misses_what_a_tied_one_left_out(saved: Path) -> None:
     with pytest.raises(remesh.MismatchError) as caught:
-        remesh.load(llama(tied=False), saved / "tied")
+        remesh.load(make("Llama", 0), saved / "tied")
     assert caught.value.missing == ("lm_head.weight",)
 
 
@@ -128,21 +114,13 @@ DTYPES = (
 def test_every_element_type_of_safetensors(tmp_path: Path) -> None:
     state = {str(dtype): torch.arange(2, 14).reshape(3, 4).to(dtype) for dtype in DTYPES}
     state |= {"empty": torch.zeros(0, 3), "number": torch.tensor(3.0)}
-    packed = torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(torch.float4_e2m1fn_x2)
-    save_file({**state, "packed": packed}, tmp_path / "x.safetensors", {"format": "pt", "a": "b"})
+    packed = torch.arange(8, dtype=torch.uint8).reshape(2, 4)
+    state["packed"] = packed.view(torch.float4_e2m1fn_x2)
+    save_file(state, tmp_path / "x.safetensors", {"format": "pt", "a": "b"})
     checkpoint = remesh.Checkpoint(tmp_path / "x.safetensors")
-    assert set(checkpoint) == {*state, "packed"}
+    assert set(checkpoint) == set(state)
     for name, tensor in state.items():
-        found = checkpoint.read(name)
-        assert found.dtype == tensor.dtype
-        assert found.shape == tensor.shape
-        # safetensors' own reader agrees, and numpy compares bits of every type.
-        assert found.reshape(-1).view(torch.uint8).tolist() == (
-            tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
-        )
-    found = checkpoint.read("packed")
-    assert found.dtype == packed.dtype
-    assert torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
+        assert bits_of(checkpoint.read(name)) == bits_of(tensor)
 
 
 def test_adapters_and_pipelines(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import remesh
 from remesh.checkpoint import convert
@@ -22,35 +21,35 @@ from remesh.errors import CheckpointExistsError, StorageError
 from remesh.exchange import Exchange
 from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
-from remesh.storage import LocalStorage, MemoryStorage, open_storage
+from remesh.storage import MemoryStorage, Storage, open_storage
 from remesh.training import export_weights
+from tests.engine.test_shared_place import OwnDisk
+from tests.fuzz.files import write_files
+from tests.recipes.models import logits_of, make, read_by_transformers, shard, tensors_in
 from tests.storage.object_servers import BUCKET, ENVIRONMENT, s3_server
 from tests.support import run_processes, run_ranks
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 LIMIT = 4096
 
 
-def llama(*, tied: bool) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+KINDS = ("Llama", "tied Llama")
 
 
-def write_in_ranks(exchange: Exchange, folder: Path) -> None:
-    """Live FSDP2 modules, in one file and several, now and in the background."""
+def write_in_ranks(exchange: Exchange, root: str, environment: dict[str, str]) -> None:
+    """Live FSDP2 modules: in one file and several, now, in the background, and exported."""
+    os.environ.update(environment)
     mesh = init_device_mesh("cpu", (2,))
-    for tied in (False, True):
-        model = llama(tied=tied)
+    for kind in KINDS:
+        model, place = make(kind, 0), f"{root}/{kind}"
         config = json.loads(model.config.to_json_string())
-        fully_shard(model.model.layers[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        place = folder / ("tied" if tied else "plain")
+        shard(model, "fsdp", mesh)
         remesh.save(model, place, format="huggingface", metadata=config)
+        remesh.save(model, f"{place}-single", format="torch_file")
+        export_weights(
+            {"model": model}, f"{place}-exported", dtype=None, max_file_bytes=LIMIT, config=config
+        )
         with remesh.Saver(
             format="huggingface", format_options={"max_shard_bytes": LIMIT}, writer="process"
         ) as saver:
@@ -61,18 +60,15 @@ def write_in_ranks(exchange: Exchange, folder: Path) -> None:
             handle.result()
 
 
-def test_from_pretrained_reads_what_ranks_have_written(tmp_path: Path) -> None:
-    run_processes(2, write_in_ranks, tmp_path)
-    tokens = torch.arange(8)[None]
-    for name in ("plain", "tied"):
-        expected = llama(tied=name == "tied")
-        expected.save_pretrained(tmp_path / "theirs" / name)
-        theirs = load_file(tmp_path / "theirs" / name / "model.safetensors")
-        for folder in (tmp_path / name, tmp_path / f"{name}-sharded"):
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-            assert torch.equal(loaded(tokens).logits, expected(tokens).logits)
-            files = sorted(folder.glob("*.safetensors"))
-            ours = {key: value for file in files for key, value in load_file(file).items()}
+def check_written(root: Path) -> None:
+    """`from_pretrained` reads what ranks have written, and it is what `save_pretrained` writes."""
+    for kind in KINDS:
+        expected = make(kind, 0)
+        expected.save_pretrained(root / "theirs" / kind)
+        theirs = tensors_in(root / "theirs" / kind)
+        for folder in (root / kind, root / f"{kind}-exported", root / f"{kind}-sharded"):
+            assert torch.equal(logits_of(read_by_transformers(folder)), logits_of(expected))
+            files, ours = sorted(folder.glob("*.safetensors")), tensors_in(folder)
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
             assert remesh.Checkpoint(folder).format == "huggingface"
@@ -84,43 +80,24 @@ def test_from_pretrained_reads_what_ranks_have_written(tmp_path: Path) -> None:
         assert max(sizes) <= LIMIT
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(sizes)
+        single = torch.load(root / f"{kind}-single" / "state.pt", weights_only=True)
+        assert all(torch.equal(single[key], one) for key, one in expected.state_dict().items())
 
 
-def columns(rank: int, fill: int) -> dict[str, Any]:
-    """Boxes whose rows are far apart in their tensor, of several element types."""
-    wide = np.arange(4 * 6 * 5, dtype=np.float64).reshape(4, 6, 5) + fill
-    narrow = (np.arange(4 * 6) % 7 + fill).astype(np.int8).reshape(4, 6)
-    at = slice(0, 2) if rank == 0 else slice(2, 6)
-    first = at.start
-    return {
-        "wide": remesh.ShardedTensor.at_offset(
-            "wide", wide[:, at].copy(), (4, 6, 5), (0, first, 0)
-        ),
-        "narrow": remesh.ShardedTensor.at_offset(
-            "narrow", narrow[:, at].copy(), (4, 6), (0, first)
-        ),
-    }
+def test_from_pretrained_reads_what_ranks_have_written(tmp_path: Path) -> None:
+    run_processes(2, write_in_ranks, str(tmp_path), {})
+    check_written(tmp_path)
 
 
-@pytest.mark.parametrize("limit", [10**6, 1])
-def test_columns_are_written_in_place_and_replaced(limit: int, tmp_path: Path) -> None:
-    options = {"max_shard_bytes": limit}
-
-    def one(exchange: Exchange) -> None:
-        for fill in (0, 1):
-            remesh.save(
-                columns(exchange.rank, fill), tmp_path, format="huggingface",
-                format_options=options, overwrite=fill > 0, group=exchange,
-            )  # fmt: skip
-
-    run_ranks(2, one)
-    files = sorted(tmp_path.glob("*"))
-    assert len(files) == (1 if limit > 1 else 3)
-    found = {k: v for file in files if file.suffix != ".json" for k, v in load_file(file).items()}
-    assert found["wide"].flatten().tolist() == (np.arange(120.0) + 1).tolist()
-    assert found["narrow"].flatten().tolist() == (np.arange(24) % 7 + 1).tolist()
-    remesh.save({"w": torch.ones(2)}, tmp_path, format="safetensors", overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+@pytest.mark.slow
+def test_what_ranks_have_written_to_a_bucket(tmp_path: Path) -> None:
+    with s3_server() as server:
+        environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL": server.endpoint}
+        run_processes(2, write_in_ranks, f"s3://{BUCKET}", environment)
+        storage = open_storage(f"s3://{BUCKET}")
+        write_files({path: storage.read(path) for path in storage.list()}, tmp_path)
+        assert server.uploads() == []
+    check_written(tmp_path)
 
 
 def whole(fill: int) -> dict[str, Any]:
@@ -157,6 +134,37 @@ def check(found: dict[str, Any], fill: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [10**9, 4_000_000])
+def test_tensors_are_written_in_place_and_replaced(limit: int, tmp_path: Path) -> None:
+    options = {"max_shard_bytes": limit}
+
+    def one(exchange: Exchange) -> None:
+        for fill in (0, 1):
+            remesh.save(
+                cut(exchange.rank, fill), tmp_path, format="huggingface",
+                format_options=options, overwrite=fill > 0, group=exchange,
+            )  # fmt: skip
+
+    run_ranks(3, one)
+    assert len(list(tmp_path.iterdir())) == (1 if limit == 10**9 else 3)
+    check(tensors_in(tmp_path), 1)
+    remesh.save({"w": torch.ones(2)}, tmp_path, format="safetensors", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def save(saver: remesh.Saver, state: dict[str, Any], storage: Storage, **options: Any) -> None:
+    """Save now or in the background, by which time the state is another one."""
+    if options.pop("in_background"):
+        handle = saver.save_async(state, storage, **options)
+        for value in state.values():
+            is_cut = isinstance(value, remesh.ShardedTensor)
+            array: Any = value.parts[0].data if is_cut else value
+            array[...] = -1
+        handle.result()
+    else:
+        saver.save(state, storage, **options)
+
+
+@pytest.mark.parametrize("limit", [10**9, 4_000_000])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_tensors_are_collected_for_an_object_store(
     limit: int, in_background: bool, monkeypatch: pytest.MonkeyPatch
@@ -169,17 +177,9 @@ def test_tensors_are_collected_for_an_object_store(
     def one(exchange: Exchange) -> None:
         with remesh.Saver(group=exchange, format="huggingface", format_options=options) as saver:
             for fill in (0, 1):
+                how: Any = {"in_background": in_background, "overwrite": fill > 0}
                 state = cut(exchange.rank, fill)
-                saved: Any = {"overwrite": fill > 0, "metadata": {"model_type": "mine"}}
-                if in_background:
-                    handle = saver.save_async(state, storage, **saved)
-                    for value in state.values():
-                        is_cut = isinstance(value, remesh.ShardedTensor)
-                        array: Any = value.parts[0].data if is_cut else value
-                        array[...] = -1
-                    handle.result()
-                else:
-                    saver.save(state, storage, **saved)
+                save(saver, state, storage, metadata={"model_type": "mine"}, **how)
 
     run_ranks(3, one)
     places = json.loads(storage.read("model.safetensors.index.json"))["weight_map"]
@@ -208,10 +208,7 @@ def test_a_single_file_in_an_object_store(
 
     def one(exchange: Exchange) -> None:
         with remesh.Saver(group=exchange, format=name) as saver:
-            if in_background:
-                saver.save_async(cut(exchange.rank, 0), storage).result()
-            else:
-                saver.save(cut(exchange.rank, 0), storage)
+            save(saver, cut(exchange.rank, 0), storage, in_background=in_background)
             olds.append(storage.read(file))
             with pytest.raises(CheckpointExistsError, match="already"):
                 saver.save(cut(exchange.rank, 1), storage)
@@ -276,72 +273,12 @@ def test_a_failure_of_one_writer_is_raised_by_all(
     storage = NoObject()
 
     def one(exchange: Exchange) -> None:
-        state = cut(exchange.rank, 0)
         saver = remesh.Saver(group=exchange, format="huggingface")
-
-        def save() -> None:
-            if in_background:
-                saver.save_async(state, storage)
-                saver.close()
-            else:
-                saver.save(state, storage)
-
         with pytest.raises(StorageError, match="denied"):
-            save()
+            save(saver, cut(exchange.rank, 0), storage, in_background=in_background)
 
     run_ranks(3, one)
     assert [path for path in storage.list() if not path.endswith("failed.msgpack")] == []
-
-
-def to_bucket(exchange: Exchange, bucket: str, endpoint: str) -> None:
-    """A model that FSDP2 has cut, in a bucket: saved, in the background, and exported."""
-    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=endpoint)
-    model = llama(tied=True)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    config = json.loads(model.config.to_json_string())
-    options = {"max_shard_bytes": LIMIT}
-    remesh.save(
-        model, f"{bucket}/saved", format="huggingface", format_options=options, metadata=config
-    )
-    remesh.save(model, f"{bucket}/single", format="torch_file")
-    with remesh.Saver(format="huggingface", writer="process") as saver:
-        handle = saver.save_async(model, f"{bucket}/background", metadata=config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        handle.result()
-    model = llama(tied=True)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    export_weights(
-        {"model": model}, f"{bucket}/exported", dtype=None, max_file_bytes=LIMIT, config=config
-    )
-
-
-@pytest.mark.slow
-def test_shards_go_to_a_bucket(tmp_path: Path) -> None:
-    """Written by two processes to a server of S3, and read by `from_pretrained`."""
-    model = llama(tied=True)
-    expected = dict(model.state_dict())
-    tokens = torch.arange(8)[None]
-    with s3_server() as server:
-        bucket = f"s3://{BUCKET}"
-        run_processes(2, to_bucket, bucket, server.endpoint)
-        for name in ("saved", "background", "exported"):
-            assert remesh.Checkpoint(f"{bucket}/{name}").format == "huggingface"
-            (tmp_path / name).mkdir()
-            storage = open_storage(f"{bucket}/{name}")
-            for path in storage.list():
-                (tmp_path / name / path).write_bytes(storage.read(path))
-        single = torch.load(
-            io.BytesIO(open_storage(f"{bucket}/single").read("state.pt")), weights_only=True
-        )
-        assert server.uploads() == []
-    assert all(torch.equal(value, expected[key]) for key, value in single.items())
-    for name in ("saved", "background", "exported"):
-        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
-        assert all(torch.equal(value, expected[key]) for key, value in found.state_dict().items())
-        assert torch.equal(found(tokens).logits, model(tokens).logits)
-    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
 
 
 def test_a_conversion_to_an_object_store(tmp_path: Path) -> None:
@@ -349,17 +286,6 @@ def test_a_conversion_to_an_object_store(tmp_path: Path) -> None:
     storage = MemoryStorage()
     convert(tmp_path, storage, format="huggingface")
     assert remesh.Checkpoint(storage)["w"].tolist() == list(range(6))
-
-
-class OwnDisk(LocalStorage):
-    """A disk of a node, which has the path that all nodes use."""
-
-    @property
-    def url(self) -> str:
-        return "/checkpoints/weights"
-
-    def space(self) -> None:
-        return None
 
 
 def test_disks_of_nodes_are_not_taken_for_one_file(
@@ -371,7 +297,7 @@ def test_disks_of_nodes_are_not_taken_for_one_file(
     def one(exchange: Exchange) -> None:
         place = OwnDisk(tmp_path / str(exchange.rank))
         with pytest.raises(remesh.errors.NotSharedError):
-            remesh.save(columns(exchange.rank, 0), place, format="huggingface", group=exchange)
+            remesh.save(cut(exchange.rank, 0), place, format="huggingface", group=exchange)
 
-    run_ranks(2, one)
+    run_ranks(3, one)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

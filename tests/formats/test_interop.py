@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +23,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import remesh
 from remesh.exchange import Exchange
+from tests.engine.bits import bits_of
 from tests.support import run_processes, run_ranks
 
-Contents = dict[str, tuple[str, bytes]]
+Contents = dict[str, Any]
 
 
-def bits(tensor: torch.Tensor) -> tuple[str, bytes]:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    flat = whole.detach().contiguous().reshape(-1).view(torch.uint8)
-    return f"{whole.dtype} {tuple(whole.shape)}", flat.numpy().tobytes()
+def bits(tensor: torch.Tensor) -> Any:
+    return bits_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -123,6 +123,8 @@ def megatron() -> Any:
         return importlib.import_module("megatron.core.dist_checkpointing")
 
 
+RNG = {"state": torch.arange(4, dtype=torch.uint8), "numpy": ("MT", [1.5])}
+OURS = SimpleNamespace(ShardedTensor=remesh.ShardedTensor, mapping=remesh.sharding)
 ROWS, COLUMNS = 12, 6
 COMMON = {
     "iteration": 7,
@@ -140,34 +142,26 @@ def whole_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def megatron_state(exchange: Exchange, *, empty: bool) -> dict[str, Any]:
+def state_of(package: Any, exchange: Exchange, *, empty: bool) -> dict[str, Any]:
+    """This rank's part, described by the classes of a package: both have the same names."""
     rank, num_ranks = exchange.rank, exchange.world_size
-    whole = whole_tensors()
-    rows = whole["weight"].chunk(num_ranks)[rank].clone()
-    layers = whole["layers.bias"].chunk(num_ranks)[rank].clone()
+    rows, layers = (whole.chunk(num_ranks)[rank].clone() for whole in whole_tensors().values())
     if empty:
         rows.zero_()
         layers.zero_()
+    made = package.ShardedTensor.from_rank_offsets
+    rng = None if empty else RNG
     state: dict[str, Any] = {
-        "weight": megatron().ShardedTensor.from_rank_offsets("weight", rows, (0, rank, num_ranks)),
+        "weight": made("weight", rows, (0, rank, num_ranks)),
         "layers": {
-            f"{number}": megatron().ShardedTensor.from_rank_offsets(
-                "layers.bias",
-                layer,
-                (0, rank * len(layers) + number, 4),
-                prepend_axis_num=1,
+            f"{number}": made(
+                "layers.bias", layer, (0, rank * len(layers) + number, 4), prepend_axis_num=1
             )
             for number, layer in enumerate(layers)
         },
-        "rng": megatron().mapping.ShardedObject(
-            "rng", None if empty else rng_of(0), (1,), (0,), replica_id=rank
-        ),
+        "rng": package.mapping.ShardedObject("rng", rng, (1,), (0,), replica_id=rank),
     }
     return state if empty else {**state, **COMMON}
-
-
-def rng_of(rank: int) -> dict[str, Any]:
-    return {"state": torch.arange(4, dtype=torch.uint8) + rank, "numpy": ("MT", [1.5])}
 
 
 def on_the_cpu() -> None:
@@ -178,64 +172,39 @@ def on_the_cpu() -> None:
     warnings.simplefilter("ignore")
 
 
-def megatron_save(exchange: Exchange, folder: Path) -> None:
-    on_the_cpu()
-    megatron().save(megatron_state(exchange, empty=False), str(folder))
-
-
-def megatron_load(exchange: Exchange, folder: Path) -> Any:
-    on_the_cpu()
-    loaded = megatron().load(megatron_state(exchange, empty=True), str(folder))
-    layers = torch.stack([loaded["layers"][key] for key in sorted(loaded["layers"])])
-    common = {name: loaded[name] for name in COMMON}
-    rng = loaded["rng"]
-    return bits(loaded["weight"]), bits(layers), common, (rng["state"].tolist(), rng["numpy"])
+def contents_of(weight: Any, layers: dict[Any, Any], rng: Any) -> Any:
+    stacked = torch.stack([layers[key] for key in sorted(layers)])
+    return bits(weight), bits(stacked), (rng["state"].tolist(), rng["numpy"])
 
 
 def expected_of(rank: int, num_ranks: int) -> Any:
-    whole = whole_tensors()
-    return tuple(bits(whole[name].chunk(num_ranks)[rank]) for name in ("weight", "layers.bias"))
-
-
-def our_state(exchange: Exchange, *, empty: bool) -> dict[str, Any]:
-    rank, num_ranks = exchange.rank, exchange.world_size
-    parts = {name: t.chunk(num_ranks)[rank].clone() for name, t in whole_tensors().items()}
-    if empty:
-        for part in parts.values():
-            part.zero_()
-    rng = remesh.sharding.ShardedObject(
-        "rng", None if empty else rng_of(0), (1,), (0,), replica_id=rank
-    )
-    return {
-        **({"iteration": 0} if empty else COMMON),
-        "tensors": [
-            remesh.ShardedTensor.from_rank_offsets(name, part, (0, rank, num_ranks))
-            for name, part in parts.items()
-        ],
-        "rng": rng,
-    }
+    weight, layers = (whole.chunk(num_ranks)[rank] for whole in whole_tensors().values())
+    return contents_of(weight, dict(enumerate(layers)), RNG)
 
 
 def load_from_megatron(exchange: Exchange, folder: Path) -> Any:
-    state = our_state(exchange, empty=True)
+    state = state_of(OURS, exchange, empty=True) | {"iteration": 0}
     remesh.load(state, folder, group=exchange)
-    rng: Any = state["rng"].data
-    tensors = [part.data for tensor in state["tensors"] for part in tensor.parts]
     assert state["iteration"] == 7
-    return (*map(bits, tensors), (rng["state"].tolist(), rng["numpy"]))
+    weight, *layers = [
+        tensor.parts[0].data for tensor in (state["weight"], *state["layers"].values())
+    ]
+    return contents_of(
+        weight, {f"{n}": layer[0] for n, layer in enumerate(layers)}, state["rng"].data
+    )
 
 
-def save_for_megatron(exchange: Exchange, folder: Path, name: str) -> None:
-    state = our_state(exchange, empty=False)
-    remesh.save(state, folder, format=name, group=exchange)
-
-
-RNG = ([0, 1, 2, 3], ("MT", [1.5]))
+def save_for_megatron(exchange: Exchange, folder: Path) -> None:
+    state = state_of(OURS, exchange, empty=False)
+    remesh.save(state, folder, format="torch_dist", group=exchange)
 
 
 def megatron_save_and_load(exchange: Exchange, theirs: Path, ours: Path) -> Any:
-    megatron_save(exchange, theirs)
-    return megatron_load(exchange, ours)
+    on_the_cpu()
+    megatron().save(state_of(megatron(), exchange, empty=False), str(theirs))
+    found = megatron().load(state_of(megatron(), exchange, empty=True), str(ours))
+    assert {name: found[name] for name in COMMON} == COMMON
+    return contents_of(found["weight"], found["layers"], found["rng"])
 
 
 @pytest.mark.parametrize(
@@ -247,11 +216,11 @@ def test_megatron_and_remesh_load_what_the_other_saved(
     """In one job of Megatron's, whose ranks import it for seconds."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
-    run_ranks(num_ours, save_for_megatron, ours, "torch_dist")
+    run_ranks(num_ours, save_for_megatron, ours)
     for rank, loaded in enumerate(run_processes(num_theirs, megatron_save_and_load, theirs, ours)):
-        assert loaded == (*expected_of(rank, num_theirs), COMMON, RNG)
+        assert loaded == expected_of(rank, num_theirs)
     for rank, loaded in enumerate(run_ranks(num_ours, load_from_megatron, theirs)):
-        assert loaded == (*expected_of(rank, num_ours), RNG)
+        assert loaded == expected_of(rank, num_ours)
     found = remesh.Checkpoint(theirs)
     assert found.state()["nested"] == COMMON["nested"]
     assert found.values["args"] == COMMON["args"]

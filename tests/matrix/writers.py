@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -70,7 +71,10 @@ class App(Stateful):
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
+        model, optimizer = state_dict["model"], state_dict["optimizer"]
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
 
 
 def dcp_stateful(folder: Path) -> Trained:

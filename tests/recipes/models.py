@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -65,6 +67,22 @@ def make(kind: str, seed: int) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.03)
     return model
+
+
+def read_by_transformers(folder: Path | str) -> Any:
+    """The model in a folder, which computes as those of `make` do."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.eval()
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What the safetensors library reads from all files of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def logits_of(model: Any) -> torch.Tensor:

@@ -25,8 +25,7 @@ from remesh.recipes import (
 )
 from remesh.transform import TensorInfo
 from tests.compat.megatron.layouts import megatron_on_cpu
-from tests.recipes.models import KINDS, logits_of, make, shard
-from tests.recipes.test_transformers import tensors_in
+from tests.recipes.models import KINDS, logits_of, make, shard, tensors_in
 from tests.support import run_processes
 
 pytest.importorskip("transformers", minversion="5")
