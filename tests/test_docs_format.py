@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ import zstandard
 import remesh
 from remesh.core import values
 from remesh.core.dtypes import DTYPES
-from remesh.core.geometry import Box, boxes_of_flat_range
+from remesh.core.geometry import Box
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.core.packing import unpack
 from remesh.core.safetensors_file import ALIGNMENT, decode_header
 from remesh.core.tables import decode_columns
 from remesh.exchange import Exchange
 from remesh.formats import native
+from tests.data.native import states
+from tests.data.native.make import save_shards
 from tests.engine.bits import bits_of, random_tensor
 from tests.support import run_ranks
 
@@ -74,98 +77,40 @@ def test_the_reader_is_short_and_needs_only_numpy() -> None:
     assert "remesh" not in checker.replace("remesh.json", "").replace('"remesh.', "")
 
 
-def test_it_reads_every_dtype(tmp_path: Path) -> None:
-    state = {
-        dtype.name: random_tensor(getattr(torch, dtype.name), (3, 5))
-        for dtype in DTYPES
-        if hasattr(torch, dtype.name)
-    }
-    assert len(state) == len(DTYPES)
-    remesh.save({"all": state, "step": 3}, tmp_path / "c")
-    found = read_checkpoint(tmp_path / "c")
-    assert set(found) == {f"all.{name}" for name in state}
-    for name, tensor in state.items():
-        array = found[f"all.{name}"]
-        assert array.shape == (3, 5)
-        assert array.tobytes() == bytes_of(tensor)
-    assert found["all.int16"].dtype == np.int16
-    assert found["all.complex128"].dtype == np.complex128
-    assert found["all.bool"].dtype == np.bool_
-    assert found["all.bfloat16"].dtype == np.uint16
+PAIRS = random_tensor(torch.complex128, (3, 2))
 
 
-def test_it_reads_a_model_with_tied_weights(tmp_path: Path) -> None:
-    embed = torch.nn.Embedding(7, 4)
-    head = torch.nn.Linear(4, 7, bias=False)
-    head.weight = embed.weight
-    strided = torch.arange(12).reshape(3, 4).T
-    state = {
-        "model": torch.nn.ModuleDict({"embed": embed, "head": head}),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(0, 4, dtype=torch.int8),
-        "strided": strided,
-        "naïve 名": np.arange(3, dtype=np.int16),
-    }
-    remesh.save(state, tmp_path / "c", metadata={"ü": '\x7f \n"\\', "lr": 1e-08, "big": 1e300})
-    check(tmp_path / "c")
-    found = read_checkpoint(tmp_path / "c")
-    weight = embed.weight.detach().numpy()
-    assert found["model.embed.weight"].tobytes() == weight.tobytes()
-    assert found["model.head.weight"] is found["model.embed.weight"]
-    assert found["scalar"].shape == ()
-    assert found["scalar"] == 2.5
-    assert found["empty"].shape == (0, 4)
-    assert found["strided"].tolist() == strided.tolist()
-    assert found["naïve 名"].tolist() == [0, 1, 2]
+def save_pairs(exchange: Exchange, place: Path) -> None:
+    """Tensors whose elements are pairs in the file, a row on each rank; a name of each rank."""
+    rank = exchange.rank
+    row = remesh.ShardedTensor.from_rank_offsets("pairs", PAIRS[rank : rank + 1], (0, rank, 3))
+    state = {"pairs": row, "only": {str(rank): torch.full((rank + 1,), rank)}}
+    remesh.save(state, place, group=exchange)
 
 
-def test_it_reads_what_several_ranks_wrote(tmp_path: Path) -> None:
-    columns = random_tensor(torch.bfloat16, (6, 9))
-    flat = random_tensor(torch.float32, (5, 3, 4))
-    experts = random_tensor(torch.float8_e4m3fn, (3, 2, 2))
-    pairs = random_tensor(torch.complex128, (3, 2))
-    same = random_tensor(torch.float64, (11,))
+METADATA = {"ü": '\x7f \n"\\', "lr": 1e-08, "big": 1e300}
+SAVES: dict[str, Callable[[Path], object]] = {
+    "types, ties, no elements": lambda place: remesh.save(states.dtypes(), place),
+    "strides, other names": lambda place: remesh.save(
+        {"T": torch.arange(12).reshape(3, 4).T, "naïve 名": np.arange(3)}, place, metadata=METADATA
+    ),
+    "parts of four ranks": lambda place: run_ranks(4, save_shards, place),
+    "pairs of three ranks": lambda place: run_ranks(3, save_pairs, place),
+    "no tensors": lambda place: remesh.save({"step": 1}, place),
+}
 
-    def save(exchange: Exchange) -> None:
-        rank = exchange.rank
-        begin, end = rank * 20, rank * 20 + 20
-        parts = tuple(
-            remesh.sharding.Part(box, flat[box.slices])
-            for box in boxes_of_flat_range((5, 3, 4), begin, end)
-        )
-        state = {
-            "columns": remesh.ShardedTensor.at_offset(
-                "columns", columns[:, rank * 3 : rank * 3 + 3], (6, 9), (0, rank * 3)
-            ),
-            "moment": remesh.ShardedTensor("optim.moment", (5, 3, 4), parts),
-            "expert": remesh.ShardedTensor.from_rank_offsets(
-                "experts", experts[rank], (0, rank, 3), prepend_axis_num=1
-            ),
-            "pairs": remesh.ShardedTensor.from_rank_offsets(
-                "pairs", pairs[rank : rank + 1], (0, rank, 3)
-            ),
-            "same": same,
-            "only": {str(rank): torch.full((rank + 1,), rank)},
-            "step": 5,
-        }
-        remesh.save(state, tmp_path / "c", group=exchange)
 
-    run_ranks(3, save)
-    check(tmp_path / "c")
-    found = read_checkpoint(tmp_path / "c")
-    expected = {
-        "columns": columns,
-        "optim.moment": flat,
-        "experts": experts,
-        "pairs": pairs,
-        "same": same,
-    }
-    assert set(found) == {*expected, "only.0", "only.1", "only.2"}
-    for name, tensor in expected.items():
-        assert found[name].shape == tuple(tensor.shape)
-        assert found[name].tobytes() == bytes_of(tensor)
-    assert found["only.2"].tolist() == [2, 2, 2]
-    assert len(list((tmp_path / "c").glob("data-*/0*.safetensors"))) == 3
+@pytest.mark.parametrize("name", SAVES)
+def test_it_reads_what_is_saved(name: str, tmp_path: Path) -> None:
+    SAVES[name](tmp_path)
+    check(tmp_path)
+    checkpoint, found = remesh.Checkpoint(tmp_path), read_checkpoint(tmp_path)
+    assert set(found) == set(checkpoint.index)
+    for key, array in found.items():
+        expected = checkpoint.read(key)
+        assert (array.shape, array.tobytes()) == (tuple(expected.shape), bytes_of(expected)), key
+        is_same = array.dtype.name == str(expected.dtype).removeprefix("torch.")
+        assert is_same or array.dtype.kind == "u", "unsigned where numpy has no such type"
 
 
 def test_it_reads_compressed_files(tmp_path: Path) -> None:
@@ -199,12 +144,6 @@ def test_it_reads_compressed_files(tmp_path: Path) -> None:
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
         with pytest.raises((AssertionError, ValueError, zstandard.ZstdError)):
             programs["check"](tmp_path)
-
-
-def test_it_reads_an_empty_checkpoint(tmp_path: Path) -> None:
-    remesh.save({"step": 1}, tmp_path / "c")
-    check(tmp_path / "c")
-    assert read_checkpoint(tmp_path / "c") == {}
 
 
 @pytest.mark.parametrize(

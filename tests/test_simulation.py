@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -192,17 +191,3 @@ def test_silence_is_noticed_after_the_timeout_and_told_with_the_next_heartbeat(
     assert HEARTBEAT_TIMEOUT - 1.0 + 2.0 < formed < HEARTBEAT_TIMEOUT + TICK_SECONDS + 1.0 + 2.0
     assert formation_seconds(PROCESS, num_nodes, 0, 2.0) <= 0.1 + 1.0 + 2.0
     assert formation_seconds(None, num_nodes, 0, 2.0) <= 1.0 + 2.0
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Cluster(num_nodes=0), "positive"),
-        (lambda: Cluster(num_nodes=3, min_nodes=4), "3 nodes are fewer than 4"),
-        (lambda: Workload(state_bytes=0, step_seconds=1.0), "positive"),
-        (lambda: Strategy(name="x", storage_every=0), "1 at least"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make: Callable[[], object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()

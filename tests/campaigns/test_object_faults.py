@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -16,7 +16,7 @@ from tests.campaigns.test_faults import load, save, stored_step
 from tests.storage.faulty_proxy import FAULTS, Fault, FaultyProxy, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server
 from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
-from tests.support.outcomes import Outcome
+from tests.support.outcomes import have_succeeded
 
 PART_BYTES = 5 << 20  # the smallest that S3 accepts
 
@@ -44,18 +44,6 @@ def place_at(endpoint: str, name: str) -> ObjectStorage:
     return ObjectStorage(f"s3://{BUCKET}/{name}", store, part_bytes=PART_BYTES)
 
 
-def have_succeeded(outcomes: Sequence[Outcome[object]], name: str) -> bool:
-    """Whether all ranks did; those that did not raised an error that names the place."""
-    for outcome in outcomes:
-        if isinstance(outcome, Returned):
-            continue
-        assert isinstance(outcome, Raised), outcome
-        assert isinstance(outcome.error, remesh.RemeshError), outcome.traceback
-        assert not isinstance(outcome.error, remesh.errors.RankFailedError), outcome.traceback
-        assert f"s3://{BUCKET}/{name}" in str(outcome.error), outcome.traceback
-    return all(isinstance(outcome, Returned) for outcome in outcomes)
-
-
 def step_at(storage: ObjectStorage) -> int:
     """The step that is there, bit for bit; 0 if there is none."""
     try:
@@ -78,14 +66,14 @@ def meet(
     allowed = {before}
     if way == "save" or before == 0:
         outcomes = run_ranks_outcomes(num_ranks, save, places, step, "save")
-        succeeded = have_succeeded(outcomes, name)
+        succeeded = have_succeeded(outcomes, good.url)
         # The answer to what announces a save may have been lost.
         allowed = {step} if succeeded else {before, step}
     elif way == "load":
-        succeeded = have_succeeded(run_ranks_outcomes(num_ranks, load, places, before), name)
+        succeeded = have_succeeded(run_ranks_outcomes(num_ranks, load, places, before), good.url)
     else:
         checks = run_ranks_outcomes(1, lambda _: is_well(places[0]))
-        succeeded = have_succeeded(checks, name)
+        succeeded = have_succeeded(checks, good.url)
         assert checks != [Returned(False)] or proxy.plan.met["flip"] > num_flips
     assert step_at(good) in allowed
     return succeeded

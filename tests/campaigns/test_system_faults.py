@@ -20,8 +20,8 @@ import remesh
 from remesh.exchange import Exchange
 from tests.campaigns.test_power_loss import CHANGES, number_at, save_part
 from tests.descriptors import open_below
-from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
-from tests.support.outcomes import Outcome
+from tests.support import Returned, run_ranks, run_ranks_outcomes
+from tests.support.outcomes import Outcome, have_succeeded
 from tests.support.system_calls import Call, SystemCalls
 from tests.waiting import wait_until
 
@@ -89,17 +89,11 @@ def verify(path: Path) -> bool:
     return remesh.Checkpoint(path).verify().ok
 
 
-def have_succeeded(outcomes: Sequence[Outcome[object]], root: Path, fault: OneFault) -> bool:
+def succeed(outcomes: Sequence[Outcome[object]], root: Path) -> bool:
     """Whether all ranks did; if not, all of them raised an error that names a file."""
-    if all(isinstance(outcome, Returned) for outcome in outcomes):
-        return True
-    assert fault.call is not None
-    for outcome in outcomes:
-        assert isinstance(outcome, Raised), outcome
-        assert isinstance(outcome.error, remesh.RemeshError), outcome.traceback
-        assert not isinstance(outcome.error, remesh.errors.RankFailedError), outcome.traceback
-        assert str(root) in str(outcome.error), outcome.traceback
-    return False
+    all_did = have_succeeded(outcomes, str(root))
+    assert all_did or not any(isinstance(outcome, Returned) for outcome in outcomes), outcomes
+    return all_did
 
 
 def num_descriptors() -> int:
@@ -112,13 +106,13 @@ def meet(root: Path, num_ranks: int, fault: OneFault) -> str:
     run_ranks(num_ranks, save_part, path, 1)
     descriptors, threads = num_descriptors(), threading.active_count()
     with SystemCalls(root, before=fault.before, after=fault.after):
-        saved = have_succeeded(run_ranks_outcomes(num_ranks, save_part, path, 2), root, fault)
+        saved = succeed(run_ranks_outcomes(num_ranks, save_part, path, 2), root)
         there = 2 if fault.is_announced else 1
         assert not saved or fault.is_announced
         loads = run_ranks_outcomes(num_ranks, load_part, path)
-        loaded = have_succeeded(loads, root, fault)
+        loaded = succeed(loads, root)
         checks = run_ranks_outcomes(1, lambda _: verify(path))
-        verified = have_succeeded(checks, root, fault)
+        verified = succeed(checks, root)
     if loaded:
         assert {outcome.value for outcome in loads if isinstance(outcome, Returned)} == {there}
     if verified:

@@ -28,14 +28,6 @@ def test_a_block_comes_back(block: np.ndarray[Any, np.dtype[np.uint8]], num_plan
     assert (found == block).all()
 
 
-@given(stored=arrays(np.uint8, st.integers(0, 60)), size=st.integers(1, 60))
-def test_any_bytes_are_decoded_or_refused(
-    stored: np.ndarray[Any, np.dtype[np.uint8]], size: int
-) -> None:
-    block = np.zeros(size, np.uint8)
-    assert decode_block(stored, block, "file") in {True, False}
-
-
 @given(block=BLOCKS, at=st.integers(0, 10**6), value=st.integers(0, 255))
 def test_a_changed_byte_is_refused_or_changes_the_content(
     block: np.ndarray[Any, np.dtype[np.uint8]], at: int, value: int

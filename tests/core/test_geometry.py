@@ -15,13 +15,6 @@ from remesh.core.geometry import (
     IntArray,
     boxes_of_flat_range,
     flat_span,
-    flat_spans,
-    intersect_rows,
-    pad_dims,
-    ravel_offset,
-    row_products,
-    row_strides,
-    strides_of,
     subtract,
     uncovered,
 )
@@ -97,11 +90,6 @@ def test_relative_to_refuses_what_begins_before() -> None:
         Box((1,), (2,)).relative_to(Box((2,), (4,)))
 
 
-def test_boxes_of_different_ndim_do_not_meet() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        Box((0,), (1,)).intersect(Box((0, 0), (1, 1)))
-
-
 # ---------------------------------------------------------------------------------------------
 # Subtracting
 # ---------------------------------------------------------------------------------------------
@@ -169,74 +157,3 @@ def test_the_flat_range_of_an_empty_tensor_has_no_boxes(shape: Shape) -> None:
 def test_a_flat_range_outside_the_tensor_is_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=f"{start}:{stop} does not lie in a tensor of 6"):
         boxes_of_flat_range((2, 3), start, stop)
-
-
-@given(shapes(max_dims=5, max_extent=6))
-def test_strides_are_numpys(shape: Shape) -> None:
-    assert strides_of(shape) == tuple(s // 8 for s in numbers(shape).strides)
-
-
-@given(shapes(min_dims=1), st.data())
-def test_ravel_offset_is_the_element_number(shape: Shape, data: st.DataObject) -> None:
-    offset = data.draw(st.tuples(*[st.integers(0, extent - 1) for extent in shape]))
-    assert ravel_offset(offset, shape) == numbers(shape)[offset]
-
-
-@given(SMALL.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape, min_extent=1))))
-def test_flat_span_encloses_the_box_tightly(drawn: tuple[Shape, Box]) -> None:
-    shape, box = drawn
-    found = elements(shape, box)
-    start, stop, contiguous = flat_span(shape, box)
-    assert (start, stop) == (min(found), max(found) + 1)
-    assert contiguous == (found == list(range(start, stop)))
-
-
-# ---------------------------------------------------------------------------------------------
-# Many boxes at once
-# ---------------------------------------------------------------------------------------------
-
-
-@st.composite
-def rows_of_boxes(draw: st.DrawFn) -> list[tuple[Shape, Box, Box]]:
-    """Shapes of different ndim, each with two non-empty boxes."""
-    rows = []
-    for _ in range(draw(st.integers(1, 6))):
-        shape = draw(SMALL)
-        box = boxes_in(shape, min_extent=1)
-        rows.append((shape, draw(box), draw(box)))
-    return rows
-
-
-@given(rows_of_boxes(), st.integers(4, 6))
-def test_padded_rows_say_the_same_as_boxes(
-    rows: list[tuple[Shape, Box, Box]], num_dims: int
-) -> None:
-    padded_shapes = pad_dims([shape for shape, _, _ in rows], num_dims, 1)
-    offsets = pad_dims([box.offset for _, box, _ in rows], num_dims, 0)
-    extents = pad_dims([box.shape for _, box, _ in rows], num_dims, 1)
-    others = pad_dims([other.offset for _, _, other in rows], num_dims, 0)
-    other_extents = pad_dims([other.shape for _, _, other in rows], num_dims, 1)
-
-    assert row_products(extents).tolist() == [box.size for _, box, _ in rows]
-    for row, (shape, _, _) in enumerate(rows):
-        assert tuple(row_strides(padded_shapes)[row, : len(shape)].tolist()) == strides_of(shape)
-    spans = zip(
-        *(column.tolist() for column in flat_spans(padded_shapes, offsets, extents)), strict=True
-    )
-    assert list(spans) == [flat_span(shape, box) for shape, box, _ in rows]
-
-    start, extent, meets = intersect_rows(offsets, extents, others, other_extents)
-    for row, (shape, box, other) in enumerate(rows):
-        common = box.intersect(other)
-        assert bool(meets[row]) == (common is not None)
-        if common is not None:
-            ndim = len(shape)
-            assert tuple(start[row].tolist()) == common.offset + (0,) * (num_dims - ndim)
-            assert tuple(extent[row].tolist()) == common.shape + (1,) * (num_dims - ndim)
-
-
-def test_no_rows() -> None:
-    empty = pad_dims([], 3, 1)
-    assert empty.shape == (0, 3)
-    assert row_products(empty).tolist() == []
-    assert [len(column) for column in flat_spans(empty, empty, empty)] == [0, 0, 0]

@@ -38,64 +38,6 @@ def version_2(group: str, **files: str | int) -> dict[str, str | int]:
     return {f"sys/fs/cgroup{group}/{name.replace('_', '.')}": text for name, text in files.items()}
 
 
-def test_a_machine_without_groups(tmp_path: Path) -> None:
-    assert available_memory(tree(tmp_path, {})) == 64 * GB
-
-
-def test_a_system_that_says_nothing(tmp_path: Path) -> None:
-    assert available_memory(tree(tmp_path, {}, meminfo=None)) is None
-
-
-def test_this_machine_says_something() -> None:
-    available = available_memory()
-    assert available is not None
-    assert 0 < available < 1 << 50
-
-
-@pytest.mark.parametrize("name", ["memory_max", "memory_high"])
-def test_a_container_of_version_2(name: str, tmp_path: Path) -> None:
-    """A pod of Kubernetes: the process sees its own group as the root."""
-    limits: dict[str, str | int] = {"memory_max": "max", "memory_high": "max", name: 8 * GB}
-    files = version_2(
-        "",
-        **limits,
-        memory_current=5 * GB,
-        memory_stat=f"anon {2 * GB}\ninactive_file {1 * GB}\nactive_file {2 * GB}",
-    )
-    files |= {"proc/self/cgroup": "0::/", "proc/self/mountinfo": VERSION_2_MOUNT}
-    assert available_memory(tree(tmp_path, files)) == 4 * GB
-
-
-@pytest.mark.parametrize("tightest", ["/kubepods", "/kubepods/pod1", "/kubepods/pod1/main"])
-def test_the_least_of_nested_groups(tightest: str, tmp_path: Path) -> None:
-    files: dict[str, str | int] = {
-        "proc/self/cgroup": "0::/kubepods/pod1/main",
-        "proc/self/mountinfo": VERSION_2_MOUNT,
-    }
-    for group in ("/kubepods", "/kubepods/pod1", "/kubepods/pod1/main"):
-        limit = 10 * GB if group == tightest else 40 * GB
-        files |= version_2(group, memory_max=limit, memory_current=3 * GB, memory_stat="anon 1")
-    assert available_memory(tree(tmp_path, files)) == 7 * GB
-
-
-def test_no_limit_of_version_2(tmp_path: Path) -> None:
-    files = version_2("/user", memory_max="max", memory_high="max", memory_current=3 * GB)
-    files |= {"proc/self/cgroup": "0::/user", "proc/self/mountinfo": VERSION_2_MOUNT}
-    assert available_memory(tree(tmp_path, files)) == 64 * GB
-
-
-def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    files = version_2("", memory_high=2 * GB, memory_current=3 * GB)
-    files |= {"proc/self/cgroup": "0::/", "proc/self/mountinfo": VERSION_2_MOUNT}
-    assert available_memory(tree(tmp_path, files)) == 0
-
-
-def test_a_process_outside_of_the_group_that_is_mounted(tmp_path: Path) -> None:
-    files = version_2("", memory_max=4 * GB, memory_current=1 * GB)
-    files |= {"proc/self/cgroup": "0::/../other", "proc/self/mountinfo": VERSION_2_MOUNT}
-    assert available_memory(tree(tmp_path, files)) == 3 * GB
-
-
 def version_1(top: str, group: str, limits: Mapping[str, str | int]) -> dict[str, str | int]:
     """A tree of version 1 beside an empty one of version 2, as systemd mounts both."""
     files: dict[str, str | int] = {
@@ -114,21 +56,66 @@ def version_1(top: str, group: str, limits: Mapping[str, str | int]) -> dict[str
     return files
 
 
-def test_nested_groups_of_version_1(tmp_path: Path) -> None:
-    limits: dict[str, str | int] = {"": NO_LIMIT_1, "/docker": 16 * GB, "/docker/abc": 32 * GB}
-    files = version_1("/", "/docker/abc", limits)
-    assert available_memory(tree(tmp_path, files)) == 12 * GB
+def in_pod(group: str, **files: str | int) -> dict[str, str | int]:
+    """The files of version 2 for a process of a group."""
+    known = {"proc/self/cgroup": f"0::{group}", "proc/self/mountinfo": VERSION_2_MOUNT}
+    return {**known, **version_2(group.partition("/..")[0].rstrip("/"), **files)}
 
 
-def test_a_container_of_version_1(tmp_path: Path) -> None:
-    """Docker mounts the container's own group; the process's group has its name on the host."""
-    files = version_1("/docker/abc", "/docker/abc", {"": 8 * GB})
-    assert available_memory(tree(tmp_path, files)) == 4 * GB
+def nested(tightest: str) -> dict[str, str | int]:
+    """Groups in groups, of which one has the least left."""
+    groups = ("/kubepods", "/kubepods/pod1", "/kubepods/pod1/main")
+    found = in_pod(groups[-1])
+    for group in groups:
+        limit = 10 * GB if group == tightest else 40 * GB
+        found |= version_2(group, memory_max=limit, memory_current=3 * GB, memory_stat="anon 1")
+    return found
 
 
-def test_no_limit_of_version_1(tmp_path: Path) -> None:
-    files = version_1("/", "/", {"": NO_LIMIT_1})
-    assert available_memory(tree(tmp_path, files)) == 64 * GB
+USED: dict[str, str | int] = {
+    "memory_current": 5 * GB,
+    "memory_stat": f"anon {2 * GB}\ninactive_file {1 * GB}\nactive_file {2 * GB}",
+}
+CASES: dict[str, tuple[dict[str, str | int], int]] = {
+    "a machine without groups": ({}, 64 * GB),
+    # A pod of Kubernetes: the process sees its own group as the root.
+    "a container": (in_pod("/", memory_max=8 * GB, memory_high="max", **USED), 4 * GB),
+    "a soft limit": (in_pod("/", memory_max="max", memory_high=8 * GB, **USED), 4 * GB),
+    "the outer group is the tightest": (nested("/kubepods"), 7 * GB),
+    "the middle group is": (nested("/kubepods/pod1"), 7 * GB),
+    "the inner group is": (nested("/kubepods/pod1/main"), 7 * GB),
+    "no limit": (
+        in_pod("/user", memory_max="max", memory_high="max", memory_current=3 * GB),
+        64 * GB,
+    ),
+    "over its limit": (in_pod("/", memory_high=2 * GB, memory_current=3 * GB), 0),
+    "outside of the group that is mounted": (
+        in_pod("/../other", memory_max=4 * GB, memory_current=1 * GB),
+        3 * GB,
+    ),
+    "version 1, nested": (
+        version_1("/", "/docker/abc", {"": NO_LIMIT_1, "/docker": 16 * GB, "/docker/abc": 32 * GB}),
+        12 * GB,
+    ),
+    # Docker mounts the container's own group; the process's group has its name on the host.
+    "version 1, a container": (version_1("/docker/abc", "/docker/abc", {"": 8 * GB}), 4 * GB),
+    "version 1, no limit": (version_1("/", "/", {"": NO_LIMIT_1}), 64 * GB),
+}
+"""What the kernel shows, and what is available."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_available(case: str, tmp_path: Path) -> None:
+    files, available = CASES[case]
+    assert available_memory(tree(tmp_path, files)) == available
+
+
+def test_a_system_that_says_nothing(tmp_path: Path) -> None:
+    assert available_memory(tree(tmp_path, {}, meminfo=None)) is None
+
+
+def test_this_machine_says_something() -> None:
+    assert 0 < (available_memory() or 0) < 1 << 50
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

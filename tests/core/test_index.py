@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.core import pieces
-from remesh.core.dtypes import BY_NAME, DTYPES
+from remesh.core.dtypes import DTYPES
 from remesh.core.geometry import Box
 from remesh.core.index import LISTS, MIN_ROWS, Index, Piece, StoredFile, StoredTensor
 from remesh.core.packing import pack, unpack
@@ -137,55 +135,6 @@ def test_what_an_index_says() -> None:
     assert index.row("head.w") == index.row("model.w") == 0
     with pytest.raises(KeyError):
         index["model"]
-
-
-def test_the_columns_of_the_stored_form() -> None:
-    columns, metadata = decode_columns(example_index().encode(), "f")
-    assert columns["tensor.name_bytes"].tobytes() == b"model.wmodel.bscalenothing"
-    plain = {
-        name: unpack(column, 99) if column.dtype == np.int64 else column
-        for name, column in columns.items()
-    }
-    assert {name: column.tolist() for name, column in plain.items()} == {
-        "tensor.name_bytes": list(b"model.wmodel.bscalenothing"),
-        "tensor.name_ends": [7, 14, 19, 26],
-        "tensor.dtype": [3, 1, 0, 12],
-        "tensor.ndim": [2, 1, 0, 2],
-        "tensor.shape": [4, 6, 1, 0, 6, 1, 1, 3],
-        "tensor.position": [8, 0, 0, 0],
-        "file.position": [100, 8],
-        "block.digest": [[0, 1], [2, 3], [4, 5]],
-        "block.first": [0, 2, 3],
-        "piece.offset.list": [0, 1, 1, 2],
-        "piece.offset.ends": [2, 3, 3],
-        "piece.offset": [0, 0, 0, 0, 2, 0],
-        "piece.shape.list": [0, 1, 2, 3],
-        "piece.shape.ends": [2, 3, 4, 4],
-        "piece.shape": [4, 4, 6, 1, 2, 4, 1, 1],
-        "piece.file.list": [0, 1, 2, 3],
-        "piece.file.ends": [2, 3, 4, 4],
-        "piece.file": [0, 1, 1, 0],
-        "piece.step.list": [0, 1, 1, 2],
-        "piece.step.ends": [2, 3, 3],
-        "piece.step": [0, 16, 0],
-    }
-    assert {key: json.loads(text) for key, text in metadata.items()} == {
-        "remesh.files": [["a", 124], ["b", 64]],
-        "remesh.aliases": {"head.w": "model.w"},
-        "remesh.block_size": 64,
-    }
-
-
-def test_dtype_numbers_are_part_of_the_format() -> None:
-    # A number that changes its meaning would turn stored checkpoints into others.
-    assert " ".join(dtype.name for dtype in DTYPES) == (
-        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu "
-        "float8_e4m3fnuz float8_e5m2fnuz int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
-        "complex64 complex128 complex32 float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 "
-        "uint1 uint2 uint3 uint4 uint5 uint6 uint7 bits8 bits1x8 bits2x4 bits4x2 bits16"
-    )
-    sizes = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
-    assert (sizes["float8_e8m0fnu"], sizes["complex32"], sizes["complex128"]) == (1, 4, 16)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -373,15 +322,6 @@ def test_columns_come_back_from_their_words(
     assert len(words) <= len(column) + 2
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=6))
-def test_ranges_of_rows_are_joined(found: list[tuple[int, int]]) -> None:
-    values = np.arange(60).reshape(30, 2)
-    starts = np.array([start for start, _ in found], dtype=np.int64)
-    lengths = np.array([length for _, length in found], dtype=np.int64)
-    joined = pieces.joined(values, starts, lengths)
-    np.testing.assert_array_equal(joined, values[pieces.ranges(starts, lengths)])
-
-
 def test_grids_take_a_few_words() -> None:
     rows, columns = np.divmod(np.arange(64 * 256), 256)
     for column in (rows * 8, columns * 3, columns * 64 + rows, np.tile(columns, 3)):
@@ -421,12 +361,6 @@ def test_cut_bytes_are_corruption(index: Index, part: float) -> None:
     stored = index.encode()
     with pytest.raises(CorruptCheckpointError):
         Index.decode(stored[: int(part * len(stored))], "f")
-
-
-@given(st.binary(max_size=200))
-def test_random_bytes_are_corruption(data: bytes) -> None:
-    with pytest.raises(CorruptCheckpointError):
-        Index.decode(data, "f")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import struct
 
 import numpy as np
 import pytest
-import safetensors
-import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from remesh.core.safetensors_file import (
     ALIGNMENT,
-    MAX_HEADER_BYTES,
     decode_header,
     encode_header,
-    header_length,
 )
 from remesh.errors import CorruptCheckpointError
 
@@ -57,38 +52,6 @@ def test_what_is_encoded_is_decoded(tensors: Tensors, metadata: dict[str, str]) 
         assert (entry.dtype, entry.shape) == (code, shape)
 
 
-@given(tensor_lists(), METADATA)
-def test_the_safetensors_library_reads_it(tensors: Tensors, metadata: dict[str, str]) -> None:
-    data, _ = encode_header(tensors, metadata)
-    contents = {
-        name: bytes(number % 2 for number in range(num_bytes)) for name, _, _, num_bytes in tensors
-    }
-    found = safetensors.numpy.load(data + b"".join(contents.values()))
-    assert {name: array.tobytes() for name, array in found.items()} == contents
-    assert {name: list(array.shape) for name, array in found.items()} == {
-        name: shape for name, _, shape, _ in tensors
-    }
-
-
-def test_it_reads_what_the_safetensors_library_writes() -> None:
-    arrays = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array(True)}
-    data = safetensors.numpy.save(arrays, metadata={"k": "v"})
-    header = decode_header(data, "f")
-    assert header.metadata == {"k": "v"}
-    for name, array in arrays.items():
-        entry = header.entries[name]
-        start, stop = (header.data_start + offset for offset in entry.data_offsets)
-        assert data[start:stop] == array.tobytes()
-        assert tuple(entry.shape) == array.shape
-
-
-def test_no_metadata_is_no_key() -> None:
-    data, positions = encode_header([], {})
-    assert positions == []
-    assert json.loads(data[8:]) == {}
-    assert decode_header(data, "f").metadata == {}
-
-
 def framed(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
@@ -122,13 +85,6 @@ ENTRY = '"dtype":"U8","shape":[1],"data_offsets":[0,1]'
 def test_what_is_no_header_is_corruption(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"^some/file: "):
         decode_header(data, "some/file")
-
-
-def test_an_absurd_length_is_refused_before_anything_is_read() -> None:
-    prefix = struct.pack("<Q", MAX_HEADER_BYTES + 1)
-    with pytest.raises(CorruptCheckpointError, match=r"^f: header of 1073741825 bytes"):
-        header_length(prefix, "f")
-    assert header_length(struct.pack("<Q", 17), "f") == 17
 
 
 @given(st.binary(max_size=80))

@@ -23,9 +23,7 @@ from remesh.core.sharded import (
 from remesh.core.state import (
     Description,
     Path,
-    Rebuild,
     Role,
-    Walk,
     assemble,
     describe,
 )
@@ -82,28 +80,6 @@ def test_arrays_of_one_memory_have_one_alias_key() -> None:
 def test_empty_arrays_are_not_the_same_memory() -> None:
     empty = np.zeros((0, 3), np.int8)
     assert [e.alias_key for e in describe({"a": empty, "b": empty}).tensors] == [None, None]
-
-
-def test_framework_leaves_come_first() -> None:
-    class Module(dict[str, Array]):
-        pass
-
-    def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
-        if not isinstance(node, Module):
-            return None
-        assert walk.root is state
-        assert walk.stored is None
-        rebuilds = [walk.visit((*path, key), item) for key, item in node.items()]
-        walk.add_merged_list((*path, "names"), list(node))
-        return lambda loaded: [rebuild(loaded) for rebuild in rebuilds] and node
-
-    module = Module(w=arange(2), b=arange(1))
-    state = {"net": module, "other": 1}
-    found = describe(state, describe_leaf)
-    assert [entry.name for entry in found.tensors] == ["net.w", "net.b"]
-    assert found.merged_lists == {"net.names": ["w", "b"]}
-    assert found.paths["net.names"] == ("net", "names")
-    assert found.rebuild(the_same(found)) is state
 
 
 # ---------------------------------------------------------------------------------------------

@@ -114,10 +114,6 @@ def storage(
 class TestStorage:
     # ----- whole small files -----
 
-    def test_empty_storage_lists_nothing(self, storage: Storage) -> None:
-        assert storage.list() == []
-        assert storage.list("step_1/") == []
-
     @pytest.mark.parametrize("size", [0, 1, ALIGNMENT, 100_001])
     def test_put_then_read(self, storage: Storage, size: int) -> None:
         data = pattern(size).tobytes()
@@ -210,14 +206,6 @@ class TestStorage:
             assert storage.url in str(caught.value)
 
     # ----- files written by ranges -----
-
-    @pytest.mark.parametrize("size", [0, 1, ALIGNMENT - 1, ALIGNMENT, 5 * ALIGNMENT + 1])
-    @pytest.mark.parametrize("chunk", [ALIGNMENT, 2 * ALIGNMENT, 1000])
-    def test_create_then_read(self, storage: Storage, *, size: int, chunk: int) -> None:
-        content = pattern(size)
-        write(storage, "step_1/data/0", content, chunk)
-        assert storage.size("step_1/data/0") == size
-        assert storage.read("step_1/data/0") == content.tobytes()
 
     def test_ranges_in_any_order_and_from_threads(self, storage: Storage) -> None:
         content = pattern(64 * ALIGNMENT + 123)

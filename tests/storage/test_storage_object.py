@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -83,17 +82,6 @@ class TestUploads:
         expected = bytes(12) + pattern(3).tobytes() + bytes(20)
         assert storage.read("file") == expected
 
-    def test_who_is_ahead_waits_for_the_beginning(self) -> None:
-        storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)
-        content = pattern(100)
-        writer = storage.create("file", 100)
-        ahead = threading.Thread(target=writer.write, args=(50, content[50:]))
-        ahead.start()
-        writer.write(0, content[:50])
-        ahead.join()
-        writer.finish()
-        assert storage.read("file") == content.tobytes()
-
     def test_a_window_that_stands_still_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("remesh.storage.remote.STALL_SECONDS", 0.01)
         writer = ObjectStorage("memory://x", MemoryStore(), part_bytes=10).create("file", 100)
@@ -126,11 +114,6 @@ class TestUploads:
 
 
 class TestPuts:
-    def test_of_several_clients_one_wins(self, root: str) -> None:
-        for turn in range(5):
-            clients = [open_storage(root) for _ in range(4)]
-            assert len(winners_of(clients, f"{turn}")) == 1
-
     def test_a_repeated_request_meets_its_own_object(
         self, root: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from remesh.errors import ExchangeError, RemeshError
+from remesh.errors import ExchangeError, RankFailedError, RemeshError
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -84,6 +84,18 @@ def returned_values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     for rank in sorted(failures.keys() - {first}):
         error.add_note(_describe(rank, failures[rank]))
     raise error
+
+
+def have_succeeded(outcomes: Sequence[Outcome[object]], place: str) -> bool:
+    """Whether all ranks returned; those that did not raised an error that names a place."""
+    for outcome in outcomes:
+        if isinstance(outcome, Returned):
+            continue
+        assert isinstance(outcome, Raised), outcome
+        assert isinstance(outcome.error, RemeshError), outcome.traceback
+        assert not isinstance(outcome.error, RankFailedError), outcome.traceback
+        assert place in str(outcome.error), outcome.traceback
+    return all(isinstance(outcome, Returned) for outcome in outcomes)
 
 
 def _distance_from_cause(failure: Raised | Died | TimedOut) -> int:

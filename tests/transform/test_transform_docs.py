@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from remesh import Transform
-from remesh.core.geometry import Box
 from remesh.errors import TransformError
-from remesh.transform import TensorInfo
-from tests.transform.simulated import Array, cut_evenly, fetch, pieces_of
+from tests.transform.simulated import Array
 
 PAGE = Path(__file__).parents[2] / "docs" / "transform.md"
 SLOTS = ("exp_avg", "exp_avg_sq", "master_param")
@@ -67,29 +65,6 @@ def under_model(transform: Transform) -> Transform:
     return Transform(text)
 
 
-def moved(
-    transform: Transform, state: dict[str, Array], like: dict[str, Array]
-) -> dict[str, Array]:
-    """A state transformed between four ranks, each holding a part of every tensor."""
-
-    def cut(array: Array, axis: int) -> list[Box]:
-        counts = [4 if place == axis % array.ndim else 1 for place in range(array.ndim)]
-        return cut_evenly(array.shape, counts)
-
-    sources = {name: pieces_of(array, cut(array, 0)) for name, array in state.items()}
-    resolved = transform.resolve(
-        {name: TensorInfo("float32", array.shape) for name, array in state.items()},
-        {name: TensorInfo("float32", array.shape) for name, array in like.items()},
-    )
-    resolved.check()
-    results = {}
-    for name, array in like.items():
-        results[name] = np.empty_like(array)
-        for box in cut(array, -1):
-            results[name][box.slices] = fetch(resolved.regions(name, box), sources, box)
-    return results
-
-
 def assert_equal(found: dict[str, Array], expected: dict[str, Array]) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
@@ -118,9 +93,8 @@ def test_fused_llama_with_its_optimizer() -> None:
         np.testing.assert_array_equal(
             fused[name.format("layers.1.qkv_proj")], np.concatenate(groups)
         )
-    assert_equal(moved(fuse, state, fused), fused)
-    assert_equal(moved(fuse.reversed(), fused, state), state)
-    assert_equal(moved(under_model(recipe("UNFUSE_LLAMA")), fused, state), state)
+    assert_equal(fuse.reversed().apply(fused), state)
+    assert_equal(under_model(recipe("UNFUSE_LLAMA")).apply(fused), state)
 
 
 def test_grouped_experts_with_their_optimizer() -> None:
@@ -145,8 +119,8 @@ def test_grouped_experts_with_their_optimizer() -> None:
             1,
         ),
     )
-    assert_equal(moved(group, state, grouped), grouped)
-    assert_equal(moved(group.reversed(), grouped, state), state)
+    like = {name: np.empty_like(array) for name, array in state.items()}
+    assert_equal(group.reversed().apply(grouped, like), state)
 
 
 def test_tied_and_untied_embeddings_with_their_optimizer() -> None:
@@ -154,7 +128,6 @@ def test_tied_and_untied_embeddings_with_their_optimizer() -> None:
     tied = with_states({"embed.weight": (8, 4)})
     untied = untie.apply(tied)
     assert len(untied) == 2 * len(tied)
-    assert_equal(moved(untie, tied, untied), untied)
     assert_equal(tie.apply(untied), tied)
     assert_equal(untie.reversed().apply(untied), tied)
 
