@@ -84,7 +84,11 @@ class SilentAgent:
         self.incarnation = incarnation or f"{number}a"
         self.round = self._seen = 0
         client = Client(url, token=token)
-        self.session = Session(client, lambda: None, lambda: 3600.0)
+        self._beats: list[Beat] = []
+        self.session = Session(client, self._next_beat, lambda: 3600.0)
+
+    def _next_beat(self) -> Beat | None:
+        return self._beats.pop() if self._beats else None
 
     def sender(self) -> Sender:
         return Sender(node_id=self.number, incarnation=self.incarnation, round=self.round)
@@ -126,7 +130,8 @@ class SilentAgent:
         return self.placed()
 
     def beat(self, ranks: dict[int, RankProgress] | None = None) -> None:
-        self.session.say(Beat(**self.sender(), ranks=ranks or {}), holds=False)
+        self._beats.append(Beat(**self.sender(), ranks=ranks or {}))
+        self.session.hurry()
 
     def report(self, *failures: ProcessFailure) -> Stop | Rejected | JobEnded:
         """Report failures; what follows from them."""

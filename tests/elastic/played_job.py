@@ -8,12 +8,12 @@ from typing import Any, Self
 import msgspec
 
 from remesh.elastic.job import (
-    CheckpointSaved,
     Event,
     JobState,
     NodeHeld,
     NodeLost,
     Policy,
+    RanksWait,
     Tick,
     apply,
     content_of,
@@ -106,8 +106,9 @@ class PlayedJob:
     def hold(self, number: int, reason: str | None = "its fan", *, at: float) -> Self:
         return self.after(NodeHeld(number, reason), at=at)
 
-    def save(self, step: int, *, at: float) -> Self:
-        return self.after(CheckpointSaved(step), Tick(), at=at)
+    def save(self, *, at: float) -> Self:
+        """All ranks have saved, and wait."""
+        return self.after(RanksWait(self.nodes.round), Tick(), at=at)
 
     def shown(self, number: int, *, at: float, agent: str = "a") -> Content:
         """What a node that runs processes of round 1 has to do."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from remesh.elastic.job import HangDetected, StacksCollected
+from remesh.elastic.job import HangDetected
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.metrics import render_metrics
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.rendezvous import Change, Outcome
+from remesh.elastic.protocol import Stop
+from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import status_of
 from tests.elastic.played_job import COLLATERAL, PlayedJob
 
@@ -39,7 +40,7 @@ class TestCharges:
     def test_what_others_explain_is_not(self, cause: str) -> None:
         job = PlayedJob.running()
         if cause == "hang":
-            job = job.after(HangDetected(1, "no step"), StacksCollected(1), at=109.0)
+            job = job.after(HangDetected(1, "no step"), at=109.0)
         if cause == "growth":  # no checkpoint is waited for any longer
             job = job.join(2, 3, at=101.0, new=True).after(at=109.0)
         job = job.fail(0, COLLATERAL, at=110.0)
@@ -69,14 +70,11 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     for now in (101.0, 102.0, 131.0):
         step = min(int(now), 102)
         job = job.beat(live, {0: RankProgress(step=step, time=step - now)}, at=now)
-        assert job.state.hanging is None
+        assert job.nodes.broken is None
     job = job.beat(live, {0: RankProgress(step=102, time=-31.0)}, at=133.0)
     assert "the job hangs: no rank has finished a step for 31 s" in job.history
-    assert job.state.dump == 1  # stacks are asked for first
-    assert job.nodes.broken is None
-    job = job.beat(live, {0: RankProgress(step=102, time=-98.0)}, at=200.0)
     reason = "the job hung: no rank has finished a step for 31 s"
-    assert job.nodes.broken == (Change.HANG, reason)
+    assert job.shown(0, at=134.0) == Stop(1, reason, hangs=True)
     assert job.charged() == {}
 
 

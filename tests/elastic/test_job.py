@@ -17,8 +17,6 @@ from remesh.elastic.job import (
     HangDetected,
     JobState,
     NodeHeld,
-    RanksWait,
-    StacksCollected,
     Tick,
     apply,
     concerns_all,
@@ -41,7 +39,7 @@ from remesh.elastic.protocol import (
     TestResult,
     Waiting,
 )
-from remesh.elastic.rendezvous import Change, Outcome, restart_reason, tick
+from remesh.elastic.rendezvous import Outcome, restart_reason, tick
 from remesh.elastic.status import status_of
 from tests.elastic.agents import failure_of
 from tests.elastic.played_job import COLLATERAL, POLICY, SETTINGS, PlayedJob, joining
@@ -259,7 +257,6 @@ class Jobs(RuleBasedStateMachine):
         for number in nodes.active if len(nodes.active) < len(nodes.world) else ():
             told = restart_reason(nodes, number, nodes.round)
             assert told is not None
-            assert told[0] is not Change.GROW
 
     @invariant()
     def each_failure_that_was_reported_is_charged_once_at_most(self) -> None:
@@ -301,7 +298,7 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
 
 
 def test_a_world_whose_ranks_all_wait_grows_without_a_checkpoint() -> None:
-    ready = job = PlayedJob.running().join(2, 3, at=200.0, new=True)
+    job = PlayedJob.running().join(2, 3, at=200.0, new=True)
     live = Liveness.after_start(job.state, 200.0)
     shown = []
     for now, waits in ((201.0, [False, False]), (202.0, [True, False]), (203.0, [True, True])):
@@ -313,10 +310,35 @@ def test_a_world_whose_ranks_all_wait_grows_without_a_checkpoint() -> None:
         assert isinstance(content, Assignment)
         assert (content.save, content.grow) == (True, True)
     assert isinstance(shown[5], Stop)
-    assert shown[5].change is Change.GROW
-    # A node that has to leave takes its memory along.
-    drains = ready.drain(0, at=201.0).after(RanksWait(1), at=202.0)
-    assert saves(drains, 203.0, number=1) == (True, False)
+    assert shown[5].reason == "nodes 2, 3 can join, the world grows to 4"
+
+
+def test_each_growth_waits_for_a_save_of_its_own() -> None:
+    job = PlayedJob.running().join(2, 3, at=200.0, new=True)
+    assert saves(job, 201.0) == (True, True)
+    for number in (2, 3):  # they go before the ranks have saved
+        job = job.lose(number, at=202.0)
+    assert saves(job, 203.0) == (False, False)
+    job = job.after(at=300.0).join(2, 3, at=301.0, new=True)
+    assert saves(job, 302.0) == (True, True)
+
+
+def test_a_world_that_a_node_has_to_leave_changes_when_all_ranks_have_saved_and_wait() -> None:
+    job = PlayedJob.running(4).hold(3, at=200.0)
+    live = Liveness.after_start(job.state, 200.0)
+    # The node takes its memory along. A checkpoint of an earlier step loses those after it.
+    for saved, waits, goes_on in (
+        (None, True, True),
+        (4, True, True),
+        (5, False, True),
+        (5, True, False),
+    ):
+        last = RankProgress(step=5, time=0.0, saved_step=saved, waits=waits)
+        done = msgspec.structs.replace(last, saved_step=5, waits=True)
+        for number in range(4):
+            ranks = {number: last if number == 0 else done}
+            job = job.beat(live, ranks, at=201.0, node=number)
+        assert isinstance(job.shown(1, at=202.0), Assignment) == goes_on
 
 
 def test_the_budget_of_a_node_is_said_and_ends() -> None:
@@ -333,7 +355,7 @@ def test_hangs_have_a_budget_of_their_own() -> None:
     job = PlayedJob.running(max_restarts=1).fail(0, at=150.0).join(0, 1, at=150.0)
     for number, now in ((2, 200.0), (3, 350.0)):
         hang = HangDetected(number, "no rank has finished a step")
-        job = job.after(hang, StacksCollected(number), at=now)
+        job = job.after(hang, at=now)
         assert (job.nodes.outcome is None) == (number < 3)
         job = job.join(0, 1, at=now)
 
@@ -349,7 +371,7 @@ def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() 
     failure = failure_of(1, round=1, exit_code=1, time=110.0, message="")
     again = ReportFailures(node_id=1, incarnation="a", round=1, failures=(failure,))
     for now in (ready, in_world):
-        forgotten = replace(now, state=msgspec.structs.replace(now.state, failures=()))
+        forgotten = replace(now, state=msgspec.structs.replace(now.state, incidents=()))
         assert forgotten.after(again, at=999.0).state == forgotten.state
 
 
@@ -431,10 +453,10 @@ def test_a_node_that_is_excluded_by_hand_leaves_when_the_ranks_have_saved() -> N
     [row] = [row for row in job.status(at=201.0).nodes if row.id == 3]
     assert (row.state, row.reason) == ("draining", "its fan")
     late = job.shown(0, at=206.0)  # without a save, after the time for it
-    job = job.save(7, at=202.0)
+    job = job.save(at=202.0)
     for stop in (late, job.shown(0, at=203.0)):
         assert isinstance(stop, Stop)
-        assert (stop.change, stop.reason) == (Change.RESTARTED, "node 3 excluded by hand")
+        assert stop.reason == "node 3 excluded by hand"
     job = job.join(0, 1, 2, 3, at=204.0).after(at=204.0)
     # The world has a multiple of two nodes.
     assert [member.id for member in job.nodes.world] == [0, 1]
@@ -448,7 +470,7 @@ def test_a_node_that_is_excluded_by_hand_leaves_when_the_ranks_have_saved() -> N
         "an operator has excluded it: its fan; it is used again after `remesh node readmit 3`"
     )
     assert job.status(at=206.0).nodes_by_state == {"active": 2, "excluded": 1, "ready": 1}
-    job = job.hold(3, None, at=207.0).save(8, at=208.0)
+    job = job.hold(3, None, at=207.0).save(at=208.0)
     assert isinstance(job.shown(0, at=209.0), Stop), "it grows"
 
 
@@ -463,13 +485,13 @@ def held_and_needed() -> PlayedJob:
     """Node 1 is excluded by hand, but the job has only two; it has saved since."""
     job = PlayedJob.running().hold(1, at=200.0)
     assert saves(job, 201.0) == (False, False)
-    return job.save(7, at=250.0)
+    return job.save(at=250.0)
 
 
 def test_a_node_that_the_job_needs_stays_until_another_has_come_and_the_ranks_have_saved() -> None:
     job = held_and_needed().join(2, at=301.0, new=True)
     assert saves(job, 302.0) == (True, False)
-    assert isinstance(job.save(8, at=303.0).shown(1, at=304.0), Stop)
+    assert isinstance(job.save(at=303.0).shown(1, at=304.0), Stop)
     # The other may go before: then a third is waited for, and all have saved when it has come.
     lost = job.lose(2, at=302.0).after(at=310.0)
     assert (saves(lost, 311.0), lost.state.save_request) == ((False, False), None)
@@ -487,6 +509,6 @@ def test_while_an_excluded_node_stays_other_changes_wait_for_a_save_too() -> Non
     assert saves(grows, 201.0) == (True, True)
     held = grows.hold(1, at=202.0)
     assert saves(held, 203.0) == (True, False)
-    stop = held.save(7, at=204.0).shown(0, at=205.0)
+    stop = held.save(at=204.0).shown(0, at=205.0)
     assert isinstance(stop, Stop)
     assert stop.reason == "node 1 excluded by hand"

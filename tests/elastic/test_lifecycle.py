@@ -14,7 +14,7 @@ from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, Tell, b
 from remesh.elastic.process_socket import Act, EnterWorld, LeaveWorld, Report, Request, next_act
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
-from remesh.elastic.rendezvous import Change, Node, Outcome
+from remesh.elastic.rendezvous import Node, Outcome
 
 LATE = 1e9
 LEADER = Node(id=0, incarnation="a", name="", address="", port=0, num_processes=1)
@@ -49,7 +49,6 @@ def test_ranks_wait_without_a_save_only_if_all_can_go_on() -> None:
     for reports, asked in cases:
         state, actions = step(TRAINS, replace(grows, reports=reports), 0.0)
         assert actions[0] == lifecycle.Hold(asked)
-        assert step(state, replace(grows, reports=reports), 0.0)[1] == [Tell.BEAT]
         assert step(state, HEALTHY, 0.0)[1] == [lifecycle.Hold(None)]
 
 
@@ -92,23 +91,27 @@ def test_ranks_that_wait_for_growth_save_before_their_node_drains() -> None:
 
 
 def test_a_drain_of_a_node_whose_processes_get_out_ends_it() -> None:
-    stop = Stop(1, Change.LOST, "node 1 left")
-    state, _ = step(TRAINS, replace(HEALTHY, stop=stop), 0.0)
+    stop = Stop(1, "node 1 left")
+    state, _ = step(TRAINS, replace(HEALTHY, content=stop), 0.0)
     (left,) = step(state, Seen(drains=True), 0.0)[1]
     assert isinstance(left, lifecycle.Exit)
     assert (left.code, left.outcome) == (143, Outcome.DRAINED)
 
 
 def test_what_hangs_is_killed_and_what_can_leave_is_ordered_to() -> None:
-    def leaves(change: Change, reports: dict[int, Report]) -> list[Action]:
-        stop = Stop(1, change, "why")
-        return step(TRAINS, replace(HEALTHY, stop=stop, reports=reports), 0.0)[1]
+    def leaves(reports: dict[int, Report], *, hangs: bool = False) -> list[Action]:
+        stop = Stop(1, "why", hangs)
+        seen = replace(HEALTHY, content=stop, reports=reports)
+        return step(TRAINS, seen, 0.0)[1]
 
     both = frozenset({0, 1})
-    assert leaves(Change.LOST, {}) == [lifecycle.End(both, signal.SIGTERM)]
-    assert leaves(Change.HANG, {}) == [lifecycle.End(both, signal.SIGKILL)]
-    assert leaves(Change.HANG, ABLE) == [lifecycle.OrderToLeave(5, both)]
-    mixed = leaves(Change.LOST, {1: ABLE[1]})
+    assert leaves({}) == [lifecycle.End(both, signal.SIGTERM)]
+    assert leaves({}, hangs=True) == [Tell.STACKS, lifecycle.End(both, signal.SIGKILL)]
+    assert leaves(ABLE, hangs=True) == [Tell.STACKS, lifecycle.OrderToLeave(5, both)]
+    failed = JobEnded(Outcome.FAILED, "no restart left", hangs=True)
+    told, exits = step(TRAINS, replace(HEALTHY, content=failed), 0.0)[1]
+    assert (told, type(exits)) == (Tell.STACKS, lifecycle.Exit)
+    mixed = leaves({1: ABLE[1]})
     assert mixed == [
         lifecycle.OrderToLeave(5, frozenset({1})),
         lifecycle.End(frozenset({0}), signal.SIGKILL),
@@ -116,7 +119,7 @@ def test_what_hangs_is_killed_and_what_can_leave_is_ordered_to() -> None:
 
 
 def test_pauses_grow_until_a_start_makes_a_step() -> None:
-    restart = Stop(1, Change.RESTARTED, "rank 0 failed")
+    restart = Stop(1, "rank 0 failed")
     state, pauses = TRAINS, []
     made: dict[int, RankProgress] = {0: RankProgress(step=1, time=0.0)}
     for progress in ({}, {}, {}, {}, made, {}):
@@ -127,7 +130,7 @@ def test_pauses_grow_until_a_start_makes_a_step() -> None:
         state, actions = step(state, ended, 0.0)
         assert actions == [Tell.FAILURES]
         assert step(state, ended, 0.0) == (state, [])
-        state, (join,) = step(state, replace(ended, content=restart, stop=restart), 0.0)
+        state, (join,) = step(state, replace(ended, content=restart), 0.0)
         assert isinstance(join, lifecycle.JoinRound)
         pauses.append(join.pause)
         state, _ = step(state, Seen(), 0.0)
@@ -223,11 +226,10 @@ COST = {"failed": 1, "hangs": 2}
 def seen_by(job: Job, number: int) -> Seen:
     node = job.nodes[number]
     content: Content
-    stop = None
     if job.outcome is not None:
         content = JobEnded(job.outcome, "")
     elif node.round < job.round or job.is_stopped:
-        content = stop = Stop(node.round, Change.RESTARTED, "")
+        content = Stop(node.round, "")
     else:
         content = world(node.round)
     return Seen(
@@ -239,7 +241,6 @@ def seen_by(job: Job, number: int) -> Seen:
             if one.lives and one.report is not None
         },
         content=content,
-        stop=stop,
     )
 
 

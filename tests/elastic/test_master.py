@@ -20,7 +20,7 @@ from remesh.cli import cli
 from remesh.elastic.client import Client
 from remesh.elastic.job import JobState, Policy
 from remesh.elastic.journal import Journal
-from remesh.elastic.liveness import ALIVE_SECONDS, on_message
+from remesh.elastic.liveness import BEAT_SECONDS, CONFIRM_SECONDS, on_message
 from remesh.elastic.master import Connection, Master, RefusedError
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
@@ -34,7 +34,7 @@ from remesh.elastic.protocol import (
     Stop,
     TestResult,
 )
-from remesh.elastic.rendezvous import Change, Outcome, Settings
+from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.errors import MasterError, StorageError
 from tests.elastic.agents import SETTINGS, Clock, Served, SilentAgent, ask, join_of, serving
@@ -61,10 +61,13 @@ def test_names_keep_their_ids() -> None:
         second.say_join(name="a", node_id=None)
         before = first.waiting().node_id
         assert {before, second.waiting().node_id} == {0, 1}
-        clock.now += ALIVE_SECONDS + 1  # the agent before it has died
+        clock.now += OVERDUE  # the agent before it has died
         again = served.agent(2, "new")
         again.say_join(name="b", node_id=None)
         assert again.waiting().node_id == before
+
+
+OVERDUE = BEAT_SECONDS + CONFIRM_SECONDS + 1
 
 
 class TestTwoAgentsThatWouldBeOneNode:
@@ -80,66 +83,43 @@ class TestTwoAgentsThatWouldBeOneNode:
         agent.say_join(name="host", node_id=node_id, settings=settings)
         return agent
 
-    def refusal_of(self, agent: SilentAgent, patience: float = 0.0) -> str:
+    def refusal_of(self, agent: SilentAgent) -> str:
         with pytest.raises(MasterError) as refused:
-            agent.session.wait(lambda newest: newest, patience)
+            agent.session.wait(lambda newest: newest, 0.0)
         return str(refused.value)
-
-    def beat_later(self, agent: SilentAgent, number: int, seconds: float = 1.0) -> None:
-        """After some seconds an agent, which has this id, is heard."""
-        self.clock.now += seconds
-        agent.number = number
-        before = self.served.master.num_messages
-        agent.beat()
-        wait_until(lambda: self.served.master.num_messages > before, "the heartbeat")
 
     def test_under_one_name_each_gets_an_id(self) -> None:
         first = self.start("a")
         assert first.waiting().node_id == 0
-        second = self.start("b")
-        assert "died or will be heard soon" in self.refusal_of(second)
-        self.beat_later(first, 0)
-        assert second.waiting().node_id == 1
-        # The second dies and starts again: it keeps its id while the first lives.
-        self.beat_later(first, 0, ALIVE_SECONDS + 1)
-        third = self.start("c")
-        self.refusal_of(third)
-        self.beat_later(first, 0)
-        assert third.waiting().node_id == 1
+        assert [self.start(name).waiting().node_id for name in "bc"] == [1, 2]
         nodes = self.served.get("status")[1]["nodes"]
-        assert [(node["id"], node["name"]) for node in nodes] == [(0, "host"), (1, "host (2)")]
-
-    def test_many_under_one_name_do_not_wait_for_each_other(self) -> None:
-        first = self.start("a")
-        assert first.waiting().node_id == 0
-        second, third = self.start("b"), self.start("c")
-        for one in (second, third, second, third):
-            self.refusal_of(one)
-        self.beat_later(first, 0)
-        ids = {second, third}
-        wait_until(lambda: any(one.session.newest for one in ids), "one of them has an id")
-        (sooner,) = [one for one in ids if one.session.newest]
-        (later,) = ids - {sooner}
-        assert sooner.waiting().node_id == 1
-        claim = (1, later.incarnation)  # whether the other lives is not known yet
-        claims = self.served.master.live.claims
-        wait_until(lambda: claim in claims, "the later one is refused")
-        self.refusal_of(later)
-        self.beat_later(sooner, 1)
-        assert later.waiting().node_id == 2
+        names = ["host", "host (2)", "host (3)"]
+        assert [(node["id"], node["name"]) for node in nodes] == list(enumerate(names))
+        # The second dies and starts again: it keeps its id while the first lives.
+        self.clock.now += OVERDUE
+        self.served.beat(0)
+        assert self.start("d").waiting().node_id == 1
 
     def test_under_one_id_the_second_is_refused(self) -> None:
         first = self.start("a", 3)
         assert first.waiting().node_id == 3
+        self.served.master.live.agents["a"].pause = 6.0  # of a job that sends few heartbeats
+        self.clock.now += 6.5
         second = self.start("b", 3)
-        assert "died or will be heard soon" in self.refusal_of(second)
-        self.beat_later(first, 3)
-        wait_until(lambda: "which lives" in self.refusal_of(second), "the refusal")
-        assert "node id 3 belongs to another agent" in self.refusal_of(second, 60.0)
-        self.clock.now += ALIVE_SECONDS + 1
+        assert "node id 3 belongs to another agent, which lives" in self.refusal_of(second)
+        self.clock.now += 1.0
         wait_until(lambda: second.session.newest is not None, "it has the id now")
         assert second.waiting().node_id == 3
         assert first.shown(Rejected).reason == "another agent has taken over node id 3"
+
+    def test_one_that_has_ended_just_now_may_begin_another_session(self) -> None:
+        first = self.start("a", 3)
+        assert first.waiting().node_id == 3
+        first.session.end(0.0)
+        second = self.start("b", 3)
+        assert "died or will be heard soon" in self.refusal_of(second)
+        self.clock.now += OVERDUE
+        assert second.waiting().node_id == 3
 
 
 def test_a_silent_node_is_lost() -> None:
@@ -150,11 +130,11 @@ def test_a_silent_node_is_lost() -> None:
         served.beat(0)
         clock.now += 6
         stop = served.agent(0).shown(Stop)
-        assert (stop.change, stop.reason) == (Change.LOST, "node 1 left or died")
+        assert stop.reason == "node 1 left or died"
         # It lives, and learns in its next session that it is not in the world any more.
         wait_until(lambda: served.agent(1).session.silence > 0, "its session ends")
         served.agent(1).beat()
-        assert served.agent(1).shown(Stop).change is Change.STALE
+        assert served.agent(1).shown(Stop).reason == "round 1 is over for node 1"
 
 
 def test_a_pause_between_steps_is_shown() -> None:
@@ -265,8 +245,10 @@ def test_growing_waits_for_a_checkpoint(served: Served) -> None:
 
     assert one.session.wait(saves, LONG)
     assert late.waiting().reason.startswith("round 1 runs on 2 nodes")
-    served.beat(0, {0: msgspec.structs.replace(progress, step=6, saved_step=6)})
-    assert one.shown(Stop).change is Change.GROW
+    waits = msgspec.structs.replace(progress, step=6, saved_step=6, waits=True)
+    for number, ranks in ((0, {0: waits, 1: waits}), (1, {2: waits, 3: waits})):
+        served.beat(number, ranks)
+    assert one.shown(Stop).reason == "node 2 can join, the world grows to 3"
     served.join_all([0, 1])
     assert late.placed().num_nodes == 3
 

@@ -40,7 +40,7 @@ from remesh.elastic.protocol import (
 from remesh.elastic.rendezvous import Node, Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.session import Session
-from remesh.errors import MasterError, StorageError
+from remesh.errors import MasterError
 from tests.elastic.agents import Served, failure_of, join_of, serving
 from tests.elastic.test_client import always_well, wire
 from tests.elastic.test_secure import make_certificate
@@ -240,7 +240,7 @@ class TestRepeats:
         with Fake(None, None, WAITS) as master, session_of(Client(master.url)) as session:
             session.say(JOIN)
             assert session.wait(lambda newest: newest.content, 60.0) == WAITS
-            session.say(BEAT, holds=False)
+            session.say(BEAT)
             assert master.heard[:3] == [JOIN] * 3
             assert master.num_sessions == 3
 
@@ -260,21 +260,12 @@ class TestRepeats:
             client = Client(master.url, patience=60.0)
             node = NodeClient(client, JOIN, lambda _test: RESULT, beat_seconds=3600.0)
             assert node.join() == PLACED
-            node.report((failure_of(0),))
+            node.say(ReportFailures, failures=(failure_of(0),))
             wait_until(lambda: node.silence > 0, "the end of the session")
             assert node.join() == ENDED
             node.close()
             said = [type(one) for one in master.heard if not isinstance(one, Beat)]
             assert said == [Join, ReportFailures, ReportFailures, Join]
-
-    def test_what_does_not_hold_is_said_once(self) -> None:
-        with Fake(WAITS, None, WAITS) as master, session_of(Client(master.url)) as session:
-            session.say(JOIN)
-            session.wait(lambda newest: newest, 60.0)
-            session.say(BEAT, holds=False)
-            wait_until(lambda: master.num_sessions == 2, "another session")
-            wait_until(lambda: len(master.heard) == 3, "what holds")
-            assert master.heard == [JOIN, BEAT, JOIN]
 
     def test_a_master_that_sends_an_agent_away_is_not_asked_again_at_once(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -302,7 +293,7 @@ class TestRepeats:
         ]
         with Fake(*said) as master, session_of(Client(master.url)) as session:
             for place in range(3):
-                session.say(BEAT, holds=place == 0)
+                session.say(BEAT)
                 wait_until(lambda: len(master.heard) > place, "the message")  # noqa: B023
             found = session.wait(lambda one: one if one.number == number else None, 60.0)
             assert found.content == Waiting(0, str(number))
@@ -427,33 +418,9 @@ def beats_of(master: Fake) -> list[Beat]:
 QUICK = Waiting(0, "more nodes", heartbeat_timeout=0.4)
 
 
-class TestBeats:
-    @pytest.mark.parametrize("error", [StorageError("no file"), ValueError("no sense"), OSError(5)])
-    def test_an_error_of_one_does_not_end_the_next(
-        self,
-        error: Exception,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        failing = iter([error, error])
-
-        def make_beat(**fields: Any) -> Beat:
-            for problem in failing:
-                raise problem
-            return Beat(**fields)
-
-        monkeypatch.setattr("remesh.elastic.node.Beat", make_beat)
-        with Fake(QUICK) as master, caplog.at_level(logging.WARNING):
-            node = waiting_node(master.url)
-            wait_until(lambda: len(beats_of(master)) >= 2, "heartbeats after those that failed")
-            node.close()
-        (said,) = caplog.records
-        assert said.getMessage() == "a heartbeat is not sent; the next one follows"
-        assert said.exc_info is not None
-
-    def test_each_says_that_the_next_follows_in_a_quarter_of_the_time_for_silence(self) -> None:
-        with Fake(QUICK) as master:
-            node = waiting_node(master.url)
-            wait_until(lambda: len(beats_of(master)) >= 3, "three heartbeats")
-            node.close()
-        assert {beat.pause for beat in beats_of(master)} == {0.1}
+def test_each_heartbeat_says_that_the_next_follows_in_a_quarter_of_the_time_for_silence() -> None:
+    with Fake(QUICK) as master:
+        node = waiting_node(master.url)
+        wait_until(lambda: len(beats_of(master)) >= 3, "three heartbeats")
+        node.close()
+    assert {beat.pause for beat in beats_of(master)} == {0.1}

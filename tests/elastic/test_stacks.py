@@ -12,7 +12,7 @@ import pytest
 
 from remesh.elastic import stacks
 from remesh.elastic.process_socket import ProcessSockets
-from remesh.elastic.stacks import Stacks, stacks_file
+from remesh.elastic.stacks import stacks_file, take_stacks
 from remesh.errors import StorageError
 
 PROGRAM = """
@@ -73,7 +73,7 @@ def test_processes_are_asked_and_write_what_they_do(
             7 + rank: (process.pid, stacks_file(paths[rank]))
             for rank, process in enumerate(processes)
         }
-        found = Stacks(asked).take()
+        found = take_stacks(asked)
         of_all_threads = found.pop(7)
         assert "hangs_here" in of_all_threads
         assert "waits_here" in of_all_threads
@@ -82,7 +82,7 @@ def test_processes_are_asked_and_write_what_they_do(
         free.kill()
         free.wait()
         monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.0)
-        assert "no stacks" in Stacks({7: asked[7]}).take()[7]
+        assert "no stacks" in take_stacks({7: asked[7]})[7]
 
 
 def run_python(program: str, path: Path) -> str:

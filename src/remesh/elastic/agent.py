@@ -11,13 +11,13 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from msgspec.structs import replace
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure as Failure
@@ -29,8 +29,9 @@ from remesh.elastic.handler import Handler
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, Tell
 from remesh.elastic.process_socket import EnterWorld, Instruction, LeaveWorld, ProcessSockets
 from remesh.elastic.processes import Processes, message_of, tail_of
+from remesh.elastic.protocol import Assignment, Drain, Leave, ReportFailures, ReportStacks, Stop
 from remesh.elastic.rendezvous import Outcome
-from remesh.elastic.stacks import Stacks, stacks_file
+from remesh.elastic.stacks import stacks_file, take_stacks
 from remesh.elastic.warm import Warm
 from remesh.errors import MasterError
 
@@ -64,9 +65,13 @@ class Agent:
         self._ranks = range(limits.num_processes)
         self._failures: dict[int, Failure] = {}
         self._world: RendezvousInfo
-        self._dumped = 0
         self._drains = False
         self._exits_on_sigterm = False
+
+    @property
+    def _assignment(self) -> Assignment:
+        assert self._node.assignment is not None, "there are no processes before the first"
+        return self._node.assignment
 
     def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         """Begin to drain, or exit at once while the agent waits for the master."""
@@ -115,7 +120,7 @@ class Agent:
         node = self._node
         # In this order: if others had to stop because a process of this node died, the master must
         # receive that failure, and would not if the process were stopped like the others.
-        content, stop = node.content, node.stop
+        content = node.content
         living = self._processes.living
         found = {rank: self._sockets.report(rank, pid) for rank, pid in living.items()}
         return Seen(
@@ -124,7 +129,6 @@ class Agent:
             reports={rank: report for rank, report in found.items() if report is not None},
             progress=self._sockets.progress(),
             content=content,
-            stop=stop,
             drains=self._drains,
             silence=node.silence,
         )
@@ -147,17 +151,19 @@ class Agent:
                 self._report()
             case lifecycle.Exit():
                 self._exit(action)
-            case Tell.BEAT:
-                self._node.beat_now()
+            case Tell.STACKS:
+                self._send_stacks()
             case Tell.DRAIN:
-                self._node.drain(self._state.limits.drain, "SIGTERM")
+                self._node.say(Drain, seconds=self._state.limits.drain, reason="SIGTERM")
             case Tell.FINISH:
-                self._node.finish("its processes ended")
+                ended = "its processes ended"
+                self._node.say(Leave, outcome=Outcome.SUCCEEDED, reason=ended)
 
     def _join(self, pause: float) -> None:
-        if self._node.stop is not None:
+        content = self._node.content
+        if isinstance(content, Stop):
             level = logging.WARNING if self._failures else logging.INFO
-            log.log(level, "the processes start again: %s", self._node.stop.reason)
+            log.log(level, "the processes start again: %s", content.reason)
         if pause:
             log.warning("starts keep failing, the next one follows in %g s", pause)
         try:
@@ -191,8 +197,7 @@ class Agent:
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """The variables of a process that differ from world to world."""
-        assignment, met = self._node.assignment, self._world.bootstrap_store_info
-        assert assignment is not None
+        assignment, met = self._assignment, self._world.bootstrap_store_info
         assert met is not None
         rank, size = str(assignment.first_rank + local_rank), str(assignment.world_size)
         return {
@@ -223,36 +228,31 @@ class Agent:
         raise SystemExit(action.code)
 
     def _inform(self, seen: Seen) -> None:
-        """Tell the master how far the processes are, and their stacks if it wants them."""
-        assignment = self._node.assignment
-        assert assignment is not None
-        first = assignment.first_rank
-        self._node.show({first + rank: one for rank, one in seen.progress.items()})
-        if seen.stop is None and any(report.error for report in seen.reports.values()):
-            self._node.beat_now(lost_peer=True)  # the master may know more
-        dump = self._node.dump
-        if dump <= self._dumped:
-            return
-        self._dumped = dump
-        files = {rank: stacks_file(self._sockets.path_of(rank)) for rank in self._ranks}
-        living = self._processes.living.items()
-        stacks = Stacks({first + rank: (pid, files[rank]) for rank, pid in living})
+        """Tell the master how far the processes are."""
+        first, wanted = self._assignment.first_rank, self._state.hold
+        ranks = {
+            first + rank: replace(one, waits=lifecycle.has_done(wanted, one))
+            for rank, one in seen.progress.items()
+        }
+        lost_peer = seen.stop is None and any(report.error for report in seen.reports.values())
+        self._node.show(ranks, lost_peer=lost_peer)
 
-        def send() -> None:  # no restart waits for them
-            self._node.send_stacks(dump, stacks.take())
-
-        threading.Thread(target=send, name="remesh-stacks", daemon=True).start()
+    def _send_stacks(self) -> None:
+        first = self._assignment.first_rank
+        processes = {
+            first + rank: (pid, stacks_file(self._sockets.path_of(rank)))
+            for rank, pid in self._processes.living.items()
+        }
+        self._node.say(ReportStacks, stacks=take_stacks(processes))
 
     def _report(self) -> None:
-        assignment = self._node.assignment
-        assert assignment is not None
         failed = self._processes.failed
-        self._failures = {assignment.first_rank + rank: one for rank, one in failed.items()}
-        self._node.report(tuple(self._describe(rank, one) for rank, one in failed.items()))
+        self._failures = {self._assignment.first_rank + rank: one for rank, one in failed.items()}
+        failures = tuple(self._describe(rank, one) for rank, one in failed.items())
+        self._node.say(ReportFailures, failures=failures)
 
     def _describe(self, local_rank: int, failure: Failure) -> ProcessFailure:
-        assignment = self._node.assignment
-        assert assignment is not None
+        assignment = self._assignment
         progress = self._sockets.progress().get(local_rank)
         return ProcessFailure(
             node_id=assignment.node_id,

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.lifecycle import exit_of
 from remesh.elastic.node import NodeClient
-from remesh.elastic.protocol import Assignment, JobEnded, Join, NodeTest, Rejected, TestResult
+from remesh.elastic.protocol import Assignment, JobEnded, Join, NodeTest, Rejected, Stop, TestResult
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.errors import MasterError
 
@@ -47,7 +47,7 @@ BACKEND = "remesh"
 STORE_SECONDS = 60.0
 """How long the nodes of a round wait for the first one's TCPStore."""
 CONNECT_SECONDS = 5.0
-"""How long one attempt to connect to it takes; between two, the round may prove to be over."""
+"""How long one attempt takes; between two, the round may prove to be over."""
 PATIENCE = 3600.0
 """How long a launcher repeats a request that the node cannot go on without."""
 
@@ -111,50 +111,38 @@ class Handler(RendezvousHandler):
             content = self.node.join()
             if not isinstance(content, Assignment):
                 return content
-            try:
-                return self._connect(content)
-            except MasterError as error:
-                if not self._is_over():
-                    raise
-                log.info("the round broke while it began: %s", error)
+            found = self._meet(content)
+            if found is not None:
+                return found
+            log.info("round %d broke while it began", content.round)
 
-    def _connect(self, assignment: Assignment) -> RendezvousInfo:
-        """Open the round's TCPStore and read from it where the processes connect."""
-        round_, rank, leader = assignment.round, assignment.node_rank, assignment.leader
-        try:
-            store = self.store if rank == 0 else self._store_at(leader.address, leader.port)
-            prefixed = PrefixStore(f"round {round_}", store)
-            info = RendezvousStoreInfo.build(rank, prefixed, local_addr=self.node.address)
-        except RuntimeError as error:
-            # The first node may have died. The master knows that after the heartbeat timeout.
-            deadline = time.monotonic() + STORE_SECONDS + assignment.heartbeat_timeout
-            while not self._is_over() and time.monotonic() < deadline:
+    def _meet(self, assignment: Assignment) -> RendezvousInfo | None:
+        """Read from the round's TCPStore where the processes connect; None if the round is over."""
+        number, rank, first = assignment.round, assignment.node_rank, assignment.leader
+        # The first node may have died. The master knows that after the heartbeat timeout.
+        deadline = time.monotonic() + STORE_SECONDS + assignment.heartbeat_timeout
+        while not self._is_over():
+            try:
+                self._found = self.store if rank == 0 else connect_store(first.address, first.port)
+                store = PrefixStore(f"round {number}", self._found)
+                info = RendezvousStoreInfo.build(rank, store, local_addr=self.node.address)
+            except RuntimeError as error:
+                if time.monotonic() >= deadline:
+                    where = f"the first node's store at {first.address}:{first.port}"
+                    raise MasterError(f"round {number} has no store: {where}: {error}") from error
                 time.sleep(0.1)
-            raise MasterError(f"round {round_} has no store: {error}") from error
-        return RendezvousInfo(prefixed, rank, assignment.num_nodes, info)
+            else:
+                self._found.set_timeout(dt.timedelta(seconds=STORE_SECONDS))
+                return RendezvousInfo(store, rank, assignment.num_nodes, info)
+        return None
 
     def _is_over(self) -> bool:
         """True if the round, or the job, is over, by the newest instruction."""
-        return self.node.stop is not None or self.is_closed()
-
-    def _store_at(self, host: str, port: int) -> TCPStore:
-        """The store of the first node."""
-        deadline = time.monotonic() + STORE_SECONDS
-        while True:
-            limit = dt.timedelta(seconds=CONNECT_SECONDS)
-            try:
-                self._found = TCPStore(host, port, is_master=False, timeout=limit)
-            except RuntimeError as error:
-                if self._is_over() or time.monotonic() >= deadline:
-                    text = f"the first node's store at {host}:{port}: {error}"
-                    raise RuntimeError(text) from error
-            else:
-                self._found.set_timeout(dt.timedelta(seconds=STORE_SECONDS))
-                return self._found
+        return isinstance(self.node.content, Stop | Rejected | JobEnded)
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if the processes should stop and the node should join again."""
-        return int(self.node.stop is not None)
+        return int(isinstance(self.node.content, Stop | Rejected))
 
     def is_closed(self) -> bool:
         return isinstance(self.node.content, JobEnded)
@@ -184,6 +172,12 @@ def open_store(address: str) -> TCPStore:
     """A store of this node, in which others meet."""
     limit = dt.timedelta(seconds=STORE_SECONDS)
     return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+def connect_store(host: str, port: int) -> TCPStore:
+    """The store of another node."""
+    limit = dt.timedelta(seconds=CONNECT_SECONDS)
+    return TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def make_handler(

@@ -11,9 +11,9 @@ members then get tests in place of their assignments. Faulty nodes are excluded,
 a new world.
 
 Before a world grows, or when one of its nodes has to leave, the job makes a *save request*. The
-world grows when the checkpoint is saved or a grace time has passed, so scripts that report no
-checkpoints delay it by that time at most. It grows without a checkpoint as soon as all ranks wait:
-then their processes go on, and have the state in memory.
+world changes when all ranks have saved and wait, or a grace time has passed, so scripts that report
+no steps delay it by that time at most. If it only grows and all processes can go on, they wait
+without a save: the state is in their memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from remesh.elastic import checks, protocol, rendezvous
 from remesh.elastic.checks import CheckResult, RunningCheck
 from remesh.elastic.failures import (
     FailureAction,
-    FailureDecision,
     Patterns,
     ProcessFailure,
     decide,
 )
 from remesh.elastic.progress import TrainingProgress
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Content, Drain, Join, Leave, Sender
-from remesh.elastic.rendezvous import Change, Node, Outcome, Rendezvous
+from remesh.elastic.rendezvous import Node, Outcome, Rendezvous
 
 MAX_RECORDS = 500
-"""Failures, and lines of history, that are kept."""
+"""Incidents, and lines of history, that are kept."""
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,22 +64,16 @@ class CheckpointSaved(msgspec.Struct, frozen=True):
 
 
 class RanksWait(msgspec.Struct, frozen=True):
-    """All ranks of the world wait for it to change; there is nothing to save."""
+    """All ranks of the world have saved, if that is needed, and wait for the world to change."""
 
     round: int
 
 
 class HangDetected(msgspec.Struct, frozen=True):
-    """No rank has finished a step for too long; the stacks are requested."""
+    """No rank has finished a step for too long."""
 
     round: int
     reason: str
-
-
-class StacksCollected(msgspec.Struct, frozen=True):
-    """The stacks of a hanging job have come, or their time limit has passed."""
-
-    round: int
 
 
 class ProgressRecorded(msgspec.Struct, frozen=True):
@@ -102,7 +95,6 @@ Event: TypeAlias = (
     | CheckpointSaved
     | RanksWait
     | HangDetected
-    | StacksCollected
     | ProgressRecorded
     | Tick
 )
@@ -121,24 +113,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     patterns: Patterns = Patterns()  # what distinguishes the kinds of failures
 
 
-class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The failures of one node in one round, and the decision on them."""
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """The failures of a node in a round, or that it was lost or left before its processes ended."""
 
     node_id: int
     round: int
-    time: float  # when the master received them
-    failures: tuple[ProcessFailure, ...]  # the processes
-    decision: FailureDecision  # what follows
-
-
-class Departure(msgspec.Struct, frozen=True, kw_only=True):
-    """A member of a world that was lost or left before its processes had succeeded."""
-
-    node_id: int
-    round: int  # the round of the world
     time: float  # when the master knew it
-    lost: bool  # whether its messages stopped; otherwise it sent `Leave`
-    text: str  # what happened, in a sentence
+    text: str  # what follows from the failures, or what happened, in a sentence
+    failures: tuple[ProcessFailure, ...] = ()  # the processes
+    lost: bool = False  # whether the node's messages stopped; otherwise it sent `Leave`
 
 
 class HistoryLine(msgspec.Struct, frozen=True):
@@ -152,7 +135,6 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that the ranks should save before the world changes."""
 
     deadline: float  # when the world changes without it
-    saved_before: int | None  # the step of the newest checkpoint when the request was made
     draining: frozenset[int] = frozenset()  # ids of the nodes that have to leave
     is_over: bool = False  # whether it is saved, overdue, or not needed any more
 
@@ -168,12 +150,10 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     charges: dict[int, int] = {}  # restarts that each node was charged with, by node id
     hang_charges: int = 0  # restarts after hangs
     names: dict[str, int] = {}  # node ids by name
-    ids_below: int = 0  # all node ids below this are taken
     suspect: tuple[int, str] | None = None
     """The node whose processes failed as those of others do when one fails, and what was said of
     it, as long as nothing explains it; charged when the next round begins."""
-    failures: tuple[FailureRecord, ...] = ()  # failures, oldest first
-    departures: tuple[Departure, ...] = ()  # nodes that were lost or left, oldest first
+    incidents: tuple[Incident, ...] = ()  # failures, and nodes that were lost or left, oldest first
     checked: dict[int, str] = {}  # incarnations that passed a check, by node id
     must_check: bool = False  # whether the next world is to be checked, known nodes included
     check: RunningCheck | None = None  # the check that runs
@@ -182,9 +162,6 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     save_request: SaveRequest | None = None
     """The checkpoint that is awaited before the world changes."""
     saved_step: int | None = None  # the step of the newest checkpoint
-    dump: int = 0  # number of the last request for stacks
-    hanging: tuple[int, str] | None = None
-    """Round and reason of a hang whose stacks are being collected."""
     progress: TrainingProgress | None = None  # how far the training was when that was recorded last
     history: tuple[HistoryLine, ...] = ()  # what happened
 
@@ -194,7 +171,7 @@ def assign_id(
 ) -> tuple[int, str] | None:
     """The id of a node, and the name that this id has from now on.
 
-    It is the requested id, the one its name had, or the smallest free one. If an agent of that name
+    It is the requested id, the one its name had, or a free one. If an agent of that name
     lives, the name gets a number. None as long as it is not known whether the id can be had
     (`has_living_agent` returns None).
     """
@@ -210,8 +187,8 @@ def assign_id(
         return None if lives is None else (wanted, label)
     for label in labels:
         if label not in job.names:
-            taken = job.rendezvous.newest
-            return next(number for number in count(job.ids_below) if number not in taken), label
+            taken = job.rendezvous.newest  # of most jobs all ids below their number
+            return next(number for number in count(len(taken)) if number not in taken), label
         lives = has_living_agent(job.names[label])
         if not lives:
             return None if lives is None else (job.names[label], label)
@@ -248,15 +225,12 @@ def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobSta
             return _tested(job, event, nodes)
         case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
             return _replace(job, saved_step=step)
-        case RanksWait(number) if number == nodes.round and is_for_growth(job):
+        case RanksWait(number) if number == nodes.round:
             job = _end_request(job)
-        case HangDetected(number, reason) if number == nodes.round and job.hanging is None:
-            job = _replace(job, hanging=(number, reason), dump=job.dump + 1)
-            return _note(job, now, f"the job hangs: {reason}")
+        case HangDetected(number, reason) if number == nodes.round and nodes.broken is None:
+            return _hang(_note(job, now, f"the job hangs: {reason}"), reason, nodes, now)
         case ProgressRecorded(progress):
             return _replace(job, progress=progress)
-        case StacksCollected(number):
-            return _end_hang(job, number, nodes, now)
     return job
 
 
@@ -276,8 +250,12 @@ def _depart(
     member = nodes.member(node_id)
     if member is None or member.incarnation != incarnation or node_id not in nodes.active:
         return job
-    departure = Departure(node_id=node_id, round=nodes.round, time=now, lost=lost, text=text)
-    return _replace(job, suspect=None, departures=(*job.departures, departure)[-MAX_RECORDS:])
+    incident = Incident(node_id=node_id, round=nodes.round, time=now, text=text, lost=lost)
+    return _replace(_record(job, incident), suspect=None)
+
+
+def _record(job: JobState, incident: Incident) -> JobState:
+    return _replace(job, incidents=(*job.incidents, incident)[-MAX_RECORDS:])
 
 
 def _advance(job: JobState, after: Rendezvous, now: float) -> JobState:
@@ -289,7 +267,7 @@ def _advance(job: JobState, after: Rendezvous, now: float) -> JobState:
     if after.world is not before.world:
         members = rendezvous.listed(node.id for node in after.world)
         job = _note(job, now, f"round {after.round}: nodes {members}")
-        job = _replace(job, save_request=None, hanging=None, check=None)
+        job = _replace(job, save_request=None, check=None)
         job = _begin_check(job, after, now)
         return _charge_suspect(job, after, now)
     if after.outcome is not None and before.outcome is None:
@@ -315,11 +293,7 @@ def _join(job: JobState, event: Join, now: float) -> JobState:
     member = job.rendezvous.member(node.id)
     if member is not None and member.incarnation != node.incarnation:
         job = _replace(job, suspect=None)  # its agent has died, as others may have noticed
-    job = _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
-    taken, below = job.rendezvous.newest, job.ids_below
-    while below in taken:
-        below += 1
-    return job if below == job.ids_below else _replace(job, ids_below=below)
+    return _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
 
 
 def node_of(event: Join) -> Node:
@@ -350,7 +324,7 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
     # A node says it again, in each new session, until it is in another world. It has joined after
     # it had said it first, and the records of long ago are gone.
     has_joined = node.id in nodes.ready or (event.round < nodes.round and node.id in nodes.active)
-    known = {(record.node_id, record.round) for record in job.failures}
+    known = {(each.node_id, each.round) for each in job.incidents if each.failures}
     if not event.failures or has_joined or (event.node_id, event.round) in known:
         return job
     charged = job.charges.get(event.node_id, 0)
@@ -361,25 +335,24 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
         num_ranks=nodes.num_ranks,
         patterns=job.policy.patterns,
     )
-    record = FailureRecord(
+    incident = Incident(
         node_id=event.node_id,
         round=event.round,
         time=now,
+        text=decision.reason,
         failures=event.failures,
-        decision=decision,
     )
-    job = _replace(job, failures=(*job.failures, record)[-MAX_RECORDS:])
-    job = _note(job, now, decision.reason)
+    job = _note(_record(job, incident), now, decision.reason)
     if decision.charged:
         job = _replace(job, charges={**job.charges, event.node_id: charged + 1})
     if decision.charged or decision.action is not FailureAction.RESTART:
         job = _replace(job, suspect=None)
-    elif ordered_change(job, event.node_id, event.round) is None:
+    elif stop_reason(job, event.node_id, event.round) is None:
         job = _replace(job, suspect=(event.node_id, decision.reason))
     is_member = event.round == nodes.round and node.id in nodes.active
     if decision.action is FailureAction.RESTART and is_member and nodes.broken is None:
         # The others need not wait until it joins.
-        job = _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, decision.reason), now)
+        job = _advance(job, rendezvous.break_world(nodes, decision.reason), now)
     if decision.action is FailureAction.REPLACE:
         job = _replace(job, must_check=True)
         job = _advance(job, rendezvous.exclude(nodes, node, decision.reason, now), now)
@@ -415,10 +388,8 @@ def _drain(job: JobState, event: Drain, nodes: Rendezvous, now: float) -> JobSta
 
 def _ask_to_save(job: JobState, node_ids: list[int], now: float, seconds: float) -> JobState:
     """Request a checkpoint before nodes leave."""
-    old = job.save_request
-    draining = frozenset(node_ids) if old is None else old.draining.union(node_ids)
-    before = job.saved_step if old is None or old.is_over else old.saved_before
-    request = SaveRequest(deadline=now + seconds, saved_before=before, draining=draining)
+    old = frozenset[int]() if job.save_request is None else job.save_request.draining
+    request = SaveRequest(deadline=now + seconds, draining=old.union(node_ids))
     return _replace(job, save_request=request)
 
 
@@ -437,15 +408,12 @@ def _hold(job: JobState, node_id: int, reason: str | None, now: float) -> JobSta
     return _note(job, now, f"node {node_id} may be used again")
 
 
-def _end_hang(job: JobState, number: int, nodes: Rendezvous, now: float) -> JobState:
+def _hang(job: JobState, why: str, nodes: Rendezvous, now: float) -> JobState:
     """Let all start again, as long as the budget for hangs allows it."""
-    if job.hanging is None or job.hanging[0] != number:
-        return job
-    reason, charged = f"the job hung: {job.hanging[1]}", job.hang_charges
-    job = _replace(job, hanging=None)
+    reason, charged = f"the job hung: {why}", job.hang_charges
+    nodes = rendezvous.break_world(nodes, reason, hangs=True)
     if charged < job.max_restarts:
-        job = _replace(job, hang_charges=charged + 1)
-        return _advance(job, rendezvous.break_world(nodes, Change.HANG, reason), now)
+        return _advance(_replace(job, hang_charges=charged + 1), nodes, now)
     counts = f"{charged} of {job.max_restarts} restarts"
     reason = f"{reason}; no restart left: {counts} charged to hangs"
     return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
@@ -455,31 +423,34 @@ def _settle(job: JobState, now: float) -> JobState:
     """The job after all that follows from it and the time alone."""
     job = _advance_check(job, now)
     job = _end_request_in_time(_advance(job, rendezvous.tick(job.rendezvous, now), now), now)
-    nodes, asked = job.rendezvous, job.save_request
+    nodes, asked, size = job.rendezvous, job.save_request, rendezvous.larger_size(job.rendezvous)
+    if asked is not None and is_for_growth(job) and size is None:
+        asked, job = None, _replace(job, save_request=None)  # the nodes that had come have gone
     if nodes.held and job.check is None:
         held = rendezvous.leaving(nodes)
         if held and (asked is None or not asked.draining.issuperset(held)):
             return _end_request_in_time(_ask_to_save(job, held, now, job.policy.save_grace), now)
         if held and not awaits_checkpoint(job):
             text = f"{rendezvous.listed_nodes(held)} excluded by hand"
-            return _advance(job, rendezvous.break_world(nodes, Change.RESTARTED, text), now)
+            return _advance(job, rendezvous.break_world(nodes, text), now)
         if asked is not None and asked.is_over and nodes.held.keys() >= asked.draining > set():
             return _replace(job, save_request=None)  # they stay: the others have left meanwhile
-    if job.check is None and job.save_request is None and nodes.active:
-        size = rendezvous.larger_size(nodes)
-        if size is not None:
-            deadline = now + job.policy.save_grace
-            request = SaveRequest(deadline=deadline, saved_before=job.saved_step)
-            text = f"the world can grow to {size} nodes: {len(nodes.usable)} more are ready"
-            return _end_request_in_time(_note(_replace(job, save_request=request), now, text), now)
+    if job.check is None and job.save_request is None and nodes.active and size is not None:
+        request = SaveRequest(deadline=now + job.policy.save_grace)
+        text = f"the world can grow to {size} nodes: {len(nodes.usable)} more are ready"
+        return _end_request_in_time(_note(_replace(job, save_request=request), now, text), now)
     return job
 
 
-def ordered_change(job: JobState, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
+def stop_reason(job: JobState, node_id: int, round_of_node: int) -> str | None:
     """Why a node should stop the processes of a round now; None if it should go on."""
-    change = rendezvous.restart_reason(job.rendezvous, node_id, round_of_node)
-    waits = change is not None and change[0] is Change.GROW and awaits_checkpoint(job)
-    return None if waits else change
+    nodes = job.rendezvous
+    reason = rendezvous.restart_reason(nodes, node_id, round_of_node)
+    if reason is None and nodes.outcome is None and not awaits_checkpoint(job):
+        size = rendezvous.larger_size(nodes)
+        if size is not None:
+            reason = f"{rendezvous.listed_nodes(nodes.usable)} can join, the world grows to {size}"
+    return reason
 
 
 def is_for_growth(job: JobState) -> bool:
@@ -492,17 +463,10 @@ def awaits_checkpoint(job: JobState) -> bool:
     return job.save_request is not None and not job.save_request.is_over
 
 
-def _is_saved(request: SaveRequest, saved: int | None) -> bool:
-    before = request.saved_before
-    return saved is not None and (before is None or saved > before)
-
-
 def _end_request_in_time(job: JobState, now: float) -> JobState:
-    """Wait for the requested checkpoint no longer if it is saved, or overdue."""
+    """Wait for the requested checkpoint no longer if it is overdue."""
     asked = job.save_request
-    if asked is not None and (now >= asked.deadline or _is_saved(asked, job.saved_step)):
-        return _end_request(job)
-    return job
+    return _end_request(job) if asked is not None and now >= asked.deadline else job
 
 
 def _end_request(job: JobState) -> JobState:
@@ -582,7 +546,7 @@ def content_of(job: JobState, sender: Sender) -> Content:
     """What the node of a sender has to do now."""
     nodes, node_id, incarnation = job.rendezvous, sender["node_id"], sender["incarnation"]
     if nodes.outcome is not None:
-        return protocol.JobEnded(nodes.outcome, nodes.reason)
+        return protocol.JobEnded(nodes.outcome, nodes.reason, nodes.hangs)
     if incarnation in nodes.replaced:
         return protocol.Rejected(f"another agent has taken over node id {node_id}")
     excluded, reason = nodes.excluded.get(node_id, ("", ""))
@@ -594,11 +558,13 @@ def content_of(job: JobState, sender: Sender) -> Content:
     member = nodes.member(node_id)
     if member is None or member.incarnation != incarnation:
         reason = f"round {sender['round']} is over for node {node_id}"
-        return protocol.Stop(sender["round"], Change.STALE, reason)
+        return protocol.Stop(sender["round"], reason)
     if node_id in nodes.active and job.check is not None:
         return _test_of(job, job.check, nodes, node_id)
-    change = ordered_change(job, node_id, nodes.round)
-    return _assignment(job, node_id) if change is None else protocol.Stop(nodes.round, *change)
+    why = stop_reason(job, node_id, nodes.round)
+    if why is None:
+        return _assignment(job, node_id)
+    return protocol.Stop(nodes.round, why, nodes.hangs)
 
 
 def _assignment(job: JobState, node_id: int) -> protocol.Assignment:
@@ -661,4 +627,4 @@ def _shared(job: JobState) -> tuple[object, ...]:
     stage = None if check is None else (check.number, len(check.results))
     world = nodes.round, nodes.outcome, nodes.broken, rendezvous.larger_size(nodes)
     used = nodes.excluded, nodes.replaced, nodes.held
-    return world, used, stage, job.save_request, job.hanging
+    return world, used, stage, job.save_request

@@ -29,7 +29,7 @@ from remesh.elastic.failures import restart_pause
 from remesh.elastic.process_socket import Report, Request
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
-from remesh.elastic.rendezvous import Change, Outcome
+from remesh.elastic.rendezvous import Outcome
 
 EXIT_REPLACE = 75
 """How the agent ends when another node should take the place of this one."""
@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What the user has chosen for a node; all times in seconds."""
 
     num_processes: int
-    drain: float  # for a checkpoint before the node leaves, or the world grows
+    drain: float  # for a checkpoint before the node leaves
     reentry: float  # for a process to leave a training function that is entered again
     shutdown: float  # for any other process to end after a signal
     patience: float  # for a master that does not answer
@@ -83,9 +83,13 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     reports: dict[int, Report] = {}  # of those that live and can be entered again
     progress: dict[int, RankProgress] = {}  # of those that report their steps
     content: Content | None = None  # the newest instruction
-    stop: Stop | None = None  # why the processes should stop, by that
     drains: bool = False  # whether there was a SIGTERM
     silence: float = 0.0  # seconds without a session with the master
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why the processes should stop, by the newest instruction."""
+        return self.content if isinstance(self.content, Stop) else None
 
 
 # Actions ------------------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ class Tell(StrEnum):
     FAILURES = "failures"  # the processes that have failed
     FINISH = "finish"  # that the processes have succeeded
     DRAIN = "drain"  # that the node leaves soon
-    BEAT = "beat"  # the next heartbeat, at once
+    STACKS = "stacks"  # where the processes are, which hang
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -237,31 +241,31 @@ def _join(state: State, seen: Seen) -> Next:
 def _train(state: State, seen: Seen, now: float) -> Next:
     """Do what the newest instruction says, while the processes are healthy."""
     actions: list[Action] = []
-    grows = seen.stop is not None and seen.stop.change is Change.GROW
+    stop, content = seen.stop, seen.content
     if seen.drains:
         if not state.is_announced:
             state = replace(state, is_announced=True)
             actions.append(Tell.DRAIN)
         state = _hold(state, "save-and-hold", now, actions)
-        if _is_saved(state, seen, now):
+        # Ranks that report nothing have no manager that could save.
+        is_late = now - state.held_since > state.limits.drain
+        if not seen.progress or is_late or _all_wait(state, seen):
             return state, [*actions, _drained(state, seen, now)]
-    elif grows or seen.stop is None:
-        world = seen.content if isinstance(seen.content, Assignment) and not grows else None
-        may_grow = world is not None and world.grow
+    elif stop is None:
         wanted: Request | None = None
-        if grows or (world is not None and world.save):
+        if isinstance(content, Assignment) and content.save:
             all_go_on = len(seen.reports) == state.limits.num_processes
-            wanted = "hold" if (may_grow or grows) and all_go_on else "save-and-hold"
+            wanted = "hold" if content.grow and all_go_on else "save-and-hold"
         state = _hold(state, wanted, now, actions)
-        if may_grow and _is_saved(state, seen, now):
-            actions.append(Tell.BEAT)  # the other ranks wait as well, or will soon
-    if seen.stop is not None and not (grows and not _is_saved(state, seen, now)):
+    hangs = isinstance(content, JobEnded | Stop) and content.hangs
+    if hangs:
+        actions.append(Tell.STACKS)
+    if stop is not None:
         # Processes that hang do not react to SIGTERM.
-        hangs = seen.stop.change is Change.HANG
         left, more = _leave(state, seen, now, signal.SIGKILL if hangs else signal.SIGTERM)
         return left, actions + more
-    if isinstance(seen.content, JobEnded):
-        actions.append(exit_of(seen.content))
+    if isinstance(content, JobEnded | Rejected):
+        actions.append(exit_of(content))
     return state, actions
 
 
@@ -273,20 +277,15 @@ def _hold(state: State, wanted: Request | None, now: float, actions: list[Action
     return replace(state, hold=wanted, held_since=now)
 
 
-def _is_saved(state: State, seen: Seen, now: float) -> bool:
-    """True if the ranks do what they are asked for, or the time limit for that has passed.
-
-    Ranks that report nothing have no manager that could save.
-    """
-    is_late = now - state.held_since > state.limits.drain
-    return not seen.progress or is_late or _all_wait(state, seen)
+def has_done(wanted: Request | None, rank: RankProgress) -> bool:
+    """True if a rank waits, and has saved if that was wanted; it may wait since before."""
+    return rank.waits and (wanted == "hold" or rank.saved_step == rank.step)
 
 
 def _all_wait(state: State, seen: Seen) -> bool:
-    """True if all ranks wait, and have saved if that was asked for; some may wait since before."""
-    return len(seen.progress) == state.limits.num_processes and all(
-        one.waits and (state.hold == "hold" or one.saved_step == one.step)
-        for one in seen.progress.values()
+    ranks = seen.progress.values()
+    return len(ranks) == state.limits.num_processes and all(
+        has_done(state.hold, rank) for rank in ranks
     )
 
 
@@ -314,7 +313,7 @@ def exit_of(content: JobEnded | Rejected) -> Exit:
 
 def _finished(state: State, seen: Seen, now: float) -> Next:
     """Stay until the job has ended, or the processes have to start again with others."""
-    if isinstance(seen.content, JobEnded):
+    if isinstance(seen.content, JobEnded | Rejected):
         return state, [exit_of(seen.content)]
     if seen.stop is not None:
         return _leave(state, seen, now)

@@ -29,16 +29,10 @@ from remesh.elastic.progress import RankProgress, TrainingProgress
 from remesh.elastic.protocol import Beat, ReportFailures, ReportStacks
 from remesh.elastic.rendezvous import Rendezvous, listed
 
-STACKS_TIMEOUT = 10.0
-"""Seconds after which the stacks of a hanging job are awaited no longer."""
-ALIVE_SECONDS = 5.0
-"""Seconds, at most, between two messages of an agent that is alive."""
-CLAIM_SECONDS = 3600.0
-"""Seconds after which it is forgotten that an agent requests the node id of another."""
 RECORD_EVERY = 10.0
 """Seconds between two records of the progress."""
 CONFIRM_SECONDS = 1.0
-"""How late the heartbeat of a suspected agent may be: it has to connect anew, on a busy machine."""
+"""How late a heartbeat may be: an agent may have to connect anew, on a busy machine."""
 BEAT_SECONDS = 1.0
 """Time between two heartbeats of an agent that has not said it."""
 
@@ -70,14 +64,12 @@ class Liveness:
     progress: TrainingProgress  # how far the training is
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     """How far each rank is that has reported in `round`."""
-    waiting: set[int] = field(default_factory=set)  # ranks that wait for the world to change
+    waiting: set[int] = field(default_factory=set)
+    """Ranks that wait for the world to change, and have saved if that is needed."""
     round: int = 0  # the round of the last heartbeat that counted
     recorded_at: float = 0.0  # when the progress was recorded last
-    hung_at: float = 0.0  # when the stacks were requested
     stacks: dict[int, str] = field(default_factory=dict)  # stacks of the last hang, by rank
-    answered: set[int] = field(default_factory=set)  # nodes that have sent them
-    claims: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Since when other agents request a node id, by id and incarnation."""
+    hung_round: int = 0  # its round
     broken_round: int = 0  # the newest round of which a process has lost a peer
     look_at: float = 0.0  # when a node may be lost, at the earliest
 
@@ -135,7 +127,7 @@ def has_living_agent(
 
     An agent that starts again requests the id of the one that died. Two that run under one name, or
     were given one id by mistake, must not take it from each other in turn. None if that is not
-    known yet: the other may have died just now.
+    known yet.
     """
     nodes = job.rendezvous
     holder = nodes.known(node_id)
@@ -143,12 +135,12 @@ def has_living_agent(
         holder = nodes.member(node_id)
     if holder is None or incarnation == holder.incarnation or incarnation in nodes.replaced:
         return False
-    since = live.claims.setdefault((node_id, incarnation), now)
-    other = live.agents.get(holder.incarnation, AgentSigns(since))
-    silence = now - other.heard
-    if other.is_dead(now) or silence > min(job.policy.heartbeat_timeout / 2, ALIVE_SECONDS):
-        return False
-    return True if other.heard > since else None
+    other = live.agents.setdefault(holder.incarnation, AgentSigns(now))
+    if other.session is not None:
+        return now <= other.heard + other.pause + CONFIRM_SECONDS
+    # It has died just now, or begins another session.
+    is_gone = other.is_dead(now) or now - other.heard > job.policy.heartbeat_timeout
+    return False if is_gone else None
 
 
 def extend_deadlines(live: Liveness, seconds: float) -> None:
@@ -171,6 +163,7 @@ def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event
     if beat.lost_peer and live.broken_round != beat.round:
         live.broken_round, live.look_at = beat.round, 0.0
     events: list[Event] = []
+    needs_save = not jobs.is_for_growth(job)
     for rank, heard in beat.ranks.items():
         known = live.ranks.get(rank)
         if known is None or heard.step != known.step or heard.saved_step != known.saved_step:
@@ -182,12 +175,11 @@ def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event
             job.saved_step is None or heard.saved_step > job.saved_step
         ):
             events.append(jobs.CheckpointSaved(heard.saved_step))
-        if heard.waits:
+        if heard.waits and not (needs_save and heard.saved_step != heard.step):
             live.waiting.add(rank)
         elif live.waiting:
             live.waiting.discard(rank)
-    all_wait = len(live.waiting) == nodes.num_ranks
-    if all_wait and jobs.awaits_checkpoint(job) and jobs.is_for_growth(job):
+    if len(live.waiting) == nodes.num_ranks and jobs.awaits_checkpoint(job):
         return [*events[-1:], jobs.RanksWait(nodes.round)]
     return events[-1:]
 
@@ -199,11 +191,12 @@ def on_failures(live: Liveness, job: JobState, request: ReportFailures) -> None:
         live.broken_round, live.look_at = max(live.broken_round, request.round), 0.0
 
 
-def on_stacks(live: Liveness, job: JobState, request: ReportStacks) -> None:
+def on_stacks(live: Liveness, request: ReportStacks) -> None:
     """Record the stacks of a node, if they belong to the last hang."""
-    if request.dump == job.dump:
+    if request.round > live.hung_round:
+        live.hung_round, live.stacks = request.round, {}
+    if request.round == live.hung_round:
         live.stacks.update(request.stacks)
-        live.answered.add(request.node_id)
 
 
 def events_of_time(live: Liveness, job: JobState, now: float) -> list[Event]:
@@ -238,9 +231,6 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
             events.append(lost)
         else:
             live.look_at = min(live.look_at, agent.heard + limit, agent.due)
-    live.claims = {
-        claim: since for claim, since in live.claims.items() if now - since < CLAIM_SECONDS
-    }
     # The incarnation of an agent that was replaced never comes again.
     newest = set(nodes.newest.values())
     live.agents = {
@@ -253,15 +243,8 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
 
 def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
     nodes = job.rendezvous
-    if job.hanging is not None:
-        all_here = nodes.active.keys() <= live.answered
-        if all_here or now - live.hung_at > STACKS_TIMEOUT:
-            live.progress = msgspec.structs.replace(live.progress, moved=now)
-            return [jobs.StacksCollected(nodes.round)]
-        return []
     limit = progress.hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges)
     if nodes.broken is None and progress.hangs(live.progress, now, limit):
-        live.hung_at, live.stacks, live.answered = now, {}, set()
         silent, lagging = now - live.progress.moved, progress.lagging_ranks(live.ranks)
         behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
         reason = f"no rank has finished a step for {silent:.0f} s{behind}"

@@ -296,7 +296,7 @@ class Master:
                 for event in liveness.on_beat(self.live, job, message, now):
                     self.apply(event)
             case protocol.ReportStacks():
-                liveness.on_stacks(self.live, job, message)
+                liveness.on_stacks(self.live, message)
             case protocol.ReportFailures():
                 liveness.on_failures(self.live, job, message)
                 self.apply(message)
@@ -321,11 +321,10 @@ class Master:
         sender, job, now, old = connection.sender, self._durable, self.clock(), connection.given
         assert sender is not None
         content = jobs.content_of(job, sender)
-        dump = job.dump if job.hanging is not None else 0
-        if old is not None and (old.content, old.dump) == (content, dump):
+        if old is not None and old.content == content:
             return
         self._number = max(self._number + 1, int(now * 1e6))  # higher also after a restart
-        connection.given = protocol.Instruction(number=self._number, content=content, dump=dump)
+        connection.given = protocol.Instruction(number=self._number, content=content)
         connection.give(connection.given)
 
     def _identify(self, message: protocol.Join) -> protocol.Join:

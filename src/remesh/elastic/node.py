@@ -1,8 +1,7 @@
 """An agent as the master sees it: it joins until it has an assignment, reports, and leaves.
 
 Its session with the master (`session`) sends the heartbeats, which carry how far the processes are.
-The newest instruction says what to do with them: `stop` is why they should stop, and None while
-they should go on.
+The newest instruction says what to do with them.
 
 A node is lost after `heartbeat_timeout` seconds without a message. Heartbeats follow each other in
 a quarter of that at most.
@@ -19,7 +18,6 @@ import msgspec
 
 from remesh.elastic import protocol
 from remesh.elastic.client import Client
-from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     Assignment,
@@ -27,11 +25,12 @@ from remesh.elastic.protocol import (
     Content,
     JobEnded,
     Join,
+    Message,
     Rejected,
     Sender,
     Stop,
 )
-from remesh.elastic.rendezvous import Change, Outcome
+from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.session import Session
 from remesh.errors import MasterError
 
@@ -60,43 +59,26 @@ class NodeClient:
         self._node_id: int | None = None
         self._round = 0
         self._heartbeat_timeout = protocol.HEARTBEAT_TIMEOUT  # until the master says it
-        self._session: Session | None = None
         self._lock = threading.Lock()
         self.assignment: Assignment | None = None  # in the round that it joined last
         self._progress: Mapping[int, RankProgress] = {}  # of the ranks that report it
         self._lost_peer = False  # whether one of them has left its training because of that
-
-    @property
-    def dump(self) -> int:
-        """The number of the request for stacks that stands; 0 if none does."""
-        return 0 if self._newest is None else self._newest.dump
+        self._session = Session(client, self._beat, self._beat_pause)
 
     @property
     def content(self) -> Content | None:
-        return None if self._newest is None else self._newest.content
-
-    @property
-    def _newest(self) -> protocol.Instruction | None:
-        return None if self._session is None else self._session.newest
-
-    @property
-    def stop(self) -> Stop | None:
-        """Why the processes of the round should stop; None if they should go on, or end."""
-        match self.content:
-            case Stop() as stop:
-                return stop
-            case None | JobEnded():
-                return None
-            case Assignment(round=number) if number == self._round:
-                return None
-            case Rejected(reason):
-                return Stop(self._round, Change.STALE, reason)
-        return Stop(self._round, Change.STALE, f"round {self._round} is over for this node")
+        """What the master shows the processes of the round; None before the first instruction."""
+        newest = self._session.newest
+        content = None if newest is None else newest.content
+        is_of_another = isinstance(content, Assignment) and content.round != self._round
+        if is_of_another or isinstance(content, protocol.Waiting | protocol.NodeTest):
+            return Stop(self._round, f"round {self._round} is over for this node")
+        return content
 
     @property
     def silence(self) -> float:
         """Seconds without a session; 0 while there is one."""
-        return 0.0 if self._session is None else self._session.silence
+        return self._session.silence
 
     def sender(self) -> Sender:
         """The fields with which the messages of this node begin."""
@@ -113,8 +95,8 @@ class NodeClient:
         Raises:
             MasterError: If the master does not answer.
         """
-        session, seen, tested, said = self._begin(), 0, (0, 0), ""
-        self._say_join(session)
+        seen, tested, said = 0, (0, 0), ""
+        self._say_join()
 
         def newer(instruction: protocol.Instruction) -> protocol.Instruction | None:
             return instruction if instruction.number != seen else None
@@ -123,14 +105,14 @@ class NodeClient:
             patience = self.client.patience
             if self._node_id is None:  # the URL may be wrong, as long as no master has answered
                 patience = min(patience, self._first.settings.join_timeout)
-            newest = session.wait(newer, patience)
+            newest = self._session.wait(newer, patience)
             seen, content = newest.number, newest.content
             if isinstance(content, Assignment | protocol.Waiting | protocol.NodeTest):
                 self._node_id = content.node_id
                 self._heartbeat_timeout = content.heartbeat_timeout
             match content:
                 case Assignment(round=number) if number > self._round:
-                    return self._enter(session, content)
+                    return self._enter(content)
                 case protocol.Waiting(node_id, reason):
                     if reason != said and content.is_held:  # it may wait for days
                         log.warning("node %d waits: %s", node_id, reason)
@@ -139,14 +121,10 @@ class NodeClient:
                     said = reason
                 case protocol.NodeTest(check=check, test_round=number) if (check, number) != tested:
                     tested, result = (check, number), self._test(content)
-                    session.say(
-                        protocol.ReportTest(
-                            **self.sender(), check=check, test_round=number, result=result
-                        )
-                    )
+                    self.say(protocol.ReportTest, check=check, test_round=number, result=result)
                 case Stop(round=number) if number > self._round:
                     self._round = number  # it was over before this node had entered it
-                    self._say_join(session)
+                    self._say_join()
                 case JobEnded(outcome) if self._node_id is None:
                     log.warning(
                         "the job had %s before this node joined: it trains nothing\n"
@@ -158,21 +136,17 @@ class NodeClient:
                 case Rejected() | JobEnded():
                     return content
 
-    def _begin(self) -> Session:
-        if self._session is None:
-            self._session = Session(self.client, self._beat, self._beat_pause)
-        return self._session
-
-    def _say_join(self, session: Session) -> None:
-        session.forget(but=protocol.ReportFailures)
+    def _say_join(self) -> None:
+        self._session.forget(but=protocol.ReportFailures)
         node_id = self._first.node_id if self._node_id is None else self._node_id
-        session.say(msgspec.structs.replace(self._first, node_id=node_id, after_round=self._round))
+        join = msgspec.structs.replace(self._first, node_id=node_id, after_round=self._round)
+        self._session.say(join)
 
-    def _enter(self, session: Session, assignment: Assignment) -> Assignment:
+    def _enter(self, assignment: Assignment) -> Assignment:
         with self._lock:
             self._round, self.assignment = assignment.round, assignment
             self._progress, self._lost_peer = {}, False
-        session.forget()
+        self._session.forget()
         log.info(
             "round %d: node %d has node rank %d of %d",
             assignment.round,
@@ -182,16 +156,20 @@ class NodeClient:
         )
         return assignment
 
-    def show(self, progress: Mapping[int, RankProgress]) -> None:
-        """Send how far the ranks are with the heartbeats of the node."""
-        with self._lock:
-            self._progress = progress
+    def show(self, progress: Mapping[int, RankProgress], *, lost_peer: bool) -> None:
+        """Send how far the ranks are with the heartbeats of the node.
 
-    def beat_now(self, *, lost_peer: bool = False) -> None:
-        """Send the next heartbeat at once: what follows from it is needed."""
+        The next one is sent at once if a peer is lost or more ranks wait: the master may have been
+        waiting for that.
+        """
         with self._lock:
-            self._lost_peer |= lost_peer
-        self._begin().hurry()
+            num_waiting = sum(one.waits for one in self._progress.values())
+            is_awaited = lost_peer > self._lost_peer or num_waiting < sum(
+                one.waits for one in progress.values()
+            )
+            self._progress, self._lost_peer = progress, self._lost_peer or lost_peer
+        if is_awaited:
+            self._session.hurry()
 
     def _beat_pause(self) -> float:
         return min(self._beat_seconds, self._heartbeat_timeout / 4)
@@ -209,21 +187,9 @@ class NodeClient:
             lost_peer=lost_peer,
         )
 
-    def report(self, failures: tuple[ProcessFailure, ...]) -> None:
-        """Report failed processes; the content of the next instruction says what follows."""
-        self._begin().say(protocol.ReportFailures(**self.sender(), failures=failures))
-
-    def drain(self, seconds: float, reason: str) -> None:
-        """Announce that this node has to leave within some seconds."""
-        self._begin().say(protocol.Drain(**self.sender(), seconds=seconds, reason=reason))
-
-    def send_stacks(self, dump: int, stacks: dict[int, str]) -> None:
-        message = protocol.ReportStacks(**self.sender(), dump=dump, stacks=stacks)
-        self._begin().say(message, holds=False)
-
-    def finish(self, reason: str) -> None:
-        """Say that the processes have succeeded; the node stays until the job ends."""
-        self._begin().say(protocol.Leave(**self.sender(), outcome=Outcome.SUCCEEDED, reason=reason))
+    def say(self, kind: Callable[..., Message], **fields: object) -> None:
+        """Say something of the node; what follows from it stands in the next instruction."""
+        self._session.say(kind(**self.sender(), **fields))
 
     def leave(self, outcome: Outcome, reason: str) -> None:
         """Leave the job.
@@ -234,13 +200,12 @@ class NodeClient:
         Raises:
             MasterError: If the master may not know it.
         """
-        if self._session is None or self._node_id is None or isinstance(self.content, JobEnded):
+        if self._node_id is None or isinstance(self.content, JobEnded):
             return
-        self._session.say(protocol.Leave(**self.sender(), outcome=outcome, reason=reason))
+        self.say(protocol.Leave, outcome=outcome, reason=reason)
         is_success = outcome is Outcome.SUCCEEDED
         if not self._session.end(self.client.patience if is_success else LEAVE_PATIENCE):
             raise MasterError(f"the master at {self.client.url} has not confirmed that")
 
     def close(self) -> None:
-        if self._session is not None:
-            self._session.end(0.0)
+        self._session.end(0.0)

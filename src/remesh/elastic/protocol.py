@@ -24,9 +24,9 @@ import msgspec
 
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
+from remesh.elastic.rendezvous import Node, Outcome, Settings
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEARTBEAT_TIMEOUT = 3.0
 """Seconds without a message after which a node is lost, if nothing else is said."""
 
@@ -85,8 +85,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Stop the processes of a round, and join again."""
 
     round: int
-    change: Change
     reason: str  # why, in a sentence
+    hangs: bool = False  # whether they hang: send their stacks before
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -100,17 +100,17 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
 
     outcome: Outcome
     reason: str
+    hangs: bool = False  # as for `Stop`
 
 
 Content: TypeAlias = Assignment | Waiting | NodeTest | Stop | Rejected | JobEnded
 
 
-class Instruction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+class Instruction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What an agent has to do until another instruction takes the place of this one."""
 
     number: int  # higher than those of all instructions before
     content: Content
-    dump: int = 0  # send the stacks of all processes; a new request for stacks has a higher number
 
 
 # Messages of agents -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="j
     """An agent has no processes running and is ready for the next round."""
 
     name: str  # the node's name; a node keeps its id under it
-    node_id: NodeId | None  # its place in the order of ranks; None for the smallest free one
+    node_id: NodeId | None  # its place in the order of ranks; None for a free one
     incarnation: str  # differs for every agent process
     address: str  # where other nodes reach it
     port: int = 0  # where they reach the store of its agent
@@ -201,9 +201,8 @@ class ReportTest(NodeMessage, frozen=True, kw_only=True, tag="test"):
 
 
 class ReportStacks(NodeMessage, frozen=True, kw_only=True, tag="stacks"):
-    """The stacks of the processes of a node."""
+    """The stacks of the processes of a node, which hang."""
 
-    dump: int  # `Instruction.dump`, which this answers
     stacks: dict[int, str]  # text by rank
 
 

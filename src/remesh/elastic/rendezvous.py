@@ -86,16 +86,6 @@ class Outcome(StrEnum):
     DRAINED = "drained"
 
 
-class Change(StrEnum):
-    """Why the members of a world should stop their processes and join again."""
-
-    LOST = "lost"
-    RESTARTED = "restarted"
-    GROW = "grow"
-    HANG = "hang"
-    STALE = "stale"
-
-
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes of a job, and the world that they form."""
 
@@ -116,8 +106,9 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Incarnations whose node id another agent has taken over."""
     changed_at: float = 0.0  # when the set of ready nodes changed last
     without_world_since: float | None = None  # since when no member is active; None while one is
-    broken: tuple[Change, str] | None = None
+    broken: str | None = None
     """Why the members of the world should stop and join again; None while it is whole."""
+    hangs: bool = False  # whether that is because it hangs
     outcome: Outcome | None = None  # how the job ended; None while it runs
     reason: str = ""  # why it ended so
 
@@ -247,9 +238,9 @@ def fits_without(state: Rendezvous, node_ids: Collection[int]) -> bool:
     return bool(state.settings.fitting(len(left)))
 
 
-def break_world(state: Rendezvous, change: Change, reason: str) -> Rendezvous:
+def break_world(state: Rendezvous, reason: str, *, hangs: bool = False) -> Rendezvous:
     """The members of the world should stop and join again."""
-    return msgspec.structs.replace(state, broken=(change, reason))
+    return msgspec.structs.replace(state, broken=reason, hangs=hangs)
 
 
 def end(state: Rendezvous, outcome: Outcome, reason: str) -> Rendezvous:
@@ -320,6 +311,7 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
         ready={node_id: state.ready[node_id] for node_id in rest},
         without_world_since=None,
         broken=None,
+        hangs=False,
     )
 
 
@@ -329,24 +321,17 @@ def exclusion_of(state: Rendezvous, node: Node) -> str | None:
     return reason if incarnation == node.incarnation else None
 
 
-def restart_reason(
-    state: Rendezvous, node_id: int, round_of_node: int
-) -> tuple[Change, str] | None:
+def restart_reason(state: Rendezvous, node_id: int, round_of_node: int) -> str | None:
     """Why a node that runs processes in a round should stop them; None if it should go on.
 
-    Growing is the only reason that can wait: the world is whole, it could only be larger. Nodes
-    that have finished are asked back when others have to start again: a job ends together.
+    A world that is whole can go on, though it could be larger (`larger_size`). Nodes that have
+    finished are asked back when others have to start again: a job ends together.
     """
     if state.outcome is not None:
         return None
     if round_of_node != state.round or not (node_id in state.active or node_id in state.finished):
-        return Change.STALE, f"round {round_of_node} is over for node {node_id}"
-    if state.broken is not None:
-        return state.broken
-    size = larger_size(state)
-    if size is not None:
-        return Change.GROW, f"{_count(len(state.usable))} wait, the world can grow to {size}"
-    return None
+        return f"round {round_of_node} is over for node {node_id}"
+    return state.broken
 
 
 def larger_size(state: Rendezvous) -> int | None:
@@ -369,14 +354,8 @@ def _note_break(state: Rendezvous) -> Rendezvous:
     ]
     lost = [node_id for node_id in gone if node_id not in state.ready]
     if lost:
-        broken = Change.LOST, f"{listed_nodes(lost)} left or died"
-    else:
-        broken = Change.RESTARTED, f"{listed_nodes(gone)} stopped the processes"
-    return msgspec.structs.replace(state, broken=broken)
-
-
-def _count(num_nodes: int) -> str:
-    return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+        return break_world(state, f"{listed_nodes(lost)} left or died")
+    return break_world(state, f"{listed_nodes(gone)} stopped the processes")
 
 
 def listed(numbers: Iterable[int]) -> str:

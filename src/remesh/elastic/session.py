@@ -6,8 +6,7 @@ are sent again in each new session: the old one may have broken before the maste
 there is no session (the master may be restarting) the thread tries to begin one; `wait` gives up
 after its patience.
 
-Nothing that goes wrong with one heartbeat or one session ends the thread, or the node would be lost
-while it works.
+Nothing that goes wrong with one session ends the thread, or the node would be lost while it works.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Session:
         self._logged_at: float | None = None
         self._ends: float | None = None  # when to give up to end well
         self._is_acknowledged = False
-        self._beat_problem = ""
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="remesh-session", daemon=True)
@@ -81,8 +79,8 @@ class Session:
         since = self._down_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def say(self, message: Message, *, holds: bool = True) -> None:
-        """Send a message; it `holds` if a later session has to repeat it.
+    def say(self, message: Message) -> None:
+        """Send a message, which later sessions repeat until it is forgotten.
 
         Raises:
             MasterError: If it has text that cannot be sent.
@@ -92,8 +90,7 @@ class Session:
         except UnicodeEncodeError as error:
             raise MasterError(f"{type(message).__name__} cannot be sent: {error}") from error
         with self._changed:
-            if holds:
-                self._standing[type(message)] = data
+            self._standing[type(message)] = data
             self._unsent.append(data)
         self.hurry()
 
@@ -236,21 +233,9 @@ class Session:
     async def _send_all(self, wire: aiohttp.ClientWebSocketResponse) -> None:
         with self._changed:
             unsent, self._unsent = self._unsent, []
-        beat = self._next_beat()
-        for data in unsent if beat is None else [*unsent, beat]:
+        beat = self._beat()
+        for data in unsent if beat is None else [*unsent, _encode(beat)]:
             await wire.send_bytes(data)
-
-    def _next_beat(self) -> bytes | None:
-        try:
-            beat = self._beat()
-            data = None if beat is None else _encode(beat)
-        except Exception as error:  # a fault of remesh or of the machine, perhaps a passing one
-            if repr(error) != self._beat_problem:
-                self._beat_problem = repr(error)
-                log.exception("a heartbeat is not sent; the next one follows")
-            return None
-        self._beat_problem = ""
-        return data
 
     async def _receive(self, wire: aiohttp.ClientWebSocketResponse) -> Problem | None:
         """Take what the master shows, until the session ends; why it refuses the agent."""

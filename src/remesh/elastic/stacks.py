@@ -1,6 +1,6 @@
 """The stacks of all threads of the processes of a node, which they write themselves.
 
-When a job hangs, the agent wants to know where its processes are. A process that called
+When a job hangs, an agent asks its processes where they are, and ends them. A process that called
 `answer_stack_requests` (`remesh.Manager` does) writes the stacks of its threads to a file beside
 the socket of its agent whenever it gets `STACK_SIGNAL`: faulthandler does that in C, also when the
 interpreter is stuck in a collective.
@@ -64,36 +64,31 @@ def _catches(process: int | str) -> bool:
     return bool(caught) and bool(int(caught[0], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
-class Stacks:
-    """The stacks of processes, by rank, from their ids and the files for the stacks.
+def take_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
+    """The stacks of processes, or why there are none, by rank; from their ids and files.
 
-    They are asked for at once, by the thread that reaps the processes: as long as none is reaped,
-    its id does not become that of another.
+    Only the thread that reaps the processes may call it: as long as none is reaped, its id does not
+    become that of another.
     """
-
-    def __init__(self, processes: Mapping[int, tuple[int, Path]]) -> None:
-        self._found: dict[int, str] = {}
-        self._asked: dict[int, tuple[Path, int]] = {}  # the files, and where the answers begin
-        for rank, (pid, file) in processes.items():
-            try:
-                # Of any other the signal would be the end. The file alone does not tell: it may be
-                # that of a child of the process.
-                if file.exists() and _catches(pid):
-                    self._asked[rank] = file, file.stat().st_size
-                    os.kill(pid, STACK_SIGNAL)
-                else:
-                    self._found[rank] = "no stacks: the process does not write them"
-            except OSError as error:
-                self._found[rank] = f"no stacks: {error}"
-
-    def take(self) -> dict[int, str]:
-        """The stacks, or why there are none, after the time that the processes have to answer."""
-        if self._asked:
-            time.sleep(ANSWER_SECONDS)
-        for rank, (file, begin) in self._asked.items():
-            try:
-                text = file.read_bytes()[begin:].decode(errors="replace")[:MAX_STACKS]
-            except OSError as error:  # it is removed when the process ends
-                text = f"no stacks: {error}"
-            self._found[rank] = text or "no stacks: the process does not answer"
-        return self._found
+    found: dict[int, str] = {}
+    asked: dict[int, tuple[Path, int]] = {}  # the files, and where the answers begin
+    for rank, (pid, file) in processes.items():
+        try:
+            # Of any other the signal would be the end. The file alone does not tell: it may be that
+            # of a child of the process.
+            if file.exists() and _catches(pid):
+                asked[rank] = file, file.stat().st_size
+                os.kill(pid, STACK_SIGNAL)
+            else:
+                found[rank] = "no stacks: the process does not write them"
+        except OSError as error:
+            found[rank] = f"no stacks: {error}"
+    if asked:
+        time.sleep(ANSWER_SECONDS)
+    for rank, (file, begin) in asked.items():
+        try:
+            text = file.read_bytes()[begin:].decode(errors="replace")[:MAX_STACKS]
+        except OSError as error:  # it is removed when the process ends
+            text = f"no stacks: {error}"
+        found[rank] = text or "no stacks: the process does not answer"
+    return found

@@ -105,7 +105,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     time: float  # the present time, in seconds since the epoch
     began: float | None  # when the first node joined
     ended: float | None  # when the job ended; None while it runs
-    phase: str  # `waiting`, `checking`, `running`, `hanging`, or how the job ended
+    phase: str  # `waiting`, `checking`, `running`, or how the job ended
     reason: str  # why, in a sentence
     round: int
     min_nodes: int  # fewest nodes of a world
@@ -202,8 +202,6 @@ def phase_of(job: JobState) -> tuple[str, str]:
         return nodes.outcome.value, nodes.reason
     if job.check is not None:
         return "checking", f"check {job.check.number} tests {len(nodes.world)} nodes"
-    if job.hanging is not None:
-        return "hanging", job.hanging[1]
     if nodes.active:
         return "running", f"round {nodes.round} on {len(nodes.active)} of {len(nodes.world)} nodes"
     return "waiting", f"{len(nodes.usable)} nodes are ready, {nodes.settings.min_nodes} are needed"
@@ -267,25 +265,24 @@ def _stacks(live: Liveness, limits: Limits) -> dict[int, str]:
 
 
 def _failures(job: JobState, limits: Limits) -> tuple[RoundFailures, ...]:
-    rounds = {record.round for record in job.failures}
-    rounds |= {departure.round for departure in job.departures if departure.lost}
+    rounds = {each.round for each in job.incidents if each.failures or each.lost}
     newest = sorted(rounds, reverse=True)[: limits.failures]
     return tuple(_failures_of(job, number, limits) for number in newest)
 
 
 def _failures_of(job: JobState, number: int, limits: Limits) -> RoundFailures:
-    records = [record for record in job.failures if record.round == number]
-    departures = [departure for departure in job.departures if departure.round == number]
-    decisions = {record.node_id: record.decision.reason for record in records}
+    incidents = [each for each in job.incidents if each.round == number]
     patterns = job.policy.patterns
-    ordered = root_cause([each for record in records for each in record.failures], patterns)
+    decisions = {each.node_id: each.text for each in incidents if each.failures}
+    ordered = root_cause([one for each in incidents for one in each.failures], patterns)
     explained = bool(ordered) and not is_consequence(ordered[0], patterns)
     # A node that was lost caused what its peers met; the first one, if several were lost.
-    departures.sort(key=lambda departure: (not departure.lost, departure.time))
+    gone = [each for each in incidents if not each.failures]
+    gone.sort(key=lambda each: (not each.lost, each.time))
     return RoundFailures(
         round=number,
-        time=min([each.time for each in records] + [each.time for each in departures]),
-        cause="" if explained or not departures else departures[0].text,
+        time=min(each.time for each in incidents),
+        cause="" if explained or not gone else gone[0].text,
         failures=tuple(
             FailureStatus(
                 **msgspec.structs.asdict(failure)

@@ -554,7 +554,7 @@ def _phase(
 ) -> tuple[Phase, str]:
     """The phase of a job that has not finished, and the reason."""
     training = None if master is None else master.training
-    if training is not None and training.phase in ("running", "hanging"):
+    if training is not None and training.phase == "running":
         return Phase.RUNNING, training.reason
     if not job.spec.fitting(running):
         text = f"{running} workers run, {job.spec.fewest} are needed"
