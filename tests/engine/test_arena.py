@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,8 @@ from remesh.core.geometry import Box
 from remesh.core.memory import CarrierArray, Memory
 from remesh.pipeline import FileLayout, FilePiece
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
-from remesh.pipeline.stage import NUM_WRITERS, Filled, StagedChunks, Stager
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, one_file
+from remesh.pipeline.stage import NUM_WRITERS, StagedChunks, Stager
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, Filled, one_file
 from remesh.storage import Buffer, MemoryStorage
 
 PAGE = mmap.PAGESIZE
@@ -138,18 +138,19 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
     storage = MemoryStorage()
     expected = np.frombuffer(header + source.tobytes(), np.uint8)
 
-    def check_and_put(filled: Filled) -> None:
-        start = filled.number * CHUNK_SIZE
-        found = filled.chunk.buffer[: filled.num_bytes]
-        np.testing.assert_array_equal(found, expected[start : start + filled.num_bytes])
-        writer.write(filled.number, filled.data)
-        arena.give(filled.chunk)
+    def check_and_put(chunks: Iterable[Filled]) -> None:
+        for filled in chunks:
+            start = filled.number * CHUNK_SIZE
+            found = filled.chunk.buffer[: filled.num_bytes]
+            np.testing.assert_array_equal(found, expected[start : start + filled.num_bytes])
+            writer.write([filled])
 
     stager = Stager(layout, arena, Queue)
     assert stager.fits == (num_chunks == 7)
-    writer = ChunkWriter(storage, one_file("file", num_bytes), num_bytes)
     staged: list[int] = []
-    stager.stage(check_and_put, staged.append)
+    files = one_file("file", num_bytes)
+    writer = ChunkWriter(storage, files, num_bytes, arena.give, staged.append)
+    stager.stage(check_and_put)
     source[:] = -1.0  # what comes after must not reach what is stored
     writer.finish()
     assert sum(staged) == num_bytes
@@ -162,15 +163,16 @@ def test_chunks_are_written_in_the_order_of_the_stream() -> None:
     arena, stop, given = Arena((NUM_WRITERS + 1) * PAGE, PAGE), threading.Event(), list[int]()
     first = threading.Event()
 
-    def write(filled: Filled) -> None:
-        if filled.number == 0:
-            first.set()
-        assert first.wait(60)
-        given.append(filled.number)
+    def write(chunks: Iterable[Filled]) -> None:
+        for filled in chunks:
+            if filled.number == 0:
+                first.set()
+            assert first.wait(60)
+            given.append(filled.number)
 
     staged = StagedChunks(arena.give, stop.set, at_once=True)
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(staged.stage, write, lambda _num_bytes: None)
+        writing = pool.submit(staged.stage, write)
         for number in (*range(1, NUM_WRITERS + 1), 0):
             chunk = arena.take(stop)
             assert chunk is not None

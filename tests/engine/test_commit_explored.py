@@ -30,8 +30,8 @@ from remesh.errors import StorageError
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.pipeline.arena import Arena, Chunk
-from remesh.pipeline.stage import Filled, Stager
-from remesh.pipeline.write import CHUNK_SIZE
+from remesh.pipeline.stage import Stager
+from remesh.pipeline.write import CHUNK_SIZE, Filled
 from remesh.storage import Buffer, MemoryStorage, Storage, Writer
 from remesh.storage.base import StorageView
 from tests.engine.scenes import share_of
@@ -402,7 +402,7 @@ def ranks_of_save(
         mine = agree(exchange, storage, state, options, cache=PlanCache(), emit=lambda *_: None)
         layout, filled = mine.stream.layout, list[Filled]()
         arena = Arena(layout.num_chunks * CHUNK_SIZE, CHUNK_SIZE)
-        Stager(layout, arena).stage(filled.append, lambda _size: None)
+        Stager(layout, arena).stage(filled.extend)
         task = WriteTask(
             format=native.FORMAT_NAME,
             save_id=mine.save_id,

@@ -36,7 +36,8 @@ from remesh.exchange import Exchange
 from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.table import WRITERS
 from remesh.maintenance import orphans
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, one_file
+from remesh.pipeline.arena import Chunk
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, Filled, one_file
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
 from tests.engine.bits import bits_of
 from tests.engine.compressed import (
@@ -203,13 +204,13 @@ def test_chunks_are_stored_as_they_come(numbers: list[int]) -> None:
     storage, size = MemoryStorage(), 12 * CHUNK_SIZE - 5
     whole = np.repeat(np.arange(12, dtype=np.uint8), CHUNK_SIZE)[:size]
     whole[: size // 2] = np.random.default_rng(0).integers(0, 256, size // 2, np.uint8)
-    buffer = np.empty(CHUNK_SIZE, np.uint8)  # that of a thread, which is used again
+    chunk = Chunk(0, np.empty(CHUNK_SIZE, np.uint8))  # that of a thread, which is used again
     files = replace(one_file("file", size), compress="zstd")
-    writer = ChunkWriter(storage, files, size)
+    writer = ChunkWriter(storage, files, size, lambda _: None, lambda _: None)
     for number in numbers:
-        chunk = whole[number * CHUNK_SIZE :][:CHUNK_SIZE]
-        buffer[: len(chunk)] = chunk
-        writer.write(number, buffer[: len(chunk)])
+        part = whole[number * CHUNK_SIZE :][:CHUNK_SIZE]
+        chunk.buffer[: len(part)] = part
+        writer.write([Filled(number, len(part), chunk)])
     writer.finish()
     decompressed = DecompressedFiles(storage)
     assert decompressed.read("file") == whole.tobytes()

@@ -31,7 +31,7 @@ import remesh
 from remesh.background.process import WriterProcess
 from remesh.background.save import BackgroundSave
 from remesh.background.writer import SaveWriter
-from remesh.checkpoint import commit
+from remesh.checkpoint import commit, saving
 from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange, protocol
@@ -332,21 +332,21 @@ def test_a_late_rank_leaves_nothing_of_a_save_that_was_given_up(
     """Rank 0 has removed all files when rank 1 creates its own."""
     job = Job(tmp_path / "c", "thread", without=2)
     given_up = threading.Event()
-    create, give_up = SaveWriter._create, commit.give_up
+    write, give_up = SaveWriter._write, commit.give_up
     with job.running():
         assert job.save() == [None] * WORLD_SIZE
 
-        def create_late(writer: SaveWriter) -> Any:
+        def write_late(writer: SaveWriter) -> Any:
             if writer.task.rank == 1:
                 assert given_up.wait(LIMIT)
-            return create(writer)
+            return write(writer)
 
         def note(*args: Any, **options: Any) -> None:
             give_up(*args, **options)
             given_up.set()
 
         with monkeypatch.context() as patch:
-            patch.setattr(SaveWriter, "_create", create_late)
+            patch.setattr(SaveWriter, "_write", write_late)
             patch.setattr(commit, "give_up", note)
             refuse(patch, "interrupt", victim)
             assert all(error is not None for error in job.save())
@@ -403,7 +403,13 @@ def test_a_cancelled_rank_cancels_the_save(canceller: int, tmp_path: Path) -> No
 # Every function
 # ---------------------------------------------------------------------------------------------
 
-STEPS = {protocol._attempt.__code__, BackgroundSave.stage.__code__, SaveWriter.save.__code__}
+STEPS = {
+    one.__code__
+    for one in (
+        *(protocol.run_on_all, protocol.run_each, protocol.run_on_one, protocol.run_joined),
+        *(saving.write, BackgroundSave.stage, SaveWriter.save),
+    )
+}
 """What a failure cannot leave unnoticed; everything that may fail is called by one of them."""
 
 TOLD_BY = ("remesh.exchange.", "remesh.events", "tests.support.")

@@ -24,7 +24,7 @@ from remesh.background.status_files import Participant, StatusFiles
 from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, StorageError
 from remesh.events import Event, Timeline
-from remesh.exchange import Alone, Exchange
+from remesh.exchange import Alone, Exchange, Outcome
 from remesh.exchange.threads import ThreadExchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage, Storage
@@ -253,7 +253,7 @@ def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
     remesh.save({"w": np.ones(3)}, storage := Forgetful())
     status = status_of(storage, 1)
     with pytest.raises(ExchangeError, match="another save has replaced this one before rank 1"):
-        status.run_joined(lambda: b"", lambda _: None, lambda: None)
+        status.join_outcomes(Outcome(), lambda _: None, lambda: None)
 
 
 def test_a_record_that_another_node_sees_late_is_no_failure(
@@ -271,7 +271,7 @@ def test_a_record_that_another_node_sees_late_is_no_failure(
     storage = MemoryStorage()
     status = status_of(storage, 1)
     monkeypatch.setattr(status, "is_committed", shows)
-    status.run_joined(lambda: b"", lambda _: None, lambda: None)
+    status.join_outcomes(Outcome(), lambda _: None, lambda: None)
     assert len(looks) == 6
 
 
@@ -295,7 +295,7 @@ def test_ranks_are_told_that_the_commit_of_another_system_is_not_said() -> None:
     status = status_of(full, 0, "huggingface")
     status_of(full, 1, "huggingface")._put("part", b"")
     with pytest.raises(StorageError, match="the disk is full"):
-        status.run_joined(lambda: b"", lambda _: None, lambda: None)
+        status.join_outcomes(Outcome(), lambda _: None, lambda: None)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

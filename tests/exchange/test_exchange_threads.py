@@ -6,7 +6,15 @@ import pytest
 from tests.support import Raised, Returned, run_ranks, run_ranks_outcomes
 
 from remesh.errors import ExchangeError, RankFailedError
-from remesh.exchange import Exchange, ThreadGroup, run_joined, run_on_all, run_on_one
+from remesh.exchange import (
+    Exchange,
+    Outcome,
+    ThreadGroup,
+    join_outcomes,
+    run_joined,
+    run_on_all,
+    run_on_one,
+)
 
 
 def _one_leaves(exchange: Exchange) -> str:
@@ -115,12 +123,9 @@ def test_whatever_is_raised_in_a_step_is_raised_on_all(error: BaseException, ste
         elif step == "join":
             run_joined(exchange, lambda: b"", lambda _: [fail()])
         else:
-            run_joined(
-                exchange,
-                fail if rank == 1 else lambda: b"",
-                lambda replies: replies,
-                undo if step == "undo" else None,
-            )
+            with Outcome() as own:
+                own.reply = fail() if rank == 1 else b""
+            join_outcomes(exchange, own, lambda replies: replies, undo if step == "undo" else None)
 
     def play(exchange: Exchange) -> BaseException | None:
         try:

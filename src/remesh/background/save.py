@@ -9,7 +9,7 @@ not start, it calls `withdraw` instead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,7 +21,8 @@ from remesh.errors import RankFailedError
 from remesh.events import Emit
 from remesh.formats.writer import Part
 from remesh.pipeline.arena import Arena
-from remesh.pipeline.stage import Filled, Stager
+from remesh.pipeline.stage import Stager
+from remesh.pipeline.write import Filled
 
 Phase = Literal["staging", "writing", "committing", "done", "failed"]
 
@@ -182,11 +183,13 @@ class BackgroundSave:
                 self._writer.begin()
             self._may_run.set()
 
-        def hand_over(filled: Filled) -> None:
-            self._writer.fill(filled.number, filled.num_bytes, filled.chunk.slot)
+        def hand_over(chunks: Iterable[Filled]) -> None:
+            for filled in chunks:
+                self._writer.fill(filled.number, filled.num_bytes, filled.chunk.slot)
+                self.see("save.chunk_staged", filled.num_bytes)
 
         try:
-            self._stager.stage(hand_over, lambda size: self.see("save.chunk_staged", size), begin)
+            self._stager.stage(hand_over, begin)
             self.see("save.staged", self._task.num_bytes)
         except BaseException as caught:
             error = caught

@@ -40,7 +40,7 @@ from remesh.errors import (
     RemeshError,
     StorageError,
 )
-from remesh.exchange import decode_failure, encode_failure
+from remesh.exchange import Outcome, decode_failure, encode_failure
 from remesh.formats.native import data_folder, read_record
 from remesh.formats.table import writer_of
 from remesh.storage import Storage
@@ -126,26 +126,22 @@ class StatusFiles:
         self._replies: dict[int, bytes] = {}  # on rank 0, those that it has read
         self._given_up: BaseException | None = None
         self._wake = threading.Event()
-        self.has_begun = False  # whether `run_joined` tells the others if this rank fails
         self.is_counted = False  # whether rank 0 may commit this rank's files
 
-    def run_joined(
-        self,
-        each: Callable[[], bytes],
-        join: Callable[[list[bytes]], object],
-        undo: Callable[[], None],
+    def join_outcomes(
+        self, own: Outcome, join: Callable[[list[bytes]], object], undo: Callable[[], None]
     ) -> None:
-        """As `remesh.exchange.run_joined`, by files; `join` commits, so a failure in it is final.
+        """As `remesh.exchange.join_outcomes`, by files; a failure of `join`, a commit, is final.
 
         A rank that fails puts its failure in place of its reply. Rank 0 then puts the failure of
         the save, which every rank raises, and undoes.
         """
         if self._rank == 0:
-            self._lead(each, join, undo)
+            self._lead(own, join, undo)
             if not self._has_record and self._num_ranks > 1:  # the others wait for it
                 self._storage.put(self._path("committed", 0), b"", overwrite=True)
         else:
-            self._follow(each)
+            self._follow(own)
         with suppress(StorageError):  # the checkpoint is there
             self._clear()
 
@@ -184,14 +180,11 @@ class StatusFiles:
     # -----------------------------------------------------------------------------------------
 
     def _lead(
-        self,
-        each: Callable[[], bytes],
-        join: Callable[[list[bytes]], object],
-        undo: Callable[[], None],
+        self, own: Outcome, join: Callable[[list[bytes]], object], undo: Callable[[], None]
     ) -> None:
         try:
-            self.has_begun = True
-            own = each()
+            if own.error is not None:
+                raise own.error
             self._wait_for_replies()
         except BaseException as error:
             # The failure comes first, so that a rank whose directory goes away finds out why. On a
@@ -206,7 +199,7 @@ class StatusFiles:
                 self.report(error)
             raise
         try:
-            join([own, *(self._replies[rank] for rank in range(1, self._num_ranks))])
+            join([own.reply, *(self._replies[rank] for rank in range(1, self._num_ranks))])
         except BaseException as error:
             self.report(error)
             raise
@@ -247,15 +240,15 @@ class StatusFiles:
     # The other ranks
     # -----------------------------------------------------------------------------------------
 
-    def _follow(self, each: Callable[[], bytes]) -> None:
+    def _follow(self, own: Outcome) -> None:
         try:
-            self.has_begun = True
-            reply = each()
+            if own.error is not None:
+                raise own.error
             # Rank 0 may have removed all files before this rank had written its own.
             failure = self._failure_of_save()
             if failure is None:
                 self.is_counted = True
-                self._put("part", reply)
+                self._put("part", own.reply)
         except BaseException as error:
             cause = self._cause_of(error)
             if cause is error:

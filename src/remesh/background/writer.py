@@ -16,13 +16,15 @@ from functools import partial
 
 from remesh.background.status_files import Participant, StatusFiles
 from remesh.checkpoint.agree import GlobalSavePlan
-from remesh.checkpoint.commit import write_and_commit
+from remesh.checkpoint.commit import commit, encode_parts
 from remesh.checkpoint.unchanged import remove_paths
 from remesh.events import Emit
+from remesh.exchange import Outcome
 from remesh.formats.writer import Part, as_written
 from remesh.pipeline import StreamFiles
 from remesh.pipeline.arena import Chunk
-from remesh.pipeline.stage import Filled, StagedChunks, write_staged
+from remesh.pipeline.stage import StagedChunks, write_staged
+from remesh.pipeline.write import Filled
 from remesh.storage import Storage
 
 
@@ -99,27 +101,24 @@ class SaveWriter:
     def save(self) -> list[Part]:
         """Write, and see the save through to its end; what this rank wrote."""
         task = self.task
+        with Outcome() as written:
+            parts = self._write()
+            written.reply = encode_parts(parts)
+        join = partial(self._status.join_outcomes, written)
         try:
-            return write_and_commit(
-                self._status.run_joined,
-                self._storage,
-                task.global_plan,
-                self._write,
-                self._trainer.see,
-            )
-        except BaseException as error:
-            if not self._status.has_begun:
-                self._status.report(error)
+            commit(join, self._storage, task.global_plan, self._trainer.see)
+        except BaseException:
             if not (task.rank == 0 or self._status.is_counted):
                 kept = [part.path for part in task.kept]
                 remove_paths(self._storage, [*task.files.paths, *kept])
             raise
+        return parts
 
     def _write(self) -> list[Part]:
         """Write this rank's files; what it says of them."""
         task = self.task
         if not task.files.paths:
-            self._staged.stage(lambda _: None, lambda _: None)  # others may still collect from here
+            self._staged.stage(list)  # others may still collect from here
             self._status.check()
             self._storage.sync()
             return list(task.kept)
@@ -128,14 +127,10 @@ class SaveWriter:
             task.files,
             task.num_bytes,
             self._staged,
-            give=lambda chunk: self._trainer.free(chunk.slot),
             on_chunk=partial(self._trainer.see, "save.chunk_written"),
-            begin=self._create,
+            begin=partial(self._trainer.see, "save.file_created", task.num_bytes),
         )
         self._status.check()
         self._storage.sync()
         self._trainer.see("save.file_finished", task.num_bytes)
         return [*task.kept, *map(as_written, task.parts, written)]
-
-    def _create(self) -> None:
-        self._trainer.see("save.file_created", self.task.num_bytes)

@@ -1,8 +1,8 @@
-"""The end of a save: all ranks write, and rank 0 makes a checkpoint exist once that is durable.
+"""The end of a save: rank 0 makes a checkpoint exist once what all ranks wrote is durable.
 
-This is one sequence (`write_and_commit`) for every format, and for saves in the foreground and in
-the background alike. What differs is how rank 0 learns of the files of the others, and they of the
-end: by the exchange (`remesh.exchange.run_joined`), or by small files in the storage
+This is one sequence (`commit`) for every format, and for saves in the foreground and in the
+background alike. What differs is how rank 0 learns of the files of the others, and they of the end:
+by the exchange (`remesh.exchange.join_outcomes`), or by small files in the storage
 (`remesh.background.status_files`).
 
 What is left to do once all data files are durable is short: the small files, of which the last is
@@ -31,30 +31,17 @@ from remesh.formats.writer import Existing, Part, Rename, SmallFile
 from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.storage import Storage, ask_together
 
-Join = Callable[
-    [Callable[[], bytes], Callable[[list[bytes]], list[bytes]], Callable[[], None]], object
-]
-"""Runs a step on every rank, joins the results on rank 0, or undoes: `run_joined` of some ranks."""
+Join = Callable[[Callable[[list[bytes]], list[bytes]], Callable[[], None]], object]
+"""Joins on rank 0 what all ranks have written, or undoes: `join_outcomes` of a rank's outcome."""
 
 
-def write_and_commit(
-    join: Join,
-    storage: Storage,
-    save: GlobalSavePlan | None,
-    write: Callable[[], list[Part]],
-    emit: Emit,
-) -> list[Part]:
-    """Write this rank's files, and let rank 0 commit those of all ranks; what this rank wrote.
+def commit(join: Join, storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
+    """Let rank 0 commit what all ranks have written. All ranks raise the failure of one.
 
-    On rank 0 `save` is what it knows of the save. All ranks raise the failure of one.
+    On rank 0 `save` is what it knows of the save. The reply of a rank is its encoded parts.
     """
-    parts: list[Part] = []
 
-    def write_mine() -> bytes:
-        parts.extend(write())
-        return msgspec.msgpack.encode(parts)
-
-    def commit(replies: list[bytes]) -> list[bytes]:
+    def finish_all(replies: list[bytes]) -> list[bytes]:
         assert save is not None
         finish(storage, save, decode_parts(replies), emit)
         return [b""] * len(replies)
@@ -63,8 +50,12 @@ def write_and_commit(
         assert save is not None
         give_up(storage, save)
 
-    join(write_mine, commit, undo)
-    return parts
+    join(finish_all, undo)
+
+
+def encode_parts(parts: Sequence[Part]) -> bytes:
+    """What a rank says of its files, to be sent to rank 0."""
+    return msgspec.msgpack.encode(parts)
 
 
 def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:

@@ -23,17 +23,18 @@ from typing import Any, get_args
 from remesh.checkpoint.agree import PlanCache, RankSavePlan, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import remove_own, write_and_commit
+from remesh.checkpoint.commit import commit, encode_parts, remove_own
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.report import SaveReport
 from remesh.core.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
-from remesh.exchange import run_each, run_joined
+from remesh.exchange import Outcome, join_outcomes, run_each
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.formats.writer import Part, as_written
-from remesh.pipeline import Compress, write_stream
+from remesh.pipeline import Compress, write_staged
+from remesh.pipeline.collect import direct_stager
 from remesh.pipeline.source import stored_copies
 from remesh.storage import Storage, open_storage
 
@@ -169,9 +170,11 @@ def save_agreed(
     bar = showing(moments, "saving", exchange.rank, storage.url)
     with bar if is_shown else nullcontext(moments) as emit:
         mine = agree(exchange, storage, state, options, cache=cache, emit=emit)
-        join, write_mine = partial(run_joined, exchange), partial(write, storage, mine, emit)
+        with Outcome() as written:
+            parts = write(storage, mine, emit)
+            written.reply = encode_parts(parts)
         try:
-            parts = write_and_commit(join, storage, mine.global_plan, write_mine, emit)
+            commit(partial(join_outcomes, exchange, written), storage, mine.global_plan, emit)
         except NotSharedError:
             # Rank 0 has removed what it sees; this rank's files lie elsewhere.
             remove_own(storage, mine.save_id, mine.paths)
@@ -191,13 +194,13 @@ def write(storage: Storage, mine: RankSavePlan, emit: Emit) -> list[Part]:
         storage.sync()
         return list(mine.kept)
     num_bytes = stream.layout.num_bytes
-    written = write_stream(
+    copies = stored_copies(mine.tensors.memories)
+    written = write_staged(
         storage,
         stream.files,
-        stream.layout,
-        partial(emit, "save.chunk_written"),
-        stored_copies(mine.tensors.memories),
-        collection=stream.collection,
+        num_bytes,
+        direct_stager(stream.layout, copies, stream.collection),
+        on_chunk=partial(emit, "save.chunk_written"),
         begin=partial(emit, "save.file_created", num_bytes),
     )
     storage.sync()

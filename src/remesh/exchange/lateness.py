@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -31,24 +31,6 @@ _LOOKS_PER_SECOND = 200
 
 _PREFIX = "remesh/late/"
 _FAILURE, _WARNS = _PREFIX + "failure", _PREFIX + "warns"
-
-
-class LateError(RuntimeError):
-    """The deadline of a call has passed, or another rank has given up."""
-
-
-class KeyStore(Protocol):
-    """The part of a `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: str) -> object: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def add(self, key: str, amount: int) -> int: ...
-
-    def delete_key(self, key: str) -> bool: ...
 
 
 def find_absent(
@@ -92,7 +74,7 @@ class LateRanks:
     fails, or does not answer within `patience` seconds, is the last.
 
     Args:
-        store: The store of the group; None if it has none.
+        store: The store of the group, as `torch.distributed.Store`; None if it has none.
         rank: This rank in the group.
         global_ranks: The global rank of each rank of the group.
         timeout: Seconds until a call fails.
@@ -102,7 +84,7 @@ class LateRanks:
 
     def __init__(
         self,
-        store: KeyStore | None,
+        store: Any,
         rank: int,
         global_ranks: Sequence[int],
         timeout: float,
@@ -134,12 +116,12 @@ class LateRanks:
     def look(self, waited: float) -> float:
         """Look what the other ranks do, and warn if it is time to; seconds until the next look.
 
-        Raises `LateError` if the deadline has passed, or another rank has given up.
+        Raises RuntimeError if the deadline has passed, or another rank has given up.
         """
         if (reason := self._failure()) is not None:
-            raise LateError(f"another rank has given up: {reason}")
+            raise RuntimeError(f"another rank has given up: {reason}")
         if waited >= self.timeout:
-            raise LateError(f"no end within {self.timeout:g} s: {self._describe_absent()}")
+            raise RuntimeError(f"no end within {self.timeout:g} s: {self._describe_absent()}")
         if waited >= self._next_warning:
             self._next_warning = 2 * waited
             self._warns = self._warns or self._ask(lambda store: store.add(_WARNS, 1)) == 1
@@ -168,11 +150,13 @@ class LateRanks:
 
     def _failure(self) -> str | None:
         """Why a rank has given up, if one has."""
-        reason = self._ask(lambda store: store.get(_FAILURE) if store.check([_FAILURE]) else None)
+        reason: bytes | None = self._ask(
+            lambda store: store.get(_FAILURE) if store.check([_FAILURE]) else None
+        )
         return None if reason is None else reason.decode()
 
     def _describe_absent(self) -> str:
-        def find(store: KeyStore) -> list[int]:
+        def find(store: Any) -> list[int]:
             absent = find_absent(self._awaited, lambda some: store.check([*map(_mark_of, some)]))
             return list(islice(absent, _NAMED + 1))
 
@@ -181,7 +165,7 @@ class LateRanks:
             return f"which ranks have not come is not known: {self._trouble}"
         return describe_absent(found, self._global_ranks)
 
-    def _ask(self, question: Callable[[KeyStore], T]) -> T | None:
+    def _ask(self, question: Callable[[Any], T]) -> T | None:
         """The answer of the store, or None if it does not answer."""
         store = self._store
         if store is None or self._trouble:

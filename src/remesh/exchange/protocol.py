@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -66,27 +68,18 @@ class Exchange(ABC):
         """
 
     def connect(self, device: str) -> bool:  # noqa: ARG002 - for exchanges that do
-        """Connect the ranks so that `begin_swap` sends memory of devices, without passing the host.
+        """Connect the ranks so that `begin_swap` sends memory of devices; false if it does not.
 
         Collective; every rank names a device of the same type, and no two name the same one.
-
-        Returns:
-            Whether the exchange does so; by default it does not.
         """
         return False
 
     def begin_swap(
         self, outgoing: Sequence[Sequence[Any]], incoming: Sequence[Sequence[Any]]
     ) -> Callable[[], None]:
-        """Begin to send some tensors of bytes to each rank, and to fill some from each.
+        """Begin to `swap` some tensors of bytes; returns what waits until it is done.
 
-        Args:
-            outgoing: For each rank, what it is sent, as it is when all that this thread has queued
-                on the device is done.
-            incoming: For each rank, tensors as many and as long as those that it sends here.
-
-        Returns:
-            Waits until it is done.
+        They are sent as they are when all that this thread has queued on the device is done.
         """
         raise NotImplementedError("this exchange sends no memory of devices")
 
@@ -154,18 +147,27 @@ def decode_failure(data: bytes) -> RemeshError:
     return error
 
 
-def _attempt(exchange: Exchange, action: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
-    """Run a local step; what to send, and the error if it failed.
+@dataclass(slots=True)
+class Outcome(AbstractContextManager["Outcome"]):
+    """What a step of this rank came to. Enter it for the step, which no exception leaves.
 
     Ctrl-C and the end of the interpreter are failures like any other: the other ranks wait for
-    this one, and learn of it.
+    this one, and learn of it. They are raised when the outcome is shared.
     """
-    try:
-        result = action()
+
+    reply: bytes = b""  # what the other ranks are told
+    error: BaseException | None = None  # why the step failed, if it did
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        self.error = error
+        return True
+
+    def encode(self, rank: int) -> bytes:
+        """The bytes to send."""
+        if self.error is not None:
+            return encode_failure(rank, self.error)
         # An empty message says that all is well: if all ranks send one, no byte follows its size.
-        return (_OK + result if result else b""), None
-    except BaseException as error:  # noqa: BLE001 - it is raised again once every rank knows of it
-        return encode_failure(exchange.rank, error), error
+        return _OK + self.reply if self.reply else b""
 
 
 def _failure_in(replies: Sequence[bytes]) -> bytes | None:
@@ -192,74 +194,82 @@ def _raise_first(replies: Sequence[bytes], own: BaseException | None) -> None:
         raise error from own
 
 
-def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
-    """Run a step on every rank and share the results in rank order; an error is raised everywhere.
+def share_outcomes(exchange: Exchange, own: Outcome) -> list[bytes]:
+    """The replies of all ranks to a step, in rank order; a failure of any is raised everywhere.
 
     Raises:
-        Exception: On the rank where `action` failed, its own exception.
+        Exception: On the rank where the step failed, its own exception.
         RemeshError: On the others, the same exception if it is one of remesh's, else
             `RankFailedError`, with `rank` set.
     """
-    reply, own = _attempt(exchange, action)
-    replies = exchange.all_gather(reply)
-    _raise_first(replies, own)
+    replies = exchange.all_gather(own.encode(exchange.rank))
+    _raise_first(replies, own.error)
     return [data[1:] for data in replies]
 
 
+def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
+    """Run a step on every rank and share the results; errors are raised as by `share_outcomes`."""
+    with Outcome() as own:
+        own.reply = action()
+    return share_outcomes(exchange, own)
+
+
 def run_each(exchange: Exchange, action: Callable[[], T]) -> T:
-    """Run a step on every rank for its own result; errors are raised as by `run_on_all`."""
-    results: list[T] = []
-
-    def act() -> bytes:
-        results.append(action())
-        return b""
-
-    run_on_all(exchange, act)
-    return results[0]
+    """Run a step on every rank for its own result; errors are raised as by `share_outcomes`."""
+    with Outcome() as own:
+        result = action()
+    share_outcomes(exchange, own)
+    return result
 
 
 def run_on_one(exchange: Exchange, action: Callable[[], bytes]) -> bytes:
     """Run a step on rank 0 only and give every rank its result; an error is raised everywhere."""
-    own: BaseException | None = None
-    reply: bytes | None = None
-    if exchange.rank == 0:
-        reply, own = _attempt(exchange, action)
-    answer = exchange.broadcast(reply)
-    _raise_first([answer], own)
+    with Outcome() as own:
+        own.reply = action() if exchange.rank == 0 else b""
+    return broadcast_outcome(exchange, own)
+
+
+def broadcast_outcome(exchange: Exchange, own: Outcome) -> bytes:
+    """The reply of rank 0 to a step that it alone took; a failure of it is raised everywhere."""
+    answer = exchange.broadcast(own.encode(0) if exchange.rank == 0 else None)
+    _raise_first([answer], own.error)
     return answer[1:]
 
 
 def run_joined(
+    exchange: Exchange, each: Callable[[], bytes], join: Callable[[list[bytes]], list[bytes]]
+) -> bytes:
+    """Run a step on every rank, and join the results; see `join_outcomes`."""
+    with Outcome() as own:
+        own.reply = each()
+    return join_outcomes(exchange, own, join)
+
+
+def join_outcomes(
     exchange: Exchange,
-    each: Callable[[], bytes],
+    own: Outcome,
     join: Callable[[list[bytes]], list[bytes]],
     undo: Callable[[], None] | None = None,
 ) -> bytes:
-    """Run a step on every rank, join the results on rank 0, and give every rank its share.
+    """Join the replies of all ranks to a step on rank 0, and give every rank its share.
 
-    `join` gets all results in rank order and returns an item for each rank; `undo` runs on rank 0,
-    after every rank has ended its step, if any rank failed in it. Errors are raised as by
-    `run_on_all`. Nothing is sent from every rank to every rank, so this is the step for results
-    that grow with the world.
+    `join` gets all replies in rank order and returns an item for each rank; `undo` runs on rank 0
+    if any rank failed. Errors are raised as by `share_outcomes`. Nothing is sent from every rank to
+    every rank, so this is for results that grow with the world.
     """
-    reply, own = _attempt(exchange, each)
-    replies = exchange.gather(reply)
-    answers: list[bytes] | None = None
+    error, answers = own.error, None
+    replies = exchange.gather(own.encode(exchange.rank))
     if replies is not None:
         failed = _failure_in(replies)
-        if failed is None:
-            arrived = [data[1:] for data in replies]
-            try:
-                answers = [_OK + share for share in join(arrived)]
-            except BaseException as error:  # noqa: BLE001 - every rank raises it below
-                own, failed = error, encode_failure(exchange.rank, error)
-        elif undo is not None:
-            try:
+        with Outcome() as joined:
+            if failed is None:
+                answers = [_OK + share for share in join([data[1:] for data in replies])]
+            elif undo is not None:
                 undo()
-            except BaseException as error:  # noqa: BLE001 - raised below, once the others know
-                own = own or error
-        if failed is not None:
+        error = error or joined.error
+        failed = failed or joined.encode(exchange.rank)
+        if failed:
             answers = [failed] * exchange.world_size
     answer = exchange.scatter(answers)
-    _raise_first([answer], own)
+    _raise_first([answer], error)
     return answer[1:]

@@ -71,7 +71,8 @@ from remesh.formats import native, native_writer
 from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.writer import Part, Saved, SmallFile, part_of
 from remesh.maintenance.orphans import remove_files
-from remesh.pipeline import FileLayout, FilePiece, write_stream
+from remesh.pipeline import FileLayout, FilePiece, write_staged
+from remesh.pipeline.collect import direct_stager
 from remesh.pipeline.source import StoredMemory, TensorSource, stored_copies
 from remesh.pipeline.write import one_file
 from remesh.storage import Buffer, Storage, is_local, open_storage
@@ -977,6 +978,8 @@ def _copy_pieces(plan: RepairPlan, rows: IntArray, target: Storage, path: str) -
         pieces.append(FilePiece(memory, box.shape, dtype, position))
     layout = FileLayout(header, pieces, num_bytes)
     copies = stored_copies(piece.memory for piece in pieces)
-    files = one_file(path, num_bytes)
-    [written] = write_stream(target, files, layout, lambda _size: None, copies)
+    stager = direct_stager(layout, copies)
+    [written] = write_staged(
+        target, one_file(path, num_bytes), num_bytes, stager, on_chunk=lambda _size: None
+    )
     return part_of(path, num_bytes, positions, written)

@@ -6,17 +6,17 @@ page cache in between, digests taken while the bytes are hot, one path for every
 device, nothing unverified in the user's tensors, and memory that does not grow with the state.
 Responses of object stores need no such buffer, for they lie in memory already.
 
-`write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
+`write_staged` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What
-they do is planned in `remesh.planner`. With a `Collection`, `write_stream` also joins the two,
-for files that one rank writes of tensors on several. `stage` also cuts writing in two, so that a
-trainer need only wait for the first half.
+they do is planned in `remesh.planner`. A `Collection` joins the two, for files that one rank writes
+of tensors on several. `stage` also cuts writing in two, so that a trainer need only wait for the
+first half.
 """
 
 from remesh.pipeline.collect import Collection as Collection
-from remesh.pipeline.collect import write_stream as write_stream
 from remesh.pipeline.from_files import read_together as read_together
 from remesh.pipeline.read import Destination as Destination
+from remesh.pipeline.stage import write_staged as write_staged
 from remesh.pipeline.write import Compress as Compress
 from remesh.pipeline.write import FileLayout as FileLayout
 from remesh.pipeline.write import FilePiece as FilePiece

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,17 +22,16 @@ import numpy as np
 from remesh.core.dtypes import CarrierDType
 from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.integrity import WrittenFile
 from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
 from remesh.core.tables import BoxTable
 from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.from_memory import plan_between_memories
 from remesh.pipeline.read import Destination
-from remesh.pipeline.stage import NUM_STAGERS, NUM_WRITERS, Filled, Stager, write_staged
-from remesh.pipeline.write import CHUNK_SIZE, FileLayout, StreamFiles
+from remesh.pipeline.stage import NUM_STAGERS, NUM_WRITERS, Consume, Stager
+from remesh.pipeline.write import CHUNK_SIZE, FileLayout, Filled
 from remesh.planner import ReadLimits, plan_load
-from remesh.storage import Buffer, Storage
+from remesh.storage import Buffer
 
 ROUND_BYTES = 32 << 20
 """Bytes of its files that a rank lays out in a round: enough that a round is worth its messages."""
@@ -132,12 +131,7 @@ class CollectingStager(Stager):
         self._collection = collection
         self._checksums = Checksums(collection.checksums)
 
-    def stage(
-        self,
-        hand_over: Callable[[Filled], None],
-        on_chunk: Callable[[int], None],
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
+    def stage(self, consume: Consume, begin: Callable[[], None] = lambda: None) -> None:
         """As in `Stager`; all ranks raise the failure of one."""
         # Two rounds fit into the arena, if it has room for more than one chunk.
         chunks = max(1, min(ROUND_BYTES, self._arena.budget // 2) // CHUNK_SIZE)
@@ -152,19 +146,14 @@ class CollectingStager(Stager):
         replies = run_on_all(self._collection.exchange, tell)
         rounds = np.array([np.frombuffer(reply, "<i8") for reply in replies])
         if not rounds[:, 0].any():
-            super().stage(hand_over, on_chunk)
+            super().stage(consume)
             return
         for number in range(int(rounds[:, 1].max())):
             numbers = range(number * chunks, (number + 1) * chunks)
             own = numbers[: self._layout.num_chunks - numbers.start]
-            self._round(own, hand_over, on_chunk)
+            self._round(own, consume)
 
-    def _round(
-        self,
-        numbers: range,
-        hand_over: Callable[[Filled], None],
-        on_chunk: Callable[[int], None],
-    ) -> None:
+    def _round(self, numbers: range, consume: Consume) -> None:
         """Lay out some chunks of this rank's files, and get what this rank lacks of them."""
         exchange = self._collection.exchange
         filled: list[Filled] = []
@@ -179,13 +168,14 @@ class CollectingStager(Stager):
                 data = self._layout.fill_chunk(number, chunk.buffer)
                 filled[-1] = Filled(number, len(data), chunk)
 
+        def complete() -> Iterator[Filled]:
+            while filled and not self._stop.is_set():
+                self._checksums.complete(filled[0].number * CHUNK_SIZE, filled[0].data)
+                yield filled.pop(0)
+
         def move() -> None:
             execute()
-            while filled and not self._stop.is_set():
-                number, num_bytes = filled[0].number, filled[0].num_bytes
-                self._checksums.complete(number * CHUNK_SIZE, filled[0].data)
-                hand_over(filled.pop(0))
-                on_chunk(num_bytes)
+            consume(complete())
 
         try:
             run_each(exchange, fill)
@@ -209,31 +199,16 @@ def stager_of(
     return CollectingStager(collection, layout, arena, copies)
 
 
-def write_stream(
-    storage: Storage,
-    files: StreamFiles,
+def direct_stager(
     layout: FileLayout,
-    on_chunk: Callable[[int], None],
-    copies: Callable[[], CopyQueue] | None = None,
-    *,
+    copies: Callable[[], CopyQueue] | None,
     collection: Collection | None = None,
-    begin: Callable[[], None] = lambda: None,
-) -> list[WrittenFile]:
-    """Stage a stream through few chunks, and write its files, as `write_staged`.
+) -> Stager:
+    """What stages a stream through few chunks, to be written by the threads that fill them.
 
-    `copies` is that of a `Stager`. With a `collection` it is collective: all ranks raise the
-    failure of `begin`, and what another rank raises in a round; a failure after the last round is
-    not known to other ranks.
+    With a `collection` staging is collective: all ranks raise the failure of `begin`, and what
+    another rank raises in a round; a failure after the last round is not known to other ranks.
     """
     most = NUM_WRITERS * CHUNK_SIZE if collection is None else 2 * ROUND_BYTES
     arena = Arena(min(most, 2 * layout.num_chunks * CHUNK_SIZE), CHUNK_SIZE)
-    stager = stager_of(layout, arena, copies, collection, NUM_WRITERS)
-    try:
-        return write_staged(
-            *(storage, files, layout.num_bytes, stager),
-            give=arena.give,
-            on_chunk=on_chunk,
-            begin=begin,
-        )
-    finally:
-        arena.close()
+    return stager_of(layout, arena, copies, collection, NUM_WRITERS)

@@ -3,8 +3,8 @@
 The threads of a `Stager` fill chunks of an arena with final file bytes, and hand them over to be
 digested and written. Each chunk is given back then. There are two ways to take them:
 
-* `write_stream` (`collect`): the thread that has filled a chunk writes it, while it is hot in the
-  cache, so a few chunks are enough. The caller waits until all is written.
+* The thread that has filled a chunk writes it, while it is hot in the cache, so a few chunks are
+  enough (`remesh.pipeline.collect.direct_stager`). The caller waits until all is written.
 * The trainer waits for the stager alone, which hands the chunks over to another thread or another
   process (`StagedChunks`, `remesh.background`).
 
@@ -17,14 +17,15 @@ so nothing that the trainer does afterwards, on the host or on the device, can r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from remesh.core.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests
 from remesh.core.memory import CopyQueue
 from remesh.pipeline.arena import Arena, Chunk
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
-from remesh.storage import Buffer, Storage
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, Filled, StreamFiles
+from remesh.storage import Storage
 from remesh.storage.workers import run_threads
 
 NUM_STAGERS = 2
@@ -33,18 +34,12 @@ NUM_WRITERS = 3
 each other where the file system lets only one at a time into a file."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Filled:
-    """A chunk of a stream on its way from the stager to the writer."""
+Consume = Callable[[Iterable[Filled]], object]
+"""Takes chunks as they are filled, and has them given back; several threads call it at once."""
 
-    number: int  # which chunk of the stream it is
-    num_bytes: int  # bytes of the stream in it
-    chunk: Chunk  # where they are
 
-    @property
-    def data(self) -> Buffer:
-        """The bytes."""
-        return self.chunk.buffer[: self.num_bytes]
+_Queued = tuple[Filled, Callable[[], None]]
+"""A chunk, and what waits until the copies into it are done."""
 
 
 class Stager:
@@ -65,7 +60,9 @@ class Stager:
         assert arena.chunk_bytes == CHUNK_SIZE
         self._layout = layout
         self._arena = arena
+        self.give = arena.give
         self._copies = copies
+        self._queued: list[deque[_Queued]] = []  # of each thread, chunks that are being filled
         self._num_threads = min(num_threads, layout.num_chunks)
         self._stop = threading.Event()
         self._numbers = iter(range(layout.num_chunks))
@@ -81,45 +78,43 @@ class Stager:
         self._stop.set()
         self._arena.wake()
 
-    def stage(
-        self,
-        hand_over: Callable[[Filled], None],
-        on_chunk: Callable[[int], None],
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
+    def stage(self, consume: Consume, begin: Callable[[], None] = lambda: None) -> None:
         """Copy everything out of the trainer's memory, or stop early after `cancel`.
 
-        `hand_over` takes each filled chunk and `on_chunk` its size, in the thread that filled it;
-        `begin` is called before the first chunk is taken.
+        `consume` takes the filled chunks, in the threads that fill them; `begin` is called before
+        the first chunk is taken.
         """
         begin()
+        try:
+            run_threads(self._num_threads, partial(consume, self), self.cancel)
+        finally:
+            for queued in self._queued:  # those of threads that failed
+                while queued:
+                    self._arena.give(self._finished(queued).chunk)
 
-        def finish(filled: Filled, is_done: Callable[[], None]) -> None:
-            try:
-                is_done()
-            except BaseException:
-                self._arena.give(filled.chunk)
-                raise
-            hand_over(filled)
-            on_chunk(filled.num_bytes)
+    def __iter__(self) -> Iterator[Filled]:
+        """The chunks that one thread fills."""
+        copies = None if self._copies is None else self._copies()
+        queued: deque[_Queued] = deque()
+        self._queued.append(queued)
+        while (claimed := self._claim()) is not None:
+            queued.append(self._fill(*claimed, copies))
+            # A thread that may have to wait for memory keeps nothing that the writer could give
+            # back.
+            while len(queued) > (1 if copies is not None and self.fits else 0):
+                yield self._finished(queued)
+        while queued:
+            yield self._finished(queued)
 
-        def fill_some() -> None:
-            waiting: tuple[Filled, Callable[[], None]] | None = None
-            copies = None if self._copies is None else self._copies()
-            try:
-                while (claimed := self._claim()) is not None:
-                    before, waiting = waiting, self._fill(*claimed, copies)
-                    if before is not None:
-                        finish(*before)
-                    # Who may have to wait for memory keeps nothing that the writer could give back.
-                    if copies is None or not self.fits:
-                        now, waiting = waiting, None
-                        finish(*now)
-            finally:
-                if waiting is not None:
-                    finish(*waiting)
-
-        run_threads(self._num_threads, fill_some, self.cancel)
+    def _finished(self, queued: deque[_Queued]) -> Filled:
+        """The first of some chunks, once the copies into it are done."""
+        filled, wait = queued.popleft()
+        try:
+            wait()
+        except BaseException:
+            self._arena.give(filled.chunk)
+            raise
+        return filled
 
     def _claim(self) -> tuple[int, Chunk] | None:
         # A number and its memory are claimed together. Otherwise one thread could hold a number
@@ -130,9 +125,7 @@ class Stager:
             chunk = None if number is None else self._arena.take(self._stop)
             return None if number is None or chunk is None else (number, chunk)
 
-    def _fill(
-        self, number: int, chunk: Chunk, copies: CopyQueue | None
-    ) -> tuple[Filled, Callable[[], None]]:
+    def _fill(self, number: int, chunk: Chunk, copies: CopyQueue | None) -> _Queued:
         """Fill a chunk, or queue the copies that do; also what waits for these."""
         try:
             if copies is None:
@@ -162,7 +155,7 @@ class StagedChunks:
     def __init__(
         self, give: Callable[[Chunk], None], stop: Callable[[], None], *, at_once: bool
     ) -> None:
-        self._give = give
+        self.give = give
         self._stop = stop
         self._at_once = at_once
         self._changed = threading.Condition()
@@ -192,36 +185,30 @@ class StagedChunks:
         self._is_cancelled = True
         self._stop()
 
-    def stage(
-        self,
-        hand_over: Callable[[Filled], None],
-        on_chunk: Callable[[int], None],
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
+    def stage(self, consume: Consume, begin: Callable[[], None] = lambda: None) -> None:
         """As in `Stager`; ends only after `end`."""
-
-        def pass_on() -> None:
-            while (filled := self._take()) is not None:
-                if self._is_cancelled:
-                    self._give(filled.chunk)
-                else:
-                    hand_over(filled)
-                    on_chunk(filled.num_bytes)
-
         if not self._at_once:
             self.ended.wait()
         try:
             begin()
-            run_threads(NUM_WRITERS, pass_on, self.cancel)
+            run_threads(NUM_WRITERS, partial(consume, self), self.cancel)
         except BaseException:
             self.cancel()
             raise
         finally:
             # What is still staged is given back, so that the stager does not wait for memory.
             while (filled := self._take()) is not None:
-                self._give(filled.chunk)
+                self.give(filled.chunk)
         if self._error is not None:
             raise self._error
+
+    def __iter__(self) -> Iterator[Filled]:
+        """The chunks that one thread takes."""
+        while (filled := self._take()) is not None:
+            if self._is_cancelled:
+                self.give(filled.chunk)
+            else:
+                yield filled
 
     def _take(self) -> Filled | None:
         """The next chunk of the stream; None when there is no further one.
@@ -245,33 +232,25 @@ def write_staged(
     num_bytes: int,
     stager: Stager | StagedChunks,
     *,
-    give: Callable[[Chunk], None],
     on_chunk: Callable[[int], None],
-    begin: Callable[[], None],
+    begin: Callable[[], None] = lambda: None,
 ) -> list[WrittenFile]:
     """Write the chunks of a stream and make its files durable; what is known of each.
 
-    `begin` is called before; `give` takes each chunk back and `on_chunk` its size, in the thread
-    that wrote it. If it fails, the files are gone, if the storage still can.
+    `begin` is called before; `on_chunk` takes the size of each chunk, in the thread that wrote it.
+    If it fails, the files are gone, if the storage still can.
     """
-    writers: list[ChunkWriter] = []
+    writer = ChunkWriter(storage, files, num_bytes, stager.give, on_chunk)
 
-    def start() -> None:
+    def create() -> None:
         begin()
-        writers.append(ChunkWriter(storage, files, num_bytes))
-
-    def write(filled: Filled) -> None:
-        try:
-            writers[0].write(filled.number, filled.data)
-        finally:
-            give(filled.chunk)
+        writer.begin()
 
     try:
-        stager.stage(write, on_chunk, start)
-        return writers[0].finish()
+        stager.stage(writer.write, create)
+        return writer.finish()
     except BaseException:
-        for writer in writers:
-            writer.abort()
+        writer.abort()
         raise
 
 
@@ -285,15 +264,13 @@ def has_digests(
     stager = Stager(layout, arena, copies, num_threads=NUM_WRITERS)
     differ: list[int] = []
 
-    def look(filled: Filled) -> None:
-        first, found = filled.number * CHUNK_SIZE // BLOCK_SIZE, block_digests(filled.data)
-        arena.give(filled.chunk)
-        if (found != digests[first : first + len(found)]).any():
-            differ.append(filled.number)
-            stager.cancel()
+    def look(chunks: Iterable[Filled]) -> None:
+        for filled in chunks:
+            first, found = filled.number * CHUNK_SIZE // BLOCK_SIZE, block_digests(filled.data)
+            arena.give(filled.chunk)
+            if (found != digests[first : first + len(found)]).any():
+                differ.append(filled.number)
+                stager.cancel()
 
-    try:
-        stager.stage(look, lambda _num_bytes: None)
-    finally:
-        arena.close()
+    stager.stage(look)
     return not differ

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +28,7 @@ from remesh.core.dtypes import DType
 from remesh.core.geometry import IntArray, boxes_of_flat_range
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, block_digests
 from remesh.core.memory import Memory, contiguous_bytes
+from remesh.pipeline.arena import Chunk
 from remesh.storage import Buffer, Storage, Writer
 
 Compress = Literal["zstd"]
@@ -149,21 +150,45 @@ def one_file(path: str, num_bytes: int) -> StreamFiles:
     return whole_files((path,), (num_bytes,), (0,))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """A chunk of a stream on its way from the stager to the writer."""
+
+    number: int  # which chunk of the stream it is
+    num_bytes: int  # bytes of the stream in it
+    chunk: Chunk  # where they are
+
+    @property
+    def data(self) -> Buffer:
+        """The bytes."""
+        return self.chunk.buffer[: self.num_bytes]
+
+
 class ChunkWriter:
     """The files of a stream, which is written chunk by chunk.
 
-    The blocks of files that begin with a chunk are digested. A single file is created at once, so
+    The blocks of files that begin with a chunk are digested. `begin` creates a single file, so
     that a lack of room is seen before bytes are moved; several are created when the first bytes of
-    each arrive. Each is finished with its last bytes.
+    each arrive. Each is finished with its last bytes. `give` takes each chunk back and `on_chunk`
+    its size, in the thread that wrote it.
 
     Raises:
         NoSpaceError: If there is no room.
         StorageError: If the storage fails.
     """
 
-    def __init__(self, storage: Storage, files: StreamFiles, num_bytes: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        files: StreamFiles,
+        num_bytes: int,
+        give: Callable[[Chunk], None],
+        on_chunk: Callable[[int], None],
+    ) -> None:
         self._storage = storage
         self._files = files
+        self._give = give
+        self._on_chunk = on_chunk
         self._has_digests = files.has_digests
         self._digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
         self._is_compressed = files.compress is not None
@@ -173,23 +198,32 @@ class ChunkWriter:
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
-        if self._has_digests and len(files.paths) == 1:
+
+    def begin(self) -> None:
+        """Create the file, if it is a single one of this rank's."""
+        if self._has_digests and len(self._files.paths) == 1:
             self._writer_of(0)
 
-    def write(self, number: int, chunk: Buffer) -> None:
-        """Write a chunk; any thread, any order."""
-        for file, position, part in self._parts(number, chunk):
-            if self._is_compressed:
-                self._append(file, number * CHUNK_SIZE, part)
-            else:
-                self._writer_of(file).write(position, part)
-        for file, _, part in self._parts(number, chunk):
-            if self._has_digests:
-                found = block_digests(part)
-                first = number * CHUNK_SIZE // BLOCK_SIZE
-                self._digests[first : first + len(found)] = found
-            if not self._is_compressed:
-                self._count(file, len(part))
+    def write(self, chunks: Iterable[Filled]) -> None:
+        """Write chunks as they come; any thread, any order."""
+        for filled in chunks:
+            number, chunk = filled.number, filled.data
+            try:
+                for file, position, part in self._parts(number, chunk):
+                    if self._is_compressed:
+                        self._append(file, number * CHUNK_SIZE, part)
+                    else:
+                        self._writer_of(file).write(position, part)
+                for file, _, part in self._parts(number, chunk):
+                    if self._has_digests:
+                        found = block_digests(part)
+                        first = number * CHUNK_SIZE // BLOCK_SIZE
+                        self._digests[first : first + len(found)] = found
+                    if not self._is_compressed:
+                        self._count(file, len(part))
+            finally:
+                self._give(filled.chunk)
+            self._on_chunk(filled.num_bytes)
 
     def _append(self, file: int, start: int, part: Buffer) -> None:
         """Write the stored form of what a file has from a byte of the stream on."""

@@ -14,7 +14,7 @@ from remesh.storage.base import Buffer, Storage, aligned_buffer
 
 def run_threads(
     num_threads: int,
-    work: Callable[[], None],
+    work: Callable[[], object],
     stop: Callable[[], None],
 ) -> None:
     """Do the same work in a few threads; the first error is raised when all have ended.
