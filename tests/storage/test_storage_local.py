@@ -691,7 +691,7 @@ def test_reads_under_way_at_a_time(
     together = threading.Barrier(num_reads, timeout=60)
     under_way, seen, lock = 0, [], threading.Lock()
 
-    def read(_file: Path, _start: int, buffer: Buffer, *, direct: bool) -> int:
+    def read(_descriptor: int, _start: int, buffer: Buffer, **_options: bool) -> int:
         nonlocal under_way
         with lock:
             under_way += 1
@@ -701,7 +701,7 @@ def test_reads_under_way_at_a_time(
             under_way -= 1
         return buffer.size
 
-    monkeypatch.setattr(local, "read_range", read)
+    monkeypatch.setattr(local, "_read", read)
     with ThreadPoolExecutor(4) as threads:
         for _ in range(4):
             threads.submit(storage.read_into, "a", 0, aligned_buffer(ALIGNMENT))

@@ -41,7 +41,6 @@ from remesh.checkpoint.match import (
     LoadOptions,
     Names,
     RankLoadPlan,
-    RankReads,
     match,
 )
 from remesh.checkpoint.mismatch import listed, refuse, unasked, with_recipe
@@ -54,13 +53,21 @@ from remesh.core.index import Index
 from remesh.core.strided import Layout
 from remesh.errors import MismatchError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
-from remesh.exchange import Exchange, run_each, run_on_all, run_on_one
+from remesh.exchange import (
+    Exchange,
+    Outcome,
+    broadcast_outcome,
+    run_each,
+    run_on_all,
+    share_outcomes,
+)
 from remesh.formats.decoding import decoded
-from remesh.formats.native import ValuesDocument, retry_if_replaced, unless_replaced
+from remesh.formats.native import ValuesDocument, beginnings
 from remesh.formats.place import Place
 from remesh.formats.table import place_of, read_encoded
-from remesh.pipeline import read_together
-from remesh.planner import Assign
+from remesh.pipeline import Destination, read_together
+from remesh.pipeline.source import TensorSource
+from remesh.planner import Assign, LoadPlan
 from remesh.planner.assignment import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
@@ -154,29 +161,19 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     assign = _assign_for(share_reads, exchange, storage)
 
-    def load_once() -> RestoreReport:
-        with showing(moments, "loading", exchange.rank, storage.url) as emit:
+    for beginning in beginnings():
+        with beginning, showing(moments, "loading", exchange.rank, storage.url) as emit:
             stored = open_shared(exchange, place)
-
-            def choose_target() -> Any:
+            with Outcome() as chosen:
                 emit("load.opened")
-                return target_of(state, stored, is_transformed=makes)
-
-            target = run_each(exchange, choose_target)
+                target = target_of(state, stored, is_transformed=makes)
+            share_outcomes(exchange, chosen)
             stored = with_parameter_names(exchange, target, stored, is_transformed=makes)
-
-            def read(reads: RankReads, on_read: OnRead) -> bool:
-                todo = reads.index, reads.plan, reads.destinations
-                source = decoded(storage, stored.index)
-                with unless_replaced(storage, stored.identity):
-                    return read_together(
-                        exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
-                    )
-
+            source = TensorSource(decoded(storage, stored.index), stored.index, stored.identity)
+            read = partial(read_together, exchange, source, assign=assign, timeout=timeout)
             plan, _ = plan_into(target, stored, exchange, options, read=read)
-            return fill_planned(plan, exchange, read, emit)
-
-    report = retry_if_replaced(load_once)
+            report = fill_planned(plan, exchange, read, emit)
+            break
     report = dataclasses.replace(report, seconds=time.monotonic() - started)
     if exchange.rank == 0:
         _LOGGER.info("loaded %s: %s", storage.url, report)
@@ -201,9 +198,9 @@ def checked_options(
 OnRead = Callable[[int], None]
 """Called after each read of a rank with its size in bytes."""
 
-Read = Callable[[RankReads, OnRead], bool]
-"""Reads what this rank wants, while the others read what they want. Collective. Returns whether
-ranks read for each other."""
+Read = Callable[[LoadPlan, Sequence[Destination], OnRead], bool]
+"""Reads what this rank wants to where it goes, while the others read what they want. Collective.
+Returns whether ranks read for each other."""
 
 
 def plan_into(
@@ -269,7 +266,7 @@ def plan_into(
 
 def _compare(plan: RankLoadPlan, read: Read) -> None:
     """Read and compare what a plan needs to have equal. Collective."""
-    read(plan.comparing, lambda _size: None)
+    read(plan.comparing.plan, plan.comparing.destinations, lambda _size: None)
     problems = dict.fromkeys(problem for problem, is_equal in plan.checks if not is_equal())
     refuse(plan.stored, Findings(conflicts=list(problems)))
 
@@ -280,28 +277,26 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
     Returns this rank's report, without the time that the load took.
     """
     sizes: list[int] = []
-    shared = False
+    filling = plan.filling
 
     def count(size: int) -> None:
         sizes.append(size)
         emit("load.run_read", size)
 
     def prepare() -> None:
-        finish_device_work(to.memory for to in plan.filling.destinations)
+        finish_device_work(to.memory for to in filling.destinations)
         for act in plan.before:
             act()
         emit("load.planned", plan.report.bytes_needed)
 
-    def fill() -> bytes:
-        nonlocal shared
-        shared = read(plan.filling, count)
-        emit("load.read")
-        return msgspec.msgpack.encode((plan.report.bytes_needed, sum(sizes)))
-
     try:
         # What may fail on one rank alone comes before ranks wait for each other's bytes.
         run_each(exchange, prepare)
-        replies = run_on_all(exchange, fill)
+        with Outcome() as filled:
+            shared = read(filling.plan, filling.destinations, count)
+            emit("load.read")
+            filled.reply = msgspec.msgpack.encode((plan.report.bytes_needed, sum(sizes)))
+        replies = share_outcomes(exchange, filled)
         run_each(exchange, lambda: plan.description.rebuild(plan))
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
@@ -329,14 +324,13 @@ def _is_left(name: str, unexpected: Iterable[str]) -> bool:
 def open_shared(exchange: Exchange, source: Any) -> StoredState:
     """Open a checkpoint of any format on every rank; only rank 0 reads."""
     place = place_of(source)
-
-    def read() -> bytes:
-        with explained_absence(place):
-            encoded = read_encoded(place)
-            return msgspec.msgpack.encode((*encoded, place.storage.latency))
-
+    with Outcome() as opened:
+        if exchange.rank == 0:
+            with explained_absence(place):
+                small = read_encoded(place)
+            opened.reply = msgspec.msgpack.encode((*small, place.storage.latency))
     encoded, document, identity, latency = msgspec.msgpack.decode(
-        run_on_one(exchange, read),
+        broadcast_outcome(exchange, opened),
         type=tuple[bytes, bytes, str, float | None],
     )
     where = place.url

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -48,7 +49,7 @@ from remesh.checkpoint.local import (
     exchange_of,
     finish_device_work,
 )
-from remesh.checkpoint.match import RankLoadPlan, RankReads
+from remesh.checkpoint.match import RankLoadPlan
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.stored import LIVE, StoredState
 from remesh.core import values
@@ -61,7 +62,9 @@ from remesh.errors import StateError
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.formats import native
+from remesh.pipeline import Destination
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
+from remesh.planner import LoadPlan
 from remesh.storage import MemoryStorage
 from remesh.transform import Program, Transform
 
@@ -253,7 +256,7 @@ class Resharder:
 
         given, before = tensors.given(self._cache.rows), [begin, *last[0].before]
         plan = dataclasses.replace(last[0], description=target, before=before)
-        read = partial(self._read, given, self._transfer)
+        read = partial(self._read, given, None)
         return fill_planned(plan, self._exchange, read, self._emit)
 
     def _push_planned(self) -> RestoreReport:
@@ -261,7 +264,7 @@ class Resharder:
         self._last = None
         stored, agreed = self._agree_on_source()
         given = agreed.tensors.given(self._cache.rows)
-        read = partial(self._read, given, None)
+        read = partial(self._read, given, stored.index)
         plan, compared = plan_into(
             self.target_state,
             stored,
@@ -280,13 +283,16 @@ class Resharder:
     def _read(
         self,
         given: LocalTensors,
-        transfer: MemoryTransfer | None,
-        reads: RankReads,
+        index: Index | None,
+        plan: LoadPlan,
+        destinations: Sequence[Destination],
         on_read: OnRead,
     ) -> bool:
-        """What a load does to read; the transfer is planned unless it is known. Collective."""
-        self._transfer = transfer = transfer or self._plan_transfer(reads, given)
-        transfer.execute(self._exchange, given.memories, reads.destinations, on_read)
+        """What a load does to read: planned, or without an index as the last time. Collective."""
+        if index is not None:
+            self._transfer = self._plan_transfer(index, plan, destinations, given)
+        assert self._transfer is not None
+        self._transfer.execute(self._exchange, given.memories, destinations, on_read)
         return False
 
     def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
@@ -309,18 +315,24 @@ class Resharder:
         index = dataclasses.replace(Index.decode(encoded, LIVE), aliases=found.aliases)
         return StoredState(LIVE, index, found), agreed
 
-    def _plan_transfer(self, reads: RankReads, given: LocalTensors) -> MemoryTransfer:
+    def _plan_transfer(
+        self,
+        index: Index,
+        plan: LoadPlan,
+        destinations: Sequence[Destination],
+        given: LocalTensors,
+    ) -> MemoryTransfer:
         """How this rank gets what it wants. Collective."""
-        memories = (*given.memories, *(to.memory for to in reads.destinations))
+        memories = (*given.memories, *(to.memory for to in destinations))
         replies = run_on_all(
             self._exchange, lambda: msgspec.msgpack.encode(device_in_use(memories))
         )
         in_use = [msgspec.msgpack.decode(reply, type=DeviceInUse) for reply in replies]
         return plan_between_memories(
             self._exchange,
-            reads.index,
-            reads.plan.regions,
-            len(reads.destinations),
+            index,
+            plan.regions,
+            len(destinations),
             given.boxes,
             device=agree_on_devices(self._exchange, in_use),
         )

@@ -24,6 +24,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,8 +33,8 @@ import numpy as np
 from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import decode_parts, last_steps, remove_own
-from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
-from remesh.checkpoint.match import LoadOptions, RankReads
+from remesh.checkpoint.loading import fill_planned, plan_into
+from remesh.checkpoint.match import LoadOptions
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.saving import write
 from remesh.checkpoint.stored import StoredState
@@ -52,6 +53,7 @@ from remesh.exchange import Exchange, run_each, run_joined, run_on_all, run_on_o
 from remesh.formats import native
 from remesh.formats.writer import Part, SmallFile
 from remesh.pipeline import Destination, read_together
+from remesh.pipeline.source import TensorSource
 from remesh.planner import Assign, ReadLimits, plan_load
 from remesh.planner.assignment import assign_to_owners
 from remesh.planner.loading import files_of_windows
@@ -208,9 +210,8 @@ def _copy_files(
         def copy() -> None:
             to = [Destination((0,), _WrittenFile(writer)) for writer in writers]
             assign = _assign_to(index, owners)
-            read_together(
-                exchange, storage, index, plan, to, assign=assign, on_read=lambda _size: None
-            )
+            source = TensorSource(storage, index)
+            read_together(exchange, source, plan, to, lambda _size: None, assign=assign)
 
         def finish() -> None:
             for writer in writers:
@@ -334,10 +335,8 @@ def load_scattered(
     all_have_all = all(len(holders) == len(nodes.ranks) for holders in found.holders)
     assign = None if all_have_all else _assign_to(stored.index, owners)
 
-    def read(reads: RankReads, on_read: OnRead) -> bool:
-        todo = reads.index, reads.plan, reads.destinations
-        return read_together(exchange, storage, *todo, assign=assign, on_read=on_read)
-
+    source = TensorSource(storage, stored.index)
+    read = partial(read_together, exchange, source, assign=assign)
     plan, _ = plan_into(state, stored, exchange, options, read=read)
     return fill_planned(plan, exchange, read, emit)
 

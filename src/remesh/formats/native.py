@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -303,16 +303,15 @@ def read_record_at(storage: Storage, path: str) -> CommitRecord:
 
 def read_small_files(storage: Storage) -> NativeFiles:
     """Read record, index and values, each checked against its digest."""
-
-    def read() -> NativeFiles:
-        record = read_record(storage)
-        with unless_replaced(storage, identity_of(record)):
-            files = (record.index, record.values)
-            parts = [partial(_read_checked, storage, file) for file in files]
-            index, values = ask_together(storage, parts)
-            return NativeFiles(record, index, values)
-
-    return retry_if_replaced(read)
+    for beginning in beginnings():
+        with beginning:
+            record = read_record(storage)
+            with unless_replaced(storage, identity_of(record)):
+                files = (record.index, record.values)
+                parts = [partial(_read_checked, storage, file) for file in files]
+                index, values = ask_together(storage, parts)
+                break
+    return NativeFiles(record, index, values)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -360,12 +359,18 @@ def unless_replaced(storage: Storage, identity: str) -> Iterator[None]:
         raise
 
 
+def beginnings() -> Iterator[AbstractContextManager[object]]:
+    """Contexts in which a checkpoint is read from its record on, until it was not replaced."""
+    yield from [suppress(CheckpointReplacedError)] * (NUM_BEGINNINGS - 1)
+    yield nullcontext()
+
+
 def retry_if_replaced(read: Callable[[], _Result]) -> _Result:
     """Read a checkpoint from its record on, again if it was replaced meanwhile."""
-    for _ in range(NUM_BEGINNINGS - 1):
-        with suppress(CheckpointReplacedError):
+    for beginning in beginnings():
+        with beginning:
             return read()
-    return read()
+    raise AssertionError
 
 
 def records_of_files(index: Index) -> tuple[FileRecord, ...]:

@@ -17,13 +17,14 @@ import numpy as np
 from remesh.core.geometry import IntArray
 from remesh.core.index import Index
 from remesh.exchange import Exchange, run_joined
-from remesh.pipeline.read import Destination, Place, Writing, read_run
+from remesh.formats.native import unless_replaced
+from remesh.pipeline.read import Destination, RunReader
+from remesh.pipeline.source import TensorSource
 from remesh.pipeline.task_pool import Tasks
 from remesh.pipeline.transfer import execute, message_buffers, request_regions
 from remesh.planner import Assign, LoadPlan, TransferPlan
 from remesh.planner.assignment import ReadAssignment, touched_windows
 from remesh.planner.loading import plan_regions
-from remesh.storage import Buffer, Storage
 
 NUM_SHARING_THREADS = 3
 """Threads that read from this machine for several ranks: fewer than those of a rank that reads for
@@ -36,13 +37,12 @@ messages that it goes into can be packed."""
 
 def read_together(
     exchange: Exchange,
-    storage: Storage,
-    index: Index,
+    source: TensorSource,
     plan: LoadPlan,
     destinations: Sequence[Destination],
+    on_read: Callable[[int], None],
     *,
     assign: Assign | None,
-    on_read: Callable[[int], None],
     timeout: float | None = None,
 ) -> bool:
     """Execute the load plans of all ranks; true if ranks read for each other. Collective.
@@ -54,8 +54,10 @@ def read_together(
     Raises:
         CorruptCheckpointError: As `read_runs`, on the rank that read it.
         StorageError: If the storage fails, on the rank that read.
+        CheckpointReplacedError: If another checkpoint is there by now.
         ExchangeError: If a rank died, or did not finish in time.
     """
+    storage, index = source.storage, source.index
     found = None if assign is None else _plan_transfer(exchange, index, plan, assign)
     transfer = TransferPlan.alone(index) if found is None else found
     turn, num_threads = np.zeros(plan.num_runs, dtype=np.int64), plan.limits.num_reads
@@ -66,21 +68,20 @@ def read_together(
         most = NUM_FAR_SHARING_THREADS if storage.is_remote else NUM_SHARING_THREADS
         num_threads = min(num_threads, most)
     order = np.argsort(turn, kind="stable")
-
-    def perform(task: int, buffer: Buffer, place: Place, writing: Writing) -> int:
-        run = int(order[task])
-        return read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
-
-    buffer_bytes = 0 if storage.reads_own_memory else plan.longest_run
-    execute(
-        exchange,
-        transfer,
-        Tasks(turn[order], plan.bytes_read, num_threads, buffer_bytes, perform, storage.is_remote),
-        destinations,
-        on_read=on_read,
-        buffers=message_buffers(exchange, index, transfer),
-        timeout=timeout,
-    )
+    reader = RunReader(storage, index, plan, order)
+    size, is_remote = reader.buffer_bytes, storage.is_remote
+    tasks = Tasks(turn[order], plan.bytes_read, num_threads, size, reader.read, is_remote)
+    buffers = message_buffers(exchange, index, transfer)
+    with unless_replaced(storage, source.identity):
+        execute(
+            exchange,
+            transfer,
+            tasks,
+            destinations,
+            on_read=on_read,
+            buffers=buffers,
+            timeout=timeout,
+        )
     return found is not None
 
 

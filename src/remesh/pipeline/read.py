@@ -78,37 +78,67 @@ def read_runs(
             written. Wanted boxes may be partly filled then.
         StorageError: If the storage fails.
     """
+    reader = RunReader(storage, index, plan, np.arange(plan.num_runs))
 
-    def read(run: int, buffer: Buffer) -> None:
-        place, writing = destinations.__getitem__, nullcontext()
-        read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
+    def read(task: int, buffer: Buffer) -> None:
+        reader.read(task, buffer, destinations.__getitem__, nullcontext())
 
-    buffer_bytes = 0 if storage.reads_own_memory else plan.longest_run
-    run_workers(plan.limits.num_reads, plan.num_runs, buffer_bytes, read)
+    run_workers(plan.limits.num_reads, plan.num_runs, reader.buffer_bytes, read)
 
 
-def read_run(
-    storage: Storage,
-    index: Index,
-    plan: LoadPlan,
-    run: int,
-    *,
-    place: Place,
-    buffer: Buffer,
-    writing: Writing,
-) -> int:
-    """Read, check and distribute one run; returns its size. Fails as `read_runs`.
+@dataclass(frozen=True, slots=True, eq=False)
+class RunReader:
+    """Reads, checks and distributes the runs of a load plan, each as a task."""
 
-    The buffer is as long as the run, unless the storage `reads_own_memory`; `writing` is entered to
-    write into wanted memory.
-    """
-    which = plan.run[run]
-    start, stop = int(plan.runs.run_start[which]), int(plan.runs.run_stop[which])
-    data = _read_checked(storage, index, int(plan.file[run]), start, stop - start, buffer)
-    with writing:
-        regions, begin = plan.taken(np.array([run]))
-        _distribute(index, regions, begin - start, place, data)
-    return len(data)
+    storage: Storage  # where the files are
+    index: Index
+    plan: LoadPlan
+    order: IntArray  # the run of each task
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the buffer that a task needs: that of a run, unless the storage has its own."""
+        return 0 if self.storage.reads_own_memory else self.plan.longest_run
+
+    def read(self, task: int, buffer: Buffer, place: Place, writing: Writing) -> int:
+        """Perform one task; returns the size of the run. Fails as `read_runs`.
+
+        `writing` is entered to write into wanted memory.
+        """
+        plan, run = self.plan, int(self.order[task])
+        which, file = plan.run[run], int(plan.file[run])
+        start, stop = int(plan.runs.run_start[which]), int(plan.runs.run_stop[which])
+        path = self.index.files[file].path
+        try:
+            data = self.storage.read_range(path, start, stop - start, buffer)
+        except CheckpointNotFoundError:
+            raise CorruptCheckpointError(
+                f"{self.storage.url}/{path}: missing, though the checkpoint names it. "
+                f"{self._advice}"
+            ) from None
+        self._check(file, start, stop, data)
+        with writing:
+            regions, begin = plan.taken(self.order[task : task + 1])
+            _distribute(self.index, regions, begin - start, place, data)
+        return len(data)
+
+    def _check(self, file: int, start: int, stop: int, data: Buffer) -> None:
+        """Check that bytes of a data file are as they were written."""
+        url = self.storage.url
+        if data.size < stop - start:
+            raise CorruptCheckpointError(
+                f"{url}/{self.index.files[file].path}: ends at byte {start + data.size}, but its "
+                f"index has bytes up to {stop}\nThe file was cut short. {self._advice}"
+            )
+        damages = find_damage(self.index, file, start, data)
+        if damages:
+            raise CorruptCheckpointError(f"{url}/{damages[0]}. {self._advice}")
+
+    @property
+    def _advice(self) -> str:
+        """What to do about bytes that are not what was written."""
+        # What another system wrote has no digests, and nothing can be proven to be whole.
+        return repair_advice(self.storage.url) if self.index.block_size else _OTHERS_ADVICE
 
 
 def _distribute(
@@ -134,28 +164,3 @@ def _distribute(
         # The padding of the offset ends with the shorter one.
         corner = tuple(o - w for o, w in zip(offset, target.offset, strict=False))
         target.memory.copy_in(Box(corner, shape), region)
-
-
-def _read_checked(
-    storage: Storage, index: Index, file: int, start: int, num_bytes: int, buffer: Buffer
-) -> Buffer:
-    """Read bytes of a data file that are as they were written."""
-    path = index.files[file].path
-    where = f"{storage.url}/{path}"
-    # What another system wrote has no digests, and nothing can be proven to be whole.
-    advice = repair_advice(storage.url) if index.block_size else _OTHERS_ADVICE
-    try:
-        data = storage.read_range(path, start, num_bytes, buffer)
-    except CheckpointNotFoundError:
-        raise CorruptCheckpointError(
-            f"{where}: missing, though the checkpoint names it. {advice}"
-        ) from None
-    if data.size < num_bytes:
-        raise CorruptCheckpointError(
-            f"{where}: ends at byte {start + data.size}, but its index has bytes up to "
-            f"{start + num_bytes}\nThe file was cut short. {advice}"
-        )
-    damages = find_damage(index, file, start, data)
-    if damages:
-        raise CorruptCheckpointError(f"{storage.url}/{damages[0]}. {advice}")
-    return data

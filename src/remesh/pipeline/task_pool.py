@@ -35,7 +35,6 @@ from remesh.errors import ExchangeError
 from remesh.exchange import Exchange
 from remesh.pipeline.read import Place, Writing
 from remesh.storage import Buffer, aligned_buffer
-from remesh.storage.workers import run_threads
 
 LOG_INTERVAL = 30.0
 """Seconds after which, again and again, the slowest rank is logged."""
@@ -100,8 +99,8 @@ class TaskPool:
         self._num_read = 0
         self._on_read = on_read
         self._timeout = timeout
-        self._num_inside = 0
-        self.has_failed = self._is_closed = self._is_finished = False
+        self._num_inside = self._num_working = 0
+        self.has_failed = self._is_closed = False
         self._changed = threading.Condition()
         self._started = self._met = time.monotonic()
         self._logged = 0.0
@@ -111,23 +110,42 @@ class TaskPool:
 
     def start(self, place: Place) -> None:
         """Begin to perform the tasks; regions go to their places."""
+        num_threads = min(self._tasks.num_threads, len(self._tasks.turn))
+        for number in range(num_threads):
+            # Daemons, because a thread that hangs in a read must not keep the process from ending.
+            thread = threading.Thread(
+                target=self._work, args=(place,), name="remesh-read", daemon=True
+            )
+            with self._changed:
+                self._num_working += 1
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:
+                # With fewer threads, fewer do the work.
+                self._end_work(None if number else error)
+                break
 
-        def work() -> None:
+    def _work(self, place: Place) -> None:
+        """Perform tasks until there is none left."""
+        error: BaseException | None = None
+        try:
             buffer = aligned_buffer(self._tasks.buffer_bytes)
             while (task := self._next_task()) is not None:
-                self._perform(task, buffer, place)
+                with suppress(DroppedError):
+                    size = self._tasks.perform(task, buffer, place, self.writing(task))
+                    self._has_read(task, size)
+        except BaseException as caught:  # noqa: BLE001 - raised by the thread that waits
+            error = caught
+        self._end_work(error)
 
-        def perform_all() -> None:
-            try:
-                run_threads(min(self._tasks.num_threads, len(self._tasks.turn)), work, self.fail)
-            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-                self.error = error
-            with self._changed:
-                self._is_finished = True
-                self._changed.notify_all()
-
-        # A daemon, because a thread that hangs in a read must not keep the process from ending.
-        threading.Thread(target=perform_all, name="remesh-read", daemon=True).start()
+    def _end_work(self, error: BaseException | None) -> None:
+        """One thread less works; after an error nothing needs the tasks that are left."""
+        with self._changed:
+            self._num_working -= 1
+            if error is not None:
+                self.error = self.error or error
+                self.has_failed = True
+            self._changed.notify_all()
 
     def _next_task(self) -> int | None:
         """The next task, or None if there is none left or a failure has made them useless."""
@@ -143,18 +161,17 @@ class TaskPool:
                 self._changed.wait()
             return None
 
-    def _perform(self, task: int, buffer: Buffer, place: Place) -> None:
-        with suppress(DroppedError):
-            size = self._tasks.perform(task, buffer, place, self.writing(task))
+    def _has_read(self, task: int, size: int) -> None:
+        """A task is done."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._num_read += size
+        self._on_read(size)
+        if task < len(self._turn):
             with self._changed:
-                if self._is_closed:
-                    return
-                self._num_read += size
-            self._on_read(size)
-            if task < len(self._turn):
-                with self._changed:
-                    self._left[self._turn[task]] -= 1
-                    self._changed.notify_all()
+                self._left[self._turn[task]] -= 1
+                self._changed.notify_all()
 
     @contextmanager
     def writing(self, task: int | None = None) -> Iterator[None]:
@@ -236,8 +253,8 @@ class TaskPool:
         """
         interval = min(LOG_INTERVAL, self._exchange.patience / 2)
         while True:
-            self._wait_for(lambda: self._is_finished, interval)
-            message = (self._is_finished, self._is_late, self._num_read, self._tasks.num_bytes)
+            is_finished = self._wait_for(lambda: not self._num_working, interval)
+            message = (is_finished, self._is_late, self._num_read, self._tasks.num_bytes)
             replies = [
                 msgspec.msgpack.decode(data, type=tuple[bool, bool, int, int])
                 for data in self._exchange.all_gather(msgspec.msgpack.encode(message))

@@ -183,10 +183,26 @@ class LocalStorage(Storage):
                 os.close(descriptor)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`; the file is opened once, so all bytes are of one file."""
         assert start >= 0
         file = self._file(path)
         with explained("read", file), self._at_disk:
-            return read_range(file, start, buffer, direct=self._direct)
+            num_direct = num_direct_bytes(start, buffer) if self._direct else 0
+            descriptor = open_direct(file, _READ) if num_direct else None
+            is_direct = descriptor is not None
+            if descriptor is None:
+                descriptor = _open(file, _READ)
+            try:
+                done = 0
+                if is_direct:
+                    if not _is_cached(file, descriptor, start):
+                        done = _read(descriptor, start, buffer[:num_direct], direct=True)
+                    if done < buffer.size:
+                        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+                return done + _read(descriptor, start + done, buffer[done:])
+            finally:
+                os.close(descriptor)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         file = self._file(path)
@@ -591,26 +607,6 @@ class LocalWriter:
     def _close(self) -> None:
         while self._open:
             os.close(self._open.pop())
-
-
-def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
-    """Fill a buffer from a file, opening it once; how many bytes there were."""
-    num_direct = num_direct_bytes(start, buffer) if direct else 0
-    descriptor = open_direct(path, _READ) if num_direct else None
-    is_direct = descriptor is not None
-    if descriptor is None:
-        descriptor = _open(path, _READ)
-    try:
-        done = 0
-        if is_direct:
-            if not _is_cached(path, descriptor, start):
-                done = _read(descriptor, start, buffer[:num_direct], direct=True)
-            if done < buffer.size:
-                flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-        return done + _read(descriptor, start + done, buffer[done:])
-    finally:
-        os.close(descriptor)
 
 
 def _is_cached(path: Path, descriptor: int, start: int) -> bool:
