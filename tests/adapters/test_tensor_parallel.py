@@ -105,7 +105,10 @@ def test_shard_weight_cuts_several_dims_and_transposes() -> None:
         (lambda w: Split(0, 2, 2), "shard 2 of 2 does not exist"),
         (lambda w: Split(0, 0, 3, (Block(8, 2),)), "Neither number of units and shards"),
         (lambda w: shard_weight("w", w, Split(0, 0, 2, (Block(9),))), "w: 2 shards of extent 4"),
-        (lambda w: shard_weight("w", w, Split(0, 0, 2, (Block(3), Block(4)))), "2 equal parts"),
+        (
+            lambda w: shard_weight("w", w, Split(0, 0, 2, (Block(3), Block(4)))),
+            "w: 2 shards of extent 1 ",
+        ),
         (lambda w: shard_weight("w", w, Split(0, 0, 2, (Block(4), Block(6)))), "has extent 5"),
     ],
 )

@@ -69,9 +69,16 @@ def describe_stored(
     leaves = dict(leaves_of(live, path))
     rebuilds: dict[Path, Rebuild] = {}
     found_leaves = stored.under(path)
-    in_parts = _in_parts(leaves, found_leaves)
+    recorded = {leaf_path[:-1] for leaf_path, _ in found_leaves if leaf_path[-1] == TENSOR_RECORD}
+    # Live tensors that are made of others, in the state or where it is stored.
+    in_parts = {
+        leaf_path: leaf
+        for leaf_path, leaf in leaves.items()
+        if isinstance(leaf, torch.Tensor) and (leaf_path in recorded or is_in_parts(leaf))
+    }
     for leaf_path, name in found_leaves:
-        whole = _beginning_in(leaf_path, in_parts)
+        beginnings = (leaf_path[:end] for end in range(len(leaf_path) + 1) if in_parts)
+        whole = next((one for one in beginnings if one in in_parts), None)
         if whole is not None:
             if whole not in rebuilds:
                 rebuilds[whole] = visit(whole, renew(in_parts[whole]))
@@ -95,25 +102,6 @@ def describe_stored(
         return _in_containers_of(live, assemble(filled, stored.sequences, path))
 
     return rebuild
-
-
-def _in_parts(
-    leaves: Mapping[Path, object], stored: list[tuple[Path, str]]
-) -> dict[Path, torch.Tensor]:
-    """The tensors of a live state that are made of others, in the state or where it is stored."""
-    recorded = {path[:-1] for path, _ in stored if path[-1] == TENSOR_RECORD}
-    return {
-        path: leaf
-        for path, leaf in leaves.items()
-        if isinstance(leaf, torch.Tensor) and (path in recorded or is_in_parts(leaf))
-    }
-
-
-def _beginning_in(path: Path, places: Mapping[Path, object]) -> Path | None:
-    """The place that a path is at or below, if there is one."""
-    if not places:
-        return None
-    return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
 
 
 def leaves_of(node: object, path: Path) -> list[tuple[Path, object]]:

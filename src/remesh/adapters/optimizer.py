@@ -135,7 +135,8 @@ class _Optimized:
 
 def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimizer) -> Rebuild:
     """Describe an optimizer; loading changes it in place and returns the same leaf."""
-    if _is_zero_redundancy(leaf):
+    # The class is asked for by name: importing its module compiles code and takes seconds.
+    if any(kind.__module__ == _ZERO_REDUNDANCY for kind in type(leaf).__mro__):
         return _describe_zero_redundancy(walk, path, leaf)
     optimizer = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
     packed = optimizer.state_dict()
@@ -602,7 +603,7 @@ def _with_first_state(
     if not any(path[-1] == TENSOR_RECORD for path, _ in stored.under(place)):
         return tensor
     try:
-        state = _state_of_first_step(optimizer, tensor.tensor)
+        state = _state_of_first_step(optimizer, tensor.tensor, tensor.group)
     except Exception as error:
         raise StateError(
             f"{name_of(place)}: {type(optimizer).__name__} could not make its state\n"
@@ -612,7 +613,9 @@ def _with_first_state(
     return dataclasses.replace(tensor, packed_state=state)
 
 
-def _state_of_first_step(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
+def _state_of_first_step(
+    optimizer: Optimizer, tensor: torch.Tensor, group: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """The state that an optimizer keeps for a tensor after a first step.
 
     The step is that of an optimizer that shares nothing with the live one which a step changes:
@@ -621,7 +624,6 @@ def _state_of_first_step(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[
     like = torch.zeros_like(tensor.detach())
     parameter = nn.Parameter(like, requires_grad=like.is_floating_point())
     parameter.grad = torch.zeros_like(like)
-    group = next(g for g in optimizer.param_groups if any(p is tensor for p in g["params"]))
     options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NO_OPTIONS}
     stepped: Any = object.__new__(type(optimizer))
     stepped.__dict__ = {
@@ -827,14 +829,6 @@ def _load_by_itself(
 # ---------------------------------------------------------------------------------------------
 # ZeroRedundancyOptimizer
 # ---------------------------------------------------------------------------------------------
-
-
-def _is_zero_redundancy(optimizer: object) -> bool:
-    """True if this is torch's ZeroRedundancyOptimizer.
-
-    The class is asked for by name, because importing its module compiles code and takes seconds.
-    """
-    return any(kind.__module__ == _ZERO_REDUNDANCY for kind in type(optimizer).__mro__)
 
 
 def _describe_zero_redundancy(walk: Walk, path: Path, optimizer: Any) -> Rebuild:

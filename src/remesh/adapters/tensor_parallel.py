@@ -88,15 +88,17 @@ class Split:
         """
         if not self.blocks:
             return self.num_shards * extent, [(self.shard * extent, extent)]
-        if len(self.blocks) == 1:
-            return self._one_block(extent, name)
         segments, begin, done = [], 0, 0
         for block in self.blocks:
-            shard, num_cuts = self._shard_of(block)
-            if block.size % num_cuts:
-                raise StateError(f"{name}: {block} cannot be cut into {num_cuts} equal parts")
-            own = block.size // num_cuts
-            segments.append((begin + shard * own, own))
+            num_cuts = min(block.num_units or self.num_shards, self.num_shards)
+            own = extent if len(self.blocks) == 1 else block.size // num_cuts
+            if block.size > num_cuts * own:
+                raise StateError(
+                    f"{name}: {num_cuts} shards of extent {own} in dim {self.dim}\n"
+                    f"They cannot hold the {block.size} of {block}"
+                )
+            start = min(self.shard * num_cuts // self.num_shards * own, block.size)
+            segments.append((begin + start, min(own, block.size - start)))
             begin += block.size
             done += own
         if done != extent:
@@ -105,24 +107,7 @@ class Split:
                 f"It has extent {done} in dim {self.dim}\n"
                 f"The tensor has {extent}"
             )
-        return begin, segments
-
-    def _one_block(self, extent: int, name: str) -> tuple[int, list[Segment]]:
-        (block,) = self.blocks
-        shard, num_cuts = self._shard_of(block)
-        if block.size > num_cuts * extent:
-            raise StateError(
-                f"{name}: {num_cuts} shards of extent {extent} in dim {self.dim}\n"
-                f"They cannot hold the {block.size} of {block}"
-            )
-        begin = min(shard * extent, block.size)
-        own = min(extent, block.size - begin)
-        return block.size, [(begin, own)] if own else []
-
-    def _shard_of(self, block: Block) -> tuple[int, int]:
-        """This rank's shard of a block, and into how many the block is cut."""
-        num_cuts = min(block.num_units or self.num_shards, self.num_shards)
-        return self.shard * num_cuts // self.num_shards, num_cuts
+        return begin, [segment for segment in segments if segment[1]]
 
 
 def shard_weight(
