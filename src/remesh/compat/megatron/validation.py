@@ -248,17 +248,15 @@ def validate_common_state_dict(common_state_dict: Any) -> None:
     only_first, only_here, differing = diff(first, here)
     if digests[exchange.rank] != digests[0]:
         logger.warning(
-            "Rank %d common state dict differs from rank 0 common state dict. "
-            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
+            "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: "
+            "%s, Keys only on %d: %s, Mismatched keys: %s\nThat of rank 0 is stored; put what "
+            "belongs to a rank into a ShardedObject, and take out what may differ by "
+            "preprocess_common_before_consistancy_check",
             exchange.rank,
             only_first,
             exchange.rank,
             only_here,
             differing,
-        )
-        logger.warning(
-            "the common state of rank 0 is stored; put what belongs to a rank into a ShardedObject,"
-            " and take out what may differ by preprocess_common_before_consistancy_check"
         )
 
 
@@ -293,7 +291,9 @@ def validate_integrity_and_strict_load(
             missing = stored - {item.key for rank in global_metadata for item in rank}
         if strict.value.startswith("raise"):
             on_all_ranks(lambda: maybe_report_missing_and_unexpected_keys(missing, unexpected))
-        sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
+        _, sharded_state_dict = extract_matching_values(
+            sharded_state_dict, lambda leaf: leaf.key in unexpected
+        )
         if strict.value.startswith("log"):
             maybe_report_missing_and_unexpected_keys(missing, unexpected, raise_error=False)
         if strict is StrictHandling.IGNORE_ALL:
@@ -303,14 +303,6 @@ def validate_integrity_and_strict_load(
             raise CheckpointingException("checking access integrity needs global_metadata")
         validate_sharding_integrity(global_metadata)
     return sharded_state_dict, missing, unexpected
-
-
-def adjust_non_strict_load(sharded_state_dict: Any, sharded_keys_to_remove: set[str]) -> Any:
-    """The state dict without the entries that have some keys."""
-    _, kept = extract_matching_values(
-        sharded_state_dict, lambda leaf: leaf.key in sharded_keys_to_remove
-    )
-    return kept
 
 
 def maybe_report_missing_and_unexpected_keys(
