@@ -27,8 +27,6 @@ from tests.fuzz.trial import attempt, sound_state
 
 _BY_COMMAND = 0.05
 """Share of the inputs on which the command line is tried."""
-_COUNTED = 32
-"""Every so many inputs the memory that one takes is counted, and not only that of suspects."""
 
 
 @cache
@@ -50,8 +48,7 @@ def test_damaged_ones(name: str, count: int, covered: Callable[[str], None]) -> 
         other, _ = _sound(dice.choice(others))
         files, what = damaged(right, other, dice)
         with noted(f"{name}, input {number}: {what}"):
-            by_command, is_counted = dice.random() < _BY_COMMAND, number % _COUNTED == 0
-            ends[attempt(files, state, by_command=by_command, is_counted=is_counted)] += 1
+            ends[attempt(files, state, by_command=dice.random() < _BY_COMMAND)] += 1
     covered(f"seed {seed()}: {count} inputs, {dict(ends.most_common())}")
 
 

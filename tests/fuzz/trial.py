@@ -3,15 +3,11 @@
 Whatever is in the files: the only errors are remesh's own, no module is imported, no code is run or
 compiled, no file is opened for writing or outside the checkpoint, no process is started, no socket
 is opened, and the memory that is taken is bounded by the size of the input.
-
-Counting memory byte by byte (`tracemalloc`) takes three times as long as all the rest. So it is
-done for some inputs, and again for each after which the process was much larger than before.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import importlib
 import os
 import signal
@@ -20,7 +16,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +38,6 @@ MEMORY_FACTOR = 200
 """Bytes that may be taken for each byte of input; Python's objects are much larger than text."""
 _MOST_READ = 1 << 20
 """Bytes of a tensor that is read; what damaged files claim may be larger than the memory."""
-SUSPECT = 48 << 20
-"""Bytes by which the process may grow in a trial before the memory that it takes is counted."""
 CPU_SECONDS = 60
 """CPU time after which a trial is called endless; the checkpoints are of kilobytes."""
 
@@ -102,80 +96,34 @@ def _bounded_time() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-class _Resident:
-    """How much larger the process has been in memory since it was last made small."""
-
-    def __init__(self) -> None:
-        self.shrink()
-
-    def shrink(self) -> None:
-        """Give back what is free; what is left is what growth is counted from."""
-        ctypes.CDLL(None).malloc_trim(0)
-        self._reset()
-        self._least = self._peak()
-
-    def growth(self) -> int:
-        """Bytes at the peak since the growth was last asked for."""
-        found = self._peak() - self._least
-        self._reset()
-        return found
-
-    @staticmethod
-    def _reset() -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
-
-    @staticmethod
-    def _peak() -> int:
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) << 10
-
-
-@cache
-def _resident() -> _Resident:
-    return _Resident()
-
-
-def attempt(files: Files, state: Any, *, by_command: bool, is_counted: bool = True) -> str:
+def attempt(files: Files, state: Any, *, by_command: bool) -> str:
     """Do all that can be done with a checkpoint; the classes of errors that there were, or `read`.
 
     The state is what the sound one holds, as the target of a load; a copy is loaded into. All is
     done by the library in memory, or by the command line on files. What must not happen is an
-    AssertionError that says what it was, or any error that is not remesh's own. Memory is counted
-    if `is_counted`, or if much was taken.
+    AssertionError that says what it was, or any error that is not remesh's own.
     """
-    if not is_counted:
-        resident = _resident()
-        end = _bounded(files, state, by_command, is_counted=False)
-        if resident.growth() < SUSPECT:
-            return end
     size = sum(map(len, files.values()))
     tracemalloc.start(1)
     try:
-        end = _bounded(files, state, by_command)
+        with _bounded_time():
+            end = _by_command(files) if by_command else _by_library(files, state)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < MEMORY + MEMORY_FACTOR * size, f"{peak} bytes of memory for {size} bytes"
-    if not is_counted:
-        resident.shrink()
     return end
 
 
-def _bounded(files: Files, state: Any, by_command: bool, *, is_counted: bool = True) -> str:
-    with _bounded_time():
-        return _by_command(files) if by_command else _by_library(files, state, loads=is_counted)
-
-
-def _by_library(files: Files, state: Any, *, loads: bool = True, is_warming: bool = False) -> str:
-    """Open, read and load; if not `loads`, what cannot be opened, where loads fail, is not."""
+def _by_library(files: Files, state: Any, *, is_warming: bool = False) -> str:
+    """Open, read and load."""
     storage, target = in_memory(files), copy.deepcopy(state)
     errors: list[RemeshError] = []
     with audited(_FORBIDDEN, _may_open(""), all_threads=True) as seen:
         checkpoint = _try(lambda: remesh.Checkpoint(storage), errors)
         if checkpoint is not None:
             _read_all(checkpoint, errors)
-        if checkpoint is not None or loads:
-            _try(lambda: remesh.load(target, storage), errors)
+        _try(lambda: remesh.load(target, storage), errors)
         if any(isinstance(error, MismatchError) for error in errors):
             _try(lambda: remesh.load(target, storage, missing="keep"), errors)
     assert is_warming or not seen, seen
