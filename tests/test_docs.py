@@ -25,6 +25,7 @@ PAGES = [
     "explanation/sizing.md",
     "export.md",
     "guide.md",
+    "how-to/foreign-formats.md",
     "how-to/from-atorch.md",
     "how-to/from-dcp.md",
     "how-to/from-dlrover.md",
@@ -70,6 +71,7 @@ def test_the_programs_of_a_page_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
     namespace: dict[str, object] = {"__name__": "page"}
     for block in programs_of(DOCS / page):
         exec(compile(block, page, "exec"), namespace)

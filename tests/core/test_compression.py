@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
-import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from remesh.core.compression import check_library, decode_block, encode_block
+from remesh.core.compression import decode_block, encode_block
 from remesh.core.integrity import BLOCK_SIZE
-from remesh.errors import FormatVersionError, OptionError
 
 BLOCKS = arrays(np.uint8, st.integers(1, 300), elements=st.integers(0, 3))
 
@@ -51,14 +48,3 @@ def test_a_frame_of_another_size_is_not_unpacked() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 30))
     stored = np.frombuffer(b"\x01" + bomb, np.uint8)
     assert not decode_block(stored, np.zeros(BLOCK_SIZE, np.uint8), "file")
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(OptionError, match=r"zstandard.*\n.*remesh\[compress\]"):
-        check_library()
-    with pytest.raises(FormatVersionError, match=r"s3://b/file: is compressed.*zstandard"):
-        decode_block(np.zeros(2, np.uint8), np.zeros(9, np.uint8), "s3://b/file")

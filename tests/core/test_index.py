@@ -18,47 +18,25 @@ from remesh.core.packing import pack, unpack
 from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.errors import CorruptCheckpointError
 from tests.stored_index import Columns, packed_columns, plain_columns
-from tests.strategies import partitions, shapes
+from tests.test_planner import worlds
 
 
 @st.composite
 def indexes(draw: st.DrawFn) -> Index:
-    """Tensors of all sorts, in pieces, in a few files, with aliases and digests."""
+    """Tensors in pieces, in a few files, with aliases and digests."""
+    index = draw(worlds()).index
     text = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-    names = draw(st.lists(text, max_size=8, unique=True))
-    num_tensors = draw(st.integers(0, len(names)))
-    rows = [
-        (
-            name,
-            draw(st.sampled_from(DTYPES)).name,
-            draw(shapes(max_dims=4, min_extent=0, max_extent=3)),
-        )
-        for name in names[:num_tensors]
-    ]
-    table = TensorTable.of(rows)
-    boxes = BoxTable.of(
-        table, [(n, box) for n, (_, _, shape) in enumerate(rows) for box in draw(partitions(shape))]
+    names = index.tensors.names
+    aliases = draw(
+        st.dictionaries(text.filter(lambda name: name not in names), st.sampled_from(names))
     )
-    aliases = {
-        alias: draw(st.sampled_from(names[:num_tensors]))
-        for alias in names[num_tensors:]
-        if num_tensors
-    }
-    num_files = draw(st.integers(1, 3))
-    file = np.array([draw(st.integers(0, num_files - 1)) for _ in range(len(boxes))], np.int64)
-    position, ends = np.zeros(len(boxes), np.int64), [draw(st.integers(0, 9))] * num_files
-    for row, num_bytes in enumerate(boxes.num_bytes.tolist()):
-        position[row] = ends[file[row]]
-        ends[file[row]] += num_bytes
-    files = tuple(StoredFile(f"data/ü{n}.safetensors", end) for n, end in enumerate(ends))
-    block_size = draw(st.sampled_from([0, 16, 1 << 20]))
-    if not block_size:
-        return Index.of(boxes, file, position, files, aliases)
-    first = np.cumsum([0, *(-(-end // block_size) for end in ends)])
-    digests = np.arange(2 * first[-1], dtype=np.uint64).reshape(-1, 2) * np.uint64(
-        0x9E3779B97F4A7C15
-    )
-    return Index.of(boxes, file, position, files, aliases, block_size, digests, first)
+    columns = (index.boxes, index.file, index.position, index.files, aliases)
+    if not index.block_size:
+        return Index.of(*columns)
+    first = np.cumsum([0, *(-(-file.num_bytes // index.block_size) for file in index.files)])
+    numbers = np.arange(2 * first[-1], dtype=np.uint64).reshape(-1, 2)
+    digests = numbers * np.uint64(0x9E3779B97F4A7C15)
+    return Index.of(*columns, index.block_size, digests, first)
 
 
 @given(indexes())

@@ -6,14 +6,10 @@ What ranks do is in functions of this module, so that processes can be told to c
 from __future__ import annotations
 
 import functools
-import itertools
-import pickle
-import shutil
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +22,6 @@ from tests.support import (
     run_processes,
     run_ranks_outcomes,
 )
-from tests.waiting import wait_until
 
 from remesh.errors import MismatchError, RankFailedError, StateError
 from remesh.exchange import Alone, Exchange, run_joined, run_on_all, run_on_one
@@ -49,47 +44,32 @@ class Job:
     """Processes with a group that do what they are told, one thing after the other."""
 
     def __init__(self, world_size: int) -> None:
-        self._directory = Path(tempfile.mkdtemp())
-        self._world_size = world_size
         self._thread = ThreadPoolExecutor(1)
-        self._told = 0
-        self._ended = self._thread.submit(
-            run_processes, world_size, _serve, self._directory, timeout=LIMIT
-        )
+        with Listener(family="AF_UNIX") as listener:
+            self._ended = self._thread.submit(
+                run_processes, world_size, _serve, listener.address, timeout=LIMIT
+            )
+            ranks = [listener.accept() for _ in range(world_size)]
+        self._ranks = sorted(ranks, key=Connection.recv)
 
     def run(self, fn: Callable[..., T], *args: object) -> list[Outcome[T]]:
         """What the function ends with on each rank."""
-        self._told += 1
-        answers = [self._directory / f"{self._told}-{rank}" for rank in range(self._world_size)]
-        _write(self._directory / str(self._told), (fn, args))
-        wait_until(lambda: self._ended.done() or all(map(Path.exists, answers)), "the answers")
-        if self._ended.done():
-            self._ended.result()  # why it ended
-        return [pickle.loads(answer.read_bytes()) for answer in answers]
+        for rank in self._ranks:
+            rank.send((fn, args))
+        return [rank.recv() for rank in self._ranks]
 
     def end(self) -> None:
-        _write(self._directory / str(self._told + 1), None)
+        for rank in self._ranks:
+            rank.send(None)
         self._ended.result()
         self._thread.shutdown()
-        shutil.rmtree(self._directory)
 
 
-def _write(path: Path, content: object) -> None:
-    """Whoever sees the file sees all of it."""
-    hidden = path.with_suffix(".hidden")
-    hidden.write_bytes(pickle.dumps(content))
-    hidden.rename(path)
-
-
-def _serve(exchange: Exchange, directory: Path) -> None:
-    for number in itertools.count(1):
-        task = directory / str(number)
-        wait_until(task.exists, "a task", LIMIT)
-        told = pickle.loads(task.read_bytes())
-        if told is None:
-            return
-        fn, args = told
-        _write(directory / f"{number}-{exchange.rank}", _outcome(fn, exchange, *args))
+def _serve(exchange: Exchange, address: str) -> None:
+    with Client(address) as told:
+        told.send(exchange.rank)
+        while (call := told.recv()) is not None:
+            told.send(_outcome(call[0], exchange, *call[1]))
 
 
 @pytest.fixture(

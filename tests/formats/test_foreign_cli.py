@@ -1,4 +1,4 @@
-"""The command line on checkpoints of other systems, and the page about them."""
+"""The command line on checkpoints of other systems."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from tests.formats.test_readers import (
     write_torch_file,
 )
 from tests.support.zarr_files import write_zarr
-
-PAGE = Path(__file__).parents[2] / "docs/how-to/foreign-formats.md"
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -59,14 +57,3 @@ def test_ls_show_and_verify(format_name: str, tmp_path: Path) -> None:
 def test_values_are_shown(tmp_path: Path) -> None:
     remesh.save({"step": 7}, tmp_path, format="torch_dist")
     assert run("show", str(tmp_path), "step") == (0, "7\n")
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) >= 3
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), namespace)

@@ -247,12 +247,6 @@ def test_two_formats_in_one_directory(
         remesh.load({"step": 0}, saved, format="nonsense")
 
 
-def test_an_unknown_directory_lists_what_was_looked_for(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(remesh.CheckpointNotFoundError, match=r"(?s)\.metadata.*torch\.save"):
-        remesh.Checkpoint(tmp_path)
-
-
 def test_verify_says_that_there_are_no_digests(saved: Path) -> None:
     checkpoint = remesh.Checkpoint(saved)
     report = checkpoint.verify()

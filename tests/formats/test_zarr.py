@@ -39,13 +39,6 @@ def test_ranks_load_other_boxes_than_the_chunks(tmp_path: Path) -> None:
         assert (step, rng) == (4, {"seed": 3})
 
 
-def test_it_is_not_replaced(tmp_path: Path) -> None:
-    write_zarr({"w": np.ones(2)}, tmp_path)
-    with pytest.raises(remesh.errors.StateError, match="cannot be replaced"):
-        remesh.save({"w": np.ones(2)}, tmp_path, overwrite=True)
-    assert remesh.Checkpoint(tmp_path).format == "zarr"
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [({"compressors": "auto"}, "compressed"), ({"order": "F"}, "column order")],

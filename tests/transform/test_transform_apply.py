@@ -103,13 +103,6 @@ def test_regions_refuse_boxes_outside() -> None:
     assert resolved.regions("c", Box((2, 1), (0, 1))) == ()
 
 
-def test_regions_know_parts_outside_of_theirs() -> None:
-    resolved = FUSE.resolve({"a": TensorInfo("int8", (2, 3)), "b": TensorInfo("int8", (2, 2))})
-    region, _ = resolved.regions("c")
-    assert region.restrict(Box((0, 0), (2, 3))) == (region,)
-    assert region.restrict(Box((2, 0), (1, 3))) == ()
-
-
 def test_pieces_are_counted_axis_by_axis() -> None:
     tensors = TensorTable.of([("a", "int8", (4, 6)), ("b", "int8", (5,)), ("c", "int8", ())])
     grid = [Box((row, column), (2, 2)) for row in (0, 2) for column in (0, 2, 4)]
