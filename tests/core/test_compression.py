@@ -16,15 +16,6 @@ from remesh.core.integrity import BLOCK_SIZE
 BLOCKS = arrays(np.uint8, st.integers(1, 300), elements=st.integers(0, 3))
 
 
-@given(block=BLOCKS, num_planes=st.integers(1, 16))
-def test_a_block_comes_back(block: np.ndarray[Any, np.dtype[np.uint8]], num_planes: int) -> None:
-    stored = encode_block(block, num_planes)
-    assert len(stored) <= len(block)
-    found = np.full_like(block, 7)
-    assert decode_block(stored, found, "file")
-    assert (found == block).all()
-
-
 @given(block=BLOCKS, at=st.integers(0, 10**6), value=st.integers(0, 255))
 def test_a_changed_byte_is_refused_or_changes_the_content(
     block: np.ndarray[Any, np.dtype[np.uint8]], at: int, value: int

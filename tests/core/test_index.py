@@ -113,6 +113,8 @@ def test_what_an_index_says() -> None:
     assert index.row("head.w") == index.row("model.w") == 0
     with pytest.raises(KeyError):
         index["model"]
+    columns, _ = decode_columns(index.encode(), "f")
+    assert unpack(columns["file.position"], 2).tolist() == [100, 8], "of the first piece of each"
 
 
 # ---------------------------------------------------------------------------------------------

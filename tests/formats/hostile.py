@@ -228,26 +228,26 @@ def new(kind: str, state: object = None) -> Record:
     return Record(kind, is_new=True, state=state)
 
 
-def _dcp_value(pickled: bytes) -> dict[str, bytes]:
-    """A checkpoint with one value, whose archive holds the pickle."""
+def dcp_value(pickled: bytes, names: str = "v") -> dict[str, bytes]:
+    """A checkpoint with one value, whose archive holds the pickle, under names of a letter each."""
     content = archive(pickled)
-    index = new(f"{_DCP}.metadata.MetadataIndex", {"fqn": "v", "offset": None, "index": None})
-    info = new(
-        f"{_DCP}.filesystem._StorageInfo",
-        {"relative_path": "__0_0.distcp", "offset": 0, "length": len(content)},
-    )
-    entry = new(f"{_DCP}.metadata.BytesStorageMetadata")
+    place = {"relative_path": "__0_0.distcp", "offset": 0, "length": len(content)}
     state = {
-        "state_dict_metadata": {"v": entry},
-        "planner_data": {"v": ("v",)},
-        "storage_data": {index: info},
+        "state_dict_metadata": dict.fromkeys(names, new(f"{_DCP}.metadata.BytesStorageMetadata")),
+        "planner_data": {name: (name,) for name in names},
+        "storage_data": {
+            new(
+                f"{_DCP}.metadata.MetadataIndex", {"fqn": name, "offset": None, "index": None}
+            ): new(f"{_DCP}.filesystem._StorageInfo", place)
+            for name in names
+        },
     }
     metadata = pickle_writer.dumps(new(f"{_DCP}.metadata.Metadata", state))
     return {".metadata": metadata, "__0_0.distcp": content}
 
 
 def _megatron(pickled: bytes) -> dict[str, bytes]:
-    return {**_dcp_value(b"\x80\x02K\x01."), "common.pt": archive(pickled)}
+    return {**dcp_value(b"\x80\x02K\x01."), "common.pt": archive(pickled)}
 
 
 def _zarr(pickled: bytes) -> dict[str, bytes]:
@@ -285,7 +285,7 @@ def _atorch(pickled: bytes) -> dict[str, bytes]:
 CHECKPOINTS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
     "torch_file": _torch_file,
     "dcp_metadata": _dcp_metadata,
-    "dcp_value": _dcp_value,
+    "dcp_value": dcp_value,
     "megatron": _megatron,
     "zarr": _zarr,
     "paddle_metadata": _paddle_metadata,

@@ -36,7 +36,7 @@ from remesh.formats.restricted_pickle import (
 from tests.campaigns.settings import dice_of, lengths, noted, seed
 from tests.formats import hostile
 from tests.formats.auditing import audited
-from tests.formats.hostile import CHECKPOINTS, archive, call, mapping, name, number, text
+from tests.formats.hostile import CHECKPOINTS, archive, call, name, text
 
 VALUE_TYPES = (
     *(type(None), bool, int, float, str, bytes, bytearray, complex, slice),
@@ -171,33 +171,10 @@ def test_strided_tensors_have_no_more_pieces_than_bytes(tmp_path: Path) -> None:
 
 
 def test_values_in_the_same_bytes_are_not_read_again_and_again() -> None:
-    files = CHECKPOINTS["dcp_value"](b"\x80\x04N.")
-    hostile.open_all(files)
-    shared = b"\x80\x04" + _two_values(len(files["__0_0.distcp"])) + b"."
-    storage = hostile.stored({**files, ".metadata": shared})
+    hostile.open_all(hostile.dcp_value(b"\x80\x04N."))
+    storage = hostile.stored(hostile.dcp_value(b"\x80\x04N.", "vw"))
     with pytest.raises(CorruptCheckpointError, match="in the same bytes"):
         table.read_contents(Place(storage))
-
-
-def _two_values(length: int) -> bytes:
-    home = "torch.distributed.checkpoint"
-
-    def made(kind: str, *fields: bytes) -> bytes:
-        return name(f"{home}.{kind}") + b")\x81" + mapping(*fields) + b"b"
-
-    entries, places = b"", b""
-    for fqn in ("v", "w"):
-        entries += text(fqn) + made("metadata.BytesStorageMetadata")
-        places += made("metadata.MetadataIndex", text("fqn"), text(fqn), text("offset"), b"N")
-        places += made(
-            "filesystem._StorageInfo",
-            *(text("relative_path"), text("__0_0.distcp")),
-            *(text("offset"), number(0), text("length"), number(length)),
-        )
-    state = mapping(
-        text("state_dict_metadata"), mapping(entries), text("storage_data"), mapping(places)
-    )
-    return name(f"{home}.metadata.Metadata") + b")\x81" + state + b"b"
 
 
 @pytest.mark.timeout(6 * 3600)
