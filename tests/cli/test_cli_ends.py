@@ -8,12 +8,9 @@ import pty
 import re
 import select
 import signal
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +21,11 @@ import torch
 import remesh
 from remesh.storage import Buffer
 from remesh.storage.workers import run_workers
+from tests.engine.small_checkpoint import without_privileges
 
 from .conftest import Run, data_files
 
 REMESH = [sys.executable, "-c", "from remesh.cli import main; main()"]
-NOBODY = 65534
 
 
 def remesh_process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -149,47 +146,25 @@ def test_a_fault_of_remesh_has_a_code_of_its_own(
     assert "report it" in last
 
 
-@pytest.fixture
-def shared_place() -> Iterator[Path]:
-    """A directory that users without rights can reach, unlike pytest's."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-@pytest.fixture
-def without_rights() -> Iterator[Callable[[], None]]:
-    """Call it to go on as a user whom permissions bind; only root needs to."""
-    yield lambda: os.seteuid(NOBODY) if os.geteuid() == 0 else None
-    os.seteuid(os.getuid())
-
-
 @pytest.mark.parametrize("target", ["directory", "record", "data"])
-def test_no_permission(
-    run: Run, shared_place: Path, without_rights: Callable[[], None], target: str
-) -> None:
-    path = shared_place / "ck"
-    remesh.save({"w": np.zeros(3)}, path)
-    locked = {"directory": path, "record": path / "remesh.json", "data": data_files(path)[0]}
-    mode = stat.S_IMODE(locked[target].stat().st_mode)
-    locked[target].chmod(0)
+def test_no_permission(run: Run, target: str) -> None:
     run("--help")  # Modules are loaded while they can be.
-    without_rights()
-    try:
+    with without_privileges() as place:
+        path = place / "ck"
+        remesh.save({"w": np.zeros(3)}, path)
+        locked = {"directory": path, "record": path / "remesh.json", "data": data_files(path)[0]}
+        locked[target].chmod(0)
         shown = run("show", path, "w")
         verified = run("verify", path)
-        listed = run("ls", shared_place)
-        above = run("show", shared_place, "w")
-    finally:
-        os.seteuid(os.getuid())
-        locked[target].chmod(mode)
+        listed = run("ls", place)
+        above = run("show", place, "w")
 
     for result in (shown, verified):
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith("error: cannot read")
         assert "Permission denied" in result.stderr
     assert (above.exit_code, above.stdout) == (2, "")
-    assert above.stderr.startswith(f"error: {shared_place}: not a ")
+    assert above.stderr.startswith(f"error: {place}: not a ")
     if target == "data":
         # Listing asks for sizes only.
         assert "committed" in listed.stdout

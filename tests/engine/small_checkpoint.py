@@ -5,6 +5,11 @@ The files are the record, the values, the index, and two data files.
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,9 @@ from remesh.core.sharded import ShardedObject
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.pipeline import Compress
-from remesh.storage import LocalStorage, Storage
+from remesh.storage import LocalStorage, MemoryStorage, Storage
 from tests.engine.scenes import share_of
+from tests.support import run_ranks
 
 NUM_RANKS = 2
 KINDS = ("record", "values", "index", "first data", "second data")
@@ -124,3 +130,25 @@ def loading_error(checkpoint: Path) -> Exception | None:
         return error
     assert is_right(state)
     return None
+
+
+@contextmanager
+def without_privileges() -> Iterator[Path]:
+    """A directory of a user whom permissions bind; the superuser becomes one for the while."""
+    directory = Path(tempfile.mkdtemp(prefix="remesh-test-"))
+    is_superuser = os.geteuid() == 0
+    nobody = 65534
+    # Whatever is imported late must be by now: nobody may not be allowed to read it.
+    run_ranks(NUM_RANKS, save_part, MemoryStorage())
+    try:
+        if is_superuser:
+            os.chown(directory, nobody, nobody)
+            os.seteuid(nobody)
+        yield directory
+    finally:
+        if is_superuser:
+            os.seteuid(0)
+        for path in directory.rglob("*"):
+            path.chmod(0o700)
+        directory.chmod(0o700)
+        shutil.rmtree(directory)

@@ -26,7 +26,7 @@ from remesh.core.memory import Memory
 from remesh.core.state import Role
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
-from tests.engine.scenes import all_are, errors_of, errors_of_save, saved_by
+from tests.engine.scenes import all_are, errors_of, errors_of_save
 from tests.support import run_ranks
 
 
@@ -161,14 +161,6 @@ def test_ranks_that_ask_for_other_things_are_told(option: dict[str, Any]) -> Non
         remesh.save({"w": torch.ones(3)}, storage, group=exchange, **own)
 
     all_are(errors_of(2, save), Exception, "pass the same on all ranks")
-
-
-@pytest.mark.parametrize("kind", ["array", "strided"])
-def test_copies_in_other_memory_are_equal(kind: str) -> None:
-    part = np.arange(150_000, dtype=np.float32).reshape(500, 300)
-    other = np.stack([part, part], axis=-1)[..., 0] if kind == "strided" else part.copy()
-    storage = saved_by(2, lambda rank: {"w": other if rank else part})
-    assert remesh.Checkpoint(storage).index["w"].num_bytes == 600_000
 
 
 @given(st.lists(st.integers(0, 400), max_size=4), st.sampled_from([1, 2, 4, 8, 16]))

@@ -5,12 +5,8 @@ All that is done to a plain checkpoint is done to one with compressed data files
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,7 @@ import remesh
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.formats import native
 from remesh.pipeline import Compress
-from remesh.storage import LocalStorage, MemoryStorage
+from remesh.storage import LocalStorage
 from tests.engine.scenes import all_are, errors_of
 from tests.engine.small_checkpoint import (
     KINDS,
@@ -35,6 +31,7 @@ from tests.engine.small_checkpoint import (
     loading_error,
     save_part,
     stored_place,
+    without_privileges,
 )
 from tests.support import run_ranks
 
@@ -244,16 +241,6 @@ def test_damage_that_one_rank_meets_is_raised_by_all(saved: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_there_is_nothing(tmp_path: Path) -> None:
-    for path, what in (
-        (tmp_path, "the directory is empty"),
-        (tmp_path / "no", "no such directory"),
-    ):
-        with pytest.raises(remesh.CheckpointNotFoundError, match=what) as caught:
-            remesh.load({"a": 1}, path)
-        assert str(path) in str(caught.value)
-
-
 def test_a_foreign_directory_is_shown(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK")
     (tmp_path / "notes.txt").write_bytes(b"x")
@@ -265,16 +252,6 @@ def test_a_foreign_directory_is_shown(tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").read_bytes() == b"PK"
 
 
-def test_the_path_is_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "model.zip"
-    file.write_bytes(b"PK")
-    with pytest.raises(remesh.CheckpointNotFoundError, match="give the directory of one"):
-        remesh.load({"a": 1}, file)
-    with pytest.raises(remesh.StorageError, match="a part of the path is a file"):
-        remesh.save({"a": 1}, file)
-    assert file.read_bytes() == b"PK"
-
-
 def test_a_directory_in_place_of_a_file(saved: Path) -> None:
     file = file_of(saved, "first data")
     file.unlink()
@@ -282,28 +259,6 @@ def test_a_directory_in_place_of_a_file(saved: Path) -> None:
     error = loading_error(saved)
     assert isinstance(error, remesh.StorageError)
     assert file.name in str(error)
-
-
-@contextmanager
-def without_privileges() -> Iterator[Path]:
-    """A directory of a user whom permissions bind; the superuser becomes one for the while."""
-    directory = Path(tempfile.mkdtemp(prefix="remesh-test-"))
-    is_superuser = os.geteuid() == 0
-    nobody = 65534
-    # Whatever is imported late must be by now: nobody may not be allowed to read it.
-    run_ranks(NUM_RANKS, save_part, MemoryStorage())
-    try:
-        if is_superuser:
-            os.chown(directory, nobody, nobody)
-            os.seteuid(nobody)
-        yield directory
-    finally:
-        if is_superuser:
-            os.seteuid(0)
-        for path in directory.rglob("*"):
-            path.chmod(0o700)
-        directory.chmod(0o700)
-        shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("kind", KINDS)

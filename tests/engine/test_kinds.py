@@ -119,16 +119,6 @@ def test_parameters_are_filled_in_place_and_stay_parameters(tmp_path: Path) -> N
     assert target["computed"].tolist() == [0, 2, 4, 6]
 
 
-def test_numpy_and_torch_read_each_others_tensors(tmp_path: Path) -> None:
-    remesh.save({"a": np.arange(6.0).reshape(2, 3), "t": torch.arange(3)}, tmp_path)
-    target: dict[str, Any] = {"a": torch.zeros(2, 3, dtype=torch.float64)}
-    target["t"] = np.zeros(3, dtype=np.int64)
-    load_exactly(target, tmp_path)
-    assert isinstance(target["a"], torch.Tensor)
-    assert target["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert target["t"].tolist() == [0, 1, 2]
-
-
 def test_a_tensor_of_many_chunks(tmp_path: Path) -> None:
     """Longer than chunks, windows and blocks, and not a multiple of any of them."""
     generator = torch.Generator().manual_seed(1)

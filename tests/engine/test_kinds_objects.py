@@ -310,42 +310,6 @@ def test_training_goes_on_with_the_same_losses(name: str, fresh: bool, tmp_path:
     assert train(target, [resumed], range(4, 10)) == train(source, [optimizer], range(4, 10))
 
 
-def test_two_optimizers_frozen_parameters_and_groups(tmp_path: Path) -> None:
-    def job() -> tuple[nn.Sequential, dict[str, Any]]:
-        module = net()
-        module[2].bias.requires_grad = False
-        groups = [
-            {"params": [module[0].weight], "weight_decay": 0.1},
-            {"params": [module[0].bias, module[2].bias], "lr": 0.125},
-        ]
-        matrices = torch.optim.AdamW(groups, lr=0.01)
-        rest = torch.optim.SGD([{"params": [module[2].weight]}], lr=0.05, momentum=0.5)
-        return module, {"model": module, "optim": {"main": matrices, "head": rest}}
-
-    def go_on(module: nn.Module, state: dict[str, Any], steps: range) -> list[float]:
-        return train(module, list(state["optim"].values()), steps)
-
-    module, state = job()
-    go_on(module, state, range(3))
-    state["optim"]["main"].param_groups[1]["lr"] = 0.25
-    remesh.save(state, tmp_path)
-    checkpoint = remesh.Checkpoint(tmp_path)
-    assert checkpoint.lists["optim.main.param_groups.1.params"] == ["0.bias", "2.bias"]
-    stored = {name for name in checkpoint.index if name.startswith("optim.")}
-    assert {name.removeprefix("optim.") for name in stored} == {
-        *(f"main.state.0.{p}.{key}" for p in ("weight", "bias") for key in ADAM_STATE),
-        "head.state.2.weight.momentum_buffer",
-    }
-    again, target = job()
-    load_exactly(target, tmp_path)
-    assert target["optim"]["main"].param_groups[1]["lr"] == 0.25
-    assert again[2].bias not in target["optim"]["main"].state
-    assert go_on(again, target, range(3, 8)) == go_on(module, state, range(3, 8))
-
-
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-
-
 def test_an_optimizer_alone_has_no_names(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(net().parameters())
     with pytest.raises(remesh.errors.StateError, match="is in no module of the state"):

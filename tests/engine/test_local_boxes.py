@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from remesh.core import pieces
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
-from remesh.planner import LocalBoxes, SavePlan, plan_save
+from remesh.planner import LocalBoxes, plan_save
 
 sizes = st.one_of(st.integers(0, 9), st.integers(2**31 - 2, 2**31 + 2), st.just(2**62))
 
@@ -108,24 +106,15 @@ def local_boxes_of(tables: list[BoxTable]) -> list[LocalBoxes]:
     )
 
 
-def plans_of(tables: list[BoxTable]) -> list[Callable[[], SavePlan]]:
-    """Two ways to plan: of what ranks share, and of each by itself."""
-    roles = [np.full(len(boxes), Role.EQUAL, np.int64) for boxes in tables]
-    pairs = list(zip(tables, roles, strict=True))
-    shared = local_boxes_of(tables)
-    return [
-        lambda: plan_save(shared),
-        lambda: plan_save([LocalBoxes.of(*pair) for pair in pairs]),
-    ]
-
-
 def test_tensors_that_are_held_alike_are_planned_like_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pieces, "CHUNK_ROWS", 50)
     tables = job_of(48, 40)
     assert len({id(held.kind) for held in local_boxes_of(tables)}) == 4
-    shared, apart = (plan() for plan in plans_of(tables))
+    shared = plan_save(local_boxes_of(tables))
+    each = [(held, np.full(len(held), Role.EQUAL, np.int64)) for held in tables]
+    apart = plan_save([LocalBoxes.of(*pair) for pair in each])
     assert len(shared.copies.box) > 0
     for one, other in (
         *zip(

@@ -32,15 +32,6 @@ def resumed(stored: Any, fresh: Any, **options: Any) -> tuple[Any, remesh.checkp
     return state["e"], report
 
 
-def test_a_key_that_the_fresh_script_does_not_have_yet() -> None:
-    best = {"loss": INF}
-    found, report = resumed({"loss": 0.1, "step": 7}, best)
-    assert found == {"loss": 0.1, "step": 7}
-    assert found is best
-    assert set(report.restored) == {"e.loss", "e.step", "step"}
-    assert report.dropped == ()
-
-
 def test_a_key_that_is_not_stored_goes_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     odd = {0.5: 1, 1: 2}  # is stored whole
     fresh = {"loss": INF, "old": 1, "deep": {"a": 1, "b": {"c": 2}}, "flat": {"x": 1}, "odd": odd}

@@ -29,6 +29,7 @@ from remesh.exchange import Exchange
 from remesh.pipeline import from_memory
 from tests.engine.scenes import all_are, errors_of, share_of
 from tests.engine.test_layout_pairs import live_by
+from tests.engine.test_transform_load import FUSE, Fused, Split
 from tests.support import Died, Raised, run_processes, run_processes_outcomes, run_ranks
 
 
@@ -104,28 +105,6 @@ def test_trainers_hand_their_state_to_other_processes() -> None:
     assert run_processes(4, train_to_inference) == [True] * 4
 
 
-class Apart(nn.Module):
-    """Two projections of one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(4, 4, bias=False)
-        self.k = nn.Linear(4, 2, bias=False)
-        self.norm = nn.Linear(2, 2)
-
-
-class Fused(nn.Module):
-    """The same in one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qk = nn.Linear(4, 6, bias=False)
-        self.norm = nn.Linear(2, 2)
-
-
-FUSING = "model.q.weight, model.k.weight -> model.qk.weight, axis=0"
-
-
 def trained(model: nn.Module) -> torch.optim.AdamW:
     """An optimizer that has taken two steps, the same on all ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -152,11 +131,11 @@ def fuse_live_and_from_disk(
 ) -> bool:
     """Whether a live reshard through a fusing transformation does what save and load do."""
     torch.manual_seed(0)
-    source = Apart()
+    source = Split()
     if shard_source:
         fully_shard(source)
     source_state = {"model": source, "optimizer": trained(source)}
-    transform = remesh.Transform(FUSING)
+    transform = remesh.Transform(FUSE)
     found = []
     remesh.save(source_state, folder, group=exchange)
     for live in (False, True):
@@ -171,7 +150,7 @@ def fuse_live_and_from_disk(
             remesh.load(state, folder, transform=transform, group=exchange)
         found.append(whole_state(target, optimizer))
     assert found[0]["lr"] == 1e-2
-    assert len(found[0]) == 13
+    assert len(found[0]) == 17
     return bool(found[0] == found[1])
 
 
@@ -190,8 +169,8 @@ def test_fusing_with_an_optimizer_is_what_save_and_load_do(tmp_path: Path) -> No
 
 
 def test_steps_that_differ_are_not_fused() -> None:
-    transform = remesh.Transform(FUSING)
-    first_values = Apart()
+    transform = remesh.Transform(FUSE)
+    first_values = Split()
 
     def run(exchange: Exchange) -> None:
         source, target = copy.deepcopy(first_values), Fused()

@@ -14,9 +14,7 @@ from obstore.store import MemoryStore
 
 import remesh
 from remesh.checkpoint import sharing
-from remesh.checkpoint.agree import PlanCache, SaveOptions, agree
 from remesh.errors import NotSharedError
-from remesh.events import emitter, ignore
 from remesh.exchange import Exchange
 from remesh.storage import Buffer, FileSystemSpace, LocalStorage, MemoryStorage
 from remesh.storage.object_store import ObjectStorage
@@ -201,12 +199,12 @@ def test_ranks_meet_before_the_first_background_save_to_a_directory_only(tmp_pat
             super().put(path, data, overwrite=overwrite)
 
         def space(self) -> FileSystemSpace | None:
-            return None
+            return super().space() if self._root.name == "local" else None
 
     def save(exchange: Exchange) -> list[bool]:
         met = []
         saver = remesh.Saver(group=exchange)
-        for name in ("run/1", "run/2", "other/1", "other/2"):
+        for name in ("local", "run/1", "run/2", "other/1", "other/2"):
             if name == "other/2" and exchange.rank == 2:
                 saver.close()
                 saver = remesh.Saver(group=exchange)  # as another process, on another node
@@ -216,25 +214,9 @@ def test_ranks_meet_before_the_first_background_save_to_a_directory_only(tmp_pat
         saver.close()
         return met
 
-    assert run_ranks(3, save) == [[True, False, True, True], [False] * 4, [False] * 4]
+    # All see that a local directory is one and the same.
+    assert run_ranks(3, save) == [[False, True, False, True, True], [False] * 5, [False] * 5]
     assert not [path for path in files_below(tmp_path) if path.name == "meeting"]
-
-
-def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
-    def options(exchange: Exchange) -> str | None:
-        storage = LocalStorage(tmp_path / "run" / "1")
-        cache = PlanCache()
-        agree(
-            exchange,
-            storage,
-            state_of(exchange.rank),
-            SaveOptions(in_background=True),
-            cache=cache,
-            emit=emitter(ignore, exchange.rank),
-        )
-        return cache.checked_directory
-
-    assert run_ranks(3, options) == [None, None, None]
 
 
 def test_a_directory_has_one_name_for_all_and_another_one_has_another(tmp_path: Path) -> None:

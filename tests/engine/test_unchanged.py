@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,45 +159,33 @@ def frozen_part(exchange: Exchange, whole: np.ndarray[Any, Any], dim: int) -> De
     return Description(tensors=[entry])
 
 
-def save_cuts(exchange: Exchange, root: Path, seen: Bytes, cuts: list[int]) -> None:
-    """Save what does not change, each time cut in rows over ranks or in columns."""
-    whole = np.arange(1024 * 1024, dtype=np.float32).reshape(1024, 1024)
-    saver = remesh.Saver(group=exchange, on_event=seen)
-    for number, dim in enumerate(cuts):
-        saver.save(frozen_part(exchange, whole, dim), root / str(number))
-    saver.close()
-
-
 def test_ranks_keep_their_files_until_the_layout_changes(tmp_path: Path) -> None:
-    seen = Bytes()
-    run_ranks(2, save_cuts, tmp_path, seen, [0, 0, 0, 1, 0])
+    seen, whole = Bytes(), np.arange(1024 * 1024, dtype=np.float32).reshape(1024, 1024)
+
+    def save(exchange: Exchange) -> None:
+        with remesh.Saver(group=exchange, on_event=seen) as saver:
+            for number, dim in enumerate([0, 0, 0, 1, 0]):  # rows over ranks, or columns
+                saver.save(frozen_part(exchange, whole, dim), tmp_path / str(number))
+
+    run_ranks(2, save)
     assert [kept > 0 for kept in seen.kept] == [False, True, True, False, False]
     for number in range(5):
         assert data_bytes(tmp_path / str(number)) == seen.written[number] + seen.kept[number]
-        stored = np.frombuffer(tensors_of(tmp_path / str(number))["w"], np.float32)
-        assert (stored == np.arange(1024 * 1024)).all()
-
-
-def frozen_saves(tmp_path: Path, **options: Any) -> Iterator[tuple[int, Bytes, Path]]:
-    """Saves of a state that does not change; what comes between them is the caller's."""
-    _, state, _ = training()
-    seen = Bytes()
-    with remesh.Saver(on_event=seen) as saver:
-        for number in range(3):
-            saver.save(state, tmp_path / str(number), **options)
-            yield number, seen, tmp_path / str(number)
+        assert tensors_of(tmp_path / str(number))["w"] == whole.tobytes()
 
 
 def test_a_last_checkpoint_that_is_gone_or_cut_short_is_not_needed(tmp_path: Path) -> None:
-    for number, _, path in frozen_saves(tmp_path):
-        assert remesh.Checkpoint(path).verify().ok
-        if number == 0:
-            shutil.rmtree(path)
-        elif number == 1:
-            for file in path.glob("data-*/*-1.safetensors"):
-                with file.open("r+b") as content:
-                    content.truncate(1000)
-    assert remesh.Checkpoint(tmp_path / "2").verify().ok
+    _, state, _ = training()
+    with remesh.Saver() as saver:
+        for number in range(3):
+            path = tmp_path / str(number)
+            saver.save(state, path)
+            assert remesh.Checkpoint(path).verify().ok
+            if number == 0:
+                shutil.rmtree(path)
+            elif number == 1:
+                for file in path.glob("data-*/*-1.safetensors"):
+                    os.truncate(file, 1000)
 
 
 def test_a_place_is_overwritten_with_files_of_its_own(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from remesh import catalog
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.events import Event
 from remesh.exchange import Alone
-from remesh.storage import LocalStorage, MemoryStorage, open_storage
+from remesh.storage import LocalStorage, open_storage
 from remesh.training import rng
 from tests.flipped_reads import first_readings, flip_reads
 from tests.support import run_ranks
@@ -165,21 +165,6 @@ def test_removals_that_another_process_finishes(tmp_path: Path) -> None:
         catalog.remove(Mortal(tmp_path, 3), "step_1", now=0.0)
     assert catalog.finish_removals(Crossed(tmp_path)) == []
     assert catalog.list_checkpoints(open_storage(tmp_path)) == []
-
-
-def test_in_memory_as_on_disk() -> None:
-    storage = MemoryStorage()
-    at_step = MemoryStorage()
-    remesh.save({"w": np.arange(5.0)}, at_step)
-    for path in at_step.list():
-        storage.put(f"step_4/{path}", at_step.read(path), overwrite=False)
-    assert [info.step for info in catalog.list_checkpoints(storage)] == [4]
-    assert catalog.note_failure(storage, "step_4", "flipped") == 1
-    assert catalog.note_failure(storage, "step_4", "flipped again") == 2
-    (info,) = catalog.list_checkpoints(storage)
-    assert (info.num_failures, info.problem) == (2, "flipped again")
-    assert catalog.remove(storage, "step_4", now=0.0)
-    assert storage.list() == []
 
 
 class DyingError(Exception):
