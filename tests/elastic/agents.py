@@ -154,6 +154,12 @@ class SilentAgent:
     def waiting(self) -> Waiting:
         return self.shown(Waiting)
 
+    def waits_as(self) -> int:
+        """The id under which it waits."""
+        return self.session.wait(
+            lambda newest: newest.node_id if isinstance(newest.content, Waiting) else None, PATIENCE
+        )
+
 
 class Served:
     """A master that serves, and agents of it."""

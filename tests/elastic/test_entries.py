@@ -14,9 +14,7 @@ import pytest
 
 from remesh.elastic import TrainingJob, entries, run
 from remesh.elastic.process_socket import (
-    EnterWorld,
     Instruction,
-    LeaveWorld,
     Order,
     ProcessSockets,
     Report,
@@ -81,9 +79,9 @@ class Agent:
         return found[0]
 
     def change_world(self, number: int = 1, rank: str = "0") -> None:
-        self.send(LeaveWorld(number))
+        self.send(Order(number))
         self.wait_out(number)
-        self.send(EnterWorld(number + 1, {"RANK": rank}))
+        self.send(Order(number + 1, {"RANK": rank}))
 
 
 @pytest.fixture
@@ -168,7 +166,7 @@ def test_the_function_is_entered_when_rank_0_has_made_the_store(
 
         def play() -> None:
             agent.wait_out(0)
-            agent.send(EnterWorld(1, world))
+            agent.send(Order(1, world))
             wait_until(may_enter, "it may enter")
             time.sleep(0.05)  # without waiting, it would be inside by now
             steps.append("listens")
@@ -192,9 +190,9 @@ def test_a_function_that_is_called_when_the_world_changes_waits_for_the_next(
     def play() -> None:
         agent.wait_out(7)
         assert ranks == []
-        agent.send(EnterWorld(8, {"RANK": "3"}))
+        agent.send(Order(8, {"RANK": "3"}))
 
-    agent.begin(LeaveWorld(7))
+    agent.begin(Order(7))
     agent.beside(play)
     run(lambda _job: ranks.append(os.environ["RANK"]))
     assert ranks == ["3"]
@@ -227,11 +225,11 @@ def test_an_error_after_an_order_that_was_not_noticed_ends_no_process(
 
     def play() -> None:
         agent.wait_out(1)
-        agent.send(EnterWorld(2, {"RANK": "0"}))
+        agent.send(Order(2, {"RANK": "0"}))
 
     def train(job: TrainingJob) -> int:
         if job.entries == 0:
-            agent.send(LeaveWorld(1))
+            agent.send(Order(1))
             agent.beside(play)
             raise LookupError("what a peer would have sent")
         return job.entries

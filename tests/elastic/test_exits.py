@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,16 +57,6 @@ def test_a_mistake_in_the_options_is_said_before_anything_starts(
         launch.main(words)
     assert ending.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {problem}")
-
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "job.py").touch()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        code, output = run_job(tmp_path, "--port", port, "job.py")
-    assert code == 2
-    assert f"error: cannot listen on port {port}: " in output
-    assert "If another master has it, give --port a free one" in output
 
 
 def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Unlucky:
 
     def __init__(self, *, num_looks: int | None, silence: float = 0.0) -> None:
         self._num_looks = num_looks
-        self._silence = silence
+        self.heartbeat_timeout = silence
         self._round = 0
         self.problem = ""
 
@@ -36,7 +36,7 @@ class Unlucky:
         # Nobody listens at port 1.
         first = Node(id=0, incarnation="a", name="", address=ADDRESS, port=1, num_processes=1)
         rank = 1 if self._round == 1 else 0
-        return Assignment(1, self._round, rank, 2 - self._round // 2, rank, 2, first, self._silence)
+        return Assignment(self._round, rank, 2 - self._round // 2, rank, 2, first)
 
     @property
     def content(self) -> Content | None:

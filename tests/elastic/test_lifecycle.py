@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from remesh.elastic import lifecycle
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, Tell, begin, step
-from remesh.elastic.process_socket import Act, EnterWorld, LeaveWorld, Report, Request, next_act
+from remesh.elastic.process_socket import Act, Order, Report, Request, next_act
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
 from remesh.elastic.rendezvous import Node, Outcome
@@ -31,7 +31,7 @@ def limits(num_processes: int = 2) -> Limits:
 
 
 def world(number: int, **asked: bool) -> Assignment:
-    return Assignment(0, number, 0, 1, 0, 2, LEADER, **asked)
+    return Assignment(number, 0, 1, 0, 2, LEADER, **asked)
 
 
 TRAINS = State(limits=limits(), phase=Phase.TRAIN, order=4)
@@ -345,7 +345,7 @@ def lives_on(job: Job, process: Process) -> Iterator[Process]:
     if process.report is None or process.order is None:
         return
     enters, number, world_number = process.order
-    order = EnterWorld(number, {}) if enters else LeaveWorld(number)
+    order = Order(number, {} if enters else None)
     match next_act(process.report, order):
         case Act.LEAVE:
             yield process._replace(status="out", report=replace(process.report, is_out=True))

@@ -49,7 +49,7 @@ def test_nodes_get_their_places_by_id(served: Served) -> None:
     places = served.join_all([7, 3])
     assert [places[number].node_rank for number in (3, 7)] == [0, 1]
     leader = places[7].leader
-    assert places[7] == Assignment(7, 1, 1, 2, 2, 4, leader, LONG)
+    assert places[7] == Assignment(1, 1, 2, 2, 4, leader)
     assert leader.id == 3
 
 
@@ -59,12 +59,12 @@ def test_names_keep_their_ids() -> None:
         first, second = served.agent(0), served.agent(1)
         first.say_join(name="b", node_id=None)
         second.say_join(name="a", node_id=None)
-        before = first.waiting().node_id
-        assert {before, second.waiting().node_id} == {0, 1}
+        before = first.waits_as()
+        assert {before, second.waits_as()} == {0, 1}
         clock.now += OVERDUE  # the agent before it has died
         again = served.agent(2, "new")
         again.say_join(name="b", node_id=None)
-        assert again.waiting().node_id == before
+        assert again.waits_as() == before
 
 
 OVERDUE = BEAT_SECONDS + CONFIRM_SECONDS + 1
@@ -90,36 +90,36 @@ class TestTwoAgentsThatWouldBeOneNode:
 
     def test_under_one_name_each_gets_an_id(self) -> None:
         first = self.start("a")
-        assert first.waiting().node_id == 0
-        assert [self.start(name).waiting().node_id for name in "bc"] == [1, 2]
+        assert first.waits_as() == 0
+        assert [self.start(name).waits_as() for name in "bc"] == [1, 2]
         nodes = self.served.get("status")[1]["nodes"]
         names = ["host", "host (2)", "host (3)"]
         assert [(node["id"], node["name"]) for node in nodes] == list(enumerate(names))
         # The second dies and starts again: it keeps its id while the first lives.
         self.clock.now += OVERDUE
         self.served.beat(0)
-        assert self.start("d").waiting().node_id == 1
+        assert self.start("d").waits_as() == 1
 
     def test_under_one_id_the_second_is_refused(self) -> None:
         first = self.start("a", 3)
-        assert first.waiting().node_id == 3
+        assert first.waits_as() == 3
         self.served.master.live.agents["a"].pause = 6.0  # of a job that sends few heartbeats
         self.clock.now += 6.5
         second = self.start("b", 3)
         assert "node id 3 belongs to another agent, which lives" in self.refusal_of(second)
         self.clock.now += 1.0
         wait_until(lambda: second.session.newest is not None, "it has the id now")
-        assert second.waiting().node_id == 3
+        assert second.waits_as() == 3
         assert first.shown(Rejected).reason == "another agent has taken over node id 3"
 
     def test_one_that_has_ended_just_now_may_begin_another_session(self) -> None:
         first = self.start("a", 3)
-        assert first.waiting().node_id == 3
+        assert first.waits_as() == 3
         first.session.end(0.0)
         second = self.start("b", 3)
         assert "died or will be heard soon" in self.refusal_of(second)
         self.clock.now += OVERDUE
-        assert second.waiting().node_id == 3
+        assert second.waits_as() == 3
 
 
 def test_a_silent_node_is_lost() -> None:
@@ -363,7 +363,7 @@ class TestRefusals:
         with serving(options=ServerOptions(token=token)) as served:
             assert Client(served.url, token=token).status().phase == "waiting"
             served.agent(0).say_join()
-            assert served.agent(0).waiting().node_id == 0
+            assert served.agent(0).waits_as() == 0
             for wrong in ("clé", "ключ", "x"):
                 with pytest.raises(MasterError, match="token is missing or wrong"):
                     Client(served.url, token=wrong).status()

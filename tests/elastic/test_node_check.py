@@ -43,7 +43,7 @@ def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> li
     )
 
     def of_node(number: int) -> TestResult:
-        test = NodeTest(number, 1, 1, 0, group)
+        test = NodeTest(1, 1, 0, group, number)
         return run_test(test, command=commands[number], seconds=seconds)
 
     with ThreadPoolExecutor(len(commands)) as pool:

@@ -20,10 +20,9 @@ from remesh.elastic.process_socket import (
     MAX_WAITING,
     Act,
     AgentConnection,
-    EnterWorld,
     Instruction,
-    LeaveWorld,
     Observation,
+    Order,
     ProcessSockets,
     Report,
     connect,
@@ -72,9 +71,9 @@ def test_every_connection_begins_with_the_newest_instruction(sockets: ProcessSoc
     with connected(sockets) as early:
         assert early.look() == Instruction()
         sockets.request("hold")
-        sockets.order([0], LeaveWorld(1))
-        assert early.look() == Instruction(LeaveWorld(1), "hold")
-        enter = EnterWorld(2, {"RANK": "3"})
+        sockets.order([0], Order(1))
+        assert early.look() == Instruction(Order(1), "hold")
+        enter = Order(2, {"RANK": "3"})
         early.say(progress(7))
         sockets.take()
         sockets.order([0], enter)
@@ -90,22 +89,22 @@ def test_no_side_waits_for_one_that_reads_nothing(sockets: ProcessSockets) -> No
     with connected(sockets) as process:
         for number in range(1, 2000):
             process.say(progress(number))
-            sockets.order([0], LeaveWorld(number))
+            sockets.order([0], Order(number))
         sockets.take()
         assert 0 < sockets.progress()[0].step < 1999
         process.say(progress(2000))
         assert process.look() is not None
         sockets.take()  # there is room for what was not sent
-        assert process.look() == Instruction(LeaveWorld(1999))
+        assert process.look() == Instruction(Order(1999))
         assert sockets.progress()[0].step == 2000
 
 
 def test_a_process_that_waits_wakes_up(sockets: ProcessSockets) -> None:
     with connected(sockets) as process:
         process.look()
-        later = threading.Timer(0.05, sockets.order, [[0], LeaveWorld(1)])
+        later = threading.Timer(0.05, sockets.order, [[0], Order(1)])
         later.start()
-        assert process.look(60.0) == Instruction(LeaveWorld(1))
+        assert process.look(60.0) == Instruction(Order(1))
         later.join()
         ends = threading.Timer(0.05, process.end)
         ends.start()
@@ -137,7 +136,7 @@ def test_a_process_in_whose_place_another_starts_learns_that_its_agent_is_lost(
 ) -> None:
     with connected(sockets) as process, connected(sockets, 1) as other:
         process.say(progress(7))
-        sockets.begin([0], Instruction(LeaveWorld(1)))
+        sockets.begin([0], Instruction(Order(1)))
         process.look()
         other.look()
         assert (process.is_lost, other.is_lost) == (True, False)
@@ -171,7 +170,7 @@ def test_the_end_of_an_agent_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_a_process_that_missed_the_order_to_leave_leaves_before_it_enters() -> None:
-    assert next_act(Report(number=2), EnterWorld(4, {})) is Act.LEAVE
+    assert next_act(Report(number=2), Order(4, {})) is Act.LEAVE
 
 
 @pytest.mark.parametrize("ends_in_fork", [False, True])
@@ -211,13 +210,13 @@ def test_a_process_waits_also_if_it_can_open_no_more_files(sockets: ProcessSocke
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with connected(sockets) as process:
         process.look()
-        later = threading.Timer(0.05, sockets.order, [[0], LeaveWorld(1)])
+        later = threading.Timer(0.05, sockets.order, [[0], Order(1)])
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
         try:
             with pytest.raises(OSError, match="Too many open files"):
                 os.dup(0)
             later.start()
-            assert process.look(60.0) == Instruction(LeaveWorld(1))
+            assert process.look(60.0) == Instruction(Order(1))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         later.join()

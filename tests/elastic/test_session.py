@@ -27,6 +27,7 @@ from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Assignment,
     Beat,
+    Content,
     Instruction,
     JobEnded,
     Join,
@@ -50,7 +51,7 @@ SETTINGS = Settings(min_nodes=2, max_nodes=2)
 JOIN = join_of(0, name="n", incarnation="a", num_processes=8, settings=SETTINGS)
 BEAT = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankProgress(step=1, time=-0.1)})
 NODE = Node(id=0, incarnation="a", name="n", address="", num_processes=8)
-PLACED = Assignment(0, 1, 0, 1, 0, 8, NODE)
+PLACED = Assignment(1, 0, 1, 0, 8, NODE)
 ENDED = JobEnded(Outcome.FAILED, "no restart left")
 RESULT = TestResult(passed=True, broken=False)
 LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
@@ -167,7 +168,7 @@ def test_a_session_over_https(tmp_path: Path) -> None:
                     assert session.wait(lambda newest: newest, 60.0).content == WAITS
 
 
-WAITS = Waiting(0, "1 nodes are ready, the world has 2 to 2 in multiples of 1")
+WAITS = Waiting("1 nodes are ready, the world has 2 to 2 in multiples of 1")
 
 
 @contextlib.contextmanager
@@ -177,6 +178,11 @@ def session_of(client: Client, beat: Callable[[], Beat | None] = lambda: None) -
         yield session
     finally:
         session.end(0.0)
+
+
+def shown(number: int, content: Content) -> Instruction:
+    """An instruction for node 0."""
+    return Instruction(number=number, node_id=0, content=content)
 
 
 class Fake:
@@ -208,7 +214,7 @@ class Fake:
             if reply is None:
                 break
             if not isinstance(reply, Instruction | Problem):
-                reply = Instruction(number=len(self.heard), content=reply)
+                reply = shown(len(self.heard), reply)
             await wire.send_bytes(msgspec.msgpack.encode(reply))
         return wire
 
@@ -252,9 +258,9 @@ class TestRepeats:
         def says(message: Message) -> Instruction | None:
             if isinstance(message, Join):
                 content = ENDED if message.after_round else PLACED
-                return Instruction(number=3 if message.after_round else 1, content=content)
+                return shown(3 if message.after_round else 1, content)
             is_lost = isinstance(message, ReportFailures) and master.num_sessions == 1
-            return None if is_lost else Instruction(number=2, content=WAITS)
+            return None if is_lost else shown(2, WAITS)
 
         with Fake(says) as master:
             client = Client(master.url, patience=60.0)
@@ -288,15 +294,13 @@ class TestRepeats:
         ],
     )
     def test_numbers_of_instructions(self, replies: tuple[int | None, ...], number: int) -> None:
-        said = [
-            each and Instruction(number=each, content=Waiting(0, str(each))) for each in replies
-        ]
+        said = [each and shown(each, Waiting(str(each))) for each in replies]
         with Fake(*said) as master, session_of(Client(master.url)) as session:
             for place in range(3):
                 session.say(BEAT)
                 wait_until(lambda: len(master.heard) > place, "the message")  # noqa: B023
             found = session.wait(lambda one: one if one.number == number else None, 60.0)
-            assert found.content == Waiting(0, str(number))
+            assert found.content == Waiting(str(number))
 
     def test_text_that_cannot_be_sent_is_an_error_of_its_sender(self) -> None:
         with Fake(WAITS) as master, session_of(Client(master.url)) as session:
@@ -415,7 +419,7 @@ def beats_of(master: Fake) -> list[Beat]:
     return [message for message in master.heard if isinstance(message, Beat)]
 
 
-QUICK = Waiting(0, "more nodes", heartbeat_timeout=0.4)
+QUICK = msgspec.structs.replace(shown(1, Waiting("more nodes")), heartbeat_timeout=0.4)
 
 
 def test_each_heartbeat_says_that_the_next_follows_in_a_quarter_of_the_time_for_silence() -> None:

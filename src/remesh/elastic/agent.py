@@ -27,7 +27,7 @@ from remesh.elastic import guard, lifecycle
 from remesh.elastic.failures import MAX_MESSAGE, ProcessFailure
 from remesh.elastic.handler import Handler
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, Tell
-from remesh.elastic.process_socket import EnterWorld, Instruction, LeaveWorld, ProcessSockets
+from remesh.elastic.process_socket import Instruction, Order, ProcessSockets
 from remesh.elastic.processes import Processes, message_of, tail_of
 from remesh.elastic.protocol import Assignment, Drain, Leave, ReportFailures, ReportStacks, Stop
 from remesh.elastic.rendezvous import Outcome
@@ -136,7 +136,7 @@ class Agent:
     def _do(self, action: Action) -> None:
         match action:
             case lifecycle.OrderToLeave(order, ranks):
-                self._sockets.order(ranks, LeaveWorld(order))
+                self._sockets.order(ranks, Order(order))
             case lifecycle.End(ranks, number, why):
                 if why:
                     log.warning("local ranks %s: %s", sorted(ranks), why)
@@ -190,7 +190,7 @@ class Agent:
         worlds = {rank: self._variables(rank) for rank in self._ranks}
         self._processes.start(missing, worlds)
         for rank in out:
-            self._sockets.order([rank], EnterWorld(order, worlds[rank]))
+            self._sockets.order([rank], Order(order, worlds[rank]))
         self._failures = {}
         if out:
             log.info("%d processes go on in the new world, %d are started", len(out), len(missing))
@@ -255,7 +255,7 @@ class Agent:
         assignment = self._assignment
         progress = self._sockets.progress().get(local_rank)
         return ProcessFailure(
-            node_id=assignment.node_id,
+            node_id=self._node.sender()["node_id"],
             round=assignment.round,
             rank=assignment.first_rank + local_rank,
             local_rank=local_rank,

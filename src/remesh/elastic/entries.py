@@ -37,7 +37,6 @@ from remesh.elastic.failures import Patterns
 from remesh.elastic.process_socket import (
     Act,
     AgentConnection,
-    EnterWorld,
     Observation,
     Order,
     Report,
@@ -159,8 +158,8 @@ class _ReentrantRunner:
         while self._agent.look(WAIT_SECONDS) is None:  # the first word of the agent says it
             self._check_agent()
         order = self._order()
-        if isinstance(order, EnterWorld):  # an earlier call of this process carried it out
-            self._say(is_out=False, number=order.number)
+        if order is not None and order.environment is not None:
+            self._say(is_out=False, number=order.number)  # an earlier call carried it out
         elif order is not None and self._must_leave():
             self._say(is_out=True, number=order.number)
             self._wait_for_entry(WorldChangedError("the world of the job changes"))
@@ -220,8 +219,8 @@ class _ReentrantRunner:
                 assert order is not None
                 self._say(is_out=True, number=order.number)
             elif act is Act.ENTER:
-                assert isinstance(order, EnterWorld)
-                os.environ.update(order.environment)
+                assert order is not None
+                os.environ.update(order.environment or {})
                 self._say(is_out=False, number=order.number)
                 return
             elif self._report.error and time.monotonic() > limit:

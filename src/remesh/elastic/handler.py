@@ -120,7 +120,7 @@ class Handler(RendezvousHandler):
         """Read from the round's TCPStore where the processes connect; None if the round is over."""
         number, rank, first = assignment.round, assignment.node_rank, assignment.leader
         # The first node may have died. The master knows that after the heartbeat timeout.
-        deadline = time.monotonic() + STORE_SECONDS + assignment.heartbeat_timeout
+        deadline = time.monotonic() + STORE_SECONDS + self.node.heartbeat_timeout
         while not self._is_over():
             try:
                 self._found = self.store if rank == 0 else connect_store(first.address, first.port)

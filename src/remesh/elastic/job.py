@@ -572,14 +572,12 @@ def _assignment(job: JobState, node_id: int) -> protocol.Assignment:
     place = nodes.place(node_id)
     assert place is not None
     return protocol.Assignment(
-        node_id,
         nodes.round,
         place,
         len(nodes.world),
         nodes.first_ranks[place],
         nodes.num_ranks,
         nodes.world[0],
-        job.policy.heartbeat_timeout,
         save=awaits,
         grow=awaits and is_for_growth(job),
     )
@@ -590,15 +588,13 @@ def _test_of(job: JobState, check: RunningCheck, nodes: Rendezvous, node_id: int
         return _waiting(job, node_id)
     group = next((group for group in check.groups if node_id in group), ())
     members = tuple(member for member in map(nodes.member, group) if member is not None)
-    timeout = job.policy.heartbeat_timeout
-    test_round = len(check.results)
-    return protocol.NodeTest(node_id, nodes.round, check.number, test_round, members, timeout)
+    rank = group.index(node_id)
+    return protocol.NodeTest(nodes.round, check.number, len(check.results), members, rank)
 
 
 def _waiting(job: JobState, node_id: int) -> protocol.Waiting:
-    reason, timeout = _wait_reason(job, node_id), job.policy.heartbeat_timeout
     is_held = node_id in job.rendezvous.held and node_id in job.rendezvous.ready
-    return protocol.Waiting(node_id, reason, timeout, is_held=is_held)
+    return protocol.Waiting(_wait_reason(job, node_id), is_held=is_held)
 
 
 def _wait_reason(job: JobState, node_id: int) -> str:

@@ -44,7 +44,6 @@ from remesh.elastic.processes import Processes, completed
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
 from remesh.elastic.warm import Warm, modules_of
-from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +127,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="how long to wait for a master that is away when it is needed",
     )
     ours.add_argument("--beat-seconds", type=float, default=1.0, help="time between two heartbeats")
-    _add_master_options(parser)
+    own = parser.add_argument_group("remesh, without --master")
+    own.add_argument(
+        "--hang-timeout",
+        type=float,
+        help="seconds without a step after which the job hangs; 0: never; by default this follows "
+        "from its steps, and is an hour at least",
+    )
     return parser
 
 
@@ -153,18 +158,6 @@ def _add_process_options(ours: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="where snapshots are kept in memory; '' for nowhere",
     )
-
-
-def _add_master_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the master that a job of one machine starts for itself."""
-    own = parser.add_argument_group("remesh, without --master")
-    own.add_argument(
-        "--hang-timeout",
-        type=float,
-        help="seconds without a step after which the job hangs; 0: never; by default this follows "
-        "from its steps, and is an hour at least",
-    )
-    own.add_argument("--port", type=int, default=0, help="the master's port")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -215,7 +208,8 @@ def _run(options: argparse.Namespace) -> None:
         url, file = options.master, options.token_file
         if url is None:
             token = read_token(file) or secrets.token_urlsafe(32)
-            url = stack.enter_context(_own_master(options, token)).url
+            master = Master(Policy(hang_timeout=options.hang_timeout), Journal(":memory:"))
+            url = stack.enter_context(ServerThread(master, ServerOptions(token=token))).url
             file = stack.enter_context(directories.token_file(int(url.rpartition(":")[2]), token))
             log.warning("the job's page is at %s; it asks for the token in %s", url, file)
             if config.min_nodes > 1:
@@ -246,17 +240,6 @@ def _use_runner(options: argparse.Namespace) -> None:
     ]
     # By path: the interpreter that $PYTHON_EXEC names may not have remesh.
     options.training_script, options.module = script.__file__, False
-
-
-def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
-    master = Master(Policy(hang_timeout=options.hang_timeout), Journal(":memory:"))
-    try:
-        return ServerThread(master, ServerOptions(port=options.port, token=token))
-    except OSError as error:
-        raise StorageError(
-            f"cannot listen on port {options.port}: {error}\n"
-            "If another master has it, give --port a free one, or leave --port out"
-        ) from error
 
 
 def _make_handler(

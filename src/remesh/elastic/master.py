@@ -324,7 +324,12 @@ class Master:
         if old is not None and old.content == content:
             return
         self._number = max(self._number + 1, int(now * 1e6))  # higher also after a restart
-        connection.given = protocol.Instruction(number=self._number, content=content)
+        connection.given = protocol.Instruction(
+            number=self._number,
+            node_id=sender["node_id"],
+            heartbeat_timeout=job.policy.heartbeat_timeout,
+            content=content,
+        )
         connection.give(connection.given)
 
     def _identify(self, message: protocol.Join) -> protocol.Join:

@@ -20,14 +20,11 @@ def render_metrics(status: Status, num_requests: int, *, journal_failing: bool) 
     return generate_latest(_Found(_metrics(status, num_requests, failing=journal_failing)))
 
 
-class _Found(Collector):
+class _Found(list[Metric], Collector):
     """Metrics as the library takes them."""
 
-    def __init__(self, found: Iterable[Metric]) -> None:
-        self._found = found
-
     def collect(self) -> Iterable[Metric]:
-        return self._found
+        return self
 
 
 def _metrics(status: Status, num_requests: int, *, failing: bool) -> Iterator[Metric]:

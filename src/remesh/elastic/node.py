@@ -58,7 +58,7 @@ class NodeClient:
         self._beat_seconds = beat_seconds
         self._node_id: int | None = None
         self._round = 0
-        self._heartbeat_timeout = protocol.HEARTBEAT_TIMEOUT  # until the master says it
+        self.heartbeat_timeout = protocol.HEARTBEAT_TIMEOUT  # until the master says it
         self._lock = threading.Lock()
         self.assignment: Assignment | None = None  # in the round that it joined last
         self._progress: Mapping[int, RankProgress] = {}  # of the ranks that report it
@@ -106,18 +106,15 @@ class NodeClient:
             if self._node_id is None:  # the URL may be wrong, as long as no master has answered
                 patience = min(patience, self._first.settings.join_timeout)
             newest = self._session.wait(newer, patience)
-            seen, content = newest.number, newest.content
-            if isinstance(content, Assignment | protocol.Waiting | protocol.NodeTest):
-                self._node_id = content.node_id
-                self._heartbeat_timeout = content.heartbeat_timeout
+            seen, content, is_first = newest.number, newest.content, self._node_id is None
+            self._node_id, self.heartbeat_timeout = newest.node_id, newest.heartbeat_timeout
             match content:
                 case Assignment(round=number) if number > self._round:
                     return self._enter(content)
-                case protocol.Waiting(node_id, reason):
-                    if reason != said and content.is_held:  # it may wait for days
-                        log.warning("node %d waits: %s", node_id, reason)
-                    elif reason != said:
-                        log.info("node %d waits: %s", node_id, reason)
+                case protocol.Waiting(reason, is_held):
+                    if reason != said:  # one that is held may wait for days
+                        level = logging.WARNING if is_held else logging.INFO
+                        log.log(level, "node %d waits: %s", newest.node_id, reason)
                     said = reason
                 case protocol.NodeTest(check=check, test_round=number) if (check, number) != tested:
                     tested, result = (check, number), self._test(content)
@@ -125,7 +122,7 @@ class NodeClient:
                 case Stop(round=number) if number > self._round:
                     self._round = number  # it was over before this node had entered it
                     self._say_join()
-                case JobEnded(outcome) if self._node_id is None:
+                case JobEnded(outcome) if is_first:
                     log.warning(
                         "the job had %s before this node joined: it trains nothing\n"
                         "For a new job start a master at %s that has another --state file",
@@ -150,7 +147,7 @@ class NodeClient:
         log.info(
             "round %d: node %d has node rank %d of %d",
             assignment.round,
-            assignment.node_id,
+            self._node_id,
             assignment.node_rank,
             assignment.num_nodes,
         )
@@ -172,7 +169,7 @@ class NodeClient:
             self._session.hurry()
 
     def _beat_pause(self) -> float:
-        return min(self._beat_seconds, self._heartbeat_timeout / 4)
+        return min(self._beat_seconds, self.heartbeat_timeout / 4)
 
     def _beat(self) -> Beat | None:
         if self._node_id is None:

@@ -44,7 +44,7 @@ def run_test(
     result = run_alone(test, seconds=seconds, command=command)
     if result.broken and len(test.group) > 1:
         with contextlib.suppress(RuntimeError):  # without the store, no other can pass either
-            open_store(test).set(str(rank_of(test)), FAILED)
+            open_store(test).set(str(test.rank), FAILED)
     return result
 
 
@@ -100,11 +100,6 @@ def probe() -> None:
         probe_device(device)
 
 
-def rank_of(test: NodeTest) -> int:
-    """The rank of this node in a test."""
-    return [member.id for member in test.group].index(test.node_id)
-
-
 def open_store(test: NodeTest) -> PrefixStore:
     """The part of the store of the first node's agent in which the group of a test meets."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # likewise
@@ -119,7 +114,7 @@ def meet(test: NodeTest) -> None:
     import torch
     import torch.distributed as dist
 
-    store, rank, size = open_store(test), rank_of(test), len(test.group)
+    store, rank, size = open_store(test), test.rank, len(test.group)
     store.set(str(rank), PASSED)
     for other in map(str, range(size)):
         store.wait([other], dt.timedelta(days=1))  # this process is killed long before

@@ -33,7 +33,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 
@@ -52,20 +52,11 @@ Request = Literal["save-and-hold", "hold"]
 """What an agent may ask for: a save after which the training waits, or that it waits without."""
 
 
-class LeaveWorld(msgspec.Struct, frozen=True, tag=True):
-    """Leave the training function."""
+class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Leave the training function, and enter it again if there is a world for it."""
 
-    number: int  # number of the order
-
-
-class EnterWorld(msgspec.Struct, frozen=True, tag=True):
-    """Enter the training function, leaving it before if need be."""
-
-    number: int  # number of the order
-    environment: dict[str, str]  # variables of the new world, such as the rank
-
-
-Order: TypeAlias = LeaveWorld | EnterWorld
+    number: int
+    environment: dict[str, str] | None = None  # variables of the new world, such as the rank
 
 
 class Instruction(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -109,7 +100,7 @@ def next_act(report: Report, order: Order | None) -> Act:
         return Act.GO_ON
     if not report.is_out:
         return Act.LEAVE
-    return Act.ENTER if isinstance(order, EnterWorld) else Act.CONFIRM
+    return Act.CONFIRM if order.environment is None else Act.ENTER
 
 
 class AgentConnection:
@@ -333,7 +324,7 @@ class ProcessSockets:
         """Give processes an order. In the next world nothing is asked for, and none has begun."""
         for rank in ranks:
             request = self._processes[rank].instruction.request
-            if isinstance(order, EnterWorld):
+            if order.environment is not None:
                 self._processes[rank].progress = request = None
             self._show(rank, Instruction(order, request))
 

@@ -46,15 +46,12 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
 class Assignment(msgspec.Struct, frozen=True, tag=True):
     """The node is in the world of a round."""
 
-    node_id: int
     round: int
     node_rank: int  # its place among the nodes of the world
     num_nodes: int  # nodes of the world
     first_rank: int  # rank of its first process
     world_size: int  # processes of all nodes
     leader: Node  # the node of rank 0
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    """Seconds without a message after which a node is lost."""
     save: bool = False  # have the ranks save a checkpoint now, and wait
     grow: bool = False
     """That is only because the world can grow: it is enough that they wait, if all of them go on in
@@ -64,21 +61,18 @@ class Assignment(msgspec.Struct, frozen=True, tag=True):
 class Waiting(msgspec.Struct, frozen=True, tag=True):
     """No assignment yet."""
 
-    node_id: int
     reason: str  # what the job waits for
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     is_held: bool = False  # whether an operator has excluded the node
 
 
 class NodeTest(msgspec.Struct, frozen=True, tag=True):
     """Take part in a test, and send `ReportTest`."""
 
-    node_id: int
     round: int  # the round whose world is tested
     check: int  # number of the check
     test_round: int  # number of the test round within it
     group: tuple[Node, ...]  # the nodes of the group, in the order of their ranks in the test
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    rank: int  # that of the node in it
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -110,6 +104,8 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What an agent has to do until another instruction takes the place of this one."""
 
     number: int  # higher than those of all instructions before
+    node_id: int  # that of the node; its place in the order of ranks
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT  # seconds of silence after which a node is lost
     content: Content
 
 
