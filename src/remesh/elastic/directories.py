@@ -1,4 +1,4 @@
-"""Directories of an agent: for snapshots, for sockets, and for the token of a master inside it.
+"""Directories of an agent: for snapshots, and for sockets and the token of a master inside it.
 
 The agent makes them, tells its processes where they are, and removes them when it ends, so that no
 memory stays taken. It holds a lock on each, which the kernel releases however the agent ends. So a
@@ -24,9 +24,7 @@ MEMORY = "/dev/shm"  # noqa: S108 - memory, and the directory is made for this u
 SNAPSHOTS = "remesh-snapshots-"
 """Beginning of the names of directories for snapshots."""
 SOCKETS = "remesh-agent-"
-"""Beginning of the names of directories for sockets."""
-MASTERS = "remesh-master-"
-"""Beginning of the names of directories for tokens."""
+"""Beginning of the names of directories for sockets, and the token of a master inside the agent."""
 
 
 def snapshot_directory(parent: str) -> AbstractContextManager[str]:
@@ -36,6 +34,11 @@ def snapshot_directory(parent: str) -> AbstractContextManager[str]:
     """
     exists = bool(parent) and os.path.isdir(parent)
     return agent_directory(parent, SNAPSHOTS) if exists else contextlib.nullcontext("")
+
+
+def socket_directory() -> AbstractContextManager[str]:
+    """A directory for sockets, which is gone in the end."""
+    return agent_directory(tempfile.gettempdir(), SOCKETS)
 
 
 @contextmanager
@@ -50,14 +53,12 @@ def agent_directory(parent: str, prefix: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-@contextmanager
-def token_file(port: int, token: str) -> Iterator[str]:
-    """A file with the token of a master of this process, where `token_of` finds it."""
-    with agent_directory(tempfile.gettempdir(), MASTERS) as directory:
-        path = Path(directory, str(port))
-        path.touch(0o600)
-        path.write_text(token, encoding="utf-8")
-        yield str(path)
+def write_token(directory: str, port: int, token: str) -> str:
+    """Write the token of a master of this process where `token_of` finds it; the path."""
+    path = Path(directory, f"{port}.token")
+    path.touch(0o600)
+    path.write_text(token, encoding="utf-8")
+    return str(path)
 
 
 def token_of(port: int) -> str:
@@ -67,10 +68,10 @@ def token_of(port: int) -> str:
         mark = directory_mark(parent)
     except OSError:
         return ""  # no process of this machine can have made one
-    for directory in Path(parent).glob(f"{MASTERS}{mark}-*"):
+    for directory in Path(parent).glob(f"{SOCKETS}{mark}-*"):
         with contextlib.suppress(OSError):  # another user's, or it has just been removed
             if directory.lstat().st_uid == os.geteuid():
-                return (directory / str(port)).read_text(encoding="utf-8")
+                return (directory / f"{port}.token").read_text(encoding="utf-8")
     return ""
 
 

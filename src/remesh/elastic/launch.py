@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import signal
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -204,21 +203,38 @@ def _run(options: argparse.Namespace) -> None:
     config = completed(config)
     if not isinstance(command, str):
         raise SystemExit("remesh run starts commands: leave out --run-path")
+    command_line, num_processes = [command, *command_arguments], config.nproc_per_node
+    limits = Limits(
+        num_processes=num_processes,
+        drain=options.drain_seconds,
+        reentry=options.reentry_timeout,
+        shutdown=config.shutdown_timeout or 0.0,
+        patience=options.master_patience,
+    )
     with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(directories.socket_directory())
         url, file = options.master, options.token_file
         if url is None:
             token = read_token(file) or secrets.token_urlsafe(32)
             master = Master(Policy(hang_timeout=options.hang_timeout), Journal(":memory:"))
             url = stack.enter_context(ServerThread(master, ServerOptions(token=token))).url
-            file = stack.enter_context(directories.token_file(int(url.rpartition(":")[2]), token))
+            file = directories.write_token(directory, int(url.rpartition(":")[2]), token)
             log.warning("the job's page is at %s; it asks for the token in %s", url, file)
             if config.min_nodes > 1:
                 log.warning("without --master no other machine can join, --nnodes wants more nodes")
         handler = _make_handler(options, config, url, file)
         stack.callback(handler.node.close)
         snapshots = stack.enter_context(directories.snapshot_directory(options.snapshot_dir))
-        command_line = [command, *command_arguments]
-        _run_agent(options, config, handler, command_line, snapshots=snapshots, preload=preload)
+        stack.enter_context(guarded(directory))
+        sockets = ProcessSockets(directory, num_processes)
+        stack.callback(sockets.close)
+        warm = Warm(preload, directory, command_line)
+        stack.callback(warm.close)
+        warm.look_after()
+        processes = Processes(config, command_line, sockets=sockets, snapshots=snapshots, warm=warm)
+        _run_agent(
+            Agent(handler, processes, sockets, warm, limits, config.monitor_interval), snapshots
+        )
 
 
 def _preload_of(options: argparse.Namespace) -> tuple[str, ...]:
@@ -264,42 +280,18 @@ def _make_handler(
         raise SystemExit(f"remesh run: {error}") from error
 
 
-def _run_agent(
-    options: argparse.Namespace,
-    config: LaunchConfig,
-    handler: Handler,
-    command: Sequence[str],
-    *,
-    snapshots: str,
-    preload: Sequence[str],
-) -> None:
-    limits = Limits(
-        num_processes=config.nproc_per_node,
-        drain=options.drain_seconds,
-        reentry=options.reentry_timeout,
-        shutdown=config.shutdown_timeout or 0.0,
-        patience=options.master_patience,
-    )
-    with (
-        directories.agent_directory(tempfile.gettempdir(), directories.SOCKETS) as directory,
-        guarded(directory),
-        contextlib.closing(ProcessSockets(directory, config.nproc_per_node)) as sockets,
-        contextlib.closing(Warm(preload, directory, command)) as warm,
-    ):
-        warm.look_after()
-        processes = Processes(config, command, sockets=sockets, snapshots=snapshots, warm=warm)
-        agent = Agent(handler, processes, sockets, warm, limits, config.monitor_interval)
-        signal.signal(signal.SIGTERM, agent.on_sigterm)
-        for name in SIGNALS:
-            signal.signal(signal.Signals[name], _raise_signal)
-        try:
-            agent.run()
-        except (SystemExit, ChildFailedError) as leaving:
-            code = leaving.code if isinstance(leaving, SystemExit) else EXIT_JOB_FAILED
-            if code:
-                # With this node alone, unless the whole job has ended.
-                store_newest(snapshots, whole_only=code != EXIT_JOB_FAILED)
-            raise
+def _run_agent(agent: Agent, snapshots: str) -> None:
+    signal.signal(signal.SIGTERM, agent.on_sigterm)
+    for name in SIGNALS:
+        signal.signal(signal.Signals[name], _raise_signal)
+    try:
+        agent.run()
+    except (SystemExit, ChildFailedError) as leaving:
+        code = leaving.code if isinstance(leaving, SystemExit) else EXIT_JOB_FAILED
+        if code:
+            # With this node alone, unless the whole job has ended.
+            store_newest(snapshots, whole_only=code != EXIT_JOB_FAILED)
+        raise
 
 
 def _raise_signal(number: int, _frame: FrameType | None) -> NoReturn:
