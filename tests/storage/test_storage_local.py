@@ -55,8 +55,8 @@ class Recorder:
         def pwrite(descriptor: int, data: memoryview, position: int) -> int:
             return self._count(descriptor, real_pwrite(descriptor, data, position))
 
-        def preadv(descriptor: int, buffers: list[memoryview], position: int) -> int:
-            return self._count(descriptor, real_preadv(descriptor, buffers, position))
+        def preadv(descriptor: int, buffers: list[memoryview], *rest: int) -> int:
+            return self._count(descriptor, real_preadv(descriptor, buffers, *rest))
 
         monkeypatch.setattr(os, "pwrite", pwrite)
         monkeypatch.setattr(os, "preadv", preadv)
@@ -164,9 +164,9 @@ def test_short_writes_and_reads_are_continued(
         assert position % ALIGNMENT == 0 or not is_direct(descriptor)
         return min(real_pwrite(descriptor, data[:ALIGNMENT], position), 1001)
 
-    def preadv(descriptor: int, buffers: list[memoryview], position: int) -> int:
+    def preadv(descriptor: int, buffers: list[memoryview], position: int, *flags: int) -> int:
         assert position % ALIGNMENT == 0 or not is_direct(descriptor)
-        return min(real_preadv(descriptor, [buffers[0][:ALIGNMENT]], position), 1001)
+        return min(real_preadv(descriptor, [buffers[0][:ALIGNMENT]], position, *flags), 1001)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(os, "preadv", preadv)

@@ -68,8 +68,9 @@ def read_together(
         most = NUM_FAR_SHARING_THREADS if storage.is_remote else NUM_SHARING_THREADS
         num_threads = min(num_threads, most)
     order = np.argsort(turn, kind="stable")
-    reader = RunReader(storage, index, plan, order)
-    size, is_remote = reader.buffer_bytes, storage.is_remote
+    is_remote = storage.is_remote
+    reader = RunReader(storage, index, plan, order, in_place=not (is_remote or index.block_size))
+    size = reader.buffer_bytes
     tasks = Tasks(turn[order], plan.bytes_read, num_threads, size, reader.read, is_remote)
     buffers = message_buffers(exchange, index, transfer)
     with unless_replaced(storage, source.identity):

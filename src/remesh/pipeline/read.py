@@ -10,9 +10,10 @@ regions is taken out of the columns at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from remesh.core.dtypes import DTYPES
 from remesh.core.geometry import Box, IntArray, row_strides
 from remesh.core.index import Index
 from remesh.core.integrity import find_damage, repair_advice
-from remesh.core.memory import CarrierArray, Memory
+from remesh.core.memory import CarrierArray, HostMemory, Memory, contiguous_bytes
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.planner import LoadPlan, ReadLimits, Regions
 from remesh.storage import Buffer, Storage
@@ -33,6 +34,9 @@ REMOTE_WINDOWS = (2 << 20, 8 << 20)
 
 NUM_REMOTE_READS = 16
 """Reads under way at a time there, at least."""
+
+MAX_PARTS = 512
+"""Places that one read fills at most; the system takes 1024."""
 
 NEAR_SECONDS = 0.005
 """A server that answers sooner is in the same room; then half as many reads keep it busy, and
@@ -94,6 +98,9 @@ class RunReader:
     index: Index
     plan: LoadPlan
     order: IntArray  # the run of each task
+    in_place: bool = False
+    """Whether bytes that lie in the system's memory are copied to where they go at once, which
+    leaves no digest to be checked before."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -109,6 +116,15 @@ class RunReader:
         which, file = plan.run[run], int(plan.file[run])
         start, stop = int(plan.runs.run_start[which]), int(plan.runs.run_stop[which])
         path = self.index.files[file].path
+        regions, begin = plan.taken(self.order[task : task + 1])
+        begin = begin - start
+        if self.in_place:
+            copies = _copies(self.index, regions, begin, place, buffer)
+            parts = _parts_in_place(copies, begin.tolist(), buffer[: stop - start])
+            if parts:
+                with writing:
+                    if self.storage.read_cached(path, start, parts):
+                        return stop - start
         try:
             data = self.storage.read_range(path, start, stop - start, buffer)
         except CheckpointNotFoundError:
@@ -118,8 +134,8 @@ class RunReader:
             ) from None
         self._check(file, start, stop, data)
         with writing:
-            regions, begin = plan.taken(self.order[task : task + 1])
-            _distribute(self.index, regions, begin - start, place, data)
+            for memory, box, values in _copies(self.index, regions, begin, place, data):
+                memory.copy_in(box, values)
         return len(data)
 
     def _check(self, file: int, start: int, stop: int, data: Buffer) -> None:
@@ -141,10 +157,32 @@ class RunReader:
         return repair_advice(self.storage.url) if self.index.block_size else _OTHERS_ADVICE
 
 
-def _distribute(
+def _parts_in_place(copies: Iterable[_Copy], begins: Sequence[int], buffer: Buffer) -> list[Buffer]:
+    """Where the bytes of a run go: to wanted memory, or into the buffer where nothing wants them.
+
+    None if they must be copied: where wanted memory has gaps, or is wanted for several tensors.
+    """
+    parts: list[Buffer] = []
+    end = 0
+    for begin, (memory, box, values) in sorted(zip(begins, copies, strict=True), key=itemgetter(0)):
+        into = None
+        if isinstance(memory, HostMemory) and values.flags.c_contiguous:
+            into = contiguous_bytes(HostMemory(memory.view(box)))
+        if into is None or begin < end:
+            return []
+        parts += [buffer[end:begin], into]
+        end = begin + len(into)
+    return [*parts, buffer[end:]] if len(parts) < MAX_PARTS else []
+
+
+_Copy = tuple[Memory, Box, CarrierArray]
+"""A box of a memory, and the elements that go there."""
+
+
+def _copies(
     index: Index, regions: Regions, begin: IntArray, place: Place, data: Buffer
-) -> None:
-    """Copy regions that have been read, and begin at some bytes of a buffer, to where they go."""
+) -> Iterator[_Copy]:
+    """The copies of regions that begin at some bytes of a buffer to where they go."""
     pieces, raw = index.rows(regions.piece), data.data
     tensors, dtypes = index.tensors, index.tensors.dtypes[pieces.tensor]
     strides = row_strides(pieces.extents) * tensors.itemsizes[pieces.tensor][:, None]
@@ -163,4 +201,4 @@ def _distribute(
         region: CarrierArray = np.ndarray(shape, DTYPES[dtype].carrier, raw, at, steps[:ndim])
         # The padding of the offset ends with the shorter one.
         corner = tuple(o - w for o, w in zip(offset, target.offset, strict=False))
-        target.memory.copy_in(Box(corner, shape), region)
+        yield target.memory, Box(corner, shape), region

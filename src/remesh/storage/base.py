@@ -203,6 +203,13 @@ class Storage(ABC):
         target = buffer[:num_bytes]
         return target[: self.read_into(path, start, target)]
 
+    def read_cached(self, path: str, start: int, parts: Sequence[Buffer]) -> bool:  # noqa: ARG002
+        """Fill some buffers, one after the other, if the bytes lie in memory of the system.
+
+        If this returns false, as it does by default, they may be partly filled.
+        """
+        return False
+
     @abstractmethod
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         """Write a whole small file atomically and durably.

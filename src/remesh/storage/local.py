@@ -31,7 +31,8 @@ that is written has a buffered descriptor, and a direct one if the system gives 
 descriptor, so that all its bytes come from one file even while another file takes its name; its
 flag for direct I/O is cleared where a buffered part begins. A range goes:
 
-* buffered if it is read and begins in the page cache, which is several times as fast as the device;
+* out of the page cache as far as it is there, which is several times as fast as the device; what
+  is left is read buffered then;
 * directly, as far as it consists of whole units, if it begins at a unit and its buffer is aligned;
 * buffered otherwise, and for what is left at the end;
 * buffered altogether from the moment the file system refuses direct I/O (`EINVAL`).
@@ -54,7 +55,7 @@ import secrets
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -187,22 +188,27 @@ class LocalStorage(Storage):
         assert start >= 0
         file = self._file(path)
         with explained("read", file), self._at_disk:
-            num_direct = num_direct_bytes(start, buffer) if self._direct else 0
-            descriptor = open_direct(file, _READ) if num_direct else None
-            is_direct = descriptor is not None
-            if descriptor is None:
-                descriptor = _open(file, _READ)
+            descriptor = _open(file, _READ)
             try:
-                done = 0
-                if is_direct:
-                    if not _is_cached(file, descriptor, start):
-                        done = _read(descriptor, start, buffer[:num_direct], direct=True)
+                done = _read_cached(descriptor, start, [buffer])
+                num_direct = num_direct_bytes(start, buffer) if self._direct and not done else 0
+                if num_direct and _pass_by_cache(descriptor, True):
+                    done = _read(descriptor, start, buffer[:num_direct], direct=True)
                     if done < buffer.size:
-                        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+                        _pass_by_cache(descriptor, False)
                 return done + _read(descriptor, start + done, buffer[done:])
             finally:
                 os.close(descriptor)
+
+    def read_cached(self, path: str, start: int, parts: Sequence[Buffer]) -> bool:
+        try:
+            descriptor = os.open(self._file(path), _READ)
+        except OSError:
+            return False  # `read_into` says what is wrong
+        try:
+            return _read_cached(descriptor, start, parts) == sum(map(len, parts))
+        finally:
+            os.close(descriptor)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         file = self._file(path)
@@ -609,22 +615,30 @@ class LocalWriter:
             os.close(self._open.pop())
 
 
-def _is_cached(path: Path, descriptor: int, start: int) -> bool:
-    """True if the page cache holds the page at `start`; False where the system does not say.
+def _read_cached(descriptor: int, start: int, parts: Sequence[Buffer]) -> int:
+    """Fill buffers with what the page cache holds from `start` on; how many bytes that is."""
+    flags = getattr(os, "RWF_NOWAIT", 0)
+    left, done = [part.data for part in parts] if flags else [], 0
+    with suppress(OSError):  # not the next byte, or the file system does not say
+        # A call ends early where it finds memory of a buffer that was never touched.
+        while left and (num_bytes := os.preadv(descriptor, left, start + done, flags)):
+            done += num_bytes
+            while left and num_bytes >= len(left[0]):
+                num_bytes -= len(left.pop(0))
+            left[:1] = [part[num_bytes:] for part in left[:1]]
+    return done
 
-    One page stands for the whole range: to ask for all of them takes as long as a tenth of copying
-    them. Linux answers only users who may write the file; to others it reports every page as held.
-    """
-    mincore = _function_of_c("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    if mincore is None or not os.access(path, os.W_OK, effective_ids=True):
-        return False
+
+def _pass_by_cache(descriptor: int, is_direct: bool) -> bool:
+    """Turn direct I/O on or off; false if the file system refuses it."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_O_DIRECT
     try:
-        mapped = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ, offset=start)
-    except (OSError, ValueError):  # it ends before, or cannot be mapped
-        return False
-    held = ctypes.c_ubyte()
-    address = np.frombuffer(mapped, np.uint8).ctypes.data
-    return mincore(address, mmap.PAGESIZE, ctypes.addressof(held)) == 0 and bool(held.value & 1)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (_O_DIRECT if is_direct else 0))
+    except OSError as error:
+        if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+            return False
+        raise
+    return bool(_O_DIRECT)
 
 
 def file_size(path: Path, status: os.stat_result) -> int:
