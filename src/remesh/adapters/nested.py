@@ -37,18 +37,17 @@ from remesh.core.state import (
     numbered_like,
 )
 
-Allocate = Callable[[Path, str, tuple[int, ...], object], torch.Tensor | npt.NDArray[Any]]
-"""Gives the array that a stored tensor is read into: called with the path, the stored dtype name
-and global shape, and the leaf of the live state at that path (None if there is none)."""
+Target = Callable[[Path, tuple[str, tuple[int, ...]] | None, Any], Any]
+"""Gives the array that a stored tensor is read into: called with its path, its dtype name and
+global shape, and the live leaf there (None if there is none). For a live tensor that is made of
+others dtype and shape are None."""
 
 
 def describe_copy(walk: Walk, path: Path, live: object) -> Rebuild:
     """Describe nested state that is loaded into a copy, which rebuilding returns."""
     if walk.stored is None:
         return walk.visit(path, live)
-    return describe_stored(
-        walk, walk.stored, path, live, allocate=_like_live, renew=new_like, visit=walk.visit
-    )
+    return describe_stored(walk, walk.stored, path, live, target=_like_live, visit=walk.visit)
 
 
 def describe_stored(
@@ -57,14 +56,12 @@ def describe_stored(
     path: Path,
     live: object,
     *,
-    allocate: Allocate,
-    renew: Callable[[torch.Tensor], torch.Tensor],
+    target: Target,
     visit: Callable[[Path, Any], Rebuild],
 ) -> Rebuild:
     """Describe the state that is stored under a path, for loading.
 
-    `renew` makes the tensor that is read into where the live one is made of others. `visit`
-    describes the arrays that are read into, and live state of which nothing is stored.
+    `visit` describes the arrays that are read into, and live state of which nothing is stored.
     """
     leaves = dict(leaves_of(live, path))
     rebuilds: dict[Path, Rebuild] = {}
@@ -81,13 +78,11 @@ def describe_stored(
         whole = next((one for one in beginnings if one in in_parts), None)
         if whole is not None:
             if whole not in rebuilds:
-                rebuilds[whole] = visit(whole, renew(in_parts[whole]))
+                rebuilds[whole] = visit(whole, target(whole, None, in_parts[whole]))
             continue
         found = stored.tensor(name)
         if found is not None:
-            rebuilds[leaf_path] = visit(
-                leaf_path, allocate(leaf_path, *found, leaves.get(leaf_path))
-            )
+            rebuilds[leaf_path] = visit(leaf_path, target(leaf_path, found, leaves.get(leaf_path)))
         elif stored.has_value(name) and name not in walk.description.merged_lists:
             rebuilds[leaf_path] = walk.add_value(leaf_path, None)
     containers = {leaf[:end] for leaf in rebuilds for end in range(len(path), len(leaf))}
@@ -165,9 +160,12 @@ def _in_containers_of(live: object, built: Any) -> Any:
 
 
 def _like_live(
-    _path: Path, dtype: str, shape: tuple[int, ...], live: object
+    _path: Path, found: tuple[str, tuple[int, ...]] | None, live: Any
 ) -> torch.Tensor | npt.NDArray[Any]:
     """A new array with the layout of the live one; on the CPU and whole where there is none."""
+    if found is None:
+        return new_like(live)
+    dtype, shape = found
     if isinstance(live, np.ndarray) and BY_NAME[dtype].is_native:
         return np.empty(shape, dtype=BY_NAME[dtype].carrier)
     if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:

@@ -147,8 +147,10 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
             "Keep it outside of the state and save its state_dict() as a value of each rank "
             "(remesh.sharding.ShardedObject), or use an optimizer that has them."
         )
-    parameters = _parameters_of(walk, path, leaf, packed["state"])
     stored = walk.stored
+    stored_groups = _stored_groups(stored, (*path, "param_groups"))
+    known = {name for names in stored_groups for name in names}
+    parameters = _parameters_of(walk, path, leaf, packed["state"], known)
     if stored is not None:
         base = (*path, "state")
         parameters = [_with_first_state(optimizer, p, stored, base) for p in parameters]
@@ -166,12 +168,14 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
         for key, value in packed["state"].items()
         if not (isinstance(key, int) and key < len(parameters))
     }
-    others = dict.fromkeys(_other_keys(walk, path, parameters)) | others
+    if stored is not None and known:
+        known |= {place.name for parameter in parameters for place in parameter.places}
+        others = dict.fromkeys(_other_keys(stored, (*path, "state"), known)) | others
     rebuild_other = {
         key: describe_copy(walk, (*path, "state", key), value) for key, value in others.items()
     }
     rebuild_states = _describe_states(walk, (*path, "state"), parameters)
-    rebuild_groups = _describe_groups(walk, path, optimizer, parameters)
+    rebuild_groups = _describe_groups(walk, path, optimizer, parameters, stored_groups)
     packs = _packs_states(optimizer)
 
     def rebuild(loaded: Loaded) -> Optimizer | DescribedOptimizer:
@@ -207,17 +211,12 @@ def _as_counted(loaded: Any, own: Any) -> Any:
     return loaded
 
 
-def _other_keys(walk: Walk, path: Path, parameters: list[_Optimized]) -> Iterator[str | int]:
-    """The keys of stored state that is of no parameter."""
-    base = (*path, "state")
-    stored_groups = _stored_groups(walk.stored, (*path, "param_groups"))
-    names = {name for names in stored_groups for name in names}
-    names |= {place.name for parameter in parameters for place in parameter.places}
+def _other_keys(stored: Stored, base: Path, names: set[str]) -> Iterator[str | int]:
+    """The keys of stored state that is of none of these parameters."""
     beginnings = tuple(f"{name_of((*base, name))}." for name in names)
-    if walk.stored is not None and stored_groups:
-        for leaf, name in walk.stored.under(base):
-            if not name.startswith(beginnings):
-                yield leaf[len(base)]
+    for leaf, name in stored.under(base):
+        if not name.startswith(beginnings):
+            yield leaf[len(base)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -230,15 +229,13 @@ def _parameters_of(
     path: Path,
     leaf: Optimizer | DescribedOptimizer,
     packed_state: Mapping[Any, Any],
+    known: set[str],
 ) -> list[_Optimized]:
     if not isinstance(leaf, DescribedOptimizer):
         leaf = DescribedOptimizer(leaf, {})
     optimizer, stands_for = leaf.optimizer, leaf.stands_for
     tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
     meant = [stands_for.get(tensor, tensor) for tensor, _ in tensors]
-    known = {
-        name for names in _stored_groups(walk.stored, (*path, "param_groups")) for name in names
-    }
     found = _find_places(walk.root, [one for one in meant if isinstance(one, torch.Tensor)], known)
     result = []
     for number, (tensor, group) in enumerate(tensors):
@@ -403,8 +400,9 @@ def _describe_stored(walk: Walk, stored: Stored, base: Path, tensor: _Optimized)
                     stored,
                     path,
                     tensor.state,
-                    allocate=lambda leaf, *_: targets[leaf[len(base) + 1 :]],
-                    renew=lambda live_leaf: live_leaf,
+                    target=lambda leaf, found, old: (
+                        old if found is None else targets[leaf[len(base) + 1 :]]
+                    ),
                     visit=visit,
                 )
             )
@@ -665,30 +663,30 @@ def _new_state(
 
 
 def _describe_groups(
-    walk: Walk, path: Path, optimizer: Optimizer, parameters: list[_Optimized]
+    walk: Walk,
+    path: Path,
+    optimizer: Optimizer,
+    parameters: list[_Optimized],
+    stored_groups: list[list[str]],
 ) -> list[tuple[dict[str, Any], Rebuild]]:
     """Describe the groups; for loading, each with how to get its stored options."""
     base = (*path, "param_groups")
     names = {id(p.tensor): [place.name for place in p.places] for p in parameters}
-    stored_groups = _stored_groups(walk.stored, base)
     members: dict[int, list[str]] = {}
-    places = []
+    options: dict[int, Rebuild] = {}
+    result = []
     for number, group in enumerate(optimizer.param_groups):
         own = list(dict.fromkeys(n for tensor in group["params"] for n in names[id(tensor)]))
-        places.append(_stored_number(stored_groups, number, own, name_of(path)))
-        members.setdefault(places[-1], []).extend(own)
+        place = _stored_number(stored_groups, number, own, name_of(path))
+        if place not in options:
+            walk.add_merged_list((*base, place, "params"), members.setdefault(place, []))
+            options[place] = _describe_options(walk, (*base, place), group)
+        members[place] += own
+        result.append((group, options[place]))
+    walk.description.sequences[base] = "list"
     if isinstance(optimizer, torch.optim.LBFGS):
         _check_state_of_all(name_of(path), parameters, [*members.values()], stored_groups)
-    for place, own in members.items():
-        walk.add_merged_list((*base, place, "params"), own)
-    walk.description.sequences[base] = "list"
-    options: dict[int, Rebuild] = {}
-    for place, group in zip(places, optimizer.param_groups, strict=True):
-        if place not in options:
-            options[place] = _describe_options(walk, (*base, place), group)
-    return [
-        (group, options[place]) for place, group in zip(places, optimizer.param_groups, strict=True)
-    ]
+    return result
 
 
 def _check_state_of_all(
