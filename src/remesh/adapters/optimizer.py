@@ -147,12 +147,11 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
             "Keep it outside of the state and save its state_dict() as a value of each rank "
             "(remesh.sharding.ShardedObject), or use an optimizer that has them."
         )
-    stored = walk.stored
+    stored, base = walk.stored, (*path, "state")
     stored_groups = _stored_groups(stored, (*path, "param_groups"))
     known = {name for names in stored_groups for name in names}
     parameters = _parameters_of(walk, path, leaf, packed["state"], known)
     if stored is not None:
-        base = (*path, "state")
         parameters = [_with_first_state(optimizer, p, stored, base) for p in parameters]
     else:
         if is_of_torchao(optimizer):
@@ -163,18 +162,8 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
         for key, value in packed.items()
         if key not in {"state", "param_groups"}
     }
-    others = {
-        key: value
-        for key, value in packed["state"].items()
-        if not (isinstance(key, int) and key < len(parameters))
-    }
-    if stored is not None and known:
-        known |= {place.name for parameter in parameters for place in parameter.places}
-        others = dict.fromkeys(_other_keys(stored, (*path, "state"), known)) | others
-    rebuild_other = {
-        key: describe_copy(walk, (*path, "state", key), value) for key, value in others.items()
-    }
-    rebuild_states = _describe_states(walk, (*path, "state"), parameters)
+    rebuild_other = _describe_others(walk, base, packed["state"], parameters, known)
+    rebuild_states = _describe_states(walk, base, parameters)
     rebuild_groups = _describe_groups(walk, path, optimizer, parameters, stored_groups)
     packs = _packs_states(optimizer)
 
@@ -211,12 +200,26 @@ def _as_counted(loaded: Any, own: Any) -> Any:
     return loaded
 
 
-def _other_keys(stored: Stored, base: Path, names: set[str]) -> Iterator[str | int]:
-    """The keys of stored state that is of none of these parameters."""
-    beginnings = tuple(f"{name_of((*base, name))}." for name in names)
-    for leaf, name in stored.under(base):
-        if not name.startswith(beginnings):
-            yield leaf[len(base)]
+def _describe_others(
+    walk: Walk,
+    base: Path,
+    packed_state: Mapping[Any, Any],
+    parameters: list[_Optimized],
+    known: set[str],
+) -> dict[Any, Rebuild]:
+    """Describe state that is of no parameter, live or stored, by its key."""
+    others = {
+        key: value
+        for key, value in packed_state.items()
+        if not (isinstance(key, int) and key < len(parameters))
+    }
+    if walk.stored is not None and known:
+        names = known.union(place.name for parameter in parameters for place in parameter.places)
+        beginnings = tuple(f"{name_of((*base, name))}." for name in names)
+        for leaf, name in walk.stored.under(base):
+            if not name.startswith(beginnings):
+                others.setdefault(leaf[len(base)], None)
+    return {key: describe_copy(walk, (*base, key), value) for key, value in others.items()}
 
 
 # ---------------------------------------------------------------------------------------------
