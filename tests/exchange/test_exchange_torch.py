@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -143,18 +144,13 @@ def _one_is_killed(exchange: Exchange, victim: int, operation: str) -> str:
     exchange.all_gather(b"all are here")
     if exchange.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    step = _join if operation == "joined" else _share
+    steps: dict[str, Callable[[], object]] = {
+        "joined": lambda: run_joined(exchange, lambda: b"", lambda parts: parts),
+        "all": lambda: run_on_all(exchange, lambda: b""),
+    }
     with pytest.raises(ExchangeError) as caught:
-        step(exchange)
+        steps[operation]()
     return str(caught.value)
-
-
-def _join(exchange: Exchange) -> None:
-    run_joined(exchange, lambda: b"", lambda parts: parts)
-
-
-def _share(exchange: Exchange) -> None:
-    run_on_all(exchange, lambda: b"")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -271,14 +271,11 @@ def test_one_that_is_killed_leaves_what_a_killed_save_leaves(name: str, tmp_path
         assert (orphan.kind, orphan.kept) == ("save", "")
 
 
-def command(source: Path, target: Path) -> list[str]:
-    return ["-m", "remesh", "convert", str(source), str(target), "--format", "torch_dcp"]
-
-
 @pytest.mark.slow
 def test_processes_of_torchrun_share_the_work(native: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [*torchrun, *command(native, tmp_path / "new"), "--json"]
+    words = [*torchrun, "-m", "remesh", "convert", str(native), str(tmp_path / "new"), "--json"]
+    words += ["--format", "torch_dcp"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["format"] == "torch_dcp"

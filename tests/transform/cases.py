@@ -1,15 +1,10 @@
-"""The acceptance cases of the language.
-
-The case files say themselves what their fields mean. Further files of the same format are read from
-the folder that the environment variable REMESH_AOA_CASES names.
-"""
+"""The acceptance cases of the language; their file says what its fields mean."""
 
 from __future__ import annotations
 
 import json
-import os
-import pathlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,21 +17,9 @@ from tests.transform.simulated import Array, round_bf16
 Case = dict[str, Any]
 
 
-def _case_files() -> dict[str, pathlib.Path]:
-    """Case files by the prefix that their cases' names get."""
-    files = {"": pathlib.Path(__file__).with_name("aoa_cases.json")}
-    folder = os.environ.get("REMESH_AOA_CASES")
-    if folder:
-        further = sorted(pathlib.Path(folder).glob("*.json"))
-        assert further, f"REMESH_AOA_CASES names {folder}, which holds no case file"
-        files |= {f"further-{path.stem}-": path for path in further}
-    return files
-
-
 CASES: dict[str, Case] = {
-    f"{prefix}{case['name']}": case
-    for prefix, path in _case_files().items()
-    for case in json.loads(path.read_text())["cases"]
+    case["name"]: case
+    for case in json.loads(Path(__file__).with_name("aoa_cases.json").read_text())["cases"]
 }
 
 

@@ -91,4 +91,4 @@ def test_case_of_ranks(name: str, num_ranks: int) -> None:
 
 
 def test_no_case_is_lost() -> None:
-    assert sum(not name.startswith("further-") for name in CASES) == 36
+    assert len(CASES) == 36
