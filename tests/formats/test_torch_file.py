@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -14,16 +15,22 @@ import remesh
 from remesh.errors import MismatchError
 
 
-def test_views_strides_and_shared_storages(tmp_path: Path) -> None:
+def state_of_views() -> dict[str | int, Any]:
+    """Tensors that share a storage, and what else lies beside them."""
     base = torch.arange(24.0).reshape(4, 6)
-    state: dict[str | int, Any] = {
+    return {
         "base": base,
         "view": base[1:3, 2:5],
         "transposed": base.t(),
         "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.float16)),
         "pair": [torch.zeros(1), (torch.ones(2), "text")],
-        7: {"lr": 0.1, "empty": {}},
+        7: {"lr": 0.1, "empty": {}, "dtype": torch.int8, "scalar": np.float64(3)},
+        "names": {1, 2},
     }
+
+
+def test_views_strides_and_shared_storages(tmp_path: Path) -> None:
+    state = state_of_views()
     torch.save(state, tmp_path / "model.pt")
     checkpoint = remesh.Checkpoint(tmp_path / "model.pt")
     assert checkpoint.format == "torch_file"

@@ -26,6 +26,7 @@ from tests.formats.test_readers import (
     write_safetensors_parts,
 )
 from tests.formats.test_torch_dcp import write_flattened
+from tests.formats.test_torch_file import state_of_views
 from tests.fuzz.files import Files, files_in
 from tests.matrix.writers import DEEPSPEED
 from tests.support import run_ranks
@@ -107,17 +108,7 @@ def _dcp_safetensors(folder: Path) -> None:
 
 
 def _torch_file(folder: Path) -> None:
-    base = torch.arange(24.0).reshape(4, 6)
-    state = {
-        "base": base,
-        "view": base[1:3, 2:5],
-        "transposed": base.t(),
-        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.float16)),
-        "pair": [torch.zeros(1), (torch.ones(2), "text")],
-        7: {"lr": 0.1, "empty": {}, "dtype": torch.int8, "scalar": np.float64(3)},
-        "names": {1, 2},
-    }
-    torch.save(state, folder / "model.pt")
+    torch.save(state_of_views(), folder / "model.pt")
 
 
 def _flat_param(folder: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 import remesh
 from remesh import Transform
 from remesh.errors import TransformError
-from tests.support import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -93,36 +92,25 @@ GIVEN: list[Any] = [Transform("a -> b"), "a -> b", ["a -> b"], {"a": "b"}]
 def test_load_reshard_and_resume_take_what_makes_a_transformation(
     given: Any, tmp_path: Path
 ) -> None:
-    ways: list[Callable[[Any, Any], Any]] = []
+    source = {"a": torch.arange(3)}
+    remesh.save(source, tmp_path / "saved")
+    with remesh.Manager(tmp_path / "run") as manager:
+        manager.save(1, source)
 
-    def loaded(state: Any, exchange: Any) -> None:
-        remesh.save({"a": torch.arange(3)}, tmp_path / "load", group=exchange)
-        remesh.load(state, tmp_path / "load", transform=given, group=exchange)
-
-    def resharded(state: Any, exchange: Any) -> None:
-        remesh.reshard({"a": torch.arange(3)}, state, transform=given, group=exchange)
-
-    def pushed(state: Any, exchange: Any) -> None:
-        source = {"a": torch.arange(3)}
-        remesh.Resharder(source, state, transform=given, group=exchange).push()
-
-    def resumed(state: Any, exchange: Any) -> None:
-        with remesh.Manager(tmp_path / "run", group=exchange) as manager:
-            manager.save(1, {"a": torch.arange(3)})
-        with remesh.Manager(tmp_path / "run", group=exchange) as manager:
+    def resume(state: Any) -> None:
+        with remesh.Manager(tmp_path / "run") as manager:
             assert manager.resume(state, transform=given)
 
-    ways += [loaded, resharded, pushed, resumed]
-
-    def run(exchange: Any) -> list[list[int]]:
-        found = []
-        for way in ways:
-            state = {"b": torch.zeros(3, dtype=torch.int64)}
-            way(state, exchange)
-            found.append(state["b"].tolist())
-        return found
-
-    assert run_ranks(1, run) == [[[0, 1, 2]] * len(ways)]
+    ways: list[Callable[[Any], object]] = [
+        lambda state: remesh.load(state, tmp_path / "saved", transform=given),
+        lambda state: remesh.reshard(source, state, transform=given),
+        lambda state: remesh.Resharder(source, state, transform=given).push(),
+        resume,
+    ]
+    for way in ways:
+        state = {"b": torch.zeros(3, dtype=torch.int64)}
+        way(state)
+        assert state["b"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("given", "says"), [(7, "of type int"), ("a ->", "the text ends")])
