@@ -189,17 +189,23 @@ def test_the_index_is_made_anew(damaged: Path, damage: str) -> None:
 
 
 @both
-def test_without_record_and_index_nothing_is_proven(damaged: Path) -> None:
-    (damaged / native.RECORD_NAME).unlink()
-    the_file(damaged, "index.safetensors").unlink()
+@pytest.mark.parametrize("with_values", [True, False])
+def test_without_record_and_index_nothing_is_proven(damaged: Path, with_values: bool) -> None:
+    for name in (native.RECORD_NAME, "index.safetensors", "values.msgpack")[: 3 - with_values]:
+        the_file(damaged, name).unlink()
     with pytest.raises(CheckpointError, match="keep_unchecked=True saves what no digest proves"):
         repair(damaged, damaged.with_name("repaired"))
     report = repaired(damaged, keeps=ALL - {"empty"}, keep_unchecked=True)
+    assert (report.record, report.index) == ("missing", "missing")
+    assert report.values == ("decodes" if with_values else "missing")
     assert {file.state for file in report.files} == {"readable"}
-    assert set(report.unchecked) == (ALL | VALUES | {"tied"}) - {"empty"}
+    in_values = VALUES | {"tied"} if with_values else set()
+    assert set(report.unchecked) == ALL - {"empty"} | in_values
     assert not report.is_complete
     assert report.lost == ()
     assert report.notes[0].startswith("the index is lost, and with it what lost files held")
+    assert with_values or "nothing shows that this save was ever finished" in report.notes[-1]
+    assert remesh.Checkpoint(report.target).record.world_size == 2
 
 
 @pytest.mark.parametrize("damage", ["with a record", "without a record", "another number"])
@@ -218,16 +224,6 @@ def test_lost_values(damaged: Path, damage: str) -> None:
     new = remesh.Checkpoint(report.target)
     assert new.values == {}
     assert dict(new.index.aliases) == {"tied": "pairs"}
-
-
-@both
-def test_only_data_files_are_left(damaged: Path) -> None:
-    for name in (native.RECORD_NAME, "index.safetensors", "values.msgpack"):
-        the_file(damaged, name).unlink()
-    report = repaired(damaged, keeps=ALL - {"empty"}, keep_unchecked=True)
-    assert (report.record, report.index, report.values) == ("missing",) * 3
-    assert "nothing shows that this save was ever finished" in report.notes[-1]
-    assert remesh.Checkpoint(report.target).record.world_size == 2
 
 
 # ---------------------------------------------------------------------------------------------
