@@ -134,16 +134,10 @@ def test_a_job_whose_look_fails_says_so_and_the_others_go_on(
     asyncio.run(trial())
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ({"tls": Tls(secret="s", ca_bundle="ü")}, "tls.caBundle: no certificates in PEM format"),
-        ({"tls": Tls(secret="s", ca_bundle="x")}, "tls.caBundle: no certificates in PEM format"),
-    ],
-)
-def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize("bundle", ["ü", "x"])
+def test_a_spec_that_is_not_valid_fails_its_job_alone(bundle: str) -> None:
     clusters = Clusters()
-    clusters.of["bad"] = bad = Cluster(job(**spec))
+    clusters.of["bad"] = bad = Cluster(job(tls=Tls(secret="s", ca_bundle=bundle)))
 
     async def trial() -> None:
         async with aiohttp.ClientSession() as session:
@@ -160,7 +154,7 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(spec: dict[str, Any], reas
     asyncio.run(trial())
     assert bad.job is not None
     assert bad.job.status.phase is Phase.FAILED
-    assert reason in bad.job.status.reason
+    assert "tls.caBundle: no certificates in PEM format" in bad.job.status.reason
     assert bad.pods == {}
 
 
