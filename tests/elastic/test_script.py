@@ -70,24 +70,21 @@ def package(at: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "is_safe"),
     [
-        ("seen.py", "--lr", "1", "-m", "x"),
-        ("link.py",),
-        ("-m", "pack", "word", "-m"),
-        ("-m", "pack.seen"),
+        (("seen.py", "--lr", "1", "-m", "x"), False),
+        (("link.py",), False),
+        (("-m", "pack", "word", "-m"), False),
+        (("-m", "pack.seen"), False),
+        (("seen.py",), True),
+        (("-m", "seen"), True),
     ],
 )
-def test_what_a_script_sees(tmp_path: Path, words: tuple[str, ...]) -> None:
-    package(tmp_path)
-    assert "True <class '__main__.Thing'>" in assert_same(tmp_path, *words)
-
-
-@pytest.mark.parametrize("words", [("seen.py",), ("-m", "seen")])
-def test_what_a_script_sees_on_a_safe_path(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_what_a_script_sees(tmp_path: Path, words: tuple[str, ...], is_safe: bool) -> None:
     package(tmp_path)
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    assert_same(tmp_path, *words, PYTHONSAFEPATH="1", PYTHONPATH=path)
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path} if is_safe else {}
+    assert "True <class '__main__.Thing'>" in assert_same(tmp_path, *words, **own)
 
 
 def test_an_exit_code_that_no_process_can_have(tmp_path: Path) -> None:

@@ -35,14 +35,7 @@ class Hour:
         shows: Sequence[str] = (),
         says: Sequence[str] = (),
     ) -> str:
-        """Run a command of the shell, and return what it wrote to stdout.
-
-        Args:
-            command: The command.
-            ends: The exit code that the user expects.
-            shows: What it writes to stdout.
-            says: What it writes to stderr, which is empty otherwise.
-        """
+        """What a command writes to stdout; its user expects an exit code, and words on the streams."""
         done = subprocess.run(
             shlex.split(command),
             check=False,
