@@ -162,21 +162,11 @@ def root_cause(failures: Sequence[ProcessFailure], patterns: Patterns) -> list[P
 
 
 class FailureAction(StrEnum):
-    """The next step of an agent whose processes failed."""
+    """What follows from the failures of a node."""
 
-    RESTART = "restart"
-    REPLACE = "replace"
-    FAIL = "fail"
-
-
-class FailureDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision on the failures of one node."""
-
-    action: FailureAction
-    """Start the processes again, leave so that another node takes the place of this one, or end the
-    job."""
-    charged: bool  # whether a restart is charged to the node's budget
-    reason: str  # why, in a sentence
+    EXCUSE = "excuse"  # start the processes again: others have caused it
+    CHARGE = "charge"  # start them again, if the node's budget has a restart left
+    REPLACE = "replace"  # another node takes the place of this one
 
 
 def restart_pause(num_failed: int) -> float:
@@ -188,32 +178,18 @@ def restart_pause(num_failed: int) -> float:
 
 
 def decide(
-    failures: Sequence[ProcessFailure],
-    *,
-    num_charged: int,
-    max_restarts: int,
-    num_ranks: int,
-    patterns: Patterns,
-) -> FailureDecision:
-    """Decide what follows from the failures of one node in one round."""
+    failures: Sequence[ProcessFailure], *, num_ranks: int, patterns: Patterns
+) -> tuple[FailureAction, str]:
+    """What follows from the failures of one node in one round, and why, in a sentence."""
     first = root_cause(failures, patterns)[0]
     kind = classify(first, patterns)
     where = f"rank {first.rank} (local rank {first.local_rank}) on node {first.node_id}"
     how = first.signal_name or f"exit code {first.exit_code}"
-    charged = False
     if kind is Kind.NODE:
-        action = FailureAction.REPLACE
         reason = f"{where} reports a broken machine ({how}); another node should replace it"
-    elif kind is Kind.STOPPED or (kind is Kind.COLLATERAL and num_ranks != 1):
-        action = FailureAction.RESTART
-        why = "was stopped" if kind is Kind.STOPPED else "failed because others did"
-        reason = f"{where} {why} ({how})"
-    elif num_charged >= max_restarts:
-        action = FailureAction.FAIL
-        charges = f"{num_charged} of {max_restarts} restarts"
-        reason = f"{where} failed ({how}); no restart left: {charges} charged to its node"
-    else:
-        action, charged = FailureAction.RESTART, True
-        charges = f"{num_charged + 1} of {max_restarts} restarts"
-        reason = f"{where} failed ({how}); {charges} charged to its node"
-    return FailureDecision(action=action, charged=charged, reason=reason)
+        return FailureAction.REPLACE, reason
+    if kind is Kind.STOPPED:
+        return FailureAction.EXCUSE, f"{where} was stopped ({how})"
+    if kind is Kind.COLLATERAL and num_ranks != 1:
+        return FailureAction.EXCUSE, f"{where} failed because others did ({how})"
+    return FailureAction.CHARGE, f"{where} failed ({how})"

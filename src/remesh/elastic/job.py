@@ -26,12 +26,7 @@ import msgspec
 
 from remesh.elastic import checks, protocol, rendezvous
 from remesh.elastic.checks import CheckResult, RunningCheck
-from remesh.elastic.failures import (
-    FailureAction,
-    Patterns,
-    ProcessFailure,
-    decide,
-)
+from remesh.elastic.failures import FailureAction, Patterns, ProcessFailure, decide
 from remesh.elastic.progress import TrainingProgress
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Content, Drain, Join, Leave, Sender
 from remesh.elastic.rendezvous import Node, Outcome, Rendezvous
@@ -327,38 +322,37 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
     known = {(each.node_id, each.round) for each in job.incidents if each.failures}
     if not event.failures or has_joined or (event.node_id, event.round) in known:
         return job
-    charged = job.charges.get(event.node_id, 0)
-    decision = decide(
-        event.failures,
-        num_charged=charged,
-        max_restarts=job.max_restarts,
-        num_ranks=nodes.num_ranks,
-        patterns=job.policy.patterns,
-    )
+    action, text = decide(event.failures, num_ranks=nodes.num_ranks, patterns=job.policy.patterns)
+    has_budget = True
+    if action is FailureAction.CHARGE:
+        job, text, has_budget = _charge(job, node.id, text)
     incident = Incident(
-        node_id=event.node_id,
-        round=event.round,
-        time=now,
-        text=decision.reason,
-        failures=event.failures,
+        node_id=node.id, round=event.round, time=now, text=text, failures=event.failures
     )
-    job = _note(_record(job, incident), now, decision.reason)
-    if decision.charged:
-        job = _replace(job, charges={**job.charges, event.node_id: charged + 1})
-    if decision.charged or decision.action is not FailureAction.RESTART:
+    job = _note(_record(job, incident), now, text)
+    if action is not FailureAction.EXCUSE:
         job = _replace(job, suspect=None)
-    elif stop_reason(job, event.node_id, event.round) is None:
-        job = _replace(job, suspect=(event.node_id, decision.reason))
-    is_member = event.round == nodes.round and node.id in nodes.active
-    if decision.action is FailureAction.RESTART and is_member and nodes.broken is None:
-        # The others need not wait until it joins.
-        job = _advance(job, rendezvous.break_world(nodes, decision.reason), now)
-    if decision.action is FailureAction.REPLACE:
+    elif stop_reason(job, node.id, event.round) is None:
+        job = _replace(job, suspect=(node.id, text))
+    if not has_budget:
+        return _advance(job, rendezvous.end(nodes, Outcome.FAILED, text), now)
+    if action is FailureAction.REPLACE:
         job = _replace(job, must_check=True)
-        job = _advance(job, rendezvous.exclude(nodes, node, decision.reason, now), now)
-    if decision.action is FailureAction.FAIL:
-        job = _advance(job, rendezvous.end(nodes, Outcome.FAILED, decision.reason), now)
+        return _advance(job, rendezvous.exclude(nodes, node, text, now), now)
+    if event.round == nodes.round and node.id in nodes.active and nodes.broken is None:
+        # The others need not wait until it joins.
+        return _advance(job, rendezvous.break_world(nodes, text), now)
     return job
+
+
+def _charge(job: JobState, node_id: int, reason: str) -> tuple[JobState, str, bool]:
+    """Charge a restart to a node; what is said of it, and whether its budget had one left."""
+    charged, most = job.charges.get(node_id, 0), job.max_restarts
+    if charged >= most:
+        counts = f"{charged} of {most} restarts"
+        return job, f"{reason}; no restart left: {counts} charged to its node", False
+    job = _replace(job, charges={**job.charges, node_id: charged + 1})
+    return job, f"{reason}; {charged + 1} of {most} restarts charged to its node", True
 
 
 def _charge_suspect(job: JobState, nodes: Rendezvous, now: float) -> JobState:
@@ -366,14 +360,11 @@ def _charge_suspect(job: JobState, nodes: Rendezvous, now: float) -> JobState:
     if job.suspect is None:
         return job
     (node_id, text), job = job.suspect, _replace(job, suspect=None)
-    text = f"{text}, but no other process has failed by itself"
-    charged, most = job.charges.get(node_id, 0), job.max_restarts
-    if charged >= most:
-        counts = f"{charged} of {most} restarts"
-        reason = f"{text}; no restart left: {counts} charged to its node"
-        return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
-    job = _replace(job, charges={**job.charges, node_id: charged + 1})
-    return _note(job, now, f"{text}; {charged + 1} of {most} restarts charged to its node")
+    reason = f"{text}, but no other process has failed by itself"
+    job, text, has_budget = _charge(job, node_id, reason)
+    if not has_budget:
+        return _advance(job, rendezvous.end(nodes, Outcome.FAILED, text), now)
+    return _note(job, now, text)
 
 
 def _drain(job: JobState, event: Drain, nodes: Rendezvous, now: float) -> JobState:
