@@ -31,7 +31,7 @@ import remesh
 from remesh.background.process import WriterProcess
 from remesh.background.save import BackgroundSave
 from remesh.background.writer import SaveWriter
-from remesh.checkpoint import commit, saving
+from remesh.checkpoint import commit
 from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange, protocol
@@ -403,14 +403,12 @@ def test_a_cancelled_rank_cancels_the_save(canceller: int, tmp_path: Path) -> No
 # Every function
 # ---------------------------------------------------------------------------------------------
 
-STEPS = {
-    one.__code__
-    for one in (
-        *(protocol.run_on_all, protocol.run_each, protocol.run_on_one, protocol.run_joined),
-        *(saving.write, BackgroundSave.stage, SaveWriter.save),
-    )
-}
-"""What a failure cannot leave unnoticed; everything that may fail is called by one of them."""
+STEPS = {BackgroundSave.stage.__code__, SaveWriter.save.__code__}
+"""What a failure cannot leave unnoticed, beside the blocks of outcomes; everything that may fail is
+called in one of them."""
+
+BLOCKS = threading.local()
+"""How many blocks of outcomes (`depth`) a thread is in."""
 
 TOLD_BY = ("remesh.exchange.", "remesh.events", "tests.support.")
 """Modules whose functions are what failures are made and told with."""
@@ -442,6 +440,8 @@ class Calls:
 
     def _is_in_a_step(self, frame: FrameType) -> bool:
         """Whether a step of the rank calls this."""
+        if getattr(BLOCKS, "depth", 0) and is_rank(self._victim):
+            return True
         above = frame.f_back
         while above is not None:
             if above.f_code in STEPS:
@@ -470,6 +470,26 @@ class _OneAtATime:
         return getattr(sys, name)
 
 
+@contextmanager
+def watched_blocks() -> Iterator[None]:
+    """Keep `BLOCKS` while this is entered."""
+    leave = protocol.Outcome.__exit__
+
+    def enter_watched(outcome: protocol.Outcome) -> protocol.Outcome:
+        BLOCKS.depth = getattr(BLOCKS, "depth", 0) + 1
+        return outcome
+
+    def leave_watched(*arguments: Any) -> bool:
+        BLOCKS.depth -= 1
+        return leave(*arguments)
+
+    with (
+        patch.object(protocol.Outcome, "__enter__", enter_watched),
+        patch.object(protocol.Outcome, "__exit__", leave_watched),
+    ):
+        yield
+
+
 def save_traced(
     kind: Literal["sync", "thread"], calls: Calls, storage: MemoryStorage, value: float
 ) -> list[BaseException | None]:
@@ -478,7 +498,7 @@ def save_traced(
     job.value = value - 1.0
     threading.settrace(calls)
     try:
-        with patch.object(threading, "_sys", _OneAtATime()), job.running():
+        with patch.object(threading, "_sys", _OneAtATime()), watched_blocks(), job.running():
             return job.save()
     finally:
         threading.settrace(None)

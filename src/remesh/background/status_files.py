@@ -126,6 +126,7 @@ class StatusFiles:
         self._replies: dict[int, bytes] = {}  # on rank 0, those that it has read
         self._given_up: BaseException | None = None
         self._wake = threading.Event()
+        self.has_begun = False  # whether `join_outcomes` tells the others if this rank fails
         self.is_counted = False  # whether rank 0 may commit this rank's files
 
     def join_outcomes(
@@ -183,6 +184,7 @@ class StatusFiles:
         self, own: Outcome, join: Callable[[list[bytes]], object], undo: Callable[[], None]
     ) -> None:
         try:
+            self.has_begun = True
             if own.error is not None:
                 raise own.error
             self._wait_for_replies()
@@ -242,6 +244,7 @@ class StatusFiles:
 
     def _follow(self, own: Outcome) -> None:
         try:
+            self.has_begun = True
             if own.error is not None:
                 raise own.error
             # Rank 0 may have removed all files before this rank had written its own.

@@ -104,10 +104,12 @@ class SaveWriter:
         with Outcome() as written:
             parts = self._write()
             written.reply = encode_parts(parts)
-        join = partial(self._status.join_outcomes, written)
         try:
+            join = partial(self._status.join_outcomes, written)
             commit(join, self._storage, task.global_plan, self._trainer.see)
-        except BaseException:
+        except BaseException as error:
+            if not self._status.has_begun:
+                self._status.report(error)
             if not (task.rank == 0 or self._status.is_counted):
                 kept = [part.path for part in task.kept]
                 remove_paths(self._storage, [*task.files.paths, *kept])
