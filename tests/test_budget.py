@@ -19,15 +19,15 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1026, 1200),
-    "adapters": (3522, 3200),
-    "background": (1603, 1400),
+    "adapters": (3521, 3200),
+    "background": (1608, 1400),
     "catalog": (778, 900),
     "checkpoint": (6106, 4900),
     "cli": (2741, 3700),
     "compat": (4179, 4100),
     "core": (3842, 5000),
     "demo": (1025, 1000),
-    "elastic": (7772, 6300),
+    "elastic": (7739, 6300),
     "exchange": (1010, 800),
     "formats": (6989, 7000),
     "kubernetes": (1909, 2000),
