@@ -163,13 +163,9 @@ def test_a_save_after_a_killed_one_is_durable(
     covered(f"seed {seed()}: {num_states} losses of power")
 
 
-def without_sync(_self: object) -> None:
-    """A storage that promises and does not keep."""
-
-
 def test_the_replay_finds_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that cannot fail would show nothing: without syncs it must."""
-    monkeypatch.setattr("remesh.storage.LocalStorage.sync", without_sync)
+    monkeypatch.setattr("remesh.storage.LocalStorage.sync", lambda _self: None)
     root = tmp_path / "disk"
     root.mkdir()
     recording = two_saves(root)

@@ -173,13 +173,10 @@ def test_every_call_may_fail_in_every_way(
     }
 
 
-def stays_open(_self: object) -> None:
-    """An abort that closes and removes nothing."""
-
-
 def test_a_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that cannot fail would show nothing."""
-    monkeypatch.setattr("remesh.storage.local.LocalWriter.abort", stays_open)
+    # An abort that closes and removes nothing.
+    monkeypatch.setattr("remesh.storage.local.LocalWriter.abort", lambda _self: None)
     fault = OneFault(1, Kind(errno.EIO), only="fallocate")
     with pytest.raises(AssertionError, match=r"data-.*\.safetensors"):
         meet(tmp_path, 1, fault)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import pickletools
 import random
@@ -213,14 +212,6 @@ def archive(pickled: bytes, storage: bytes = b"\x01" * 16) -> bytes:
     return stream.getvalue()
 
 
-def _torch_file(pickled: bytes) -> dict[str, bytes]:
-    return {"x.pt": archive(pickled)}
-
-
-def _dcp_metadata(pickled: bytes) -> dict[str, bytes]:
-    return {".metadata": pickled}
-
-
 _DCP = "torch.distributed.checkpoint"
 
 
@@ -246,22 +237,6 @@ def dcp_value(pickled: bytes, names: str = "v") -> dict[str, bytes]:
     return {".metadata": metadata, "__0_0.distcp": content}
 
 
-def _megatron(pickled: bytes) -> dict[str, bytes]:
-    return {**dcp_value(b"\x80\x02K\x01."), "common.pt": archive(pickled)}
-
-
-def _zarr(pickled: bytes) -> dict[str, bytes]:
-    return {
-        "metadata.json": json.dumps({"sharded_backend": "zarr"}).encode(),
-        "common.pt": archive(pickled),
-        "rng/shard_0_1.pt": archive(pickled),
-    }
-
-
-def _paddle_metadata(pickled: bytes) -> dict[str, bytes]:
-    return {"0.metadata": pickled}
-
-
 def _paddle_data(pickled: bytes) -> dict[str, bytes]:
     """A checkpoint of one tensor, whose data file is the pickle."""
     home = "paddle.distributed.flex_checkpoint.dcp.metadata"
@@ -278,19 +253,22 @@ def _paddle_data(pickled: bytes) -> dict[str, bytes]:
     }
 
 
-def _atorch(pickled: bytes) -> dict[str, bytes]:
-    return {"optim_param.00000-00001": b"\x02\0\0\0\0\0\0\0{}", "optim_meta": pickled}
-
-
 CHECKPOINTS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
-    "torch_file": _torch_file,
-    "dcp_metadata": _dcp_metadata,
+    "torch_file": lambda pickled: {"x.pt": archive(pickled)},
+    "dcp_metadata": lambda pickled: {".metadata": pickled},
     "dcp_value": dcp_value,
-    "megatron": _megatron,
-    "zarr": _zarr,
-    "paddle_metadata": _paddle_metadata,
+    "megatron": lambda pickled: {**dcp_value(b"\x80\x02K\x01."), "common.pt": archive(pickled)},
+    "zarr": lambda pickled: {
+        "metadata.json": b'{"sharded_backend": "zarr"}',
+        "common.pt": archive(pickled),
+        "rng/shard_0_1.pt": archive(pickled),
+    },
+    "paddle_metadata": lambda pickled: {"0.metadata": pickled},
     "paddle_data": _paddle_data,
-    "atorch": _atorch,
+    "atorch": lambda pickled: {
+        "optim_param.00000-00001": b"\x02\0\0\0\0\0\0\0{}",
+        "optim_meta": pickled,
+    },
 }
 
 

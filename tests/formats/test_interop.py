@@ -59,39 +59,21 @@ def contents(state: dict[str, Any]) -> Contents:
     return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
-def dcp_save(exchange: Exchange, folder: Path) -> Contents:
-    state = make_dcp_state(exchange, 1)
-    dcp.state_dict_saver.save(state, checkpoint_id=folder)
-    return contents(state)
-
-
-def remesh_load(exchange: Exchange, folder: Path) -> tuple[Contents, Any]:
-    state = make_dcp_state(exchange, 2)
-    remesh.load(state, folder)
-    return contents(state), (state["step"], state["nested"])
-
-
-def remesh_save(exchange: Exchange, folder: Path) -> Contents:
-    state = make_dcp_state(exchange, 1)
-    remesh.save(state, folder, format="torch_dcp")
-    return contents(state)
-
-
-def dcp_load(exchange: Exchange, folder: Path) -> tuple[Contents, Any]:
-    state = make_dcp_state(exchange, 2)
-    dcp.state_dict_loader.load(state, checkpoint_id=folder)
-    return contents(state), (state["step"], state["nested"])
-
-
 VALUES = (1, {"list": [1, 2], "betas": (0.9, 1)})
 
 
-def save_both(exchange: Exchange, theirs: Path, ours: Path) -> tuple[Contents, Contents]:
-    return dcp_save(exchange, theirs), remesh_save(exchange, ours)
+def save_both(exchange: Exchange, theirs: Path, ours: Path) -> Contents:
+    state = make_dcp_state(exchange, 1)
+    dcp.state_dict_saver.save(state, checkpoint_id=theirs)
+    remesh.save(state, ours, format="torch_dcp")
+    return contents(state)
 
 
 def load_both(exchange: Exchange, theirs: Path, ours: Path) -> list[tuple[Contents, Any]]:
-    return [remesh_load(exchange, theirs), dcp_load(exchange, ours)]
+    by_remesh, by_dcp = (make_dcp_state(exchange, 2) for _ in range(2))
+    remesh.load(by_remesh, theirs)
+    dcp.state_dict_loader.load(by_dcp, checkpoint_id=ours)
+    return [(contents(one), (one["step"], one["nested"])) for one in (by_remesh, by_dcp)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +90,7 @@ def test_torch_and_remesh_load_what_the_other_saved(
     places = tmp_path / "theirs", tmp_path / "ours"
     saved, *_ = run_processes(num_savers, save_both, *places)
     for loaded in run_processes(num_loaders, load_both, *places):
-        assert loaded == [(contents, VALUES) for contents in saved]
+        assert loaded == [(saved, VALUES)] * 2
 
 
 # ---------------------------------------------------------------------------------------------

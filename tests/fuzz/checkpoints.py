@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,6 @@ def _native(folder: Path, **options: Any) -> None:
     run_ranks(2, save)
 
 
-def _native_compressed(folder: Path) -> None:
-    _native(folder, compress="zstd")
-
-
 def _foreign(name: str) -> Callable[[Path], None]:
     def write_it(folder: Path) -> None:
         run_ranks(2, lambda exchange: remesh.save(
@@ -84,27 +81,19 @@ def _foreign(name: str) -> Callable[[Path], None]:
     return write_it
 
 
-def _dcp_state() -> dict[str, Any]:
-    return {
+def _dcp(folder: Path, **options: Any) -> None:
+    state: dict[str, Any] = {
         "model": {"w": torch.arange(12.0).reshape(3, 4), "t": torch.arange(6).reshape(2, 3).t()},
         "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {"params": ["a", "b"]}],
         "step": 7,
         "b": torch.ones(3, dtype=torch.bfloat16),
     }
-
-
-def _dcp(folder: Path, **options: Any) -> None:
-    state = _dcp_state()
     if options:
         state["model"]["t"] = state["model"]["t"].contiguous()  # safetensors knows no strides
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there is no process group
         writer = FileSystemWriter(folder, **options)
         dcp.state_dict_saver.save(state, storage_writer=writer, no_dist=True)
-
-
-def _dcp_safetensors(folder: Path) -> None:
-    _dcp(folder, serialization_format=SerializationFormat.SAFETENSORS)
 
 
 def _torch_file(folder: Path) -> None:
@@ -181,9 +170,9 @@ def _recorded(source: Path) -> Callable[[Path], None]:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "native": _native,
-    "native compressed": _native_compressed,
+    "native compressed": partial(_native, compress="zstd"),
     "torch_dcp": _dcp,
-    "torch_dcp safetensors": _dcp_safetensors,
+    "torch_dcp safetensors": partial(_dcp, serialization_format=SerializationFormat.SAFETENSORS),
     "torch_dcp by remesh": _foreign("torch_dcp"),
     "megatron torch_dist": _foreign("torch_dist"),
     "megatron flattened": write_flattened,
