@@ -122,6 +122,19 @@ def test_the_function_is_entered_again_from_a_hang_in_python(agent: Agent) -> No
     assert agent.report() is None  # nothing of it is left that an agent would go by
 
 
+def test_a_process_that_missed_the_order_to_leave_leaves_before_it_enters(agent: Agent) -> None:
+    ranks = []
+
+    def train(job: TrainingJob) -> None:
+        ranks.append(os.environ["RANK"])
+        if job.entries == 0:
+            agent.send(Order(2, {"RANK": "5"}))
+            time.sleep(3600)
+
+    run(train)
+    assert ranks == ["0", "5"]
+
+
 def test_a_process_may_call_run_again_after_a_change_of_the_world(agent: Agent) -> None:
     reports = []
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from remesh.elastic import lifecycle
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, Tell, begin, step
-from remesh.elastic.process_socket import Act, Order, Report, Request, next_act
+from remesh.elastic.process_socket import Order, Report, Request, pending
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
 from remesh.elastic.rendezvous import Node, Outcome
@@ -345,15 +345,14 @@ def lives_on(job: Job, process: Process) -> Iterator[Process]:
     if process.report is None or process.order is None:
         return
     enters, number, world_number = process.order
-    order = Order(number, {} if enters else None)
-    match next_act(process.report, order):
-        case Act.LEAVE:
-            yield process._replace(status="out", report=replace(process.report, is_out=True))
-        case Act.CONFIRM:
-            yield process._replace(report=replace(process.report, number=number, error=""))
-        case Act.ENTER:
-            report = Report(number=number)
-            yield process._replace(status="trains", report=report, world=world_number)
+    if pending(process.report, Order(number)) is None:
+        return
+    if not process.report.is_out:
+        yield process._replace(status="out", report=replace(process.report, is_out=True))
+    elif enters:
+        yield process._replace(status="trains", report=Report(number=number), world=world_number)
+    else:
+        yield process._replace(report=replace(process.report, number=number, error=""))
 
 
 def check(job: Job) -> None:

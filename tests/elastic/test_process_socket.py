@@ -18,7 +18,6 @@ from remesh.elastic import process_socket
 from remesh.elastic.directories import SOCKETS, agent_directory
 from remesh.elastic.process_socket import (
     MAX_WAITING,
-    Act,
     AgentConnection,
     Instruction,
     Observation,
@@ -26,7 +25,6 @@ from remesh.elastic.process_socket import (
     ProcessSockets,
     Report,
     connect,
-    next_act,
 )
 from remesh.elastic.progress import RankProgress
 
@@ -167,10 +165,6 @@ def test_the_end_of_an_agent_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert not AgentConnection(path).is_lost  # the file alone says nothing
     assert AgentConnection(path).is_lost
     assert not AgentConnection(unseen).is_lost
-
-
-def test_a_process_that_missed_the_order_to_leave_leaves_before_it_enters() -> None:
-    assert next_act(Report(number=2), Order(4, {})) is Act.LEAVE
 
 
 @pytest.mark.parametrize("ends_in_fork", [False, True])

@@ -35,12 +35,11 @@ from typing import TypeVar
 from remesh.elastic.collectives import abort_nccl, break_collectives, leave_groups
 from remesh.elastic.failures import Patterns
 from remesh.elastic.process_socket import (
-    Act,
     AgentConnection,
     Observation,
     Order,
     Report,
-    next_act,
+    pending,
 )
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import AgentLostError, WorldChangedError
@@ -191,7 +190,7 @@ class _ReentrantRunner:
             self.job.entries += 1
 
     def _must_leave(self) -> bool:
-        return next_act(self._report, self._order()) is Act.LEAVE
+        return not self._report.is_out and pending(self._report, self._order()) is not None
 
     def _leave_world(self, error: BaseException) -> None:
         """Leave the world: nothing of it is in use when the agent learns of it."""
@@ -213,16 +212,12 @@ class _ReentrantRunner:
         """Wait for the order to enter, and take over the new world."""
         limit = time.monotonic() + PEER_SECONDS
         while True:
-            order = self._order()
-            act = next_act(self._report, order)
-            if act is Act.CONFIRM:
-                assert order is not None
-                self._say(is_out=True, number=order.number)
-            elif act is Act.ENTER:
-                assert order is not None
+            order = pending(self._report, self._order())
+            if order is not None:
                 os.environ.update(order.environment or {})
-                self._say(is_out=False, number=order.number)
-                return
+                self._say(is_out=order.environment is None, number=order.number)
+                if order.environment is not None:
+                    return
             elif self._report.error and time.monotonic() > limit:
                 raise error
             else:

@@ -244,9 +244,10 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
 def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
     nodes = job.rendezvous
     limit = progress.hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges)
-    if nodes.broken is None and progress.hangs(live.progress, now, limit):
-        silent, lagging = now - live.progress.moved, progress.lagging_ranks(live.ranks)
-        behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
-        reason = f"no rank has finished a step for {silent:.0f} s{behind}"
-        return [jobs.HangDetected(nodes.round, reason)]
-    return []
+    pause = progress.pause_of(live.progress, now)
+    if nodes.broken is not None or pause is None or pause <= limit:
+        return []
+    lagging = progress.lagging_ranks(live.ranks)
+    behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
+    reason = f"no rank has finished a step for {pause:.0f} s{behind}"
+    return [jobs.HangDetected(nodes.round, reason)]

@@ -12,7 +12,7 @@ one tells more.
 The agent shows each process an `Instruction`: the newest is a state and not an event. It is sent to
 each connection when it begins, and whenever it changes, so none is lost, and a manager that is made
 later than others knows as much. An order to leave the world or to enter the next one has a number,
-and is carried out once (`next_act`). A request to save or to wait stands until there is another.
+and is carried out once (`pending`). A request to save or to wait stands until there is another.
 
 The end of a connection is the sign of death. A process whose agent has ended, or has started
 another one in its place, must end, since two would train: it reads the end of its connection,
@@ -32,7 +32,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Literal
 
 import msgspec
@@ -81,26 +80,9 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     report: Report | None = None
 
 
-class Act(StrEnum):
-    """The next act of a process."""
-
-    GO_ON = "go on"
-    LEAVE = "leave"
-    CONFIRM = "confirm"
-    ENTER = "enter"
-
-
-def next_act(report: Report, order: Order | None) -> Act:
-    """The next act of a process, given all that it knows.
-
-    `GO_ON` also for a process that is out and has to wait; `CONFIRM` for one that is out already
-    when it is ordered to leave.
-    """
-    if order is None or order.number <= report.number:
-        return Act.GO_ON
-    if not report.is_out:
-        return Act.LEAVE
-    return Act.CONFIRM if order.environment is None else Act.ENTER
+def pending(report: Report, order: Order | None) -> Order | None:
+    """The order that a process has still to carry out, given all that it knows."""
+    return order if order is not None and order.number > report.number else None
 
 
 class AgentConnection:

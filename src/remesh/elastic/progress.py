@@ -132,15 +132,6 @@ def hang_limit(progress: TrainingProgress, given: float | None, num_hangs: int) 
     return limit * 2.0 ** min(num_hangs, 30)
 
 
-def hangs(progress: TrainingProgress, now: float, limit: float) -> bool:
-    """True if no rank has finished a step for longer than a limit.
-
-    Only jobs that report steps can be judged: before the first report nothing is said.
-    """
-    pause = pause_of(progress, now)
-    return pause is not None and pause > limit
-
-
 def slow_ranks(ranks: Mapping[int, RankProgress]) -> Mapping[int, float]:
     """Ranks whose own work takes longer than that of the others, and how many times the median."""
     durations = {
