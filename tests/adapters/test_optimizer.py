@@ -238,6 +238,8 @@ def test_groups_that_share_a_default_get_tensors_of_their_own() -> None:
         (torch.tensor([3.0]), None, torch.tensor([3.0])),
         (None, torch.tensor(0.0), None),
         (0.5, torch.tensor(0), 0.5),
+        (3, torch.tensor(0), torch.tensor(3)),
+        (3, torch.tensor(False), 3),
         (torch.tensor(7), 0, 7),
     ],
 )

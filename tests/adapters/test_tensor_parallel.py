@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,12 +273,30 @@ def test_the_default_speaks_for_all_entries() -> None:
 def test_layers_that_checkpoint_activations_are_declared_as_without() -> None:
     plain, wrapped = transformer(1, 2, layers=1), transformer(1, 2, layers=1)
     wrapped.layers[0] = checkpoint_wrapper(wrapped.layers[0])
-    boxes = [
-        {e.name: [part.box for part in e.parts] for e in describe(model, describe_leaf).tensors}
-        for model in (plain, wrapped)
-    ]
+    boxes = []
+    for model in (plain, wrapped):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.ones_like(parameter)
+            parameter.tensor_model_parallel = name.endswith("qkv.weight")  # type: ignore[attr-defined]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer}
+        tensors = describe(state, describe_leaf).tensors
+        boxes.append({e.name: [part.box for part in e.parts] for e in tensors})
     assert boxes[0] == boxes[1]
-    assert boxes[1]["layers.0.attention.qkv.weight"] != [Box.whole((16, SHAPE.hidden))]
+    name = "layers.0.attention.qkv.weight"
+    assert boxes[1][f"model.{name}"] != [Box.whole((16, SHAPE.hidden))]
+    assert boxes[1][f"optimizer.state.{name}.momentum_buffer"] == boxes[1][f"model.{name}"]
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), checkpoint_wrapper])
+def test_the_default_of_a_wrapper_is_what_the_module_in_it_declares(
+    wrap: Callable[[torch.nn.Module], torch.nn.Module],
+) -> None:
+    layer = transformer(1, 2, layers=1).layers[0].attention
+    plain, wrapped = (default_sharded_state_dict(one, "m.") for one in (layer, wrap(layer)))
+    shapes = [{key: one.global_shape for key, one in said.items()} for said in (plain, wrapped)]
+    assert [*shapes[0].values()] == [*shapes[1].values()]
 
 
 def fsdp_over_shards(exchange: Exchange, source: str, target: str) -> bool:

@@ -361,7 +361,9 @@ def test_what_makes_the_function_be_left_does_not_meet_the_next_entry(
     assert run(train) == 1
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "0"), ("0", "0"), ("3", "3")])
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, "0"), ("1", "0"), ("2", "0"), ("0", "0"), ("3", "3")]
+)
 def test_a_value_of_the_user_for_nccl_is_kept(
     given: str | None,
     kept: str,

@@ -101,16 +101,19 @@ class TestTwoAgentsThatWouldBeOneNode:
         assert self.start("d").waits_as() == 1
 
     def test_under_one_id_the_second_is_refused(self) -> None:
-        first = self.start("a", 3)
-        assert first.waits_as() == 3
+        first = self.start("a", 0)
+        assert first.waits_as() == 0
         self.served.master.live.agents["a"].pause = 6.0  # of a job that sends few heartbeats
-        self.clock.now += 6.5
-        second = self.start("b", 3)
-        assert "node id 3 belongs to another agent, which lives" in self.refusal_of(second)
+        self.clock.now += 5.0
+        second = self.start("b", 0)
+        assert "died or will be heard soon" in self.refusal_of(second)
         self.clock.now += 1.0
+        self.served.beat(0)
+        wait_until(lambda: "node id 0 belongs to another agent, which lives" in self.refusal_of(second), "it is refused")
+        self.clock.now += 7.1
         wait_until(lambda: second.session.newest is not None, "it has the id now")
-        assert second.waits_as() == 3
-        assert first.shown(Rejected).reason == "another agent has taken over node id 3"
+        assert second.waits_as() == 0
+        assert first.shown(Rejected).reason == "another agent has taken over node id 0"
 
     def test_one_that_has_ended_just_now_may_begin_another_session(self) -> None:
         first = self.start("a", 3)

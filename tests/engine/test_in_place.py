@@ -75,6 +75,16 @@ def test_memory_without_gaps_is_filled_in_place(
     assert (place.num_in_place > 0, place.num_copied > 0) == (is_in_place, not is_in_place)
 
 
+def test_files_that_are_not_cached_are_read_through_a_buffer(
+    place: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "read_cached", lambda *_: False)
+    target = {name: torch.zeros_like(tensor) for name, tensor in STORED.items()}
+    remesh.load(target, place)
+    assert all(torch.equal(target[name], tensor) for name, tensor in STORED.items())
+    assert place.num_copied > 0
+
+
 def part_of_a(data: torch.Tensor, offset: tuple[int, int]) -> remesh.ShardedTensor:
     box = Box(offset, tuple(data.shape))
     return remesh.ShardedTensor("a", (64, 96), (Part(box, data),))

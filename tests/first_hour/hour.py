@@ -35,7 +35,7 @@ class Hour:
         shows: Sequence[str] = (),
         says: Sequence[str] = (),
     ) -> str:
-        """What a command writes to stdout; its user expects an exit code, and words on the streams."""
+        """What a command writes to stdout; a user expects an exit code and words on the streams."""
         done = subprocess.run(
             shlex.split(command),
             check=False,

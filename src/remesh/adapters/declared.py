@@ -158,9 +158,12 @@ def declared_shards(
 
 def refuse_marked(module: nn.Module, described_by_key: Iterable[str], prefix: str) -> None:
     """Refuse parameters that are marked as shards and not described."""
-    described = set(described_by_key)
-    for raw, parameter in module.named_parameters(remove_duplicate=False):
-        if raw in described or isinstance(parameter, DTensor):
+    # Keys of a state dict lack what activation checkpointing puts into the names of parameters.
+    described = {one.name for one in entry_names(module, described_by_key).values()}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names = entry_names(module, parameters)
+    for raw, parameter in parameters.items():
+        if names[raw].name in described or isinstance(parameter, DTensor):
             continue
         for mark in _MARKS:
             if getattr(parameter, mark, False) is True:
@@ -238,7 +241,7 @@ def _declared(
         for raw, entry in entry_names(root, modules).items()
         if inner_attribute(modules[raw]) is None
         and callable(getattr(modules[raw], "sharded_state_dict", None))
-        and (with_root or entry.name)
+        and (with_root or modules[raw] is not root)
     }
     below = defaultdict[str, dict[str, str]](dict)
     for name, raw in names.items():

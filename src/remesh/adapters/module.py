@@ -191,12 +191,13 @@ def _places(
     module = module_of(leaf)
     names = entry_names(module, tensors)
     flat = {raw: one.shards for one in originals for raw in (one.raw, *one.aliases)}
-    shards = declared_shards(module, entries, where)
+    by_key = declared_shards(module, entries, where)
+    shards = {one.name: by_key[raw] for raw, one in entry_names(module, by_key).items()}
     unsynchronised = ignored_by_ddp(module)
     buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
     places = {}
     for raw, tensor in tensors.items():
-        declared = shards.get(raw)
+        declared = shards.get(names[raw].name)
         equal = (
             raw in flat
             or isinstance(tensor, DTensor)

@@ -772,7 +772,9 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any], filled: set[
             elif isinstance(like, torch.Tensor):
                 new = new.to(like.device)
         elif isinstance(like, torch.Tensor) and isinstance(value, int | float):
-            new = torch.full_like(like, value) if like.is_floating_point() else value
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            is_number = is_whole and like.dtype != torch.bool
+            new = torch.full_like(like, value) if like.is_floating_point() or is_number else value
         if (
             isinstance(live, torch.Tensor)
             and isinstance(new, torch.Tensor)

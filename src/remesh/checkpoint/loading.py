@@ -169,7 +169,9 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
                 target = target_of(state, stored, is_transformed=makes)
             share_outcomes(exchange, chosen)
             stored = with_parameter_names(exchange, target, stored, is_transformed=makes)
-            source = TensorSource(decoded(storage, stored.index), stored.index, stored.identity)
+            with Outcome() as found:
+                source = TensorSource(decoded(storage, stored.index), stored.index, stored.identity)
+            share_outcomes(exchange, found)
             read = partial(read_together, exchange, source, assign=assign, timeout=timeout)
             plan, _ = plan_into(target, stored, exchange, options, read=read)
             report = fill_planned(plan, exchange, read, emit)

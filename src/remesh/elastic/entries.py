@@ -106,7 +106,8 @@ def run(train: Callable[[TrainingJob], T]) -> T:
 def _quiet_nccl() -> None:
     """Keep NCCL's watchdog from ending this process when its communicators are aborted.
 
-    A value of the user stays, except 1: as torchrun, the agent sets that where there is none. Nor
+    A value of the user stays, except 1, which the agent sets as torchrun does where there is none,
+    and 2, with which it would abort them unknown to the job and let the process go on. Nor
     does the watchdog wait for dumps after a failure, by default for a minute, in which no group
     could be left.
     """
@@ -114,7 +115,7 @@ def _quiet_nccl() -> None:
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     given = os.environ.setdefault(name, "0")
-    if given == "1":
+    if given in ("1", "2"):
         os.environ[name] = "0"
     elif given != "0":
         log.warning(
@@ -272,8 +273,11 @@ class _ReentrantRunner:
         self.job.must_leave = True
         if self.job.is_changing and seconds < CHANGE_SECONDS:
             return RETRY_SECONDS / 10
-        self._is_forced = seconds >= CHANGE_SECONDS
         self.job.is_aborted = True
+        if self.job.is_changing and seconds < CHANGE_SECONDS:  # since the line before
+            self.job.is_aborted = False
+            return RETRY_SECONDS / 10
+        self._is_forced = seconds >= CHANGE_SECONDS
         break_collectives(_store_port())
         raised = self._raised_at
         if not raised or time.monotonic() - raised > RAISE_AGAIN_SECONDS:

@@ -45,6 +45,7 @@ class AgentSigns:
     session: int | None = None  # the number of its newest one; None once that has ended
     pause: float = BEAT_SECONDS  # seconds, at most, until its next heartbeat
     suspected: float = math.inf  # since when it has no session, if that means something
+    wanted: float = math.inf  # since when another agent has requested its node id
 
     @property
     def due(self) -> float:
@@ -137,7 +138,13 @@ def has_living_agent(
         return False
     other = live.agents.setdefault(holder.incarnation, AgentSigns(now))
     if other.session is not None:
-        return now <= other.heard + other.pause + CONFIRM_SECONDS
+        limit = other.pause + CONFIRM_SECONDS
+        if now > other.heard + limit:
+            return False
+        if not 0 <= now - other.wanted <= 2 * limit:
+            other.wanted = now
+        # Its session may be that of a machine that is gone: it lives if it is heard from now on.
+        return True if other.heard >= other.wanted else None
     # It has died just now, or begins another session.
     is_gone = other.is_dead(now) or now - other.heard > job.policy.heartbeat_timeout
     return False if is_gone else None
@@ -250,4 +257,5 @@ def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
     lagging = progress.lagging_ranks(live.ranks)
     behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
     reason = f"no rank has finished a step for {pause:.0f} s{behind}"
+    live.hung_round, live.stacks = nodes.round, {}
     return [jobs.HangDetected(nodes.round, reason)]

@@ -150,7 +150,11 @@ class Session:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
-                await self._try_once(http)
+                try:
+                    await self._try_once(http)
+                except Exception as error:
+                    log.exception("a session with the master has ended")
+                    self._note_end(repr(error), is_final=False)
                 if self._is_acknowledged or (
                     self._ends is not None and time.monotonic() >= self._ends
                 ):

@@ -101,7 +101,7 @@ class MemoryTransfer:
 
         def perform(task: int, _buffer: Buffer, place: Place, writing: Writing) -> int:
             copies = self.copies[bounds[task] : bounds[task + 1]]
-            with writing:
+            with writing():
                 for one in copies:
                     (held, part), target = one.held, place(one.want)
                     corner = one.box.shift(target.offset, -1)

@@ -54,7 +54,7 @@ class Destination:
 Place = Callable[[int], Destination]
 """Where regions go, by `Regions.want`."""
 
-Writing = AbstractContextManager[object]
+Writing = Callable[[], AbstractContextManager[object]]
 """What a thread enters to write into wanted memory (`TaskPool.writing`); several may be inside."""
 
 
@@ -85,7 +85,7 @@ def read_runs(
     reader = RunReader(storage, index, plan, np.arange(plan.num_runs))
 
     def read(task: int, buffer: Buffer) -> None:
-        reader.read(task, buffer, destinations.__getitem__, nullcontext())
+        reader.read(task, buffer, destinations.__getitem__, nullcontext)
 
     run_workers(plan.limits.num_reads, plan.num_runs, reader.buffer_bytes, read)
 
@@ -122,7 +122,7 @@ class RunReader:
             copies = _copies(self.index, regions, begin, place, buffer)
             parts = _parts_in_place(copies, begin.tolist(), buffer[: stop - start])
             if parts:
-                with writing:
+                with writing():
                     if self.storage.read_cached(path, start, parts):
                         return stop - start
         try:
@@ -133,7 +133,7 @@ class RunReader:
                 f"{self._advice}"
             ) from None
         self._check(file, start, stop, data)
-        with writing:
+        with writing():
             for memory, box, values in _copies(self.index, regions, begin, place, data):
                 memory.copy_in(box, values)
         return len(data)
@@ -160,7 +160,7 @@ class RunReader:
 def _parts_in_place(copies: Iterable[_Copy], begins: Sequence[int], buffer: Buffer) -> list[Buffer]:
     """Where the bytes of a run go: to wanted memory, or into the buffer where nothing wants them.
 
-    None if they must be copied: where wanted memory has gaps, or is wanted for several tensors.
+    Empty if they must be copied: where wanted memory has gaps, or is wanted for several tensors.
     """
     parts: list[Buffer] = []
     end = 0

@@ -135,9 +135,11 @@ class Stager:
                 data = self._layout.fill_chunk(number, chunk.buffer, queued=True)
                 return Filled(number, len(data), chunk), copies.mark()
         except BaseException:
-            if copies is not None:
-                copies.mark()()  # nothing may still be copied into what others are given
-            self._arena.give(chunk)
+            try:
+                if copies is not None:
+                    copies.mark()()  # nothing may still be copied into what others are given
+            finally:
+                self._arena.give(chunk)
             raise
 
 

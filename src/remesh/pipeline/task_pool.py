@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -132,7 +133,7 @@ class TaskPool:
             buffer = aligned_buffer(self._tasks.buffer_bytes)
             while (task := self._next_task()) is not None:
                 with suppress(DroppedError):
-                    size = self._tasks.perform(task, buffer, place, self.writing(task))
+                    size = self._tasks.perform(task, buffer, place, partial(self.writing, task))
                     self._has_read(task, size)
         except BaseException as caught:  # noqa: BLE001 - raised by the thread that waits
             error = caught

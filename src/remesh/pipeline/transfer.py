@@ -515,7 +515,7 @@ def execute_on_device(
     def take(turn: int) -> None:
         """Perform the tasks of a turn; after the last come those for this rank only."""
         for task in range(bounds[turn], bounds[turn + 1]):
-            on_read(tasks.perform(task, no_buffer, place, nullcontext()))
+            on_read(tasks.perform(task, no_buffer, place, nullcontext))
 
     def unpack(turn: int) -> None:
         """Fill this rank's memory from the messages of a turn."""

@@ -142,7 +142,10 @@ class SurvivorState:
         """
         if not self._job.is_changing:
             self._finish_work()
-        self._job.is_changing = True
+            self._job.is_changing = True
+            if self._job.is_aborted:  # since the line before, and nothing is changed yet
+                self._job.is_changing = False
+                raise WorldChangedError("the world of the job changes")
         if self._job.boundary is not None:
             self._job.boundary.is_clean = False
 
