@@ -43,7 +43,7 @@ from remesh.checkpoint.saving import check_options, open_place, save_agreed
 from remesh.core.host_memory import available_memory
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore, timed
-from remesh.exchange import Exchange, run_each
+from remesh.exchange import Exchange, Outcome, run_each, share_outcomes
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.writer import Part
 from remesh.pipeline import Compress
@@ -241,34 +241,29 @@ class Saver:
         self, state: Any, path: Any, options: SaveOptions, group: Any, on_event: OnEvent
     ) -> SaveHandle:
         begun, exchange = time.monotonic(), exchange_of(group)
-
-        def begin() -> Storage:
+        with Outcome() as opened:
             storage = open_place("save_async", state, path, options)
             if self._has_process:
                 _place_for_process(path, storage)
             self.wait()
-            return storage
-
-        storage = run_each(exchange, begin)
+        share_outcomes(exchange, opened)
         emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
         options = replace(options, in_background=True)
         mine = agree(exchange, storage, state, options, cache=self._cache, emit=emit)
-        started: list[BackgroundSave] = []
-
-        def start() -> None:
-            if self._has_process:
-                self._live_process()
-            self._set_budget(mine.stream.layout.num_bytes)
-            started.append(self._start(exchange, path, storage, mine, emit, begun))
-
+        save: BackgroundSave | None = None
         try:
-            run_each(exchange, start)
+            with Outcome() as started:
+                if self._has_process:
+                    self._live_process()
+                self._set_budget(mine.stream.layout.num_bytes)
+                save = self._start(exchange, path, storage, mine, emit, begun)
+            share_outcomes(exchange, started)
         except BaseException as error:
-            for save in started:
+            if save is not None:
                 save.withdraw(error)
             mine.remove_kept(storage)
             raise
-        [save] = started
+        assert save is not None
         self._in_flight = save.handle
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.

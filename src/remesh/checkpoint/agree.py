@@ -61,7 +61,7 @@ from remesh.core.state import Description
 from remesh.core.tables import BoxTable
 from remesh.errors import CoverageError, NameCollisionError, StateError, StorageError
 from remesh.events import Emit
-from remesh.exchange import Exchange, run_each, run_joined
+from remesh.exchange import Exchange, Outcome, join_outcomes, run_joined, share_outcomes
 from remesh.formats import huggingface, native
 from remesh.formats.native import ValuesDocument
 from remesh.formats.table import writer_of
@@ -267,29 +267,25 @@ def agree(
 
     The cache has the plan of the last save, and gets that of this one.
     """
-    held: list[_Held] = []
-    planners: list[_Planner] = []
-
-    def describe() -> bytes:
+    with Outcome() as described:
         with gc_paused():
-            if exchange.rank == 0:
-                plain = replace(options, metadata=_plain_metadata(options.metadata))
-                planners.append(_Planner(storage, plain, cache, emit))
+            planner = _Planner(storage, options, cache, emit) if exchange.rank == 0 else None
             own = describe_weights(state) if options.format == huggingface.NAME else state
-            held.append(_Held.of(own, options.buffers, exchange.rank))
+            mine = _Held.of(own, options.buffers, exchange.rank)
         emit("save.described")
-        return msgspec.msgpack.encode(held[0].summary(storage, options, cache))
+        described.reply = msgspec.msgpack.encode(mine.summary(storage, options, cache))
 
     def look(replies: list[bytes]) -> list[bytes]:
-        return planners[0].look(replies, held[0].document)
+        assert planner is not None
+        return planner.look(replies, mine.document)
 
     def plan(replies: list[bytes]) -> list[bytes]:
-        return planners[0].plan([msgspec.msgpack.decode(one, type=_Details) for one in replies])
+        assert planner is not None
+        return planner.plan([msgspec.msgpack.decode(one, type=_Details) for one in replies])
 
     answer = msgspec.msgpack.decode(
-        run_joined(exchange, describe, look), type=_Request | _WriteAssignment
+        join_outcomes(exchange, described, look), type=_Request | _WriteAssignment
     )
-    [mine] = held
     if isinstance(answer, _Request):
         tell = partial(mine.details, answer)
         answer = msgspec.msgpack.decode(run_joined(exchange, tell, plan), type=_WriteAssignment)
@@ -301,7 +297,7 @@ def agree(
         cache.apart = np.frombuffer(answer.apart, dtype=np.bool_)
         cache.plan_id, cache.rank = answer.save_id, exchange.rank
     planned = _compare_and_plan(exchange, storage, mine, options, answer, cache)
-    return replace(planned, global_plan=planners[0].made if planners else None)
+    return replace(planned, global_plan=None if planner is None else planner.made)
 
 
 def _compare_and_plan(
@@ -313,14 +309,8 @@ def _compare_and_plan(
     cache: PlanCache,
 ) -> RankSavePlan:
     """Compare copies, check the place, and lay out this rank's files. Collective."""
-    planned: list[RankSavePlan] = []
+    planned: RankSavePlan | None = None
     probe = _probe_path(assigned.save_id)
-
-    def plan_files() -> None:
-        if assigned.checks_place and exchange.rank:
-            check_visible(storage, exchange.rank, probe)
-        planned.append(_plan_rank(exchange, storage, mine, options, assigned, cache))
-
     try:
         if assigned.compares:
             comparison = _comparison(options, is_new=assigned.rows is not None)
@@ -330,10 +320,14 @@ def _compare_and_plan(
             compare_copies(
                 exchange, mine.tensors, (rows, roles), comparison, copies, cache.local_boxes
             )
-        run_each(exchange, plan_files)
+        with Outcome() as found:
+            if assigned.checks_place and exchange.rank:
+                check_visible(storage, exchange.rank, probe)
+            planned = _plan_rank(exchange, storage, mine, options, assigned, cache)
+        share_outcomes(exchange, found)
     except BaseException:
-        for own in planned:
-            own.remove_kept(storage)
+        if planned is not None:
+            planned.remove_kept(storage)
         raise
     finally:
         if assigned.checks_place and not exchange.rank:
@@ -341,7 +335,8 @@ def _compare_and_plan(
                 storage.delete(probe)
     if assigned.checks_place:
         cache.checked_directory = _parent(storage.url)
-    return planned[0]
+    assert planned is not None
+    return planned
 
 
 def describe_to_store(
@@ -361,7 +356,7 @@ class _Planner:
         self, storage: Storage, options: SaveOptions, cache: PlanCache, emit: Emit
     ) -> None:
         self._storage = storage
-        self._options = options
+        self._options = replace(options, metadata=_plain_metadata(options.metadata))
         self._cache = cache
         self._emit = emit
         self._summaries: list[_Summary] = []

@@ -13,7 +13,7 @@ so. Digests are checked before bytes reach a tensor, so no tensor ever holds dam
 A checkpoint may be overwritten while it is loaded; its files are then removed. A rank that cannot
 read a file, or finds other bytes than were written, reads the commit record again; if that has
 changed, all ranks begin anew with step 1, and fill again what they have filled. All ranks do, for
-`run_on_all` prefers this failure to any other.
+`share_outcomes` prefers this failure to any other.
 """
 
 from __future__ import annotations
@@ -53,17 +53,9 @@ from remesh.core.index import Index
 from remesh.core.strided import Layout
 from remesh.errors import MismatchError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore, showing, timed
-from remesh.exchange import (
-    Exchange,
-    Outcome,
-    broadcast_outcome,
-    run_each,
-    run_on_all,
-    share_outcomes,
-)
+from remesh.exchange import Exchange, Outcome, broadcast_outcome, run_each, share_outcomes
 from remesh.formats.decoding import decoded
 from remesh.formats.native import ValuesDocument, beginnings
-from remesh.formats.place import Place
 from remesh.formats.table import place_of, read_encoded
 from remesh.pipeline import Destination, read_together
 from remesh.pipeline.source import TensorSource
@@ -144,19 +136,14 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         ExchangeError: If a rank died, or reading took longer than `timeout`.
     """
     started, exchange = time.monotonic(), exchange_of(group)
-
-    checked: list[tuple[Place, LoadOptions]] = []
-
-    def check() -> bytes:
+    with Outcome() as checked:
         check_order("load", state, path)
         check_target("load", state)
         options = checked_options("load", missing, unexpected, cast, transform)
-        checked.append((place_of(path, format, allow), options))
-        return repr((options.transform is not None, share_reads)).encode()
-
-    if len({*run_on_all(exchange, check)}) > 1:
+        place = place_of(path, format, allow)
+        checked.reply = repr((options.transform is not None, share_reads)).encode()
+    if len({*share_outcomes(exchange, checked)}) > 1:
         raise StateError("load: ranks disagree about transform or share_reads; pass them on all")
-    [(place, options)] = checked
     storage, makes = place.storage, options.transform is not None
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     assign = _assign_for(share_reads, exchange, storage)
@@ -222,9 +209,7 @@ def plan_into(
     transform, made = options.transform, None
     if transform is not None:
         made = describe_transformed(exchange, state, stored, transform, cast=options.cast)
-    plans: list[RankLoadPlan] = []
-
-    def plan() -> bytes:
+    with Outcome() as planned:
         known: Names = stored
         with gc_paused():
             if made is not None:
@@ -234,18 +219,15 @@ def plan_into(
                 own = own_buffers(description.tensors, stored.index, stored.rank)
                 description.tensors = own
             try:
-                plans.append(match(description, known, options, reserved))
+                mine = match(description, known, options, reserved)
             except MismatchError as error:
                 raise error if transform else with_recipe(error, state, stored) from None
-        [mine] = plans
         facts = bool(mine.checks), options.refuse_unexpected, mine.asked_bits()
-        return msgspec.msgpack.encode(facts)
-
+        planned.reply = msgspec.msgpack.encode(facts)
     replies = [
         msgspec.msgpack.decode(reply, type=tuple[bool, bool, bytes])
-        for reply in run_on_all(exchange, plan)
+        for reply in share_outcomes(exchange, planned)
     ]
-    [mine] = plans
     compares, refuses_unexpected, _ = map(any, zip(*replies, strict=True))
     if compares:
         run_each(exchange, lambda: _compare(mine, read))
@@ -285,15 +267,14 @@ def fill_planned(plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit)
         sizes.append(size)
         emit("load.run_read", size)
 
-    def prepare() -> None:
-        finish_device_work(to.memory for to in filling.destinations)
-        for act in plan.before:
-            act()
-        emit("load.planned", plan.report.bytes_needed)
-
     try:
         # What may fail on one rank alone comes before ranks wait for each other's bytes.
-        run_each(exchange, prepare)
+        with Outcome() as prepared:
+            finish_device_work(to.memory for to in filling.destinations)
+            for act in plan.before:
+                act()
+            emit("load.planned", plan.report.bytes_needed)
+        share_outcomes(exchange, prepared)
         with Outcome() as filled:
             shared = read(filling.plan, filling.destinations, count)
             emit("load.read")

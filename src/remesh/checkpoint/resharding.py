@@ -60,7 +60,7 @@ from remesh.core.state import Description
 from remesh.core.strided import Layout
 from remesh.errors import StateError
 from remesh.events import OnEvent, emitter, ignore
-from remesh.exchange import run_on_all, run_on_one
+from remesh.exchange import Outcome, run_on_all, run_on_one, share_outcomes
 from remesh.formats import native
 from remesh.pipeline import Destination
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
@@ -221,32 +221,24 @@ class Resharder:
 
     def _push_again(self) -> RestoreReport | None:
         """Move the bytes as in the last push; None if anything is not as it was. Collective."""
-        last = self._last
-        held: list[tuple[LocalTensors, Description]] = []
-
-        def is_same() -> bool:
-            if last is None:
-                return False
-            with gc_paused():
+        last, is_same = self._last, False
+        makes = self._options.transform is not None
+        with Outcome() as looked, gc_paused():
+            if last is not None:
                 _, tensors, document = describe_to_store(
                     self._source_state, self._buffers, self._exchange.rank
                 )
                 plan, facts = last
                 target = describe_local(self.target_state, plan.names)
-                if facts != _facts(tensors, document, target):
-                    return False
-            held.append((tensors, target))
-            return True
-
-        makes = self._options.transform is not None
-        replies = run_on_all(self._exchange, lambda: bytes([is_same(), makes]))
+                is_same = facts == _facts(tensors, document, target)
+            looked.reply = bytes([is_same, makes])
+        replies = share_outcomes(self._exchange, looked)
         if any(reply[1] != makes for reply in replies):
             raise StateError("reshard: ranks disagree about transform; pass it on all or none")
         if not all(reply[0] for reply in replies):
             return None
         assert last is not None
         assert self._transfer is not None
-        [(tensors, target)] = held
 
         def begin() -> None:
             self._emit("save.described")

@@ -24,7 +24,7 @@ from remesh.core.geometry import Box
 from remesh.core.index import Index
 from remesh.core.memory import CarrierArray, CopyQueue, HostMemory, Memory
 from remesh.core.tables import BoxTable
-from remesh.exchange import Exchange, run_each, run_on_all
+from remesh.exchange import Exchange, Outcome, share_outcomes
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.from_memory import plan_between_memories
 from remesh.pipeline.read import Destination
@@ -139,11 +139,11 @@ class CollectingStager(Stager):
         lacks = any(isinstance(piece.memory, SpreadMemory) for piece in pieces)
         lacks = lacks or bool(self._collection.checksums)
 
-        def tell() -> bytes:
+        with Outcome() as begun:
             begin()
-            return np.array([lacks, -(-self._layout.num_chunks // chunks)], "<i8").tobytes()
-
-        replies = run_on_all(self._collection.exchange, tell)
+            num_rounds = -(-self._layout.num_chunks // chunks)
+            begun.reply = np.array([lacks, num_rounds], "<i8").tobytes()
+        replies = share_outcomes(self._collection.exchange, begun)
         rounds = np.array([np.frombuffer(reply, "<i8") for reply in replies])
         if not rounds[:, 0].any():
             super().stage(consume)
@@ -158,29 +158,27 @@ class CollectingStager(Stager):
         exchange = self._collection.exchange
         filled: list[Filled] = []
 
-        def fill() -> None:
-            for number in numbers:
-                chunk = self._arena.take(self._stop)
-                if chunk is None:
-                    self._collection.waiting.clear()
-                    break
-                filled.append(Filled(number, 0, chunk))
-                data = self._layout.fill_chunk(number, chunk.buffer)
-                filled[-1] = Filled(number, len(data), chunk)
-
         def complete() -> Iterator[Filled]:
             while filled and not self._stop.is_set():
                 self._checksums.complete(filled[0].number * CHUNK_SIZE, filled[0].data)
                 yield filled.pop(0)
 
-        def move() -> None:
-            execute()
-            consume(complete())
-
         try:
-            run_each(exchange, fill)
+            with Outcome() as laid_out:
+                for number in numbers:
+                    chunk = self._arena.take(self._stop)
+                    if chunk is None:
+                        self._collection.waiting.clear()
+                        break
+                    filled.append(Filled(number, 0, chunk))
+                    data = self._layout.fill_chunk(number, chunk.buffer)
+                    filled[-1] = Filled(number, len(data), chunk)
+            share_outcomes(exchange, laid_out)
             execute = self._collection.plan_transfer()
-            run_each(exchange, move)
+            with Outcome() as moved:
+                execute()
+                consume(complete())
+            share_outcomes(exchange, moved)
         finally:
             for one in filled:
                 self._arena.give(one.chunk)

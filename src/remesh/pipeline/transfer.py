@@ -61,7 +61,7 @@ from remesh.core.dtypes import DTYPES, CarrierDType
 from remesh.core.geometry import Box, IntArray
 from remesh.core.index import Index
 from remesh.core.memory import Device, HostMemory, Memory, MessageBuffer, copy_directly
-from remesh.exchange import Exchange, run_each, run_on_all
+from remesh.exchange import Exchange, Outcome, run_each, share_outcomes
 from remesh.pipeline.read import Destination, Place
 from remesh.pipeline.task_pool import TaskPool, Tasks
 from remesh.planner import Regions, TransferPlan
@@ -298,33 +298,30 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
     if not plan.num_turns:
         return MessageBuffers(*carried, (), ())
     num_leaving = plan.num_arriving + NUM_PACKED
-    shared: list[SharedBuffers] = []
+    shared: SharedBuffers | None = None
     seen: dict[int, Sequence[MessageBuffer]] = {}
-    senders = {rank for of_message in plan.incoming.peers for rank in of_message}
-
-    def share() -> bytes:
-        shared.append(SharedBuffers(num_leaving, plan.outgoing.buffer_bytes))
-        return msgspec.msgpack.encode((shared[0].offer, plan.outgoing.buffer_bytes))
-
-    def look() -> bytes:
-        for rank in sorted(senders):
-            offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
-            found = map_buffers(offer, num_leaving, num_bytes)
-            if found is not None:
-                seen[rank] = list(map(HostBuffer, found))
-        return msgspec.msgpack.encode(list(seen))
-
     try:
-        offers = run_on_all(exchange, share)
-        replies = run_on_all(exchange, look)
+        with Outcome() as offered:
+            shared = SharedBuffers(num_leaving, plan.outgoing.buffer_bytes)
+            offered.reply = msgspec.msgpack.encode((shared.offer, plan.outgoing.buffer_bytes))
+        offers = share_outcomes(exchange, offered)
+        with Outcome() as looked:
+            for rank in sorted({rank for peers in plan.incoming.peers for rank in peers}):
+                offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
+                found = map_buffers(offer, num_leaving, num_bytes)
+                if found is not None:
+                    seen[rank] = list(map(HostBuffer, found))
+            looked.reply = msgspec.msgpack.encode(list(seen))
+        replies = share_outcomes(exchange, looked)
     finally:
-        for one in shared:
-            one.close()
+        if shared is not None:
+            shared.close()
+    assert shared is not None
     by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in replies]
     arriving = plan.incoming.buffer_bytes_but_from(seen)
     return MessageBuffers(
         *carried,
-        list(map(HostBuffer, shared[0].buffers)),
+        list(map(HostBuffer, shared.buffers)),
         [HostBuffer(aligned_buffer(arriving)) for _ in range(plan.num_arriving)],
         frozenset(rank for rank, saw in enumerate(by_rank) if exchange.rank in saw),
         seen,
