@@ -293,7 +293,7 @@ def test_layers_that_checkpoint_activations_are_declared_as_without() -> None:
 def test_the_default_of_a_wrapper_is_what_the_module_in_it_declares(
     wrap: Callable[[torch.nn.Module], torch.nn.Module],
 ) -> None:
-    layer = transformer(1, 2, layers=1).layers[0].attention
+    layer: Any = transformer(1, 2, layers=1).layers[0].attention
     plain, wrapped = (default_sharded_state_dict(one, "m.") for one in (layer, wrap(layer)))
     shapes = [{key: one.global_shape for key, one in said.items()} for said in (plain, wrapped)]
     assert [*shapes[0].values()] == [*shapes[1].values()]

@@ -109,7 +109,10 @@ class TestTwoAgentsThatWouldBeOneNode:
         assert "died or will be heard soon" in self.refusal_of(second)
         self.clock.now += 1.0
         self.served.beat(0)
-        wait_until(lambda: "node id 0 belongs to another agent, which lives" in self.refusal_of(second), "it is refused")
+        wait_until(
+            lambda: "node id 0 belongs to another agent, which lives" in self.refusal_of(second),
+            "it is refused",
+        )
         self.clock.now += 7.1
         wait_until(lambda: second.session.newest is not None, "it has the id now")
         assert second.waits_as() == 0
