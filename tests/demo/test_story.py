@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from remesh.checkpoint import save
-from remesh.cli.demo import demo
+from remesh.cli import cli
 from remesh.demo import story
 from remesh.demo.story import Death, DemoError, DemoResult, Entry, Run, RunResult, compare
 from remesh.errors import OptionError
@@ -182,7 +182,7 @@ def test_the_exit_code_says_whether_losses_agree(
     monkeypatch: pytest.MonkeyPatch, difference: float, code: int
 ) -> None:
     monkeypatch.setattr(story, "tell", lambda *_: result_with(difference=difference))
-    told = CliRunner().invoke(demo, ["--out", "/x"])
+    told = CliRunner().invoke(cli, ["demo", "--out", "/x"])
     assert told.exit_code == code
     assert ("the losses of run C are not those of the reference" in told.output) == (code == 1)
     assert f"in 10 steps after the resume is {difference:.1e}" in told.output
@@ -193,6 +193,6 @@ def test_what_goes_wrong_is_one_line_and_code_1(monkeypatch: pytest.MonkeyPatch)
         raise DemoError("run C: rank 1 ended with code 1")
 
     monkeypatch.setattr(story, "tell", fail)
-    told = CliRunner().invoke(demo, ["--out", "/x"])
+    told = CliRunner().invoke(cli, ["demo", "--out", "/x"])
     assert told.exit_code == 1
     assert told.output == "error: run C: rank 1 ended with code 1\n"

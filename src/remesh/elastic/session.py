@@ -6,7 +6,7 @@ are sent again in each new session: the old one may have broken before the maste
 there is no session (the master may be restarting) the thread tries to begin one; `wait` gives up
 after its patience.
 
-Nothing that goes wrong with one session ends the thread, or the node would be lost while it works.
+No session that breaks ends the thread, or the node would be lost while it works.
 """
 
 from __future__ import annotations
@@ -150,11 +150,7 @@ class Session:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
-                try:
-                    await self._try_once(http)
-                except Exception as error:
-                    log.exception("a session with the master has ended")
-                    self._note_end(repr(error), is_final=False)
+                await self._try_once(http)
                 if self._is_acknowledged or (
                     self._ends is not None and time.monotonic() >= self._ends
                 ):

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from remesh.errors import StorageError
 
@@ -71,13 +72,15 @@ def take_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
     become that of another.
     """
     found: dict[int, str] = {}
-    asked: dict[int, tuple[Path, int]] = {}  # the files, and where the answers begin
+    asked: dict[int, BinaryIO] = {}  # the files, from where the answers begin
     for rank, (pid, file) in processes.items():
         try:
             # Of any other the signal would be the end. The file alone does not tell: it may be that
             # of a child of the process.
             if file.exists() and _catches(pid):
-                asked[rank] = file, file.stat().st_size
+                # A process that ends meanwhile, as others are ended, removes its file.
+                asked[rank] = file.open("rb")
+                asked[rank].seek(0, os.SEEK_END)
                 os.kill(pid, STACK_SIGNAL)
             else:
                 found[rank] = "no stacks: the process does not write them"
@@ -85,10 +88,8 @@ def take_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
             found[rank] = f"no stacks: {error}"
     if asked:
         time.sleep(ANSWER_SECONDS)
-    for rank, (file, begin) in asked.items():
-        try:
-            text = file.read_bytes()[begin:].decode(errors="replace")[:MAX_STACKS]
-        except OSError as error:  # it is removed when the process ends
-            text = f"no stacks: {error}"
+    for rank, stream in asked.items():
+        with stream:
+            text = stream.read().decode(errors="replace")[:MAX_STACKS]
         found[rank] = text or "no stacks: the process does not answer"
     return found
