@@ -23,16 +23,26 @@ from remesh.elastic.job import (
     content_of,
 )
 from remesh.elastic.journal import Journal
-from remesh.elastic.liveness import Liveness, events_of_time, is_over, on_beat, on_message
+from remesh.elastic.liveness import (
+    Liveness,
+    events_of_time,
+    has_living_agent,
+    is_over,
+    on_beat,
+    on_message,
+    on_stacks,
+)
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
     Content,
     Drain,
+    JobEnded,
     Leave,
     NodeTest,
     ReportFailures,
+    ReportStacks,
     ReportTest,
     Sender,
     Stop,
@@ -42,7 +52,7 @@ from remesh.elastic.protocol import (
 from remesh.elastic.rendezvous import Outcome, restart_reason, tick
 from remesh.elastic.status import status_of
 from tests.elastic.agents import failure_of
-from tests.elastic.played_job import COLLATERAL, POLICY, SETTINGS, PlayedJob, joining
+from tests.elastic.played_job import COLLATERAL, NEW, POLICY, SETTINGS, PlayedJob, joining
 
 
 @dataclass(slots=True)
@@ -358,6 +368,38 @@ def test_hangs_have_a_budget_of_their_own() -> None:
         job = job.after(hang, at=now)
         assert (job.nodes.outcome is None) == (number < 3)
         job = job.join(0, 1, at=now)
+
+
+def test_only_a_world_that_hangs_is_asked_for_its_stacks() -> None:
+    hung = PlayedJob.running(max_restarts=1).after(HangDetected(1, "no step"), at=150.0)
+    assert hung.after(HangDetected(1, "no step"), at=151.0).state.hang_charges == 1
+    stop = hung.shown(0, at=151.0)
+    assert isinstance(stop, Stop)
+    assert stop.hangs
+    again = hung.join(0, 1, at=152.0)
+    assert again.after(HangDetected(1, "no step"), at=153.0).nodes.broken is None
+    stop = again.fail(0, at=153.0).shown(1, at=153.0)
+    assert isinstance(stop, Stop)
+    assert not stop.hangs
+    ended = again.after(HangDetected(2, "no step"), at=300.0).shown(0, at=300.0)
+    assert isinstance(ended, JobEnded)
+    assert ended.hangs
+
+
+def test_stacks_of_an_earlier_hang_are_not_added_to_those_of_the_last() -> None:
+    live = Liveness.after_start(NEW, 0.0)
+    for number, stacks in ((2, {0: "new"}), (1, {1: "old"}), (2, {2: "new"})):
+        own: dict[str, Any] = {"node_id": 0, "incarnation": "a", "round": number}
+        on_stacks(live, ReportStacks(**own, stacks=stacks))
+    assert live.stacks == {0: "new", 2: "new"}
+
+
+def test_the_id_of_an_agent_that_never_comes_back_is_free_after_the_timeout() -> None:
+    """As when it died while the master was away."""
+    job = PlayedJob.running().state
+    live = Liveness.after_start(job, 200.0)
+    assert has_living_agent(live, job, 0, "new", 205.0) is None
+    assert has_living_agent(live, job, 0, "new", 211.0) is False
 
 
 def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() -> None:

@@ -516,7 +516,7 @@ def _check_not_a_bare_shard(tensor: _Optimized, base: Path) -> None:
     if not isinstance(parameter, DTensor):
         return
     local_shape = local_tensor(parameter).shape
-    for leaf_path, leaf in leaves_of(tensor.state, (*base, tensor.places[0].name)):
+    for leaf_path, leaf in leaves_of(tensor.state, (*base, tensor.held[0].name)):
         if (
             isinstance(leaf, torch.Tensor)
             and not isinstance(leaf, DTensor)

@@ -174,7 +174,7 @@ class SurvivorState:
                 self._finish_work()
                 self._job.boundary = Boundary(note, streams, self._recorder.roles, keeper, saved_at)
             except NotWatchedError as problem:
-                self.is_on, self._job.boundary = False, None
+                self.is_on, self._job.boundary, self._devices = False, None, set()
                 _LOGGER.warning("the state is not taken from live memory: %s", problem)
         self._job.end_change()
 
