@@ -68,7 +68,7 @@ class Started:
     def __init__(self, processes: Processes, rank: int) -> None:
         self._processes = processes
         self._rank = rank
-        self.pid = processes.living[rank]
+        self.pid = processes._all[rank].pid  # it may have ended already
         self.out, self.err = processes.logs(rank)
 
     def poll(self) -> int | None:
