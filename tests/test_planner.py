@@ -193,7 +193,8 @@ def worlds(draw: st.DrawFn) -> World:
 @st.composite
 def limits_for(draw: st.DrawFn) -> ReadLimits:
     window = draw(st.sampled_from([1 << 20, 192, 64]))
-    return ReadLimits(window, draw(st.sampled_from([0, 7, 20, 90])))
+    gap, page = draw(st.sampled_from([0, 7, 20, 90])), draw(st.sampled_from([1, 32]))
+    return ReadLimits(window, gap, page_bytes=page)
 
 
 def wanted_boxes(world: World) -> st.SearchStrategy[list[tuple[int, Box]]]:
@@ -269,7 +270,7 @@ def test_wanted_boxes_are_filled_once_with_what_is_stored(load: Load) -> None:
 def test_runs_stay_in_their_windows_and_read_no_block_twice(load: Load) -> None:
     world, _, limits = load
     plan = plan_for(load)
-    block = world.index.block_size or 1
+    block = world.index.block_size or limits.page_bytes
     seen: set[tuple[int, int]] = set()
     before = (-1, 0)
     for run, file in enumerate(files_of_runs(world, plan)):
@@ -302,7 +303,7 @@ def test_no_more_is_read_than_needed_blocks_and_short_gaps(load: Load) -> None:
                 inside[common.relative_to(stored).slices] = True
                 at = int(index.position[piece])
                 needed[index.file[piece]][at : at + inside.size] |= inside.reshape(-1)
-    slack = 2 * (index.block_size - 1) if index.block_size else 0
+    slack = 2 * ((index.block_size or limits.page_bytes) - 1)
     for run, file in enumerate(files_of_runs(world, plan)):
         start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
         used = np.flatnonzero(needed[file][start:stop])
@@ -417,7 +418,7 @@ def vector_index(num_bytes: int, *, block_size: int) -> Index:
 def test_runs(wants: list[tuple[int, int]], block_size: int, runs: list[tuple[int, int]]) -> None:
     index = vector_index(400, block_size=block_size)
     boxes = [(0, Box((start,), (stop - start,))) for start, stop in wants]
-    plan = plan_load(index, BoxTable.of(index.tensors, boxes), ReadLimits(256, 9))
+    plan = plan_load(index, BoxTable.of(index.tensors, boxes), ReadLimits(256, 9, page_bytes=1))
     assert list(zip(plan.run_start.tolist(), plan.run_stop.tolist(), strict=True)) == runs
 
 

@@ -145,7 +145,9 @@ def test_of_a_rank_that_fails_nothing_is_used(
         me = exchange.rank
         tensors = index.tensors
         whole = [(row, Box.whole((SIZE,))) for row in range(3)]
-        plan = plan_load(index, BoxTable.of(tensors, whole), ReadLimits(window_bytes=64))
+        plan = plan_load(
+            index, BoxTable.of(tensors, whole), ReadLimits(window_bytes=64, page_bytes=1)
+        )
         held = BoxTable.of(tensors, [whole[me]])
         source = (Broken if me == 1 else HostMemory)(np.full(SIZE, me, np.uint8))
         targets = [Destination((0,), HostMemory(array)) for array in filled[me]]
@@ -186,7 +188,7 @@ def test_a_rank_without_messages_is_not_left_waiting(monkeypatch: pytest.MonkeyP
         me, tensors = exchange.rank, index.tensors
         whole = [(0, Box.whole((SIZE,)))]
         wanted = BoxTable.of(tensors, whole if me == 1 else [])
-        plan = plan_load(index, wanted, ReadLimits(window_bytes=64))
+        plan = plan_load(index, wanted, ReadLimits(window_bytes=64, page_bytes=1))
         held = BoxTable.of(tensors, whole if me == 0 else [])
         targets = [Destination((0,), HostMemory(filled))] * (me == 1)
         found = plan_between_memories(exchange, index, plan.regions, len(targets), held)

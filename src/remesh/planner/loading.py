@@ -8,6 +8,7 @@ for one file of each kind (`LoadPlan`).
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -163,6 +164,9 @@ class ReadLimits:
     """Bytes between two ranges that are read rather than skipped: on disks and object stores a
     request costs as much as reading this much."""
     num_reads: int = 4  # reads of a rank under way at a time
+    page_bytes: int = mmap.PAGESIZE
+    """Files without digest blocks are read from a multiple of this to another, for only such reads
+    can go past the page cache. It divides `window_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,8 +177,8 @@ class Runs:
     start: IntArray
     """First byte of each region in its file; the region lies there as a whole or strided."""
     first: IntArray  # first region of each run, and the number of regions
-    run_start: IntArray  # first byte of each run, at a digest block's beginning
-    run_stop: IntArray  # one past its last byte, at a digest block's or the file's end
+    run_start: IntArray  # first byte of each run, at the beginning of a digest block or a page
+    run_stop: IntArray  # one past its last byte, at the end of one or of the file
     file: IntArray  # file of each run
 
 
@@ -467,11 +471,11 @@ def _merge_runs(
         empty = np.zeros(0, dtype=np.int64)
         return np.zeros(1, dtype=np.int64), empty, empty
     window = start // limits.window_bytes
-    if index.block_size:
-        # Whole blocks are read, so the gaps that count are those between blocks.
-        sizes = np.array([stored.num_bytes for stored in index.files], dtype=np.int64)
-        start = start - start % index.block_size
-        stop = np.minimum(stop + -stop % index.block_size, sizes[file])
+    # Whole blocks are read, so the gaps that count are those between blocks.
+    unit = index.block_size or limits.page_bytes
+    sizes = np.array([stored.num_bytes for stored in index.files], dtype=np.int64)
+    start = start - start % unit
+    stop = np.minimum(stop + -stop % unit, sizes[file])
     is_first = np.ones(len(start), dtype=np.bool_)
     is_first[1:] = (file[1:] != file[:-1]) | (window[1:] != window[:-1])
     # Ranges may overlap, so what counts is how far any range of the window has reached.
