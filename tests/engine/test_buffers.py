@@ -92,6 +92,29 @@ def test_the_chosen_buffers_are_loaded_in_every_world_size(
             assert found == pytest.approx(wanted)
 
 
+def test_a_push_gives_each_rank_its_own_again_and_again() -> None:
+    def run(exchange: Exchange) -> None:
+        source, target = model_of(exchange.rank), model_of(100)
+        sides = {"model": source}, {"model": target}
+        pushing = remesh.Resharder(*sides, buffers="per_rank", group=exchange)
+        for count in (0, 7):
+            source[1].num_batches_tracked.fill_(count + exchange.rank)  # type: ignore[index,operator]
+            assert pushing.push().plan_reused == bool(count)
+            assert statistics_of(target) == (*OWN[exchange.rank][:2], count + exchange.rank)
+
+    run_ranks(3, run)
+
+
+def test_a_load_that_renames_gives_each_rank_its_own(tmp_path: Path) -> None:
+    def run(exchange: Exchange) -> tuple[float, float, int]:
+        target = model_of(100)
+        remesh.load({"net": target}, tmp_path, transform={"model.": "net."}, group=exchange)
+        return statistics_of(target)
+
+    run_ranks(3, save, tmp_path, "save", "per_rank")
+    assert run_ranks(3, run) == OWN[:3]
+
+
 def test_parameters_that_differ_are_an_error_whatever_is_chosen() -> None:
     def state_of(rank: int) -> dict[str, nn.Module]:
         model = model_of(rank)

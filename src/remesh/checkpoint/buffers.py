@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
-from remesh.core.state import Role, TensorEntry
+from remesh.core.state import Role, Stored, TensorEntry
 from remesh.errors import StateError
 
 Buffers = Literal["rank0", "per_rank"]
@@ -59,13 +59,11 @@ def choose_buffers(
     return chosen
 
 
-def own_buffers(
-    entries: Iterable[TensorEntry], stored: Container[str], rank: int | None
-) -> list[TensorEntry]:
+def own_buffers(entries: Iterable[TensorEntry], stored: Stored, rank: int) -> list[TensorEntry]:
     """The tensors that a rank loads: its own buffers, where they are stored."""
     return [
         dataclasses.replace(entry, name=name_on_rank(entry.name, rank))
-        if rank is not None and entry.is_buffer and name_on_rank(entry.name, rank) in stored
+        if entry.is_buffer and stored.tensor(name_on_rank(entry.name, rank)) is not None
         else entry
         for entry in entries
     ]

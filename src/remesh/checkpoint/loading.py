@@ -30,7 +30,7 @@ import numpy as np
 
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order, check_target
-from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
+from remesh.checkpoint.buffers import without_buffers_of_ranks
 from remesh.checkpoint.local import (
     describe_local,
     exchange_of,
@@ -215,9 +215,7 @@ def plan_into(
             if made is not None:
                 description, known = made
             else:
-                description = describe_local(state, stored)
-                own = own_buffers(description.tensors, stored.index, stored.rank)
-                description.tensors = own
+                description = describe_local(state, stored, stored.rank)
             try:
                 mine = match(description, known, options, reserved)
             except MismatchError as error:

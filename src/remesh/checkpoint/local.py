@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remesh.checkpoint.buffers import own_buffers
 from remesh.core.geometry import Box, IntArray
 from remesh.core.memory import (
     CopyQueue,
@@ -59,15 +60,24 @@ def exchange_of(group: Any) -> Exchange:
     return TorchGroup(group)
 
 
-def describe_local(state: Any, stored: Stored | None = None) -> Description:
-    """Describe this rank's state (see `remesh.core.state.describe`), unless it is a description."""
-    if isinstance(state, Description):
-        return state
-    if "torch" not in sys.modules:
-        return describe(state, stored=stored)
-    from remesh.adapters import describe_leaf
+def describe_local(
+    state: Any, stored: Stored | None = None, rank: int | None = None
+) -> Description:
+    """Describe this rank's state (see `remesh.core.state.describe`), unless it is a description.
 
-    return describe(state, describe_leaf, stored)
+    A rank that loads gets its own buffers, where they are stored for each rank.
+    """
+    if isinstance(state, Description):
+        description = state
+    elif "torch" not in sys.modules:
+        description = describe(state, stored=stored)
+    else:
+        from remesh.adapters import describe_leaf
+
+        description = describe(state, describe_leaf, stored)
+    if stored is not None and rank is not None:
+        description.tensors = own_buffers(description.tensors, stored, rank)
+    return description
 
 
 def describe_weights(state: Any) -> Description:

@@ -229,7 +229,7 @@ class Resharder:
                     self._source_state, self._buffers, self._exchange.rank
                 )
                 plan, facts = last
-                target = describe_local(self.target_state, plan.names)
+                target = describe_local(self.target_state, plan.names, self._exchange.rank)
                 is_same = facts == _facts(tensors, document, target)
             looked.reply = bytes([is_same, makes])
         replies = share_outcomes(self._exchange, looked)
@@ -305,7 +305,7 @@ class Resharder:
         )
         found = native.ValuesDocument.decode(document, LIVE)
         index = dataclasses.replace(Index.decode(encoded, LIVE), aliases=found.aliases)
-        return StoredState(LIVE, index, found), agreed
+        return StoredState(LIVE, index, found, rank=exchange.rank), agreed
 
     def _plan_transfer(
         self,

@@ -189,7 +189,7 @@ def describe_transformed(
         bound = transform.bind([*stored.index, *stored.document.values], called=called)
         outputs = resolve(bound, with_outputs=True)
         names = TransformedState(stored, bound, outputs, outputs, called)
-        described.append((describe_local(state, names), names))
+        described.append((describe_local(state, names, stored.rank), names))
         return _table_of(described[0][0])
 
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
