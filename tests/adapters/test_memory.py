@@ -84,10 +84,34 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...], make: type[Memory]) -
     assert not tensor.any()
 
 
-def test_device_memory_takes_read_only_values() -> None:
-    tensor = torch.zeros(3)
-    values = np.frombuffer(np.arange(3, dtype="<f4").tobytes(), "<f4")
-    as_device(tensor, "t").copy_in(Box.whole((3,)), values)
+PLAIN = np.arange(3, dtype="<f4")
+FIELDS = np.zeros(3, [("byte", "u1"), ("value", "<f4")])
+ODD = {
+    "read-only": np.frombuffer(PLAIN.tobytes(), "<f4"),
+    "backwards": PLAIN[::-1].copy()[::-1],
+    "in records": FIELDS["value"],
+}
+"""Arrays that torch does not take."""
+FIELDS["value"] = PLAIN
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_device_memory_and_odd_arrays(kind: str) -> None:
+    tensor, whole = torch.zeros(3), Box.whole((3,))
+    as_device(tensor, "t").copy_in(whole, ODD[kind])
+    assert tensor.tolist() == [0, 1, 2]
+    if kind != "read-only":
+        as_device(tensor + 5, "t").copy_out(whole, ODD[kind])
+        assert ODD[kind].tolist() == [5, 6, 7]
+        ODD[kind][...] = PLAIN
+        with pytest.raises(UnsupportedValueError, match="these strides"):
+            casting_memory_of(ODD[kind], "int8", "t")
+
+
+def test_tensors_of_inference_are_filled_in_any_thread() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(3, dtype=torch.bfloat16)
+    casting_memory_of(tensor, "float32", "t").copy_in(Box.whole((3,)), PLAIN)
     assert tensor.tolist() == [0, 1, 2]
 
 

@@ -59,7 +59,10 @@ class DeviceMemory(Memory):
         return self.dtype or self.tensor.dtype
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        _movable_view(into).view(self._values).copy_(self.tensor[box.slices])
+        known = _known_to_torch(into)
+        _movable_view(known).view(self._values).copy_(self.tensor[box.slices])
+        if known is not into:
+            into[...] = known
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         # Truly queued only if `into` is pinned.
@@ -70,13 +73,15 @@ class DeviceMemory(Memory):
         return digest_of(self.tensor)
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
-        self.fill(box, _movable_view(values))
+        self.fill(box, _movable_view(_known_to_torch(values)))
 
     def elements(self, box: Box) -> torch.Tensor:
         return self.tensor[box.slices].to(self._values).view(MOVABLE[self._values.itemsize])
 
     def fill(self, box: Box, elements: torch.Tensor) -> bool:
-        self.tensor[box.slices].copy_(elements.view(self._values))
+        # The mode is a thread's own, and outside of it torch does not change a tensor made in it.
+        with torch.inference_mode(self.tensor.is_inference()):
+            self.tensor[box.slices].copy_(elements.view(self._values))
         return True
 
 
@@ -135,6 +140,11 @@ def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory
         tensor = _with_memory(array, where, writable=True)
     else:
         carrier = _numpy_carrier(array, where, writable=True)
+        if _known_to_torch(carrier) is not carrier:
+            raise UnsupportedValueError(
+                f"{where}: torch does not convert to an array with these strides\nPut a copy() "
+                "into the state"
+            )
         tensor = _movable_view(carrier).view(torch_dtype(wanted_dtype))
     return DeviceMemory(tensor, BY_NAME[stored_dtype].carrier, torch_dtype(stored_dtype))
 
@@ -229,11 +239,14 @@ def _numpy_carrier(array: ArrayLike, where: str, writable: bool) -> CarrierArray
     return memory_of_numpy(array, where, writable=writable).array
 
 
+def _known_to_torch(array: CarrierArray) -> CarrierArray:
+    """The array, or a copy: torch has no read-only tensors, nor strides back or within elements."""
+    is_known = all(stride >= 0 and not stride % array.itemsize for stride in array.strides)
+    return array if is_known and array.flags.writeable else array.copy()
+
+
 def _movable_view(array: CarrierArray) -> torch.Tensor:
     """A carrier array as a tensor of integers over the same memory."""
-    if not array.flags.writeable:
-        # torch has no read-only tensors and warns; this side of a copy is only read.
-        array = array.copy()
     return torch.from_numpy(array.view(_MOVABLE_NUMPY[array.dtype.itemsize]))
 
 
