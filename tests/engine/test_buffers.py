@@ -98,7 +98,7 @@ def test_a_push_gives_each_rank_its_own_again_and_again() -> None:
         sides = {"model": source}, {"model": target}
         pushing = remesh.Resharder(*sides, buffers="per_rank", group=exchange)
         for count in (0, 7):
-            source[1].num_batches_tracked.fill_(count + exchange.rank)  # type: ignore[index,operator]
+            source[1].num_batches_tracked.fill_(count + exchange.rank)  # type: ignore[index]
             assert pushing.push().plan_reused == bool(count)
             assert statistics_of(target) == (*OWN[exchange.rank][:2], count + exchange.rank)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +23,7 @@ from remesh.elastic.training_job import TrainingJob
 from remesh.errors import WorldChangedError
 from remesh.exchange import Alone, Exchange
 from remesh.run_info import RunInfo
+from remesh.sharding import DescribedOptimizer, LocalNonpersistentObject, NamedModule
 from remesh.training import (
     Randomness,
     ResumableBatchSampler,
@@ -33,6 +36,24 @@ from remesh.training.policies import EverySeconds
 from tests.support import run_ranks
 
 
+class Counting(torch.nn.Module):
+    """A module whose extra state each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = {"forward": 0}
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls["forward"] += 1
+        return values
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
 class World:
     """What a rank trains in one world: a whole model and a tensor that is cut among the ranks."""
 
@@ -41,7 +62,7 @@ class World:
     ) -> None:
         self.exchange, self.job = exchange, job
         layers = (torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.0))
-        self.model = torch.nn.Sequential(*layers)
+        self.model = torch.nn.Sequential(*layers, Counting())
         with torch.no_grad():
             for number, parameter in enumerate(self.model.parameters()):
                 values = torch.arange(parameter.numel()) + number
@@ -59,9 +80,10 @@ class World:
         self.batches = ResumableBatchSampler(sampler, 12 // size)
         self.state: dict[str, Any] = {
             "model": self.model,
-            "optimizer": self.optimizer,
+            "optimizer": DescribedOptimizer(self.optimizer, {}),
             "average": self.average,
-            "teacher": self.teacher,
+            "teacher": NamedModule(self.teacher, {"weight": "w"}),
+            "lock": LocalNonpersistentObject(threading.Lock()),
             "scheduler": self.scheduler,
             "batches": self.batches,
             "seen": [0],
@@ -99,8 +121,8 @@ class World:
         """What must be the same after a change of the world."""
         moments = self.optimizer.state_dict()["state"]
         return {
-            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
-            "average": {name: value.clone() for name, value in self.average.state_dict().items()},
+            "model": copy.deepcopy(self.model.state_dict()),
+            "average": copy.deepcopy(self.average.state_dict()),
             "moments": {key: value["exp_avg"].clone() for key, value in moments.items()},
             "rate": self.optimizer.param_groups[0]["lr"],
             "schedule": self.scheduler.last_epoch,

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from remesh.core.integrity import hex_digest
 from remesh.core.sharded import ShardedTensor
-from remesh.training.resuming import named_leaves
+from remesh.training.resuming import named_leaves, unwrapped
 
 SMALL = 1 << 20
 """Bytes up to which buffers of modules are no part of a fingerprint. A forward pass changes them,
@@ -101,6 +101,8 @@ def _walk(node: Any, found: list[torch.Tensor]) -> None:
                 _walk(value, found)
         case ShardedTensor():
             found += [part.data for part in node.parts if isinstance(part.data, torch.Tensor)]
+        case _ if (inner := unwrapped(node)) is not node:
+            _walk([inner, *getattr(node, "stands_for", ())], found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,12 @@ from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
 from remesh.core.integrity import hex_digest
-from remesh.core.sharded import ShardedTensor
+from remesh.core.sharded import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from remesh.core.state import Joined
 from remesh.errors import (
     CheckpointNotFoundError,
@@ -166,10 +171,27 @@ def named_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from named_leaves(part.data, name)
     elif isinstance(node, Joined):
         yield from named_leaves([node.state, node.beside], name)
+    elif (inner := unwrapped(node)) is not node:
+        yield from named_leaves(inner, name)
     elif hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
         yield from named_leaves(node.state_dict(), name)
     else:
         yield name, node
+
+
+def unwrapped(node: Any) -> Any:
+    """What is stored of a wrapper of `remesh.sharding`; any other node itself."""
+    match node:
+        case LocalNonpersistentObject():
+            return None
+        case ShardedObject() | ShardedTensorFactory():
+            return node.data
+    adapters = sys.modules.get("remesh.adapters")  # which makes the others
+    if adapters is not None and isinstance(node, adapters.NamedModule):
+        return node.module
+    if adapters is not None and isinstance(node, adapters.DescribedOptimizer):
+        return node.optimizer
+    return node
 
 
 # Resuming -----------------------------------------------------------------------------------------

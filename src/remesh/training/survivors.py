@@ -46,7 +46,7 @@ from remesh.catalog import CheckpointInfo, ManagerNote, step_name
 from remesh.checkpoint import Buffers, RestoreReport
 from remesh.checkpoint.resharding import Resharder
 from remesh.core.host_memory import available_memory
-from remesh.core.sharded import ShardedTensor
+from remesh.core.sharded import Part, ShardedObject, ShardedTensor, ShardedTensorFactory
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError, WorldChangedError
 from remesh.exchange import Exchange, run_on_all
@@ -58,7 +58,7 @@ from remesh.training.fingerprints import (
     named_tensors,
     plain,
 )
-from remesh.training.resuming import Recorder, Source, with_rows
+from remesh.training.resuming import Recorder, Source, unwrapped, with_rows
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -336,7 +336,7 @@ class Keeper:
         """Keep a node of the state; how to get it later."""
         match node:
             case torch.nn.Module():
-                self._keep_module(node)
+                self._keep_module(node, name)
             case Optimizer():
                 self._keep_optimizer(node)
             case torch.Tensor():
@@ -349,27 +349,39 @@ class Keeper:
                 items = [self.keep(value, f"{name}.{place}") for place, value in enumerate(node)]
                 return lambda: kind([get() for get in items])
             case ShardedTensor():
-                for part in node.parts:
-                    is_tensor = isinstance(part.data, torch.Tensor)
-                    self.keep(part.data if is_tensor else np.asarray(part.data), name)
+                boxes, arrays = [one.box for one in node.parts], [one.data for one in node.parts]
+                data = self.keep(arrays, name)
+                return lambda: replace(node, parts=tuple(map(Part, boxes, data())))
+            case ShardedObject() | ShardedTensorFactory():
+                data = self.keep(node.data, name)
+                return lambda: replace(node, data=data())
             case np.ndarray():
                 return self._keep_array(node, name)
             case torch.Generator():
                 drawn = node.get_state()
-                self._restore.append(lambda: node.set_state(drawn))
+                return lambda: drawn
+            case _ if (inner := unwrapped(node)) is not node:
+                self.keep(inner, name)
             case _ if hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
-                self._keep_object(node, name)
+                kept = _copied(node.state_dict(), name, node)
+                return lambda: kept
             case _:
                 value = copy.deepcopy(node)
                 return lambda: value
         return lambda: node
 
-    def _keep_module(self, module: torch.nn.Module) -> None:
+    def _keep_module(self, module: torch.nn.Module, name: str) -> None:
         for part in module.modules():
+            if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+                self._keep_extra_state(part, name)
             for key, buffer in part._buffers.items():  # noqa: SLF001 - and their places
                 if buffer is not None:
                     self._keep_buffer(part._buffers, key, buffer)  # noqa: SLF001
         self._reorder.append(lambda: _shard_again(module))
+
+    def _keep_extra_state(self, part: torch.nn.Module, name: str) -> None:
+        kept = _copied(part.get_extra_state(), name, part)
+        self._restore.append(lambda: part.set_extra_state(copy.deepcopy(kept)))
 
     def _keep_buffer(
         self, place: dict[str, torch.Tensor | None], key: str, buffer: torch.Tensor
@@ -395,16 +407,6 @@ class Keeper:
 
         self._restore.append(put)
 
-    def _keep_object(self, node: Any, name: str) -> None:
-        taken = node.state_dict()
-        if _size_of(taken) > MAX_COPY:
-            raise NotWatchedError(
-                f"{name} ({type(node).__name__}) has more than {MAX_COPY >> 20} MiB that may "
-                "change unseen\nGive its tensors to the state as a module"
-            )
-        kept = copy.deepcopy(taken)
-        self._restore.append(lambda: node.load_state_dict(copy.deepcopy(kept)))
-
     def _keep_array(self, array: Any, name: str) -> Callable[[], Any]:
         if array.nbytes > MAX_COPY:
             raise NotWatchedError(
@@ -412,8 +414,7 @@ class Keeper:
                 "Give a tensor of torch to the state"
             )
         kept = array.copy()
-        self._restore.append(lambda: np.copyto(array, kept))
-        return lambda: array
+        return lambda: kept
 
     def _copy_if_small(self, tensor: torch.Tensor) -> None:
         if tensor.nbytes > MAX_COPY:
@@ -429,13 +430,25 @@ class Keeper:
         self._restore.append(put)
 
 
-def _size_of(node: Any) -> int:
-    """Bytes of the tensors and arrays in a state dict."""
+def _copied(taken: Any, name: str, owner: object) -> Any:
+    """A copy of what an object gives of itself, without what autograd knows of it."""
+    held = [*_arrays_of(taken)]
+    if sum(one.nbytes for one in held) > MAX_COPY:
+        raise NotWatchedError(
+            f"{name} ({type(owner).__name__}) has more than {MAX_COPY >> 20} MiB that may "
+            "change unseen\nGive its tensors to the state as a module"
+        )
+    tensors = (one for one in held if isinstance(one, torch.Tensor))
+    return copy.deepcopy(taken, {id(one): one.detach().clone() for one in tensors})
+
+
+def _arrays_of(node: Any) -> Iterator[Any]:
+    """The tensors and arrays in a state dict."""
     if isinstance(node, torch.Tensor | np.ndarray):
-        return int(node.nbytes)
-    if isinstance(node, Mapping):
-        return sum(map(_size_of, node.values()))
-    return sum(map(_size_of, node)) if isinstance(node, list | tuple) else 0
+        yield node
+    elif isinstance(node, Mapping | list | tuple):
+        for value in node.values() if isinstance(node, Mapping) else node:
+            yield from _arrays_of(value)
 
 
 def _shard_again(module: torch.nn.Module) -> None:

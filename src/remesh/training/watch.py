@@ -83,7 +83,7 @@ class Watch:
             self._reported_at = now
             own = self.step_seconds if self._own_seconds is None else self._own_seconds
             progress = RankProgress(
-                step=step, time=time.time(), step_seconds=own, saved_step=saved_step, waits=waits
+                step=step, time=now, step_seconds=own, saved_step=saved_step, waits=waits
             )
             self._agent.say(Observation(progress=progress))
 
