@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,24 @@ def test_a_mistake_in_the_options_is_said_before_anything_starts(
         launch.main(words)
     assert ending.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {problem}")
+
+
+def test_exit_codes_are_kept_whoever_starts_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where SIGCHLD is ignored, the kernel keeps none, and processes seem to have succeeded."""
+    codes: list[int] = []
+
+    def start(_options: object) -> None:
+        codes.append(subprocess.run(["false"], check=False).returncode)
+
+    monkeypatch.setattr(launch, "_run", start)
+    former = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launch.main(["--no-python", "true"])
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+    assert codes == [1]
 
 
 def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:

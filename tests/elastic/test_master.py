@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -364,9 +365,12 @@ class TestRestart:
 
 
 class TestRefusals:
-    def test_tokens_may_be_written_in_any_script(self) -> None:
+    @pytest.mark.parametrize(
+        "host", ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
+    )
+    def test_tokens_may_be_written_in_any_script(self, host: str) -> None:
         token = "clé-ключ"
-        with serving(options=ServerOptions(token=token)) as served:
+        with serving(options=ServerOptions(host=host, token=token)) as served:
             assert Client(served.url, token=token).status().phase == "waiting"
             served.agent(0).say_join()
             assert served.agent(0).waits_as() == 0

@@ -165,6 +165,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if problem := _problem_of(options):
         parser.exit(2, f"error: {problem}\n")
+    # Who started this command may ignore it: the kernel would keep no exit codes of processes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _run(options)
 
 

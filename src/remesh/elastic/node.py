@@ -178,7 +178,7 @@ class NodeClient:
             progress, sender, lost_peer = self._progress, self.sender(), self._lost_peer
         return Beat(
             **sender,
-            time=time.time(),
+            time=time.monotonic(),
             ranks=dict(progress),
             pause=self._beat_pause(),
             lost_peer=lost_peer,

@@ -29,7 +29,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The reported progress of one rank."""
 
     step: int  # the last step that it finished
-    time: float  # when, in seconds since the epoch
+    time: float  # when, in seconds of its machine's clock that setting the time does not change
     step_seconds: float | None = None  # how long its own work of a step takes, if it measures that
     saved_step: int | None = None  # the step of the newest checkpoint that it knows to be committed
     waits: bool = False  # whether it waits for the world to change

@@ -145,7 +145,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="j
 class Beat(NodeMessage, frozen=True, kw_only=True, tag="beat"):
     """The agent lives."""
 
-    time: float = 0.0  # when it was sent, by the clock that the ranks have
+    time: float = 0.0  # when it was sent, by the clock that the ranks have (`RankProgress.time`)
     ranks: dict[int, RankProgress] = {}  # how far its processes are that report it, by rank
     pause: float = 1.0  # seconds, at most, until the next one
     lost_peer: bool = False

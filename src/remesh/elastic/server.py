@@ -326,7 +326,8 @@ async def serve(
         stack.callback(asyncio.create_task(server.close_silent(runner.server)).cancel)
         port = await _listen(runner, options)
         scheme = "https" if options.tls is not None else "http"
-        on_ready(f"{scheme}://{options.host}:{port}")
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        on_ready(f"{scheme}://{host}:{port}")
         await master.keep_time(end_with_job=end_with_job)
 
 
