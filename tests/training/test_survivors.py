@@ -457,7 +457,7 @@ def test_what_cannot_be_watched_is_not_relied_on(
     with remesh.Manager(tmp_path, job=job) as manager:
         manager.step(1, {"table": np.zeros(1 << 20)})
         assert job.boundary is None
-        assert "state.table is an array of more than 1 MiB" in caplog.text
+        assert "state.table (ndarray) has more than 1 MiB" in caplog.text
         job.is_changing, job.must_leave = True, True
         with pytest.raises(WorldChangedError):
             manager.step(2, {"table": np.zeros(1 << 20)})

@@ -356,7 +356,8 @@ class Keeper:
                 data = self.keep(node.data, name)
                 return lambda: replace(node, data=data())
             case np.ndarray():
-                return self._keep_array(node, name)
+                array = _copied(node, name, node)
+                return lambda: array
             case torch.Generator():
                 drawn = node.get_state()
                 return lambda: drawn
@@ -407,15 +408,6 @@ class Keeper:
 
         self._restore.append(put)
 
-    def _keep_array(self, array: Any, name: str) -> Callable[[], Any]:
-        if array.nbytes > MAX_COPY:
-            raise NotWatchedError(
-                f"{name} is an array of more than {MAX_COPY >> 20} MiB that may change unseen\n"
-                "Give a tensor of torch to the state"
-            )
-        kept = array.copy()
-        return lambda: kept
-
     def _copy_if_small(self, tensor: torch.Tensor) -> None:
         if tensor.nbytes > MAX_COPY:
             return
@@ -436,7 +428,7 @@ def _copied(taken: Any, name: str, owner: object) -> Any:
     if sum(one.nbytes for one in held) > MAX_COPY:
         raise NotWatchedError(
             f"{name} ({type(owner).__name__}) has more than {MAX_COPY >> 20} MiB that may "
-            "change unseen\nGive its tensors to the state as a module"
+            "change unseen\nGive it to the state as tensors of torch, or as a module"
         )
     tensors = (one for one in held if isinstance(one, torch.Tensor))
     return copy.deepcopy(taken, {id(one): one.detach().clone() for one in tensors})
