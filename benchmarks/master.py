@@ -36,7 +36,7 @@ from remesh.elastic.protocol import (
     Instruction,
     Join,
 )
-from remesh.elastic.rendezvous import Settings
+from remesh.elastic.nodes import Settings
 
 NUM_RANKS = 8
 COUNT = "remesh_requests_total "

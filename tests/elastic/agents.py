@@ -17,6 +17,7 @@ from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
+from remesh.elastic.nodes import Outcome, Settings
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
@@ -32,7 +33,6 @@ from remesh.elastic.protocol import (
     Stop,
     Waiting,
 )
-from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.session import Session
 from remesh.elastic.status import Status

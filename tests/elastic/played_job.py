@@ -19,9 +19,9 @@ from remesh.elastic.job import (
     content_of,
 )
 from remesh.elastic.liveness import Liveness, events_of_time, on_beat, on_message
+from remesh.elastic.nodes import Outcome, Settings
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Beat, Content, Drain, Join, Leave, ReportFailures, Sender
-from remesh.elastic.rendezvous import Outcome, Rendezvous, Settings
 from remesh.elastic.status import Status, status_of
 from tests.elastic.agents import failure_of, join_of
 
@@ -59,17 +59,13 @@ class PlayedJob:
         """A job whose first round has begun at 100."""
         job = cls(JobState(policy=msgspec.structs.replace(POLICY, **policy)), settings)
         job = job.join(*range(num_nodes), at=1.0, max_restarts=max_restarts).after(at=100.0)
-        assert job.state.rendezvous.round == 1
+        assert job.state.round == 1
         return job
-
-    @property
-    def nodes(self) -> Rendezvous:
-        return self.state.rendezvous
 
     @property
     def world(self) -> tuple[int, list[int]]:
         """The number of the newest world, and its nodes."""
-        return self.nodes.round, [node.id for node in self.nodes.world]
+        return self.state.round, [node.id for node in self.state.world]
 
     def after(self, *events: Event, at: float) -> Self:
         """Events happen at one moment, or only time passes."""
@@ -80,12 +76,12 @@ class PlayedJob:
 
     def join(self, *numbers: int, at: float, new: bool = False, **changes: Any) -> Self:
         """Nodes join, after the current round or as new ones."""
-        own = {"after_round": 0 if new else self.nodes.round, "settings": self.settings}
+        own = {"after_round": 0 if new else self.state.round, "settings": self.settings}
         return self.after(*(joining(number, **{**own, **changes}) for number in numbers), at=at)
 
     def fail(self, number: int, message: str = "", *, at: float, exit_code: int = 1) -> Self:
         """The process of a node fails."""
-        now = self.nodes.round
+        now = self.state.round
         failure = failure_of(number, round=now, exit_code=exit_code, time=at, message=message)
         report = ReportFailures(node_id=number, incarnation="a", round=now, failures=(failure,))
         return self.after(report, at=at)
@@ -108,7 +104,7 @@ class PlayedJob:
 
     def save(self, *, at: float) -> Self:
         """All ranks have saved, and wait."""
-        return self.after(RanksWait(self.nodes.round), Tick(), at=at)
+        return self.after(RanksWait(self.state.round), Tick(), at=at)
 
     def shown(self, number: int, *, at: float, agent: str = "a") -> Content:
         """What a node that runs processes of round 1 has to do."""

@@ -7,9 +7,9 @@ import pytest
 from remesh.elastic.job import HangDetected
 from remesh.elastic.liveness import Liveness
 from remesh.elastic.metrics import render_metrics
+from remesh.elastic.nodes import Outcome
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Stop
-from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import status_of
 from tests.elastic.played_job import COLLATERAL, PlayedJob
 
@@ -29,8 +29,8 @@ class TestCharges:
         words = "no other process has failed by itself; 1 of 1 restarts charged"
         assert words in job.history
         job = job.fail(2, COLLATERAL, at=120.0).join(0, 1, 2, 3, at=121.0)
-        assert job.nodes.outcome is Outcome.FAILED
-        assert "by itself; no restart left: 1 of 1 restarts" in job.nodes.reason
+        assert job.state.outcome is Outcome.FAILED
+        assert "by itself; no restart left: 1 of 1 restarts" in job.state.reason
 
     def test_a_process_that_is_stopped_from_outside_is_charged_too(self) -> None:
         job = PlayedJob.running().fail(1, at=110.0, exit_code=-15).join(0, 1, at=111.0)
@@ -55,7 +55,7 @@ class TestCharges:
         else:
             job = job.join(0, 1, at=130.0)
         job = job.after(at=140.0)
-        assert job.nodes.round == 2
+        assert job.state.round == 2
         assert job.charged() == ({1: 1} if cause == "own" else {})
 
     def test_an_agent_that_was_started_again_explains_it_too(self) -> None:
@@ -70,7 +70,7 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     for now in (101.0, 102.0, 131.0):
         step = min(int(now), 102)
         job = job.beat(live, {0: RankProgress(step=step, time=step - now)}, at=now)
-        assert job.nodes.broken is None
+        assert job.state.broken is None
     job = job.beat(live, {0: RankProgress(step=102, time=-31.0)}, at=133.0)
     assert "the job hangs: no rank has finished a step for 31 s" in job.history
     reason = "the job hung: no rank has finished a step for 31 s"

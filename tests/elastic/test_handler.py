@@ -11,8 +11,8 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from remesh.elastic import handler
 from remesh.elastic.handler import Handler
 from remesh.elastic.node import NodeClient
+from remesh.elastic.nodes import Node
 from remesh.elastic.protocol import Assignment, Content, Stop
-from remesh.elastic.rendezvous import Node
 from remesh.errors import MasterError
 
 ADDRESS = "127.0.0.1"

@@ -21,6 +21,7 @@ from remesh.elastic.job import (
     apply,
     concerns_all,
     content_of,
+    stop_reason,
 )
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import (
@@ -32,6 +33,7 @@ from remesh.elastic.liveness import (
     on_message,
     on_stacks,
 )
+from remesh.elastic.nodes import Outcome
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     Assignment,
@@ -49,7 +51,6 @@ from remesh.elastic.protocol import (
     TestResult,
     Waiting,
 )
-from remesh.elastic.rendezvous import Outcome, restart_reason, tick
 from remesh.elastic.status import status_of
 from tests.elastic.agents import failure_of
 from tests.elastic.played_job import COLLATERAL, NEW, POLICY, SETTINGS, PlayedJob, joining
@@ -96,7 +97,7 @@ class Jobs(RuleBasedStateMachine):
         """Apply an event; nodes that have not sent it are shown what follows if it concerns all."""
         before, others = self.state, self.all_but(getattr(event, "node_id", None))
         self.state = apply(before, event, self.now)
-        old, new = before.rendezvous, self.state.rendezvous
+        old, new = before, self.state
         assert new.round in (old.round, old.round + 1)
         assert new.round != old.round or new.world == old.world
         if concerns_all(before, self.state):
@@ -240,13 +241,13 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def nobody_healthy_is_excluded(self) -> None:
-        assert self.state.rendezvous.excluded == {}
+        assert self.state.excluded == {}
         for agent in self.agents.values():
-            assert agent.incarnation not in self.state.rendezvous.replaced
+            assert agent.incarnation not in self.state.replaced
 
     @invariant()
     def worlds_are_as_the_settings_say(self) -> None:
-        nodes = self.state.rendezvous
+        nodes = self.state
         ids = [member.id for member in nodes.world]
         assert ids == sorted(set(ids))
         assert len(ids) == SETTINGS.fitting(len(ids))
@@ -254,18 +255,18 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def a_world_forms_when_the_nodes_are_there(self) -> None:
-        nodes = self.state.rendezvous
+        nodes = self.state
         if not nodes.active and SETTINGS.fitting(len(nodes.usable)):
-            later = tick(nodes, self.now + 1000)
+            later = apply(nodes, Tick(), self.now + 1000)
             assert later.round == nodes.round + 1
             assert later.active
             assert not later.active.keys() & nodes.held.keys()
 
     @invariant()
     def members_are_told_that_the_world_is_broken(self) -> None:
-        nodes = self.state.rendezvous
+        nodes = self.state
         for number in nodes.active if len(nodes.active) < len(nodes.world) else ():
-            told = restart_reason(nodes, number, nodes.round)
+            told = stop_reason(nodes, number, nodes.round)
             assert told is not None
 
     @invariant()
@@ -275,7 +276,7 @@ class Jobs(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever has happened, agents that go on behaving meet in one world."""
-        for number in [*self.state.rendezvous.held]:
+        for number in [*self.state.held]:
             self.deliver(NodeHeld(number, None))
         for _ in range(60):
             self.pass_time(1.0)
@@ -284,7 +285,7 @@ class Jobs(RuleBasedStateMachine):
         running = [agent for agent in self.agents.values() if agent.runs]
         assert len(running) == size
         if size:
-            world = self.state.rendezvous
+            world = self.state
             assert {agent.round for agent in running} == {world.round}
             assert [node.id for node in world.world] == sorted(agent.id for agent in running)
         self.journal.close()
@@ -299,10 +300,10 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
     job = known.after(joining(0, after_round=7), joining(1, after_round=7), at=1.0)
     assert "node 0 comes from round 7, the journal knows only 0 rounds" in job.state.history[1].text
     job = job.after(at=100.0)
-    assert (job.nodes.round, len(job.nodes.world)) == (8, 2)
+    assert (job.state.round, len(job.state.world)) == (8, 2)
     # An old copy of the journal, in which the world of an earlier round is active.
     job = PlayedJob.running().after(joining(0, after_round=5), joining(1, after_round=5), at=200.0)
-    assert (job.nodes.round, set(job.nodes.active)) == (6, {0, 1})
+    assert (job.state.round, set(job.state.active)) == (6, {0, 1})
     worlds = re.findall("^round .*", job.history, re.MULTILINE)
     assert worlds == ["round 1: nodes 0, 1", "round 6: nodes 0, 1"]
 
@@ -356,7 +357,7 @@ def test_the_budget_of_a_node_is_said_and_ends() -> None:
     assert job.status(at=201.0).max_restarts == 1
     assert job.history.startswith("restart budget: 1 restarts per node\n")
     assert "; 1 of 1 restarts charged to its node" in job.history
-    nodes = job.join(0, 1, at=200.0).fail(0, at=1e9).nodes
+    nodes = job.join(0, 1, at=200.0).fail(0, at=1e9).state
     assert nodes.outcome is Outcome.FAILED
     assert "no restart left: 1 of 1 restarts charged to its node" in nodes.reason
 
@@ -366,7 +367,7 @@ def test_hangs_have_a_budget_of_their_own() -> None:
     for number, now in ((2, 200.0), (3, 350.0)):
         hang = HangDetected(number, "no rank has finished a step")
         job = job.after(hang, at=now)
-        assert (job.nodes.outcome is None) == (number < 3)
+        assert (job.state.outcome is None) == (number < 3)
         job = job.join(0, 1, at=now)
 
 
@@ -377,7 +378,7 @@ def test_only_a_world_that_hangs_is_asked_for_its_stacks() -> None:
     assert isinstance(stop, Stop)
     assert stop.hangs
     again = hung.join(0, 1, at=152.0)
-    assert again.after(HangDetected(1, "no step"), at=153.0).nodes.broken is None
+    assert again.after(HangDetected(1, "no step"), at=153.0).state.broken is None
     stop = again.fail(0, at=153.0).shown(1, at=153.0)
     assert isinstance(stop, Stop)
     assert not stop.hangs
@@ -407,7 +408,7 @@ def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() 
     settings = msgspec.structs.replace(SETTINGS, max_nodes=2)
     job = PlayedJob.running(settings=settings, max_restarts=1).fail(1, at=110.0)
     ready = job.join(1, at=111.0)
-    assert ready.nodes.ready.keys() == {1}
+    assert ready.state.ready.keys() == {1}
     in_world = ready.join(0, at=112.0)
     assert in_world.world == (2, [0, 1])
     failure = failure_of(1, round=1, exit_code=1, time=110.0, message="")
@@ -478,7 +479,7 @@ def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
 
 def test_an_ended_job_stays_ended() -> None:
     ended = PlayedJob.running(3, max_restarts=0).fail(0, at=120.0)
-    assert ended.nodes.outcome is Outcome.FAILED
+    assert ended.state.outcome is Outcome.FAILED
     for later in (
         ended.join(1, at=1e6),
         ended.lose(1, at=1e6),
@@ -486,7 +487,7 @@ def test_an_ended_job_stays_ended() -> None:
         ended.hold(1, at=1e6),
         ended.after(at=1e6),
     ):
-        assert later.nodes == ended.nodes
+        assert later.state == ended.state
 
 
 def test_a_node_that_is_excluded_by_hand_leaves_when_the_ranks_have_saved() -> None:
@@ -501,7 +502,7 @@ def test_a_node_that_is_excluded_by_hand_leaves_when_the_ranks_have_saved() -> N
         assert stop.reason == "node 3 excluded by hand"
     job = job.join(0, 1, 2, 3, at=204.0).after(at=204.0)
     # The world has a multiple of two nodes.
-    assert [member.id for member in job.nodes.world] == [0, 1]
+    assert [member.id for member in job.state.world] == [0, 1]
     assert job.charged() == {}
     # Its agent waits, and knows why; so does one that starts anew.
     again = job.join(3, at=205.0, agent="b", new=True)

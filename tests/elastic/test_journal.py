@@ -19,8 +19,8 @@ from remesh.elastic.job import JobState, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Connection, Master
 from remesh.elastic.metrics import render_metrics
+from remesh.elastic.nodes import Outcome, Settings
 from remesh.elastic.protocol import Instruction, Waiting
-from remesh.elastic.rendezvous import Outcome, Rendezvous, Settings
 from remesh.elastic.status import status_of
 from remesh.errors import StorageError
 from tests.elastic.agents import Clock, join_of
@@ -140,7 +140,8 @@ class TestKept:
 ENDED = msgspec.structs.replace(
     after(0),
     ended=90.0,
-    rendezvous=Rendezvous(outcome=Outcome.FAILED, reason="no restart left"),
+    outcome=Outcome.FAILED,
+    reason="no restart left",
 )
 
 
@@ -179,14 +180,14 @@ class TestWhatIsNoJournal:
         ("content", "why"),
         [
             pytest.param(
-                '{"version": 8, "job": {"what": "nobody knows yet"}}',
+                '{"version": 9, "job": {"what": "nobody knows yet"}}',
                 "written by a newer remesh",
                 id="newer",
             ),
-            pytest.param('{"version": 6}', "written by an older remesh", id="older"),
+            pytest.param('{"version": 7}', "written by an older remesh", id="older"),
             pytest.param("on Monday\n" * 100, "is no journal of a master", id="another file"),
             pytest.param(
-                '{"version": 7, "time": 1.0, "job": {"policy": 7}}',
+                '{"version": 8, "time": 1.0, "job": {"policy": 7}}',
                 r"is damaged: .*\nMove it away",
                 id="damaged",
             ),

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from remesh.elastic import lifecycle
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, State, Tell, begin, step
+from remesh.elastic.nodes import Node, Outcome
 from remesh.elastic.process_socket import Order, Report, Request, pending
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
-from remesh.elastic.rendezvous import Node, Outcome
 
 LATE = 1e9
 LEADER = Node(id=0, incarnation="a", name="", address="", port=0, num_processes=1)

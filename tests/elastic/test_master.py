@@ -23,6 +23,7 @@ from remesh.elastic.job import JobState, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import BEAT_SECONDS, CONFIRM_SECONDS, on_message
 from remesh.elastic.master import Connection, Master, RefusedError
+from remesh.elastic.nodes import Outcome, Settings
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
@@ -35,7 +36,6 @@ from remesh.elastic.protocol import (
     Stop,
     TestResult,
 )
-from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.errors import MasterError, StorageError
 from tests.elastic.agents import SETTINGS, Clock, Served, SilentAgent, ask, join_of, serving
@@ -235,7 +235,7 @@ class TestNodesOfAMasterThatStoodStill:
 
 def active_in(master: Master) -> set[int]:
     """Ids of the nodes that train."""
-    return set(master.job.rendezvous.active)
+    return set(master.job.active)
 
 
 def test_growing_waits_for_a_checkpoint(served: Served) -> None:
@@ -278,9 +278,9 @@ def test_an_operator_takes_a_node_out_and_back(tmp_path: Path) -> None:
         assert served.join_all([0, 2])[2].num_nodes == 2
         assert "its fan" in served.agent(1).waiting().reason
         assert "cannot go on without node 2" in order(served, "exclude", "2")
-        status = served.master.job.rendezvous
+        status = served.master.job
     with serving(journal, save_grace=0.0) as served:
-        assert served.master.job.rendezvous.held == status.held == {1: "its fan"}
+        assert served.master.job.held == status.held == {1: "its fan"}
         assert ask(served.url, "node", {"node": 1})[0] == 400
         assert "may be used again" in order(served, "readmit", "1")
         served.join_all([0, 1, 2], after_round=2)

@@ -12,9 +12,9 @@ import click
 import pytest
 
 from remesh.cli import cli
+from remesh.elastic.nodes import Outcome
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import JobEnded
-from remesh.elastic.rendezvous import Outcome
 from remesh.kubernetes.operator import Metrics
 from tests.elastic.agents import Served, serving
 

@@ -10,8 +10,8 @@ import pytest
 
 from remesh.elastic.handler import open_store
 from remesh.elastic.node_check import COMMAND, run_alone, run_test
+from remesh.elastic.nodes import Node
 from remesh.elastic.protocol import NodeTest, TestResult
-from remesh.elastic.rendezvous import Node
 
 pytestmark = pytest.mark.timeout(900)
 

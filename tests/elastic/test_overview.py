@@ -11,11 +11,11 @@ from remesh.elastic.job import (
     apply,
 )
 from remesh.elastic.liveness import Liveness
+from remesh.elastic.nodes import Settings
 from remesh.elastic.progress import (
     RankProgress,
 )
 from remesh.elastic.protocol import ReportFailures
-from remesh.elastic.rendezvous import Settings
 from remesh.elastic.status import MAX_ROWS, OF_A_PAGE, status_of
 from tests.elastic.agents import failure_of, join_of
 
@@ -32,7 +32,7 @@ def job_of(num_nodes: int, num_processes: int = 8) -> JobState:
         address = f"10.0.{number // 256}.{number % 256}"
         join = join_of(number, address=address, num_processes=num_processes, settings=settings)
         job = apply(job, join, 1000.0)
-    assert len(job.rendezvous.active) == num_nodes
+    assert len(job.active) == num_nodes
     return job
 
 

@@ -23,8 +23,8 @@ from remesh.elastic.liveness import (
     on_failures,
     on_message,
 )
+from remesh.elastic.nodes import Settings
 from remesh.elastic.protocol import Beat, ReportFailures
-from remesh.elastic.rendezvous import Settings
 from tests.elastic.agents import failure_of
 from tests.elastic.cluster import Cluster
 from tests.elastic.played_job import PlayedJob
@@ -59,7 +59,7 @@ def test_a_lost_peer_is_that_of_the_ended_session(how: str) -> None:
     policy, settings = Policy(heartbeat_timeout=100.0), Settings(min_nodes=1, max_nodes=2)
     played = PlayedJob(JobState(policy=policy), settings)
     job = played.join(0, at=0.0, agent="0").join(1, at=0.0, agent="1").state
-    live, this_round = Liveness.after_start(job, 0.0), job.rendezvous.round
+    live, this_round = Liveness.after_start(job, 0.0), job.round
     for node in (0, 1):
         on_message(live, str(node), 0.0, session=node)
     own: dict[str, Any] = {"node_id": 0, "incarnation": "0"}

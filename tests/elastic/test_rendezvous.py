@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from remesh.elastic import rendezvous
-from remesh.elastic.rendezvous import Outcome, Settings, larger_size, listed, restart_reason
+from remesh.elastic.job import larger_size, leaving, stop_reason
+from remesh.elastic.nodes import Outcome, Settings, listed
 from tests.elastic.played_job import PlayedJob
 
 
 def told(job: PlayedJob, number: int) -> str | None:
     """Why a node should stop the processes of round 1."""
-    return restart_reason(job.nodes, number, 1)
+    return stop_reason(job.state, number, 1)
 
 
 class TestForming:
@@ -34,13 +34,13 @@ class TestForming:
     def test_the_world_is_clamped_and_the_rest_waits(self) -> None:
         job = self.waiting(min_nodes=1, max_nodes=2).join(0, 1, at=1).join(2, at=9)
         assert job.world == (1, [0, 1])
-        assert sorted(job.nodes.ready) == [2]
+        assert sorted(job.state.ready) == [2]
         assert told(job, 0) is None
 
     def test_too_few_nodes_for_too_long_end_the_job(self) -> None:
         job = self.waiting(min_nodes=2, max_nodes=2, join_timeout=60).join(0, at=1)
-        assert job.after(at=60).nodes.outcome is None
-        ended = job.after(at=61).nodes
+        assert job.after(at=60).state.outcome is None
+        ended = job.after(at=61).state
         assert ended.outcome is Outcome.FAILED
         assert "1 nodes have joined within 60 s, at least 2" in ended.reason
 
@@ -66,10 +66,10 @@ class TestChanging:
         job = PlayedJob.running(4, settings=IN_TWOS).lose(1, at=120)
         assert told(job, 0) == "node 1 left or died"
         for number in (0, 2, 3):
-            assert job.nodes.round == 1
+            assert job.state.round == 1
             job = job.join(number, at=121)
         # At once: node 1 is known to be dead, and no other is missing.
-        assert (job.world, sorted(job.nodes.ready)) == ((2, [0, 2]), [3])
+        assert (job.world, sorted(job.state.ready)) == ((2, [0, 2]), [3])
 
     @pytest.mark.parametrize(
         "gone",
@@ -83,56 +83,56 @@ class TestChanging:
         self, gone: Callable[[PlayedJob], PlayedJob]
     ) -> None:
         job = gone(PlayedJob.running(3, settings=ANY)).join(0, at=121)
-        assert job.nodes.round == 1  # node 1 is alive and has not joined
+        assert job.state.round == 1  # node 1 is alive and has not joined
         assert job.join(1, at=122).world == (2, [0, 1])
 
     def test_members_that_have_finished_get_the_last_call(self) -> None:
         job = PlayedJob.running(3, settings=ANY).leave(2, outcome=Outcome.SUCCEEDED, at=120)
         job = job.lose(1, at=121).join(0, at=122)
-        assert job.nodes.round == 1
+        assert job.state.round == 1
         assert job.join(2, at=123).world == (2, [0, 2])
         assert job.after(at=127).world == (2, [0])
 
     def test_growing_is_announced_and_can_wait(self) -> None:
         job = PlayedJob.running(settings=IN_TWOS).join(3, at=120, new=True)
-        assert larger_size(job.nodes) is None  # three nodes are none
+        assert larger_size(job.state) is None  # three nodes are none
         job = job.join(2, at=130, new=True)
-        assert (larger_size(job.nodes), told(job, 0)) == (4, None)
+        assert (larger_size(job.state), told(job, 0)) == (4, None)
         assert job.join(0, at=140).join(1, at=141).world == (2, [0, 1, 2, 3])
 
     def test_a_new_agent_takes_over_and_the_old_one_cannot_speak(self) -> None:
         job = PlayedJob.running(settings=IN_TWOS).join(1, at=120, new=True, agent="b")
         assert told(job, 0) is not None
-        assert job.nodes.ready[1].incarnation == "b"
-        assert job.join(1, at=121).nodes == job.nodes
-        assert job.leave(1, outcome=Outcome.FAILED, at=121).nodes == job.nodes
+        assert job.state.ready[1].incarnation == "b"
+        assert job.join(1, at=121).state == job.state
+        assert job.leave(1, outcome=Outcome.FAILED, at=121).state == job.state
 
     def test_a_finished_member_stops_growth_and_all_finished_end_the_job(self) -> None:
         job = PlayedJob.running(settings=IN_TWOS).join(2, 3, at=120, new=True)
         job = job.leave(0, outcome=Outcome.SUCCEEDED, at=121)
         assert told(job, 1) is None
         ended = job.leave(1, outcome=Outcome.SUCCEEDED, at=122)
-        assert ended.nodes.outcome is Outcome.SUCCEEDED
+        assert ended.state.outcome is Outcome.SUCCEEDED
 
     def test_an_excluded_node_is_out_until_its_agent_is_replaced(self) -> None:
         job = PlayedJob.running(settings=IN_TWOS).fail(1, exit_code=201, at=120)
-        assert job.join(1, at=121).nodes.ready == {}
-        assert 1 in job.join(1, at=122, new=True, agent="b").nodes.ready
+        assert job.join(1, at=121).state.ready == {}
+        assert 1 in job.join(1, at=122, new=True, agent="b").state.ready
 
 
 @pytest.mark.parametrize(
-    ("held", "finished", "leaving"),
+    ("held", "finished", "left"),
     [((3, 1), (), [3, 1]), ((3, 1), (0,), []), ((3, 1, 0), (), [])],
     ids=["whole", "ending", "too many"],
 )
 def test_held_members_leave_if_the_others_can_do_without(
-    held: tuple[int, ...], finished: tuple[int, ...], leaving: list[int]
+    held: tuple[int, ...], finished: tuple[int, ...], left: list[int]
 ) -> None:
     job = PlayedJob.running(4, settings=Settings(min_nodes=2, max_nodes=4))
     job = job.leave(*finished, outcome=Outcome.SUCCEEDED, at=110)
     for number in held:
         job = job.hold(number, at=111)
-    assert rendezvous.leaving(job.nodes) == leaving
+    assert leaving(job.state) == left
 
 
 def test_many_numbers_are_listed_as_ranges() -> None:

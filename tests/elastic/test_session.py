@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from remesh.elastic.client import HINT, Client
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient
+from remesh.elastic.nodes import Node, Outcome, Settings
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     HEARTBEAT_TIMEOUT,
@@ -38,7 +39,6 @@ from remesh.elastic.protocol import (
     TestResult,
     Waiting,
 )
-from remesh.elastic.rendezvous import Node, Outcome, Settings
 from remesh.elastic.server import ServerOptions
 from remesh.elastic.session import Session
 from remesh.errors import MasterError

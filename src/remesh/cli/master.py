@@ -22,8 +22,8 @@ from remesh.elastic.client import Client, read_token
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
+from remesh.elastic.nodes import Outcome
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
-from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import Status
 from remesh.errors import StorageError
 
@@ -148,7 +148,7 @@ async def _serve(
         loop.add_signal_handler(number, task.cancel)
     served = Master(policy, Journal(state), on_excluded=on_excluded)
     await serve(served, options, click.echo, end_with_job=end_with_job)
-    sys.exit(0 if served.job.rendezvous.outcome is Outcome.SUCCEEDED else 1)
+    sys.exit(0 if served.job.outcome is Outcome.SUCCEEDED else 1)
 
 
 def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:

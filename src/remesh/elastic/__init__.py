@@ -4,11 +4,11 @@ A *master* forms *worlds* of the nodes that join; an *agent* on each node starts
 processes and follows the master. All decisions are made by pure modules, functions of a state, an
 event and the time, without sockets and clocks:
 
-- `rendezvous`: which nodes form the world, and when it has to be formed anew
 - `failures`: the cause of a failure, and what follows from it
 - `checks`: which nodes are tested together, and what the tests prove
 - `progress`: useful time, hanging and slow ranks
-- `job`: all of it together, as one state that events change
+- `job`: which nodes form the world, when it has to be formed anew, and all of it together, as one
+  state that events change
 
 `protocol` defines the messages of an agent's session with the master, whose two ends are `session`
 and `server`. The shells around them are the master (`master`, with its `journal` and page)

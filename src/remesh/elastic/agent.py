@@ -27,10 +27,10 @@ from remesh.elastic import guard, lifecycle
 from remesh.elastic.failures import MAX_MESSAGE, ProcessFailure
 from remesh.elastic.handler import Handler
 from remesh.elastic.lifecycle import Action, Limits, Phase, Seen, Tell
+from remesh.elastic.nodes import Outcome
 from remesh.elastic.process_socket import Instruction, Order, ProcessSockets
 from remesh.elastic.processes import Processes, message_of, tail_of
 from remesh.elastic.protocol import Assignment, Drain, Leave, ReportFailures, ReportStacks, Stop
-from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.stacks import stacks_file, take_stacks
 from remesh.elastic.warm import Warm
 from remesh.errors import MasterError

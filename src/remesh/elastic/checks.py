@@ -26,8 +26,8 @@ from statistics import median
 
 import msgspec
 
+from remesh.elastic.nodes import listed_nodes
 from remesh.elastic.protocol import TestResult
-from remesh.elastic.rendezvous import listed_nodes
 
 MAX_ROUNDS = 3
 LATE_FACTOR = 4.0

@@ -37,8 +37,8 @@ from torch.distributed.elastic.rendezvous import (
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.lifecycle import exit_of
 from remesh.elastic.node import NodeClient
+from remesh.elastic.nodes import Outcome, Settings
 from remesh.elastic.protocol import Assignment, JobEnded, Join, NodeTest, Rejected, Stop, TestResult
-from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.errors import MasterError
 
 log = logging.getLogger(__name__)

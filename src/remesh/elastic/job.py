@@ -6,30 +6,49 @@ master has given to the node. What changes with every heartbeat is in `remesh.el
 the master makes an event of it when a node is lost, a checkpoint is saved, or the job hangs.
 `content_of` is the other direction: what a node has to do, as follows from the job.
 
-A world that the rendezvous has formed may have to be *checked* before its processes start: its
-members then get tests in place of their assignments. Faulty nodes are excluded, and the others form
-a new world.
+Every agent *joins* before it starts processes, and again after each time they have stopped. A node
+that has joined is *ready*. When enough are ready, they become the *world* of the next round:
+ordered by node id, clamped to `max_nodes`, trimmed to a multiple of `node_unit`. The other nodes
+stay ready, and restart nothing, until a larger world is possible.
+
+Members of the world are *active* from its beginning until they join again, finish, leave or are
+lost. A new world is formed only when no member is active any more; until then `stop_reason` tells
+the active ones that they should stop, and why. A round begins at once if nothing is gained by
+waiting: `max_nodes` are ready, or every member of the last world is ready or known to be gone.
+Otherwise it waits until nothing has changed for `last_call` seconds.
+
+Messages may be lost, repeated and reordered. Joining says after which round it happens, so an old
+copy of it changes nothing; and it carries the agent's incarnation, so messages of an agent that was
+replaced do not count for its successor.
+
+A world may have to be *checked* before its processes start: its members then get tests in place of
+their assignments. Faulty nodes are excluded, and the others form a new world.
 
 Before a world grows, or when one of its nodes has to leave, the job makes a *save request*. The
 world changes when all ranks have saved and wait, or a grace time has passed, so scripts that report
 no steps delay it by that time at most. If it only grows and all processes can go on, they wait
 without a save: the state is in their memory.
+
+The times are of a clock that never jumps (`master.SteadyClock`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain, count
-from typing import TypeAlias
+from bisect import bisect_left
+from collections.abc import Callable, Collection
+from itertools import accumulate, chain, count
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from remesh.elastic import checks, protocol, rendezvous
+from remesh.elastic import checks, protocol
 from remesh.elastic.checks import CheckResult, RunningCheck
 from remesh.elastic.failures import FailureAction, Patterns, ProcessFailure, decide
+from remesh.elastic.nodes import Node, Outcome, Settings, listed, listed_nodes
 from remesh.elastic.progress import TrainingProgress
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Content, Drain, Join, Leave, Sender
-from remesh.elastic.rendezvous import Node, Outcome, Rendezvous
+
+V = TypeVar("V")
 
 MAX_RECORDS = 500
 """Incidents, and lines of history, that are kept."""
@@ -139,8 +158,29 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: Policy  # how the job is treated
     began: float | None = None  # when its first node joined
-    ended: float | None = None  # when it ended; None while it runs
-    rendezvous: Rendezvous = Rendezvous()  # nodes and world
+    settings: Settings = Settings(min_nodes=1, max_nodes=1)
+    """Sizes and time limits of the worlds: those of the first node that joins."""
+    round: int = 0  # number of the last world that was formed; 0 before the first
+    world: tuple[Node, ...] = ()  # its members, in the order of their ranks
+    first_ranks: tuple[int, ...] = ()  # the rank of the first process of each
+    active: dict[int, None] = {}  # ids of members that are still in it
+    finished: frozenset[int] = frozenset()  # ids of members that succeeded
+    ready: dict[int, Node] = {}  # nodes that have joined for the next round, by id
+    excluded: dict[int, tuple[str, str]] = {}
+    """Incarnation and reason of nodes that are not to be used, by id."""
+    held: dict[int, str] = {}
+    """Why an operator has excluded nodes, by id: they wait, also if their agents start anew."""
+    newest: dict[int, str] = {}  # the incarnation that joined last, by id
+    replaced: frozenset[str] = frozenset()
+    """Incarnations whose node id another agent has taken over."""
+    changed_at: float = 0.0  # when the set of ready nodes changed last
+    without_world_since: float | None = None  # since when no member is active; None while one is
+    broken: str | None = None
+    """Why the members of the world should stop and join again; None while it is whole."""
+    hangs: bool = False  # whether that is because it hangs
+    outcome: Outcome | None = None  # how the job ended; None while it runs
+    reason: str = ""  # why it ended so
+    ended: float | None = None  # when
     max_restarts: int = 0  # restarts that each node may be charged with
     charges: dict[int, int] = {}  # restarts that each node was charged with, by node id
     hang_charges: int = 0  # restarts after hangs
@@ -159,6 +199,36 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     saved_step: int | None = None  # the step of the newest checkpoint
     progress: TrainingProgress | None = None  # how far the training was when that was recorded last
     history: tuple[HistoryLine, ...] = ()  # what happened
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the last world."""
+        return self.first_ranks[-1] + self.world[-1].num_processes if self.world else 0
+
+    @property
+    def usable(self) -> dict[int, Node]:
+        """The nodes that are ready and not held."""
+        if not self.held:
+            return self.ready
+        return {number: node for number, node in self.ready.items() if number not in self.held}
+
+    def place(self, node_id: int) -> int | None:
+        """The place of a node in the last world; None if it was not in it."""
+        if node_id < len(self.world) and self.world[node_id].id == node_id:
+            return node_id  # most often ids are ranks
+        place = bisect_left(self.world, node_id, key=lambda node: node.id)
+        return place if place < len(self.world) and self.world[place].id == node_id else None
+
+    def member(self, node_id: int) -> Node | None:
+        """The member of the last world that has this id."""
+        place = self.place(node_id)
+        return None if place is None else self.world[place]
+
+    def known(self, node_id: int) -> Node | None:
+        """The newest agent that spoke for this id and has not gone."""
+        if node_id in self.ready:
+            return self.ready[node_id]
+        return self.member(node_id) if node_id in self.active else None
 
 
 def assign_id(
@@ -182,7 +252,7 @@ def assign_id(
         return None if lives is None else (wanted, label)
     for label in labels:
         if label not in job.names:
-            taken = job.rendezvous.newest  # of most jobs all ids below their number
+            taken = job.newest  # of most jobs all ids below their number
             return next(number for number in count(len(taken)) if number not in taken), label
         lives = has_living_agent(job.names[label])
         if not lives:
@@ -194,36 +264,41 @@ def apply(job: JobState, event: Event, now: float) -> JobState:
     """The job after an event; nothing happens to it before the first node joins."""
     if job.began is None and not isinstance(event, Join):
         return job
-    return _settle(_apply(job, event, job.rendezvous, now), now)
+    if job.outcome is not None and not isinstance(event, _SHOWN_AFTER_END):
+        return job
+    return _settle(_apply(job, event, now), now)
 
 
-def _apply(job: JobState, event: Event, nodes: Rendezvous, now: float) -> JobState:
+_SHOWN_AFTER_END = (protocol.ReportFailures, CheckpointSaved, ProgressRecorded)
+"""Events that a job takes when it has ended, for they are shown."""
+
+
+def _apply(job: JobState, event: Event, now: float) -> JobState:
     """The job after an event, before what follows from it."""
     match event:
         case Join():
             return _join(job, event, now)
         case Leave():
-            return _leave(job, event, nodes, now)
+            return _leave(job, event, now)
         case NodeLost(node_id=node_id, incarnation=incarnation, is_closed=is_closed):
             silent = "no message came within the heartbeat timeout"
             why = "its agent has died, its connections are closed" if is_closed else silent
             text = f"node {node_id} is lost: {why}"
-            job = _note(_depart(job, node_id, incarnation, text, now, lost=True), now, text)
-            return _advance(job, rendezvous.remove(nodes, node_id, incarnation, now), now)
+            return _depart(job, (node_id, incarnation), text, now, lost=True)
         case NodeHeld(node_id=node_id, reason=reason):
-            job = _hold(job, node_id, reason, now)
+            return _hold(job, node_id, reason, now)
         case protocol.ReportFailures():
-            return _fail(job, event, nodes, now)
+            return _fail(job, event, now)
         case Drain():
-            return _drain(job, event, nodes, now)
+            return _drain(job, event, now)
         case protocol.ReportTest():
-            return _tested(job, event, nodes)
+            return _tested(job, event)
         case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
             return _replace(job, saved_step=step)
-        case RanksWait(number) if number == nodes.round:
-            job = _end_request(job)
-        case HangDetected(number, reason) if number == nodes.round and nodes.broken is None:
-            return _hang(_note(job, now, f"the job hangs: {reason}"), reason, nodes, now)
+        case RanksWait(number) if number == job.round:
+            return _end_request(job)
+        case HangDetected(number, reason) if number == job.round and job.broken is None:
+            return _hang(_note(job, now, f"the job hangs: {reason}"), reason, now)
         case ProgressRecorded(progress):
             return _replace(job, progress=progress)
     return job
@@ -233,62 +308,65 @@ def _replace(job: JobState, **changes: object) -> JobState:
     return msgspec.structs.replace(job, **changes)
 
 
+def _without(items: dict[int, V], node_id: int) -> dict[int, V]:
+    if node_id not in items:
+        return items
+    left = items.copy()  # several times as fast as a comprehension, for each node that joins
+    del left[node_id]
+    return left
+
+
 def _note(job: JobState, now: float, text: str) -> JobState:
     return _replace(job, history=(*job.history, HistoryLine(now, text))[-MAX_RECORDS:])
 
 
 def _depart(
-    job: JobState, node_id: int, incarnation: str, text: str, now: float, *, lost: bool
+    job: JobState, agent: tuple[int, str], text: str, now: float, *, lost: bool | None
 ) -> JobState:
-    """Record that a member of the world is gone: it explains why others fail."""
-    nodes = job.rendezvous
-    member = nodes.member(node_id)
-    if member is None or member.incarnation != incarnation or node_id not in nodes.active:
+    """A node is gone, which explains why others fail unless `lost` is None: it has succeeded."""
+    known, is_active = job.known(agent[0]), agent[0] in job.active
+    if known is None or known.incarnation != agent[1]:
         return job
-    incident = Incident(node_id=node_id, round=nodes.round, time=now, text=text, lost=lost)
-    return _replace(_record(job, incident), suspect=None)
+    if is_active and lost is not None:
+        incident = Incident(node_id=known.id, round=job.round, time=now, text=text, lost=lost)
+        job = _replace(_record(job, incident), suspect=None)
+    job = _remove(_note(job, now, text), known.id, now)
+    return _replace(job, finished=job.finished | {known.id}) if is_active and lost is None else job
+
+
+def _remove(job: JobState, node_id: int, now: float) -> JobState:
+    ready, active = _without(job.ready, node_id), _without(job.active, node_id)
+    return _replace(job, ready=ready, active=active, changed_at=now)
 
 
 def _record(job: JobState, incident: Incident) -> JobState:
     return _replace(job, incidents=(*job.incidents, incident)[-MAX_RECORDS:])
 
 
-def _advance(job: JobState, after: Rendezvous, now: float) -> JobState:
-    """Take over the next rendezvous, and begin what a new round begins."""
-    before = job.rendezvous
-    if after is before or before.outcome is not None:
-        return job
-    job = _replace(job, rendezvous=after)
-    if after.world is not before.world:
-        members = rendezvous.listed(node.id for node in after.world)
-        job = _note(job, now, f"round {after.round}: nodes {members}")
-        job = _replace(job, save_request=None, check=None)
-        job = _begin_check(job, after, now)
-        return _charge_suspect(job, after, now)
-    if after.outcome is not None and before.outcome is None:
-        job = _note(job, now, f"the job has {after.outcome}: {after.reason}")
-        job = _replace(job, ended=now)
-    return job
-
-
 def _join(job: JobState, event: Join, now: float) -> JobState:
     if job.began is None:
-        nodes = rendezvous.start(event.settings, now)
-        job = _replace(job, began=now, rendezvous=nodes, max_restarts=event.max_restarts)
+        job = _replace(
+            job,
+            began=now,
+            settings=event.settings,
+            changed_at=now,
+            without_world_since=now,
+            max_restarts=event.max_restarts,
+        )
         job = _note(job, now, f"restart budget: {event.max_restarts} restarts per node")
     node = node_of(event)
-    if event.after_round > job.rendezvous.round:
+    if event.after_round > job.round:
         text = (
             f"node {node.id} comes from round {event.after_round}, the journal knows only "
-            f"{job.rendezvous.round} rounds: it was lost, or is an old copy"
+            f"{job.round} rounds: it was lost, or is an old copy"
         )
         job = _note(job, now, text)
     if job.names.get(node.name) != node.id:
         job = _replace(job, names={**job.names, node.name: node.id})
-    member = job.rendezvous.member(node.id)
+    member = job.member(node.id)
     if member is not None and member.incarnation != node.incarnation:
         job = _replace(job, suspect=None)  # its agent has died, as others may have noticed
-    return _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
+    return _make_ready(job, node, event.after_round, now)
 
 
 def node_of(event: Join) -> Node:
@@ -304,25 +382,67 @@ def node_of(event: Join) -> Node:
     )
 
 
-def _leave(job: JobState, event: Leave, nodes: Rendezvous, now: float) -> JobState:
+def _make_ready(job: JobState, node: Node, after_round: int, now: float) -> JobState:
+    """An agent is ready for the round after `after_round`, the last that it was in (or 0)."""
+    if node.incarnation in job.replaced or exclusion_of(job, node.id, node.incarnation):
+        return job
+    member = job.member(node.id)
+    in_world = member is not None and member.incarnation == node.incarnation
+    if in_world and node.id in job.active and after_round < job.round:
+        return job  # a late copy of the message that led to this world
+    if after_round > job.round:
+        # The master has forgotten rounds. Their numbers must not come again.
+        job = _replace(job, round=after_round)
+    newest = job.newest.get(node.id, node.incarnation)
+    if newest != node.incarnation:
+        job = _replace(job, replaced=job.replaced | {newest})
+    if job.newest.get(node.id) != node.incarnation:
+        job = _replace(job, newest={**job.newest, node.id: node.incarnation})
+    if job.ready.get(node.id) == node:
+        return job
+    return _replace(
+        job,
+        ready={**job.ready, node.id: node},
+        active=_without(job.active, node.id),
+        excluded=_without(job.excluded, node.id),
+        changed_at=now,
+    )
+
+
+def _leave(job: JobState, event: Leave, now: float) -> JobState:
     text = f"node {event.node_id} leaves, {event.outcome}: {event.reason}"
-    if event.outcome is not Outcome.SUCCEEDED:
-        job = _depart(job, event.node_id, event.incarnation, text, now, lost=False)
-    after = rendezvous.leave(nodes, event.node_id, event.incarnation, event.outcome, now)
-    return _advance(_note(job, now, text), after, now)
+    lost = None if event.outcome is Outcome.SUCCEEDED else False
+    after = _depart(job, (event.node_id, event.incarnation), text, now, lost=lost)
+    if after.finished is job.finished or len(after.finished) < len(after.world):
+        return after
+    return _end(after, Outcome.SUCCEEDED, "the processes of all nodes succeeded", now)
 
 
-def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now: float) -> JobState:
-    node = nodes.known(event.node_id)
+def _exclude(job: JobState, node: Node, reason: str, now: float) -> JobState:
+    """A node is not to be used, for as long as its agent is the same."""
+    job = _replace(job, excluded={**job.excluded, node.id: (node.incarnation, reason)})
+    return _remove(job, node.id, now)
+
+
+def _end(job: JobState, outcome: Outcome, reason: str, now: float) -> JobState:
+    """The job has ended, whatever its nodes do."""
+    if job.outcome is not None:
+        return job
+    job = _note(job, now, f"the job has {outcome}: {reason}")
+    return _replace(job, outcome=outcome, reason=reason, ended=now, check=None)
+
+
+def _fail(job: JobState, event: protocol.ReportFailures, now: float) -> JobState:
+    node = job.known(event.node_id)
     if node is None or node.incarnation != event.incarnation:
         return job
     # A node says it again, in each new session, until it is in another world. It has joined after
     # it had said it first, and the records of long ago are gone.
-    has_joined = node.id in nodes.ready or (event.round < nodes.round and node.id in nodes.active)
+    has_joined = node.id in job.ready or (event.round < job.round and node.id in job.active)
     known = {(each.node_id, each.round) for each in job.incidents if each.failures}
     if not event.failures or has_joined or (event.node_id, event.round) in known:
         return job
-    action, text = decide(event.failures, num_ranks=nodes.num_ranks, patterns=job.policy.patterns)
+    action, text = decide(event.failures, num_ranks=job.num_ranks, patterns=job.policy.patterns)
     has_budget = True
     if action is FailureAction.CHARGE:
         job, text, has_budget = _charge(job, node.id, text)
@@ -335,13 +455,14 @@ def _fail(job: JobState, event: protocol.ReportFailures, nodes: Rendezvous, now:
     elif stop_reason(job, node.id, event.round) is None:
         job = _replace(job, suspect=(node.id, text))
     if not has_budget:
-        return _advance(job, rendezvous.end(nodes, Outcome.FAILED, text), now)
+        return _end(job, Outcome.FAILED, text, now)
+    if job.outcome is not None:
+        return job
     if action is FailureAction.REPLACE:
-        job = _replace(job, must_check=True)
-        return _advance(job, rendezvous.exclude(nodes, node, text, now), now)
-    if event.round == nodes.round and node.id in nodes.active and nodes.broken is None:
+        return _exclude(_replace(job, must_check=True), node, text, now)
+    if event.round == job.round and node.id in job.active and job.broken is None:
         # The others need not wait until it joins.
-        return _advance(job, rendezvous.break_world(nodes, text), now)
+        return _replace(job, broken=text)
     return job
 
 
@@ -355,21 +476,19 @@ def _charge(job: JobState, node_id: int, reason: str) -> tuple[JobState, str, bo
     return job, f"{reason}; {charged + 1} of {most} restarts charged to its node", True
 
 
-def _charge_suspect(job: JobState, nodes: Rendezvous, now: float) -> JobState:
+def _charge_suspect(job: JobState, now: float) -> JobState:
     """Charge the failure that nothing in the round before explains, if there is one."""
     if job.suspect is None:
         return job
     (node_id, text), job = job.suspect, _replace(job, suspect=None)
     reason = f"{text}, but no other process has failed by itself"
     job, text, has_budget = _charge(job, node_id, reason)
-    if not has_budget:
-        return _advance(job, rendezvous.end(nodes, Outcome.FAILED, text), now)
-    return _note(job, now, text)
+    return _note(job, now, text) if has_budget else _end(job, Outcome.FAILED, text, now)
 
 
-def _drain(job: JobState, event: Drain, nodes: Rendezvous, now: float) -> JobState:
-    node = nodes.known(event.node_id)
-    if node is None or node.incarnation != event.incarnation or node.id not in nodes.active:
+def _drain(job: JobState, event: Drain, now: float) -> JobState:
+    node = job.known(event.node_id)
+    if node is None or node.incarnation != event.incarnation or node.id not in job.active:
         return job
     if job.save_request is not None and node.id in job.save_request.draining:
         return job
@@ -386,9 +505,9 @@ def _ask_to_save(job: JobState, node_ids: list[int], now: float, seconds: float)
 
 def _hold(job: JobState, node_id: int, reason: str | None, now: float) -> JobState:
     """Exclude a node; if it is in the world, that ends when the others can go on without it."""
-    if job.rendezvous.outcome is not None:
-        return job
-    job = _replace(job, rendezvous=rendezvous.hold(job.rendezvous, node_id, reason, now))
+    held = _without(job.held, node_id)
+    held = held if reason is None else {**held, node_id: reason}
+    job = _replace(job, held=held, changed_at=now)
     if reason is not None:
         return _note(job, now, f"node {node_id} is excluded by hand: {reason}")
     request = job.save_request
@@ -399,49 +518,142 @@ def _hold(job: JobState, node_id: int, reason: str | None, now: float) -> JobSta
     return _note(job, now, f"node {node_id} may be used again")
 
 
-def _hang(job: JobState, why: str, nodes: Rendezvous, now: float) -> JobState:
+def _hang(job: JobState, why: str, now: float) -> JobState:
     """Let all start again, as long as the budget for hangs allows it."""
     reason, charged = f"the job hung: {why}", job.hang_charges
-    nodes = rendezvous.break_world(nodes, reason, hangs=True)
+    job = _replace(job, broken=reason, hangs=True)
     if charged < job.max_restarts:
-        return _advance(_replace(job, hang_charges=charged + 1), nodes, now)
+        return _replace(job, hang_charges=charged + 1)
     counts = f"{charged} of {job.max_restarts} restarts"
-    reason = f"{reason}; no restart left: {counts} charged to hangs"
-    return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
+    return _end(job, Outcome.FAILED, f"{reason}; no restart left: {counts} charged to hangs", now)
 
 
 def _settle(job: JobState, now: float) -> JobState:
     """The job after all that follows from it and the time alone."""
+    if job.outcome is not None:
+        return job
     job = _advance_check(job, now)
-    job = _end_request_in_time(_advance(job, rendezvous.tick(job.rendezvous, now), now), now)
-    nodes, asked, size = job.rendezvous, job.save_request, rendezvous.larger_size(job.rendezvous)
+    if bool(job.active) == (job.without_world_since is not None):
+        job = _replace(job, without_world_since=None if job.active else now)
+    job = _end_request_in_time(_form_world(_note_break(job), now), now)
+    asked, size = job.save_request, larger_size(job)
     if asked is not None and is_for_growth(job) and size is None:
         asked, job = None, _replace(job, save_request=None)  # the nodes that had come have gone
-    if nodes.held and job.check is None:
-        held = rendezvous.leaving(nodes)
+    if job.held and job.check is None:
+        held = leaving(job)
         if held and (asked is None or not asked.draining.issuperset(held)):
             return _end_request_in_time(_ask_to_save(job, held, now, job.policy.save_grace), now)
         if held and not awaits_checkpoint(job):
-            text = f"{rendezvous.listed_nodes(held)} excluded by hand"
-            return _advance(job, rendezvous.break_world(nodes, text), now)
-        if asked is not None and asked.is_over and nodes.held.keys() >= asked.draining > set():
+            return _replace(job, broken=f"{listed_nodes(held)} excluded by hand")
+        if asked is not None and asked.is_over and job.held.keys() >= asked.draining > set():
             return _replace(job, save_request=None)  # they stay: the others have left meanwhile
-    if job.check is None and job.save_request is None and nodes.active and size is not None:
+    if job.check is None and job.save_request is None and job.active and size is not None:
         request = SaveRequest(deadline=now + job.policy.save_grace)
-        text = f"the world can grow to {size} nodes: {len(nodes.usable)} more are ready"
+        text = f"the world can grow to {size} nodes: {len(job.usable)} more are ready"
         return _end_request_in_time(_note(_replace(job, save_request=request), now, text), now)
     return job
 
 
+def _note_break(job: JobState) -> JobState:
+    """Note why the world is no longer whole, once: it is asked for with every heartbeat."""
+    # No member is both active and finished.
+    if job.broken is not None or len(job.active) + len(job.finished) == len(job.world):
+        return job
+    known = job.active.keys() | job.finished
+    gone = [node.id for node in job.world if node.id not in known]
+    lost = [node_id for node_id in gone if node_id not in job.ready]
+    if lost:
+        return _replace(job, broken=f"{listed_nodes(lost)} left or died")
+    return _replace(job, broken=f"{listed_nodes(gone)} stopped the processes")
+
+
+def _form_world(job: JobState, now: float) -> JobState:
+    """Begin the next round, if the last one is over and the nodes are there."""
+    if job.active:
+        return job
+    settings, candidates, since = job.settings, job.usable, job.without_world_since
+    size = settings.fitting(len(candidates))
+    if not size:
+        if since is not None and now - since >= settings.join_timeout:
+            reason = (
+                f"{len(candidates)} nodes have joined within {settings.join_timeout:g} s, "
+                f"at least {settings.min_nodes} in multiples of {settings.node_unit} are needed"
+            )
+            return _end(job, Outcome.FAILED, reason, now)
+        return job
+    cannot_grow = size == settings.fitting(settings.max_nodes)
+    # No member is active here: one that is neither ready nor finished has left or is lost. Those
+    # that have finished are alive and will join.
+    all_back = bool(job.world) and job.finished <= job.ready.keys()
+    if not (cannot_grow or all_back or now - job.changed_at >= settings.last_call):
+        return job
+    chosen = sorted(candidates)[:size]
+    rest = sorted(job.ready.keys() - set(chosen))
+    world = tuple(job.ready[node_id] for node_id in chosen)
+    counts = (node.num_processes for node in world[:-1])
+    job = _replace(
+        job,
+        round=job.round + 1,
+        world=world,
+        first_ranks=tuple(accumulate(counts, initial=0)),
+        active=dict.fromkeys(chosen),
+        finished=frozenset(),
+        ready={node_id: job.ready[node_id] for node_id in rest},
+        without_world_since=None,
+        broken=None,
+        hangs=False,
+        save_request=None,
+        check=None,
+    )
+    job = _note(job, now, f"round {job.round}: nodes {listed(chosen)}")
+    return _charge_suspect(_begin_check(job, now), now)
+
+
+def exclusion_of(job: JobState, node_id: int, incarnation: str) -> str | None:
+    """Why a node is not used; None if it may be used. It holds for its agent only."""
+    excluded, reason = job.excluded.get(node_id, ("", ""))
+    return reason if excluded == incarnation else None
+
+
 def stop_reason(job: JobState, node_id: int, round_of_node: int) -> str | None:
-    """Why a node should stop the processes of a round now; None if it should go on."""
-    nodes = job.rendezvous
-    reason = rendezvous.restart_reason(nodes, node_id, round_of_node)
-    if reason is None and nodes.outcome is None and not awaits_checkpoint(job):
-        size = rendezvous.larger_size(nodes)
-        if size is not None:
-            reason = f"{rendezvous.listed_nodes(nodes.usable)} can join, the world grows to {size}"
-    return reason
+    """Why a node should stop the processes of a round now; None if it should go on.
+
+    A world that is whole goes on until the ranks have saved, though it could be larger. Nodes that
+    have finished are asked back when others have to start again: a job ends together.
+    """
+    if job.outcome is not None:
+        return None
+    if round_of_node != job.round or not (node_id in job.active or node_id in job.finished):
+        return f"round {round_of_node} is over for node {node_id}"
+    size = None if awaits_checkpoint(job) else larger_size(job)
+    if size is not None:
+        return f"{listed_nodes(job.usable)} can join, the world grows to {size}"
+    return job.broken
+
+
+def larger_size(job: JobState) -> int | None:
+    """How large the world could be with the nodes that are ready; None if that is no larger."""
+    if job.finished or job.broken is not None or not job.usable:
+        return None
+    size = job.settings.fitting(len(job.active) + len(job.usable))
+    return size if size > len(job.world) else None
+
+
+def leaving(job: JobState) -> list[int]:
+    """The members that are held, if the others can form a world without them.
+
+    None of a world that is broken, or is ending: members that have finished start no other one.
+    """
+    if job.broken is not None or job.finished or job.outcome is not None:
+        return []
+    held = [node_id for node_id in job.held if node_id in job.active]
+    return held if fits_without(job, held) else []
+
+
+def fits_without(job: JobState, node_ids: Collection[int]) -> bool:
+    """True if the nodes that are there form a world without some, and without those that wait."""
+    left = (job.active.keys() | job.usable.keys()) - set(node_ids)
+    return bool(job.settings.fitting(len(left)))
 
 
 def is_for_growth(job: JobState) -> bool:
@@ -467,20 +679,20 @@ def _end_request(job: JobState) -> JobState:
     return _replace(job, save_request=msgspec.structs.replace(request, is_over=True))
 
 
-def _begin_check(job: JobState, nodes: Rendezvous, now: float) -> JobState:
-    unknown = [node.id for node in nodes.world if job.checked.get(node.id) != node.incarnation]
+def _begin_check(job: JobState, now: float) -> JobState:
+    unknown = [node.id for node in job.world if job.checked.get(node.id) != node.incarnation]
     if not job.must_check and not (job.policy.check and unknown):
         return job
     number = job.num_checks + 1
-    check = checks.begin(number, [node.id for node in nodes.world], now)
+    check = checks.begin(number, [node.id for node in job.world], now)
     return _replace(job, check=check, num_checks=number)
 
 
-def _tested(job: JobState, event: protocol.ReportTest, nodes: Rendezvous) -> JobState:
+def _tested(job: JobState, event: protocol.ReportTest) -> JobState:
     check = job.check
     if check is None or (event.check, event.test_round) != (check.number, len(check.results)):
         return job
-    member = nodes.member(event.node_id)
+    member = job.member(event.node_id)
     if member is None or member.incarnation != event.incarnation:
         return job
     reports = {**check.reports, event.node_id: event.result}
@@ -488,117 +700,106 @@ def _tested(job: JobState, event: protocol.ReportTest, nodes: Rendezvous) -> Job
 
 
 def _advance_check(job: JobState, now: float) -> JobState:
-    check, nodes = job.check, job.rendezvous
+    check = job.check
     if check is None:
         return job
-    if nodes.outcome is not None:
-        return _replace(job, check=None)
-    if len(nodes.active) != len(nodes.world):
+    if len(job.active) != len(job.world):
         return _rejoin(_replace(job, check=None), now)  # a member was lost meanwhile
     after = checks.advance(check, now, job.policy.check_timeout)
     if isinstance(after, CheckResult):
-        return _end_check(job, after, nodes, now)
+        return _end_check(job, after, now)
     return job if after is check else _replace(job, check=after)
 
 
-def _end_check(job: JobState, result: CheckResult, nodes: Rendezvous, now: float) -> JobState:
-    out = result.faulty
+def _end_check(job: JobState, result: CheckResult, now: float) -> JobState:
+    out, world = result.faulty, job.world
     findings = dict.fromkeys(result.healthy, "healthy") | {**result.suspects, **out}
     job = _replace(
         job,
         check=None,
         must_check=False,
         check_findings=findings,
-        checked={node.id: node.incarnation for node in nodes.world if node.id not in out},
+        checked={node.id: node.incarnation for node in world if node.id not in out},
     )
     said = [f"node {node_id} {text}" for node_id, text in sorted(findings.items())]
     said = [text for text in said if not text.endswith(" healthy")] or ["all nodes are healthy"]
     for group in result.connections:
         said.append(f"the connection among nodes {', '.join(map(str, group))} failed")
     job = _note(job, now, f"check {job.num_checks}: {'; '.join(said)}")
-    for node in nodes.world:
+    for node in world:
         if node.id in out:
-            reason = f"check {job.num_checks}: {out[node.id]}"
-            job = _advance(job, rendezvous.exclude(job.rendezvous, node, reason, now), now)
+            job = _exclude(job, node, f"check {job.num_checks}: {out[node.id]}", now)
     return _rejoin(job, now) if out else job
 
 
 def _rejoin(job: JobState, now: float) -> JobState:
     """Let the members that are left join again: none has started processes yet."""
-    before = job.rendezvous
-    for node in before.world:
-        if node.id in before.active:
-            after = rendezvous.join(job.rendezvous, node, before.round, now)
-            job = _advance(job, after, now)
+    for node in job.world:
+        if node.id in job.active:
+            job = _make_ready(job, node, job.round, now)
     return job
 
 
 def content_of(job: JobState, sender: Sender) -> Content:
     """What the node of a sender has to do now."""
-    nodes, node_id, incarnation = job.rendezvous, sender["node_id"], sender["incarnation"]
-    if nodes.outcome is not None:
-        return protocol.JobEnded(nodes.outcome, nodes.reason, nodes.hangs)
-    if incarnation in nodes.replaced:
+    node_id, incarnation = sender["node_id"], sender["incarnation"]
+    if job.outcome is not None:
+        return protocol.JobEnded(job.outcome, job.reason, job.hangs)
+    if incarnation in job.replaced:
         return protocol.Rejected(f"another agent has taken over node id {node_id}")
-    excluded, reason = nodes.excluded.get(node_id, ("", ""))
-    if excluded == incarnation:
-        return protocol.Rejected(reason)
-    ready = nodes.ready.get(node_id)
+    excluded = exclusion_of(job, node_id, incarnation)
+    if excluded is not None:
+        return protocol.Rejected(excluded)
+    ready = job.ready.get(node_id)
     if ready is not None and ready.incarnation == incarnation:
         return _waiting(job, node_id)
-    member = nodes.member(node_id)
+    member = job.member(node_id)
     if member is None or member.incarnation != incarnation:
         reason = f"round {sender['round']} is over for node {node_id}"
         return protocol.Stop(sender["round"], reason)
-    if node_id in nodes.active and job.check is not None:
-        return _test_of(job, job.check, nodes, node_id)
-    why = stop_reason(job, node_id, nodes.round)
+    if node_id in job.active and job.check is not None:
+        return _test_of(job, job.check, node_id)
+    why = stop_reason(job, node_id, job.round)
     if why is None:
         return _assignment(job, node_id)
-    return protocol.Stop(nodes.round, why, nodes.hangs)
+    return protocol.Stop(job.round, why, job.hangs)
 
 
 def _assignment(job: JobState, node_id: int) -> protocol.Assignment:
-    nodes, awaits = job.rendezvous, awaits_checkpoint(job)
-    place = nodes.place(node_id)
+    awaits, place = awaits_checkpoint(job), job.place(node_id)
     assert place is not None
     return protocol.Assignment(
-        nodes.round,
+        job.round,
         place,
-        len(nodes.world),
-        nodes.first_ranks[place],
-        nodes.num_ranks,
-        nodes.world[0],
+        len(job.world),
+        job.first_ranks[place],
+        job.num_ranks,
+        job.world[0],
         save=awaits,
         grow=awaits and is_for_growth(job),
     )
 
 
-def _test_of(job: JobState, check: RunningCheck, nodes: Rendezvous, node_id: int) -> Content:
+def _test_of(job: JobState, check: RunningCheck, node_id: int) -> Content:
     if node_id in check.reports:
         return _waiting(job, node_id)
     group = next((group for group in check.groups if node_id in group), ())
-    members = tuple(member for member in map(nodes.member, group) if member is not None)
+    members = tuple(member for member in map(job.member, group) if member is not None)
     rank = group.index(node_id)
-    return protocol.NodeTest(nodes.round, check.number, len(check.results), members, rank)
+    return protocol.NodeTest(job.round, check.number, len(check.results), members, rank)
 
 
 def _waiting(job: JobState, node_id: int) -> protocol.Waiting:
-    is_held = node_id in job.rendezvous.held and node_id in job.rendezvous.ready
-    return protocol.Waiting(_wait_reason(job, node_id), is_held=is_held)
-
-
-def _wait_reason(job: JobState, node_id: int) -> str:
-    nodes = job.rendezvous
-    if node_id in nodes.held and (node := nodes.ready.get(node_id)) is not None:
-        return (
-            f"an operator has excluded it: {nodes.held[node_id]}; it is used again after "
+    node, settings = job.ready.get(node_id), job.settings
+    if node is not None and node_id in job.held:
+        text = (
+            f"an operator has excluded it: {job.held[node_id]}; it is used again after "
             f"`remesh node readmit {node.name}`"
         )
-    runs = f"round {nodes.round} runs on {len(nodes.active)} nodes; " if nodes.active else ""
-    settings = nodes.settings
-    return (
-        f"{runs}{len(nodes.usable)} nodes are ready, the world has {settings.min_nodes} to "
+        return protocol.Waiting(text, is_held=True)
+    runs = f"round {job.round} runs on {len(job.active)} nodes; " if job.active else ""
+    return protocol.Waiting(
+        f"{runs}{len(job.usable)} nodes are ready, the world has {settings.min_nodes} to "
         f"{settings.max_nodes} in multiples of {settings.node_unit}"
     )
 
@@ -610,8 +811,8 @@ def concerns_all(before: JobState, after: JobState) -> bool:
 
 def _shared(job: JobState) -> tuple[object, ...]:
     """What instructions follow from that is not of one node alone."""
-    nodes, check = job.rendezvous, job.check
+    check = job.check
     stage = None if check is None else (check.number, len(check.results))
-    world = nodes.round, nodes.outcome, nodes.broken, rendezvous.larger_size(nodes)
-    used = nodes.excluded, nodes.replaced, nodes.held
+    world = job.round, job.outcome, job.broken, larger_size(job)
+    used = job.excluded, job.replaced, job.held
     return world, used, stage, job.save_request

@@ -18,7 +18,7 @@ import msgspec
 from remesh.elastic.job import JobState, Policy
 from remesh.errors import StorageError
 
-JOURNAL_VERSION = 7
+JOURNAL_VERSION = 8
 _CURE = "Move it away to go on without it: nodes that train report again where they are"
 
 _encode = msgspec.json.Encoder().encode
@@ -98,8 +98,8 @@ class Journal:
             return JobState(policy=policy), 0.0
         if job.ended is not None:  # agents may still have to be told
             self.warnings.append(
-                f"{self._path}: holds a job that has ended ({job.rendezvous.outcome})\n"
-                f"{job.rendezvous.reason}\n"
+                f"{self._path}: holds a job that has ended ({job.outcome})\n"
+                f"{job.reason}\n"
                 "For a new job give another file to --state, or remove this one"
             )
         return msgspec.structs.replace(job, policy=policy), content.time

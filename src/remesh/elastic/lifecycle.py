@@ -26,10 +26,10 @@ import msgspec
 from msgspec.structs import replace
 
 from remesh.elastic.failures import restart_pause
+from remesh.elastic.nodes import Outcome
 from remesh.elastic.process_socket import Report, Request
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import Assignment, Content, JobEnded, Rejected, Stop
-from remesh.elastic.rendezvous import Outcome
 
 EXIT_REPLACE = 75
 """How the agent ends when another node should take the place of this one."""

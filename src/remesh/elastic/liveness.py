@@ -25,9 +25,9 @@ from remesh.elastic import job as jobs
 from remesh.elastic import progress
 from remesh.elastic.failures import Kind, classify
 from remesh.elastic.job import Event, JobState
+from remesh.elastic.nodes import listed
 from remesh.elastic.progress import RankProgress, TrainingProgress
 from remesh.elastic.protocol import Beat, ReportFailures, ReportStacks
-from remesh.elastic.rendezvous import Rendezvous, listed
 
 RECORD_EVERY = 10.0
 """Seconds between two records of the progress."""
@@ -77,13 +77,12 @@ class Liveness:
     @classmethod
     def after_start(cls, job: JobState, now: float) -> Liveness:
         """At the start of a master: the nodes of the job count as just heard."""
-        nodes = job.rendezvous
-        known = {node.id: node for node in nodes.world} | nodes.ready
+        known = {node.id: node for node in job.world} | job.ready
         known_progress = job.progress or progress.begin(now if job.began is None else job.began)
         return cls(
             agents={node.incarnation: AgentSigns(now) for node in known.values()},
             progress=progress.begin_round(known_progress, now),
-            round=nodes.round,
+            round=job.round,
             recorded_at=now,
         )
 
@@ -130,11 +129,10 @@ def has_living_agent(
     were given one id by mistake, must not take it from each other in turn. None if that is not
     known yet.
     """
-    nodes = job.rendezvous
-    holder = nodes.known(node_id)
-    if holder is None and node_id in nodes.finished:
-        holder = nodes.member(node_id)
-    if holder is None or incarnation == holder.incarnation or incarnation in nodes.replaced:
+    holder = job.known(node_id)
+    if holder is None and node_id in job.finished:
+        holder = job.member(node_id)
+    if holder is None or incarnation == holder.incarnation or incarnation in job.replaced:
         return False
     other = live.agents.setdefault(holder.incarnation, AgentSigns(now))
     if other.session is not None:
@@ -160,11 +158,10 @@ def extend_deadlines(live: Liveness, seconds: float) -> None:
 
 def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event]:
     """Record how far the ranks of a node are; the events that follow."""
-    nodes = job.rendezvous
-    if beat.round != nodes.round or beat.node_id not in nodes.active:
+    if beat.round != job.round or beat.node_id not in job.active:
         return []
-    if live.round != nodes.round:
-        live.round = nodes.round
+    if live.round != job.round:
+        live.round = job.round
         live.progress = progress.begin_round(live.progress, now)
         live.ranks, live.waiting = {}, set()
     if beat.lost_peer and live.broken_round != beat.round:
@@ -186,8 +183,8 @@ def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event
             live.waiting.add(rank)
         elif live.waiting:
             live.waiting.discard(rank)
-    if len(live.waiting) == nodes.num_ranks and jobs.awaits_checkpoint(job):
-        return [*events[-1:], jobs.RanksWait(nodes.round)]
+    if len(live.waiting) == job.num_ranks and jobs.awaits_checkpoint(job):
+        return [*events[-1:], jobs.RanksWait(job.round)]
     return events[-1:]
 
 
@@ -208,12 +205,11 @@ def on_stacks(live: Liveness, request: ReportStacks) -> None:
 
 def events_of_time(live: Liveness, job: JobState, now: float) -> list[Event]:
     """The events that the passing of time causes."""
-    nodes = job.rendezvous
-    if nodes.outcome is not None:
+    if job.outcome is not None:
         # Once: the status of a job that has ended does not change when its master restarts.
         return [jobs.ProgressRecorded(live.progress)] if live.progress != job.progress else []
-    events = _lost_nodes(live, nodes, job.policy.heartbeat_timeout, now)
-    if live.round == nodes.round and not events:
+    events = _lost_nodes(live, job, now)
+    if live.round == job.round and not events:
         events += _hang_events(live, job, now)
         if now - live.recorded_at >= RECORD_EVERY and live.progress != job.progress:
             live.recorded_at = now
@@ -221,15 +217,15 @@ def events_of_time(live: Liveness, job: JobState, now: float) -> list[Event]:
     return events
 
 
-def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> list[Event]:
+def _lost_nodes(live: Liveness, job: JobState, now: float) -> list[Event]:
     """The nodes that are lost; all are looked at only if one of them can be."""
     if now < live.look_at:
         return []
-    lost_peer = live.broken_round == nodes.round
+    limit, lost_peer = job.policy.heartbeat_timeout, live.broken_round == job.round
     events: list[Event] = []
     live.look_at = now + limit / 4
-    for node_id in (*nodes.active, *nodes.ready):
-        known = nodes.known(node_id)
+    for node_id in (*job.active, *job.ready):
+        known = job.known(node_id)
         assert known is not None
         agent = live.agents.setdefault(known.incarnation, AgentSigns(now))
         is_dead = agent.is_dead(now, lost_peer=lost_peer)
@@ -239,7 +235,7 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
         else:
             live.look_at = min(live.look_at, agent.heard + limit, agent.due)
     # The incarnation of an agent that was replaced never comes again.
-    newest = set(nodes.newest.values())
+    newest = set(job.newest.values())
     live.agents = {
         incarnation: agent
         for incarnation, agent in live.agents.items()
@@ -249,13 +245,12 @@ def _lost_nodes(live: Liveness, nodes: Rendezvous, limit: float, now: float) -> 
 
 
 def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
-    nodes = job.rendezvous
     limit = progress.hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges)
     pause = progress.pause_of(live.progress, now)
-    if nodes.broken is not None or pause is None or pause <= limit:
+    if job.broken is not None or pause is None or pause <= limit:
         return []
     lagging = progress.lagging_ranks(live.ranks)
     behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
     reason = f"no rank has finished a step for {pause:.0f} s{behind}"
-    live.hung_round, live.stacks = nodes.round, {}
-    return [jobs.HangDetected(nodes.round, reason)]
+    live.hung_round, live.stacks = job.round, {}
+    return [jobs.HangDetected(job.round, reason)]

@@ -31,8 +31,8 @@ from remesh.elastic import liveness, protocol
 from remesh.elastic.job import Event, JobState, NodeHeld, NodeLost, Policy, Tick
 from remesh.elastic.journal import Journal
 from remesh.elastic.liveness import Liveness
+from remesh.elastic.nodes import MAX_LISTED, Settings
 from remesh.elastic.protocol import Sender
-from remesh.elastic.rendezvous import MAX_LISTED, Settings, fits_without
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class Master:
         A scheduler does not hear of an exclusion: the command tells it. It runs by itself, and
         again after a restart of the master, which cannot know how far it came.
         """
-        for node_id, (incarnation, reason) in self.job.rendezvous.excluded.items():
+        for node_id, (incarnation, reason) in self.job.excluded.items():
             if (node_id, incarnation) in self._reported:
                 continue
             self._reported.add((node_id, incarnation))
@@ -241,22 +241,22 @@ class Master:
             RefusedError: If there is no such node, it is not excluded, the others cannot go on
                 without it, or the job has ended.
         """
-        names, nodes = self.job.names, self.job.rendezvous
+        job, names = self.job, self.job.names
         node_id = names.get(given.node)
         if node_id is None:
             node_id = next((number for number in names.values() if str(number) == given.node), None)
         if node_id is None:
             known = ", ".join(sorted(names)[:MAX_LISTED]) or "none yet"
             raise RefusedError(f"the job has no node {given.node}; it has {known}")
-        if nodes.outcome is not None:
-            raise RefusedError(f"the job has {nodes.outcome}: no world follows")
+        if job.outcome is not None:
+            raise RefusedError(f"the job has {job.outcome}: no world follows")
         if not given.is_used:
-            if node_id in nodes.active and not fits_without(nodes, {node_id, *nodes.held}):
+            if node_id in job.active and not jobs.fits_without(job, {node_id, *job.held}):
                 raise RefusedError(
                     f"the others cannot go on without node {given.node}\nStart another node first"
                 )
             self.apply(NodeHeld(node_id, given.reason or "no reason given"))
-        elif node_id in nodes.held:
+        elif node_id in job.held:
             self.apply(NodeHeld(node_id, None))
         else:
             raise RefusedError(
@@ -334,7 +334,7 @@ class Master:
 
     def _identify(self, message: protocol.Join) -> protocol.Join:
         """The message with the id and the name of the node, if it fits to the job."""
-        wanted = self.job.rendezvous.settings
+        wanted = self.job.settings
         if self.job.began is not None and message.settings != wanted:
             raise RefusedError(
                 f"node {message.name} has other options than the job\n"

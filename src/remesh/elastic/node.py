@@ -18,6 +18,7 @@ import msgspec
 
 from remesh.elastic import protocol
 from remesh.elastic.client import Client
+from remesh.elastic.nodes import Outcome
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     Assignment,
@@ -30,7 +31,6 @@ from remesh.elastic.protocol import (
     Sender,
     Stop,
 )
-from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.session import Session
 from remesh.errors import MasterError
 

@@ -23,8 +23,8 @@ from typing import Annotated, TypeAlias, TypedDict
 import msgspec
 
 from remesh.elastic.failures import ProcessFailure
+from remesh.elastic.nodes import Node, Outcome, Settings
 from remesh.elastic.progress import RankProgress
-from remesh.elastic.rendezvous import Node, Outcome, Settings
 
 PROTOCOL_VERSION = 6
 HEARTBEAT_TIMEOUT = 3.0

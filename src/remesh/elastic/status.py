@@ -17,9 +17,8 @@ import msgspec
 from remesh._repr import short_repr
 from remesh.elastic import progress
 from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
-from remesh.elastic.job import HistoryLine, JobState
+from remesh.elastic.job import HistoryLine, JobState, exclusion_of
 from remesh.elastic.liveness import Liveness
-from remesh.elastic.rendezvous import exclusion_of
 
 __all__ = ["FailureStatus", "NodeStatus", "RankStatus", "RoundFailures", "Status"]
 
@@ -145,24 +144,24 @@ def status_of(
     limits: Limits = OF_ALL,
 ) -> Status:
     """The status of a job."""
-    nodes, (phase, reason) = job.rendezvous, phase_of(job)
+    phase, reason = phase_of(job)
     states = _states(job)
     shown_nodes = sorted(states, key=lambda one: (TROUBLE.index(states[one]), one))[: limits.rows]
     slow, behind = progress.slow_ranks(live.ranks), set(progress.lagging_ranks(live.ranks))
     # Ranks in trouble come first.
     ranks = sorted(live.ranks, key=lambda rank: (-slow.get(rank, 0.0), rank not in behind, rank))
     runs = job.began is not None and job.ended is None
-    is_of_round = runs and live.round == nodes.round
+    is_of_round = runs and live.round == job.round
     return Status(
         time=now,
         began=job.began,
         ended=job.ended,
         phase=phase,
         reason=reason[: limits.text],
-        round=nodes.round,
-        min_nodes=0 if job.began is None else nodes.settings.min_nodes,
-        max_nodes=0 if job.began is None else nodes.settings.max_nodes,
-        node_unit=nodes.settings.node_unit,
+        round=job.round,
+        min_nodes=0 if job.began is None else job.settings.min_nodes,
+        max_nodes=0 if job.began is None else job.settings.max_nodes,
+        node_unit=job.settings.node_unit,
         max_restarts=job.max_restarts,
         nodes=tuple(_node_rows(job, live, now, states, sorted(shown_nodes))),
         nodes_by_state=dict(Counter(states.values()).most_common()),
@@ -195,55 +194,52 @@ def status_of(
 
 def phase_of(job: JobState) -> tuple[str, str]:
     """The phase of a job, and the reason for it, in a sentence."""
-    nodes = job.rendezvous
     if job.began is None:
         return "waiting", "no node has joined"
-    if nodes.outcome is not None:
-        return nodes.outcome.value, nodes.reason
+    if job.outcome is not None:
+        return job.outcome.value, job.reason
     if job.check is not None:
-        return "checking", f"check {job.check.number} tests {len(nodes.world)} nodes"
-    if nodes.active:
-        return "running", f"round {nodes.round} on {len(nodes.active)} of {len(nodes.world)} nodes"
-    return "waiting", f"{len(nodes.usable)} nodes are ready, {nodes.settings.min_nodes} are needed"
+        return "checking", f"check {job.check.number} tests {len(job.world)} nodes"
+    if job.active:
+        return "running", f"round {job.round} on {len(job.active)} of {len(job.world)} nodes"
+    return "waiting", f"{len(job.usable)} nodes are ready, {job.settings.min_nodes} are needed"
 
 
 def _states(job: JobState) -> dict[int, str]:
-    nodes = job.rendezvous
     draining = job.save_request.draining if job.save_request is not None else frozenset[int]()
-    states = {node.id: "gone" for node in nodes.world} | dict.fromkeys(nodes.ready, "ready")
-    states |= dict.fromkeys(nodes.finished - nodes.ready.keys(), "finished")
-    states |= dict.fromkeys(nodes.active, "active")
-    states |= {node_id: "draining" for node_id in draining if node_id in nodes.active}
-    for node_id in nodes.excluded:
-        node = nodes.ready.get(node_id) or nodes.member(node_id)
-        if node is None or exclusion_of(nodes, node) is not None:
+    states = {node.id: "gone" for node in job.world} | dict.fromkeys(job.ready, "ready")
+    states |= dict.fromkeys(job.finished - job.ready.keys(), "finished")
+    states |= dict.fromkeys(job.active, "active")
+    states |= {node_id: "draining" for node_id in draining if node_id in job.active}
+    for node_id in job.excluded:
+        node = job.ready.get(node_id) or job.member(node_id)
+        if node is None or exclusion_of(job, node_id, node.incarnation) is not None:
             states[node_id] = "excluded"
-    for node_id in nodes.held:
-        states[node_id] = "draining" if node_id in nodes.active else "excluded"
+    for node_id in job.held:
+        states[node_id] = "draining" if node_id in job.active else "excluded"
     return dict(sorted(states.items()))
 
 
 def _node_rows(
     job: JobState, live: Liveness, now: float, states: Mapping[int, str], ids: Iterable[int]
 ) -> Iterator[NodeStatus]:
-    nodes = job.rendezvous
     names: dict[int, str] = {}
     for node_id in ids:
-        known = nodes.ready.get(node_id) or nodes.member(node_id)
+        known = job.ready.get(node_id) or job.member(node_id)
         if known is None and not names:
             names = {number: name for name, number in job.names.items()}
         agent = None if known is None else live.agents.get(known.incarnation)
-        place = nodes.place(node_id) if node_id in nodes.active else None
-        reason = nodes.held.get(node_id, "")
+        place = job.place(node_id) if node_id in job.active else None
+        reason = job.held.get(node_id, "")
         if not reason and states[node_id] == "excluded":
-            reason = nodes.excluded[node_id][1]
+            reason = job.excluded[node_id][1]
         yield NodeStatus(
             id=node_id,
             name=names.get(node_id, "") if known is None else known.name,
             address="" if known is None else known.address,
             state=states[node_id],
             node_rank=place,
-            first_rank=None if place is None else nodes.first_ranks[place],
+            first_rank=None if place is None else job.first_ranks[place],
             num_processes=0 if known is None else known.num_processes,
             last_heard=None if agent is None else max(now - agent.heard, 0.0),
             num_charged=job.charges.get(node_id, 0),
