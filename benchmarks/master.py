@@ -28,6 +28,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.report import print_table, write_json
+from remesh.elastic.nodes import Settings
 from remesh.elastic.progress import RankProgress
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
@@ -36,7 +37,6 @@ from remesh.elastic.protocol import (
     Instruction,
     Join,
 )
-from remesh.elastic.nodes import Settings
 
 NUM_RANKS = 8
 COUNT = "remesh_requests_total "
