@@ -273,3 +273,59 @@ def test_a_group_that_is_kept_beside_stored_state_is_told(
     told = [r.message for r in caplog.records if "stay as they are" in r.message]
     assert len(told) == (stored == "with an optimizer")
     assert all("1 groups of optimizers" in text and "transform=" in text for text in told)
+
+
+NESTED: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str]] = {
+    "side by side": (lambda model, adam: {"model": model, "opt": adam}, "model."),
+    "in an entry called state": (
+        lambda model, adam: {"state": {"m": model, "o": adam}},
+        "state.m.",
+    ),
+    "a model called state": (lambda model, adam: {"state": model, "o": adam}, "state."),
+    "an optimizer called state": (lambda model, adam: {"m": model, "state": adam}, "m."),
+}
+"""Where a model and its optimizer are in a state, and the prefix of the model's names."""
+
+
+@pytest.mark.parametrize("place", NESTED)
+@pytest.mark.parametrize("how", ["loaded", "converted"])
+def test_exchanged_parameters_are_in_the_groups_that_they_were_in(
+    how: str, place: str, tmp_path: Path
+) -> None:
+    nest, prefix = NESTED[place]
+    exchange = {f"{prefix}a": f"{prefix}b", f"{prefix}b": f"{prefix}a"}
+
+    def job(first: str, second: str, *rates: float) -> tuple[Any, Any]:
+        model = nn.ParameterDict({name: torch.rand(2) for name in ("a", "b")})
+        pairs = zip((first, second), rates, strict=True)
+        return model, torch.optim.AdamW([{"params": [model[n]], "lr": lr} for n, lr in pairs])
+
+    source, trained = job("a", "b", 0.25, 0.5)
+    (source["a"] * 3 + source["b"]).sum().backward()
+    trained.step()
+    remesh.save(nest(source, trained), tmp_path / "a")
+    target, adam = job("b", "a", 1, 1)
+    if how == "converted":
+        convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=exchange)
+        remesh.load(nest(target, adam), tmp_path / "b", unexpected="error")
+    else:
+        remesh.load(nest(target, adam), tmp_path / "a", transform=exchange, unexpected="error")
+    assert [group["lr"] for group in adam.param_groups] == [0.25, 0.5]
+    for one, other in (("a", "b"), ("b", "a")):
+        assert torch.equal(target[one], source[other])
+        expected = trained.state[source[other]]["exp_avg"]
+        assert torch.equal(adam.state[target[one]]["exp_avg"], expected)
+
+
+@pytest.mark.parametrize("program", ["w -> x, y, axis=0", "w -> x  w^T -> y", "w -> x  v -> y"])
+def test_a_tied_weight_is_made_of_the_same_elements_under_each_name(
+    program: str, tmp_path: Path
+) -> None:
+    size = 4 if "axis" in program else 2
+    remesh.save({"w": torch.rand(size, 2), "v": torch.rand(2, 2)}, tmp_path)
+    tied = nn.ParameterDict({"x": torch.zeros(2, 2)})
+    tied["y"] = tied["x"]
+    with pytest.raises(remesh.MismatchError, match="x and y are tied in the state, but made of"):
+        remesh.load(tied, tmp_path, transform=program)
+    remesh.load(tied, tmp_path, transform="v -> x, y, untie")
+    assert torch.equal(tied["x"], remesh.Checkpoint(tmp_path)["v"])

@@ -154,6 +154,39 @@ def test_statements_fuse_and_cast(tmp_path: Path) -> None:
     assert found.keys() == {"qk", "b"}
 
 
+def test_what_is_fused_for_the_ranks_of_the_source_is_taken_apart(tmp_path: Path) -> None:
+    def one(exchange: Exchange) -> None:
+        part = torch.arange(4.0) + 4 * exchange.rank
+        shard = remesh.ShardedTensor.at_offset("w", part, (8,), (4 * exchange.rank,))
+        remesh.save({"w": shard}, tmp_path / "a", group=exchange)
+
+    run_ranks(2, one)
+    program = "w -> gate, up, fused_ffn, axis=0"
+    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=program)
+    found = remesh.Checkpoint(tmp_path / "b")
+    assert found["gate"].tolist() == [0, 1, 4, 5]
+    assert found["up"].tolist() == [2, 3, 6, 7]
+
+
+def test_tied_tensors_are_compared_as_what_they_become(tmp_path: Path) -> None:
+    a = torch.rand(2, 3)
+    remesh.save({"a": a, "b": a.clone(), "c": a + 1}, tmp_path / "a")
+    program = "a, {} -> w, tie   w -> w, dtype=bfloat16   {} -> _"
+    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=program.format("b", "c"))
+    assert torch.equal(remesh.Checkpoint(tmp_path / "b")["w"], a.bfloat16())
+    with pytest.raises(StateError, match="'c' does not hold the same values"):
+        convert(tmp_path / "a", tmp_path / "c", format="remesh", transform=program.format("c", "b"))
+
+
+def test_the_state_of_a_tied_weight_follows_its_second_name(native: Path, tmp_path: Path) -> None:
+    program = "model.1.weight -> model.out   model.0.weight -> _"
+    convert(native, tmp_path / "new", format="remesh", transform=program)
+    found = remesh.Checkpoint(tmp_path / "new")
+    expected = remesh.Checkpoint(native)["optimizer.state.0.weight.exp_avg"]
+    assert torch.equal(found["optimizer.state.out.exp_avg"], expected)
+    assert found.lists == {"optimizer.param_groups.0.params": ["out", "0.bias", "1.bias"]}
+
+
 def test_only_some_names_are_converted(native: Path, tmp_path: Path) -> None:
     convert(native, tmp_path / "part", format="remesh", only=["model.1.*", "step"])
     assert set(remesh.Checkpoint(tmp_path / "part")) == {"model.1.bias", "step"}

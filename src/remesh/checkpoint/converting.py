@@ -32,7 +32,6 @@ from remesh.checkpoint.transformed import renamed_lists, renamed_path, renamed_s
 from remesh.core import values
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
-from remesh.core.index import StoredTensor
 from remesh.core.sharded import ArrayLike, Part, ShardedObject
 from remesh.core.state import Description, Path, Role, TensorEntry
 from remesh.errors import CorruptCheckpointError, StateError
@@ -42,9 +41,10 @@ from remesh.formats import native
 from remesh.formats.table import Contents, place_of, writer_of
 from remesh.formats.writer import Writer
 from remesh.pipeline import Compress
-from remesh.pipeline.source import StoredMemory, TensorSource
+from remesh.pipeline.source import StoredMemory, TensorSource, converted
 from remesh.storage import Storage, open_storage
-from remesh.transform import Program, Resolved, TensorInfo, Transform, arranged, as_transform
+from remesh.transform import Program, Resolved, Transform, arranged, as_transform, infos_of
+from remesh.transform.tensor_info import Described
 
 MAX_COMPARED = 64 << 20
 """Bytes of a tensor that are compared with another one: it is read whole for that."""
@@ -255,7 +255,8 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
     """The transformation of what is stored; names of values and lists take part."""
     document = contents.document
     others = dict.fromkeys([*document.values, *document.lists, *document.objects])
-    resolved = program.resolve({**contents.index, **others})
+    index = contents.index
+    resolved = program.resolve({**infos_of(index), **others}, aliases=index.aliases)
     resolved.check()
     if resolved.kept:
         raise StateError(
@@ -272,7 +273,7 @@ def describe_stored(
     index, document, resolved = contents.index, contents.document, source.resolved
     description = Description()
     if resolved is None:
-        tensors: Mapping[str, StoredTensor | TensorInfo] = dict(index)
+        tensors: Mapping[str, Described] = dict(index)
         plain = {name: name for name in (*document.values, *document.lists, *document.objects)}
     else:
         made = {name: info for name, info in resolved.targets.items() if info is not None}
@@ -280,7 +281,7 @@ def describe_stored(
         plain = {n: _source_of_value(resolved, n) for n in resolved.targets if n not in made}
         _check_equal(source, resolved)
         lists = {name: document.lists[old] for name, old in plain.items() if old in document.lists}
-        if lists and tensors.keys() != set(index):
+        if lists and {n: resolved.sources_of(n) for n in tensors} != {n: (n,) for n in index}:
             description.merged_lists = renamed_lists(lists, index, resolved, owners or {})
     # Those that others are tied to come first, so that they keep the tensor.
     for name in sorted(tensors, key=lambda name: name in index.aliases):
@@ -334,8 +335,9 @@ def _check_equal(source: TensorSource, resolved: Resolved) -> None:
                 )
             as_stored = dataclasses.replace(source, resolved=None)
             [taken] = source.read([(name, check.target_box)])
-            [other] = as_stored.read([(check.source, check.source_box)])
-            if taken.tobytes() != arranged(other, check).tobytes():
+            [read] = as_stored.read([(check.source, check.source_box)])
+            other = converted(arranged(read, check), source.index[check.source].dtype, check.dtypes)
+            if taken.tobytes() != other.tobytes():
                 raise StateError(
                     f"{name}: {check.source!r} does not hold the same values; delete it with '-> _'"
                 )

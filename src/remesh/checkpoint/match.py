@@ -195,9 +195,8 @@ class _Matching:
         plain: list[tuple[TensorEntry, StoredTensor]] = []
         made: list[tuple[TensorEntry, str]] = []
         for entry, own in self.entries:
-            is_touched = self.made is not None and not self.made.is_untouched(own)
             sources = [name for name in own if name in self.index]
-            if self.made and is_touched:
+            if self.made and not self.made.resolved.untouched.issuperset(own):
                 target = self.match_made(self.made.resolved, entry, own)
                 made += [] if target is None else [(entry, target)]
             elif sources:
@@ -394,14 +393,15 @@ class _Matching:
             found.kept.extend(own)
             return None
         made = [name for name in own if name in resolved.plans]
+        boxes = [part.box for part in entry.parts] if len(made) > 1 else []
         problems = [f"{n}: {resolved.conflicts[n]}" for n in own if n in resolved.conflicts]
         if problems:
             found.conflicts.extend(problems)
         elif not made:
             found.missing.append(entry.name)
-        elif len({resolved.sources_of(name) for name in made}) > 1:
+        elif len({tuple(resolved.regions(name, box) for box in boxes) for name in made}) > 1:
             found.conflicts.append(
-                f"{' and '.join(made)} are tied in the state, but made of different tensors"
+                f"{' and '.join(made)} are tied in the state, but made of different elements"
             )
         else:
             sources = resolved.sources_of(made[0])

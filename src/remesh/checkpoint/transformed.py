@@ -60,6 +60,7 @@ class TransformedState:
     sequences: Mapping[Path, str] = field(init=False)
     _lists: dict[str, str] = field(init=False)
     _made: list[str] = field(init=False)
+    _members: dict[str, list[str]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         untouched, rename = self.outputs.untouched, self.transform.rename or str
@@ -96,10 +97,6 @@ class TransformedState:
             raise MismatchError(f"{name}: {', '.join(sources)} must hold one value, but differ")
         return found[0]
 
-    def is_untouched(self, names: Iterable[str]) -> bool:
-        """True if no statement touches any of the names."""
-        return self.resolved.untouched.issuperset(names)
-
     def read_for(self, names: Iterable[str]) -> set[str]:
         """The stored names that some names of a state are made of, and those that are deleted."""
         targets = self.resolved.targets
@@ -109,33 +106,37 @@ class TransformedState:
 
     def merged_list(self, name: str) -> list[str] | None:
         """See `Stored.merged_list`; a made parameter is in the group of what it is made of."""
-        if name not in self._lists:
-            return None
-        stored = self.stored.document.lists[self._lists[name]]
-        new_prefix, old_prefix = (
-            f"{one.partition('.param_groups.')[0]}.state." for one in (name, self._lists[name])
-        )
-        known, more = set(stored), []
-        for made in self._made:
-            sources = self.outputs.sources_of(made)
-            if made.startswith(new_prefix):
-                owners = {source.removeprefix(old_prefix).rpartition(".")[0] for source in sources}
-                if owners & known:
-                    more.append(made.removeprefix(new_prefix).rpartition(".")[0])
-            elif len(sources) == 1:
-                # Also a parameter without state, which is frozen or was not stepped yet.
-                more += self._short_names(made, sources[0], known)
-        return list(dict.fromkeys([*stored, *more]))
+        if self._members is None:
+            self._members = self._all_members()
+        return self._members.get(name)
 
-    def _short_names(self, made: str, source: str, known: Container[str]) -> list[str]:
-        """How an optimizer calls a renamed parameter, if it knows the old one."""
-        short, owner = source, ""
-        while short not in known:
-            head, dot, short = short.partition(".")
-            if not dot:
-                return []
-            owner += head + dot
-        return [short_name(owner, short, made, self.called)]
+    def _all_members(self) -> dict[str, list[str]]:
+        """The names in each list. A stored name stays in its list unless something else is made."""
+        homes: dict[tuple[str, ...], dict[str, str]] = {}  # of each optimizer: list of each name
+        for new, old in self._lists.items():
+            roots = tuple(f"{one.partition('.param_groups.')[0]}.state." for one in (new, old))
+            homes.setdefault(roots, {}).update(dict.fromkeys(self.stored.document.lists[old], new))
+        members: dict[str, list[str]] = {name: [] for name in self._lists}
+        for (new_root, old_root), home in homes.items():
+            lists: dict[str, set[str]] = {short: set() for short in home}
+            for made in self._made:
+                sources = self.outputs.sources_of(made)
+                if made.startswith(new_root):
+                    owners = {one.removeprefix(old_root).rpartition(".")[0] for one in sources}
+                    name = made.removeprefix(new_root).rpartition(".")[0]
+                else:  # also a parameter without state, which is frozen or was not stepped yet
+                    keys = sources[0].split(".") if len(sources) == 1 else []
+                    endings = (".".join(keys[start:]) for start in range(len(keys)))
+                    owner = next((one for one in endings if one in home), "")
+                    prefix = sources[0].removesuffix(owner) if owner else ""
+                    name = short_name(prefix, owner, made, self.called)
+                    owners = {owner}
+                for place in (home[owner] for owner in owners if owner in home):
+                    lists.setdefault(name, set()).add(place)
+            for short, found in lists.items():
+                for name in found or {home[short]}:
+                    members[name].append(short)
+        return members
 
     def under(self, path: Path) -> list[tuple[Path, str]]:
         """See `Stored.under`; of a made name only the part up to `path` has a known path."""
@@ -193,7 +194,8 @@ def describe_transformed(
         return _table_of(described[0][0])
 
     tables = run_on_all(exchange, lambda: _table_of(describe_local(state)))
-    called = _called(tables)
+    listed = (msgspec.msgpack.decode(table, type=_Table)[2] for table in tables)
+    called = frozenset(name for names in listed for name in names)
     tables = run_on_all(exchange, describe_again)
     [(description, names)] = described
     resolved = run_each(exchange, lambda: resolve(names.transform, with_outputs=False))
@@ -209,12 +211,6 @@ def _table_of(description: Description) -> bytes:
     listed = [name for names in description.merged_lists.values() for name in names]
     columns = encode_columns(table.columns())
     return msgspec.msgpack.encode((columns, list(description.values), listed))
-
-
-def _called(replies: list[bytes]) -> frozenset[str]:
-    """What the optimizers of all ranks call their parameters."""
-    listed = (msgspec.msgpack.decode(reply, type=_Table)[2] for reply in replies)
-    return frozenset(name for names in listed for name in names)
 
 
 def _targets(replies: list[bytes]) -> Infos:
@@ -256,12 +252,13 @@ def renamed_lists(
     each other, and a deleted one is left out. If that cannot be told, or parameters of several
     groups are joined, that is a StateError.
     """
-    states = find_states(index, (), owners)
+    states = find_states([*index, *lists], (), owners)
     made: dict[str, list[str]] = {}
     sources: dict[str, set[str]] = {}
     for target, info in resolved.targets.items():
         if info is not None:
-            sources[target] = set(resolved.sources_of(target))
+            # A tied weight is in the groups under the first of its names.
+            sources[target] = {index.aliases.get(n, n) for n in resolved.sources_of(target)}
             for source in sources[target]:
                 made.setdefault(source, []).append(target)
     own = {state.before: state.owner for state in states.by_name.values()}
@@ -270,14 +267,14 @@ def renamed_lists(
         root = name.partition("param_groups.")[0]
         candidates = {owner for before, owner in own.items() if before.startswith(root)}
         owner = candidates.pop() if len(candidates) == 1 else _owner_of(name, shorts, index)
-        members = {owner + short for short in shorts}
+        members = {short: index.aliases.get(owner + short, owner + short) for short in shorts}
         new: dict[str, None] = {}
-        for short in shorts:
-            for target in made.get(owner + short, ()):
-                if not sources[target] <= members:
-                    other = min(sources[target] - members)
+        for short, source in members.items():
+            for target in made.get(source, ()):
+                others = sources[target].difference(members.values())
+                if others:
                     raise StateError(
-                        f"{name}: {target} is made of {owner + short} and of {other}\n"
+                        f"{name}: {target} is made of {source} and of {min(others)}\n"
                         "The optimizer has them in different groups"
                     )
                 new[short_name(owner, short, target)] = None

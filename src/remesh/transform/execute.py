@@ -23,7 +23,7 @@ from remesh.transform.expressions import (
 from remesh.transform.operators import Ends, Operand
 from remesh.transform.optimizer_state import States
 from remesh.transform.rearrange import inverse_order, take
-from remesh.transform.syntax import Problem, Span, nearest
+from remesh.transform.syntax import Problem, nearest
 from remesh.transform.tensor_info import Infos, TensorInfo
 from remesh.transform.wildcards import Step
 
@@ -215,13 +215,10 @@ class Bindings:
             raise Problem(f"{name!r} has been deleted by statement {self.deleted[name]}", span)
         leaf = self._sources.leaf(name)
         if leaf is None:
-            raise self._no_source(name, span)
+            hints = self._sources.nearest(name)
+            raise Problem(f"there is no source and no earlier result {name!r}", span, hints)
         self.read[name] = None
         return leaf
-
-    def _no_source(self, name: str, span: Span | None = None) -> Problem:
-        hints = self._sources.nearest(name)
-        return Problem(f"there is no source and no earlier result {name!r}", span, hints)
 
     def _add(self, step: Step) -> None:
         for operand in step.right:

@@ -37,7 +37,6 @@ from remesh.transform.rearrange import (
 )
 
 MAX_DEPTH = 150
-EXACT_CASTS = {("float16", "float32"), ("bfloat16", "float32")}
 
 
 class Origin(NamedTuple):
@@ -317,9 +316,7 @@ def reshape(node: Node, shape: Shape) -> Node:
 
 
 def convert(node: Node, dtype: str) -> Node:
-    """Another dtype; an exact conversion that is converted again is left out."""
-    while isinstance(node, Converted) and (node.node.dtype, node.dtype) in EXACT_CASTS:
-        node = node.node
+    """Another dtype."""
     return node if node.dtype == dtype else Converted(node.shape, dtype, node.depth + 1, node)
 
 

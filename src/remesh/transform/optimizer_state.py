@@ -20,6 +20,7 @@ stated if a statement touches such a parameter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,6 +47,7 @@ SLOTS: dict[str, str] = {
 _KNOWN_SLOTS = frozenset(SLOTS.values())
 SCALAR_SLOTS = frozenset({"step", "beta1_pow_acc_0", "beta2_pow_acc_0", "mu_product", "eta", "mu"})
 
+_STATE = re.compile(r"(?<![^.])state\.")
 _MAX_TRIED = 16
 _MAX_OWNERS = 1000
 
@@ -121,15 +123,15 @@ def find_states(
 ) -> States:
     """Find the optimizer states among names; `owners` as in `Transform`."""
     names = list(names)
+    homes = {name[:at] for name in names if (at := f".{name}".find(".param_groups.")) >= 0}
     made = {name.rpartition(".")[0] for name in names if name.endswith(f".{TENSOR_RECORD}")}
     states = States()
     parameters: dict[str, None] = dict.fromkeys(further_parameters)
     by_root: dict[str, list[_Nested]] = {}
     suffixed: list[tuple[str, State]] = []
     for name in names:
-        at = f".{name}".find(".state.")
-        root = name[: at + len("state.")]
-        nested = None if at < 0 else _parse(name, root, made)
+        root = _root_of(name, homes)
+        nested = _parse(name, root, made) if root else None
         if nested is not None:
             by_root.setdefault(root, []).append(nested)
             continue
@@ -140,9 +142,20 @@ def find_states(
             parameters[name] = None
     for name, state in suffixed:
         states.add(name, state)
+    for root in [root for root in by_root if root not in owners]:
+        if not any(slot in _KNOWN_SLOTS for _, _, slot, _, _ in by_root[root]):
+            # A module called `state`, or an entry of a state.
+            parameters |= dict.fromkeys(name for name, *_ in by_root.pop(root))
     for root, group in by_root.items():
         _add_nested(states, group, parameters, owners.get(root))
     return states
+
+
+def _root_of(name: str, homes: Collection[str]) -> str:
+    """The beginning of a name up to `state.`: that of an optimizer with groups, else the first."""
+    ends = [found.end() for found in _STATE.finditer(name)] if "state." in name else []
+    own = (end for end in ends if name[: end - len("state.")] in homes)
+    return name[: next(own, ends[0] if ends else 0)]
 
 
 _Nested = tuple[str, str, str, str, str]
@@ -181,8 +194,6 @@ def _add_nested(
             states.add(nested[0], State(head, SLOTS[tail], "", f".{tail}", ""))
         else:
             own.append(nested)
-    if stated_owner is None and not any(slot in _KNOWN_SLOTS for _, _, slot, _, _ in own):
-        return  # a module called `state`
     found = [stated_owner] if stated_owner is not None else _owners(own, parameters)
     for name, short, slot, before, after in own:
         if len(found) > 1:

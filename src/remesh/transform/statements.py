@@ -75,11 +75,6 @@ class Statement:
         """True if it says that targets keep their initial values: `_ -> ...`."""
         return self.left[0].is_nothing
 
-    @property
-    def deletes(self) -> bool:
-        """True if it says that sources are not wanted: `... -> _`."""
-        return self.right[0].is_nothing
-
     def turned(self) -> Statement:
         """The statement with left and right exchanged, and its operator turned around."""
         try:
