@@ -26,6 +26,7 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", COMMON),
+    "biased Llama": ("llama", {**COMMON, "attention_bias": True, "mlp_bias": True}),
     "tied Llama": ("llama", {**COMMON, "tie_word_embeddings": True}),
     "Mixtral": ("mixtral", {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen3-MoE": (

@@ -210,8 +210,7 @@ def _statements_of(group: _Group, shapes: Mapping[str, Shape], prefix: str) -> l
         if kind == "Concatenate":
             attribute, results = f"axis={operation.dim}", results[:1]
         elif kind in ("Chunk", "Split") and is_last and len(names) == 1:
-            sizes = ", sizes=targets" if kind == "Split" else ""
-            attribute = f"axis={operation.dim}{sizes}"
+            attribute = f"axis={operation.dim}" + ", sizes=targets" * (kind == "Split")
         elif kind == "Transpose" and not operation.check_dims and len(names) == len(results) == 1:
             attribute = f"permute={_order(operation, len(shape))}"
         else:

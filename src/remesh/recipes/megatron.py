@@ -54,8 +54,7 @@ def huggingface_to_megatron(
     Raises:
         StateError: If there is no recipe for the model, or layers that differ would be stacked.
     """
-    model = _Model(config)
-    return Transform(_statements(model, layers or model.layers, engine, prefix))
+    return Transform(_statements(_Model(config), layers, engine, prefix))
 
 
 def megatron_to_huggingface(
@@ -117,10 +116,7 @@ class _Model:
 
     @property
     def num_experts(self) -> int:
-        for key in ("num_local_experts", "num_experts"):
-            if key in self.config:
-                return int(self.config[key])
-        return 0
+        return int(self.config.get("num_local_experts") or self.config.get("num_experts") or 0)
 
     def experts_in(self, layer: int) -> bool:
         """True if a layer has experts."""
@@ -135,8 +131,9 @@ class _Model:
         return "stacked" if len(kinds) == 1 else "numbered"
 
 
-def _statements(model: _Model, layers: Layers, engine: Engine, prefix: str) -> list[str]:
+def _statements(model: _Model, layers: Layers | None, engine: Engine, prefix: str) -> list[str]:
     """Statements from the names of files to those of Megatron."""
+    layers = layers or model.layers
     if layers == "stacked" and model.layers != "stacked":
         raise StateError("layers that differ cannot be stacked; choose layers='numbered'")
     head = [] if model.is_tied else [("lm_head.weight", OUTPUT)]
@@ -189,6 +186,8 @@ def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_P
     ]
     if kind == "qwen2" or config.get("attention_bias"):
         parts.append(([f"self_attn.{x}_proj.bias" for x in "qkv"], f"{qkv}.bias", fused))
+    if config.get("attention_bias"):
+        parts.append((["self_attn.o_proj.bias"], "self_attention.linear_proj.bias", ""))
     if kind.startswith("qwen3"):
         parts += [
             ([f"self_attn.{x}_norm.weight"], f"self_attention.{x}_layernorm.weight", "")
@@ -200,7 +199,9 @@ def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_P
     parts.append((["post_attention_layernorm.weight"], norm, ""))
     base, names = "mlp.", ("gate_proj", "up_proj", "down_proj")
     if not has_experts:
-        return [*parts, *_feed_forward(base, names, "mlp.", layers)]
+        for ending in ("weight", "bias") if config.get("mlp_bias") else ("weight",):
+            parts += _feed_forward(base, names, "mlp.", layers, ending)
+        return parts
     if kind == "mixtral":
         base, names = "block_sparse_moe.", ("w1", "w3", "w2")
     parts.append(([f"{base}gate.weight"], "mlp.router.weight", ""))
@@ -224,12 +225,12 @@ def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_P
 
 
 def _feed_forward(
-    base: str, names: tuple[str, str, str], target: str, layers: Layers
+    base: str, names: tuple[str, str, str], target: str, layers: Layers, ending: str = "weight"
 ) -> list[_Part]:
-    """Gate, up and down of a layer, or of one expert."""
-    gate, up, down = (f"{base}{name}.weight" for name in names)
-    last: _Part = ([down], f"{target}linear_fc2.weight", "")
+    """Gate, up and down of a layer, or of one expert: their weights or their biases."""
+    gate, up, down = (f"{base}{name}.{ending}" for name in names)
+    last: _Part = ([down], f"{target}linear_fc2.{ending}", "")
+    first = f"{target}linear_fc1.{ending}"
     if layers == "singleton":
-        first = f"{target}linear_fc1.weight"
         return [([gate], f"{first}_w", ""), ([up], f"{first}_v", ""), last]
-    return [([gate, up], f"{target}linear_fc1.weight", ", axis=0"), last]
+    return [([gate, up], first, ", axis=0"), last]
