@@ -284,6 +284,10 @@ def test_values_beyond_the_dtype_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     export_weights(large, tmp_path, dtype="bfloat16")
     assert load_file(tmp_path / "model.safetensors")["w"][0] == 70144.0
+    mask = torch.tensor([1.0, -torch.inf])  # infinite before it is converted, if it is
+    for weight in (mask, mask.half()):
+        export_weights({"model": {"w": weight}}, tmp_path)
+        assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], mask.half())
 
 
 def test_states_without_weights_are_refused(tmp_path: Path) -> None:

@@ -442,7 +442,7 @@ def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Exported(Memory):
-    """A box of a tensor whose elements are cast, and must stay finite, on their way out."""
+    """A box of a tensor whose elements are cast; none of them becomes infinite by that."""
 
     memory: Memory  # the box
     tensor: _Tensor
@@ -456,30 +456,30 @@ class _Exported(Memory):
         return self.memory.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        tensor = self.tensor
-        dtypes = () if tensor.dtype == tensor.source_dtype else (tensor.dtype,)
+        source_dtype, dtype = self.tensor.source_dtype, self.tensor.dtype
+        if dtype == source_dtype:
+            self.memory.copy_out(box, into)
+            return
         values = np.empty(box.shape, self.memory.carrier)
         self.memory.copy_out(box, values)
-        values = converted(values, tensor.source_dtype, dtypes)
-        _check_finite(tensor, values)
-        into[...] = values
+        into[...] = converted(values, source_dtype, (dtype,))
+        largest, before = (torch.finfo(torch_dtype(name)).max for name in (dtype, source_dtype))
+        num_infinite = _num_infinite(dtype, into) if largest < before else 0
+        if num_infinite and num_infinite > _num_infinite(source_dtype, values):
+            raise StateError(
+                f"{self.tensor.names[0]}: has infinite values as {dtype}, whose largest number is "
+                f"{largest:g}\nExport with dtype='bfloat16' or 'float32', which reach further"
+            )
 
 
-def _check_finite(tensor: _Tensor, values: CarrierArray) -> None:
-    """Refuse values that became infinite on their way into a narrow dtype."""
-    dtype = torch_dtype(tensor.dtype)
-    if not dtype.is_floating_point or dtype.itemsize > 2:
-        return
+def _num_infinite(name: str, values: CarrierArray) -> int:
+    """How many elements of a floating-point dtype are infinite."""
+    dtype = torch_dtype(name)
     infinity = torch.tensor([math.inf]).to(dtype)
-    if not infinity.float().isinf():
-        return  # the type has none
+    if not infinity.double().isinf():
+        return 0  # the type has none
     # Bits are compared by numpy, in one thread: several ranks and writers do it at once.
     kind = np.dtype(f"u{dtype.itemsize}")
     [bits] = infinity.view(torch.uint8).numpy().view(kind)
     without_sign = kind.type((1 << (8 * dtype.itemsize - 1)) - 1)
-    if ((values.view(kind) & without_sign) == bits).any():
-        raise StateError(
-            f"{tensor.names[0]}: has infinite values as {tensor.dtype}, whose largest number is "
-            f"{torch.finfo(dtype).max:g}\nExport with dtype='bfloat16' or 'float32', which reach "
-            "further"
-        )
+    return int(np.count_nonzero((values.view(kind) & without_sign) == bits))
