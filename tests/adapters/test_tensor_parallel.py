@@ -86,10 +86,9 @@ def test_padding_is_left_out(num_shards: int, size: int, extra: int) -> None:
 
 def test_shard_weight_cuts_several_dims_and_transposes() -> None:
     local = torch.arange(24.0).reshape(2, 3, 4)
-    shards = shard_weight("w", local, Split(0, 1, 3), Split(-1, 1, 2), replica_id=2)
+    shards = shard_weight("w", local, Split(0, 1, 3), Split(-1, 1, 2))
     assert shards.global_shape == (6, 3, 8)
     assert [part.box for part in shards.parts] == [Box((2, 0, 4), (2, 3, 4))]
-    assert shards.replica_id == 2
     matrix = torch.arange(6.0).reshape(2, 3)
     turned = shard_weight("w", matrix.t(), Split(0, 1, 2, (Block(5),)))
     assert turned.global_shape == (5, 2)

@@ -167,9 +167,8 @@ def refuse_marked(module: nn.Module, described_by_key: Iterable[str], prefix: st
             continue
         for mark in _MARKS:
             if getattr(parameter, mark, False) is True:
-                name = entry_names(module, [raw])[raw].name
                 raise StateError(
-                    f"{prefix}{name}: this parameter has {mark}=True\nIt is "
+                    f"{prefix}{names[raw].name}: this parameter has {mark}=True\nIt is "
                     "a shard, but nothing says of what. Give its module a "
                     "sharded_state_dict(prefix) method that describes it; "
                     "remesh.sharding.build_sharded_state_dict makes what the method returns."

@@ -250,12 +250,8 @@ def _axis_placement(tensor: DTensor, placement: Placement, where: str) -> AxisPl
         return Sharded(placement.dim % tensor.ndim)
     if isinstance(placement, Replicate):
         return None
-    if placement.is_partial():
-        raise StateError(
-            f"{where}: a DTensor with placements {tensor.placements} holds sums that are still "
-            "pending\nCall redistribute(placements=[Replicate(), ...]) on it first"
-        )
+    pending = "sums that are still pending" if placement.is_partial() else "an unknown placement"
     raise StateError(
-        f"{where}: placements {tensor.placements} hold a {type(placement).__qualname__}, which "
-        "remesh does not know\nRedistribute the tensor to Shard or Replicate placements first"
+        f"{where}: a DTensor with {pending}\nIt has placements {tensor.placements}; call "
+        "redistribute(placements=[...]) with Shard or Replicate placements on it first"
     )

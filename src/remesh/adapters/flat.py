@@ -43,19 +43,14 @@ class FlatSpan:
 
 
 def flat_partition(
-    spans: Iterable[FlatSpan],
-    flat: torch.Tensor,
-    *,
-    start: int,
-    replica_id: int | tuple[int, ...] | None = None,
+    spans: Iterable[FlatSpan], flat: torch.Tensor, *, start: int
 ) -> tuple[ShardedTensor, ...]:
-    """Describe a slice of a flat buffer.
+    """Describe a slice of a flat buffer. Copies are compared when it is saved.
 
     Args:
         spans: The parameters in the buffer. They must not overlap.
         flat: The slice: one dim.
         start: Where in the buffer it begins, in elements; it ends `len(flat)` further on.
-        replica_id: See `ShardedTensor`. By default copies are compared when they are saved.
 
     Returns:
         For each parameter of which the slice has elements its boxes, as views of `flat`.
@@ -79,5 +74,5 @@ def flat_partition(
         if begin < end:
             here = flat.detach()[span.offset + begin - start :]
             parts = parts_at((0,) * len(span.shape), span.shape, here, (begin, end))
-            result.append(shard_parts(span.name, span.shape, parts, span.splits, replica_id))
+            result.append(shard_parts(span.name, span.shape, parts, span.splits))
     return tuple(result)

@@ -110,20 +110,14 @@ class Split:
         return begin, [segment for segment in segments if segment[1]]
 
 
-def shard_weight(
-    name: str,
-    weight: torch.Tensor,
-    *splits: Split,
-    replica_id: int | tuple[int, ...] | None = None,
-) -> ShardedTensor:
-    """Describe the shard of a weight that this rank holds.
+def shard_weight(name: str, weight: torch.Tensor, *splits: Split) -> ShardedTensor:
+    """Describe the shard of a weight that this rank holds. Copies are compared when it is saved.
 
     Args:
         name: Global name.
         weight: The local tensor: plain, or a DTensor of the shape of the shard (one that FSDP2
             has cut further). Of a shard of the transpose, pass `weight.t()`.
         *splits: How the dims of the global tensor are cut; dims without one are whole.
-        replica_id: See `ShardedTensor`. By default copies are compared when they are saved.
 
     Returns:
         A description by views of `weight`; no parts if all of it is padding.
@@ -131,15 +125,11 @@ def shard_weight(
     Raises:
         StateError: If splits and shape do not fit.
     """
-    return shard_parts(name, tuple(weight.shape), parts_of(weight, name), splits, replica_id)
+    return shard_parts(name, tuple(weight.shape), parts_of(weight, name), splits)
 
 
 def shard_parts(
-    name: str,
-    shape: tuple[int, ...],
-    parts: Sequence[Part],
-    splits: Sequence[Split],
-    replica_id: int | tuple[int, ...] | None,
+    name: str, shape: tuple[int, ...], parts: Sequence[Part], splits: Sequence[Split]
 ) -> ShardedTensor:
     """Describe parts of a shard, of which a rank holds them, as parts of the global tensor."""
     global_shape = list(shape)
@@ -153,7 +143,7 @@ def shard_parts(
             )
         cut.add(dim)
         global_shape[dim], segments[dim] = split.segments(shape[dim], name)
-    return ShardedTensor(name, tuple(global_shape), _moved(parts, segments), replica_id)
+    return ShardedTensor(name, tuple(global_shape), _moved(parts, segments), None)
 
 
 def build_sharded_state_dict(
@@ -163,7 +153,6 @@ def build_sharded_state_dict(
     *,
     shard: int,
     num_shards: int,
-    replica_id: int | tuple[int, ...] | None = None,
 ) -> dict[str, ShardedTensor]:
     """Describe the entries of a layer: what its `sharded_state_dict` method returns.
 
@@ -174,7 +163,6 @@ def build_sharded_state_dict(
         prefix: Put before every key and name; ends with a dot unless empty.
         shard: This rank's number in the tensor-parallel group.
         num_shards: Size of that group.
-        replica_id: See `ShardedTensor`.
 
     Returns:
         A `ShardedTensor` for each tensor, by its key behind the prefix.
@@ -191,7 +179,7 @@ def build_sharded_state_dict(
             cut = Split(cut, shard, num_shards)
         cuts = (cut,) if isinstance(cut, Split) else tuple(cut)
         name = prefix + key
-        result[name] = shard_weight(name, entry, *cuts, replica_id=replica_id)
+        result[name] = shard_weight(name, entry, *cuts)
     return result
 
 
