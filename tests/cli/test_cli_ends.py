@@ -248,6 +248,15 @@ def test_a_reader_that_went_away(checkpoint: Path, arguments: list[str]) -> None
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_full_disk_behind_the_output(checkpoint: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*REMESH, "ls", checkpoint], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == "error: the output cannot be written: the disk that it goes to is full\n"
+
+
 # ----- terminals, pipes, encodings -----
 
 

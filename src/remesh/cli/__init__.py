@@ -91,6 +91,10 @@ class _Commands(click.Group):
             if is_pipe or isinstance(error, BrokenPipeError):
                 _forget_output()
                 ctx.exit(EXIT_PIPE)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                print_error("the output cannot be written: the disk that it goes to is full")
+                _forget_output()
+                ctx.exit(EXIT_USAGE)
             traceback.print_exception(error)
             print_error(
                 f"a fault of remesh, not of what it was given ({type(error).__name__}: {error}). "

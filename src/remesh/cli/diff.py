@@ -24,7 +24,7 @@ from remesh.cli.places import transform_option
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.index import Index
-from remesh.core.values import unread
+from remesh.core.values import encode_read, unread
 from remesh.events import progress
 from remesh.formats import native
 from remesh.storage import shown_url
@@ -138,13 +138,9 @@ def _compare_values(
         sources = [source for own in parts for _, source, _ in own]
         blocks = iter(_numbers(first, sources))
         for (name, chunk), own, right in zip(batch, parts, _numbers(second, batch), strict=True):
-            left = np.empty(right.shape, right.dtype)
-            for box, _, region in own:
-                block = next(blocks)
-                if region is not None:
-                    block = arranged(block, region)
-                if block.dtype != left.dtype:
-                    left = left.astype(np.result_type(left.dtype, block.dtype))
+            made = [(box, _made(next(blocks), region)) for box, _, region in own]
+            left = np.empty(right.shape, np.result_type(*(block.dtype for _, block in made)))
+            for box, block in made:
                 place: tuple[Any, ...] = (*box.relative_to(chunk).slices, ...)
                 left[place] = block
             count, distance = _difference(left, right, tolerance)
@@ -161,6 +157,10 @@ def _parts(name: str, chunk: Box, resolved: Resolved | None) -> list[_Part]:
     return [(region.target_box, (region.source, region.source_box), region) for region in regions]
 
 
+def _made(block: _Array, region: Region | None) -> _Array:
+    return block if region is None else arranged(block, region)
+
+
 def _numbers(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[_Array]:
     arrays = checkpoint.read_arrays(boxes) if boxes else []
     return [
@@ -175,6 +175,11 @@ def _difference(left: _Array, right: _Array, tolerance: _Tolerance) -> tuple[int
         if not unequal.any():
             return 0, 0.0
         left, right = left[unequal], right[unequal]
+        # Exact, which 64 bits as floating point are not: unsigned numbers wrap around.
+        a, b = left.astype(np.uint64), right.astype(np.uint64)
+        distance = np.where(left > right, a - b, b - a).astype(np.float64)
+        limit = tolerance[0] + tolerance[1] * np.abs(right.astype(np.float64))
+        return int((~(distance <= limit)).sum()), float(distance.max())
     wide = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         a, b = left.astype(wide), right.astype(wide)  # a signalling NaN is invalid
@@ -195,15 +200,20 @@ def _compare_plain(
     """
     left = {**first.values, **first.lists, **first.objects}
     right = {**second.values, **second.lists, **second.objects}
-    texts = {name: (repr(left[name]), repr(right[name])) for name in left if name in right}
+    # As they are encoded: the text of an array is rounded, and has not all of its elements.
+    differ = [
+        name
+        for name in left
+        if name in right
+        and (
+            any(unread(left[name]))
+            or encode_read(left[name], name) != encode_read(right[name], name)
+        )
+    ]
     return (
         tuple(sorted(left.keys() - right.keys())),
         tuple(sorted(right.keys() - left.keys())),
-        {
-            name: pair
-            for name, pair in texts.items()
-            if pair[0] != pair[1] or any(unread(left[name]))
-        },
+        {name: (repr(left[name]), repr(right[name])) for name in differ},
     )
 
 
@@ -247,7 +257,7 @@ def diff(
     def run() -> Comparison:
         one, other = (Checkpoint(at, format=places.format_of(at)) for at in (first, second))
         num_bytes = 0 if structure else other.index.num_bytes
-        with progress(f"comparing {second}", num_bytes) as on_read:
+        with progress(f"comparing {shown_url(second)}", num_bytes) as on_read:
             return compare(one, other, transform=transform, tolerance=tolerance, on_read=on_read)
 
     comparison = native.retry_if_replaced(run)

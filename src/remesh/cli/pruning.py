@@ -20,7 +20,7 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import output
 from remesh.errors import RemeshError
 from remesh.maintenance import orphans
-from remesh.storage import open_storage
+from remesh.storage import open_storage, shown_url
 from remesh.training.policies import KeepLast, decide_retention, remove_unkept
 
 
@@ -50,7 +50,7 @@ def pin(*, checkpoint: str) -> None:
     """Keep a checkpoint, whatever retention policies say."""
     Checkpoint(checkpoint)
     catalog.pin(checkpoint)
-    output.line(f"{checkpoint}: pinned")
+    output.line(f"{shown_url(checkpoint)}: pinned")
 
 
 @click.command(epilog=output.example("remesh unpin runs/step_00001000"))
@@ -59,7 +59,7 @@ def unpin(*, checkpoint: str) -> None:
     """Let retention policies decide about a checkpoint again."""
     Checkpoint(checkpoint)
     catalog.unpin(checkpoint)
-    output.line(f"{checkpoint}: not pinned")
+    output.line(f"{shown_url(checkpoint)}: not pinned")
 
 
 def _prune_checkpoints(root: str, keep_last: int, run: str | None, removes: bool) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def prune(
     else:
         document = _prune_checkpoints(root, keep_last, run, removes)
     if as_json:
-        output.print_json({"root": root, **document})
+        output.print_json({"root": shown_url(root), **document})
     elif not incomplete:
         rest = "in use" if removes else "superfluous"
         _print_removals("checkpoint", "step", document["checkpoints"], rest, removes=removes)

@@ -66,7 +66,7 @@ def repair(
         _print_report(report, save_id)
     if report.is_empty:
         hint = "; --keep-unchecked saves what no digest proves" if report.left_out else ""
-        output.print_error(f"{path}: nothing can be saved{hint}")
+        output.print_error(f"{report.source}: nothing can be saved{hint}")
         ctx.exit(output.EXIT_USAGE)
     if not report.is_complete:
         ctx.exit(output.EXIT_DAMAGED)

@@ -11,7 +11,7 @@ import numpy as np
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.core.index import Index, Piece
+from remesh.core.index import Index
 from remesh.core.state import TENSOR_RECORD
 from remesh.errors import StateError
 from remesh.formats import native
@@ -73,7 +73,16 @@ def _tensor_document(
         "dtype": stored.dtype,
         "shape": stored.shape,
         "num_bytes": stored.num_bytes,
-        "pieces": [_piece_document(piece) for piece in index.pieces(name)],
+        "pieces": [
+            {
+                "offset": piece.box.offset,
+                "shape": piece.box.shape,
+                "file": piece.path,
+                "start": piece.position,
+                "num_bytes": piece.num_bytes,
+            }
+            for piece in index.pieces(name)
+        ],
         "elements": elements,
     }
 
@@ -92,7 +101,17 @@ def _print_tensor(index: Index, name: str, elements: summary.Array) -> None:
     pieces = index.pieces(name)
     if pieces:
         output.line()
-        output.print_table(_PIECE_COLUMNS, pieces, _piece_row, indent="  ")
+        output.print_table(
+            ("<box", ">size", "<bytes", "<file"),
+            pieces,
+            lambda piece: (
+                str(piece.box),
+                format_bytes(piece.num_bytes),
+                f"{piece.position}:{piece.position + piece.num_bytes}",
+                piece.path,
+            ),
+            indent="  ",
+        )
     _print_elements(elements, stored.shape)
 
 
@@ -106,23 +125,3 @@ def _print_elements(elements: summary.Array, shape: tuple[int, ...]) -> None:
     text = np.array2string(shown, max_line_width=78, precision=6)
     output.line("", f"  {title}", style="bold")
     output.line(*(f"  {line}" for line in text.splitlines()))
-
-
-def _piece_document(piece: Piece) -> dict[str, object]:
-    """A piece in JSON."""
-    return {
-        "offset": piece.box.offset,
-        "shape": piece.box.shape,
-        "file": piece.path,
-        "start": piece.position,
-        "num_bytes": piece.num_bytes,
-    }
-
-
-_PIECE_COLUMNS = ("<box", ">size", "<bytes", "<file")
-
-
-def _piece_row(piece: Piece) -> tuple[str, ...]:
-    """The cells of `_PIECE_COLUMNS`."""
-    stop = piece.position + piece.num_bytes
-    return str(piece.box), format_bytes(piece.num_bytes), f"{piece.position}:{stop}", piece.path

@@ -156,7 +156,7 @@ def _check(path: str) -> Verdict:
     try:
         checkpoint = Checkpoint(path, format=places.format_of(path))
         num_bytes = sum(file.num_bytes for file in checkpoint.index.files)
-        with progress(f"reading {path}", num_bytes) as on_read:
+        with progress(f"reading {shown_url(path)}", num_bytes) as on_read:
             report = checkpoint.verify(on_read)
     except CorruptCheckpointError as error:
         return Verdict(
