@@ -21,8 +21,10 @@ from remesh import catalog
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.events import Event
 from remesh.exchange import Alone
-from remesh.storage import LocalStorage, open_storage
+from remesh.maintenance.orphans import find_orphans
+from remesh.storage import Directory, LocalStorage, open_storage
 from remesh.training import rng
+from tests.engine.small_checkpoint import without_privileges
 from tests.flipped_reads import first_readings, flip_reads
 from tests.support import run_ranks
 
@@ -150,13 +152,47 @@ def test_what_a_killed_save_left_goes_with_the_step(tmp_path: Path) -> None:
 
 
 class Crossed(LocalStorage):
-    """A storage in which another process has removed everything when this one has listed it."""
+    """A storage in which another process has removed everything when this one has looked at it."""
 
-    def list(self, prefix: str = "") -> list[str]:
-        found = super().list(prefix)
-        for path in found:
-            super().delete(path)
+    def list_directory(self, path: str = "") -> Directory:
+        found = super().list_directory(path)
+        if path:
+            self.delete_many(self.list(path))
         return found
+
+
+def test_a_folder_of_links_is_as_young_as_itself(tmp_path: Path) -> None:
+    """Links to files of an earlier checkpoint are older than the commit; the save still runs."""
+    path = save(tmp_path, "step_1")
+    running = path / "data-0123456789ab"
+    running.mkdir()
+    [old] = path.glob("data-*/00000.safetensors")
+    os.utime(old, (1e9, 1e9))
+    (running / "00000.safetensors").hardlink_to(old)
+    assert catalog.remove(open_storage(tmp_path), "step_1", now=0.0)
+    assert [*running.iterdir()]
+
+
+def test_a_checkpoint_that_was_moved_away_is_found_by_its_link(tmp_path: Path) -> None:
+    """And is not removed through it; a second name of one that is here does not count."""
+    path = save(tmp_path / "root", "step_1")
+    path.rename(tmp_path / "step_1")
+    path.symlink_to(tmp_path / "step_1")
+    here = save(tmp_path / "root", "step_2")
+    (tmp_path / "root" / "best_3").symlink_to(here)
+    found = catalog.list_checkpoints(open_storage(tmp_path / "root"))
+    assert [(info.name, info.is_pinned) for info in found] == [("step_1", True), ("step_2", False)]
+
+
+def test_closed_directories_are_not_looked_into() -> None:
+    """At the root of a disk, `lost+found` belongs to the system."""
+    with without_privileges() as root:
+        save(root, "step_1")
+        (root / "lost+found").mkdir(mode=0)
+        storage = open_storage(root)
+        assert [info.step for info in catalog.list_checkpoints(storage)] == [1]
+        assert find_orphans(root, now=1e12, older_than=1.0) == []
+        assert catalog.finish_removals(storage) == []
 
 
 def test_removals_that_another_process_finishes(tmp_path: Path) -> None:

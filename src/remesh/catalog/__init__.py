@@ -41,7 +41,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
+from functools import partial
+from os.path import islink
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -64,7 +65,7 @@ from remesh.formats import native
 from remesh.formats.checks import MALFORMED
 from remesh.formats.place import Place
 from remesh.formats.table import FORMATS, format_at
-from remesh.storage import Directory, Storage, is_local, open_storage
+from remesh.storage import Directory, Storage, ask_together, is_local, open_storage
 
 __all__ = ["CheckpointInfo", "ManagerNote", "lease", "pin", "unpin"]
 
@@ -204,16 +205,10 @@ def place_of(root: str | os.PathLike[str], name: str) -> str:
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     """The committed checkpoints directly below a root, by step. Nothing is read but small files."""
-    infos = []
-    for name, files in _directories(storage).items():
-        number = number_in(name)
-        if number is None or native.RECORD_NAME not in files:
-            continue
-        try:
-            infos.append(_info(storage, name, number, files))
-        except CheckpointNotFoundError:
-            continue  # it is being removed just now
-    return sorted(infos, key=age_key)
+    found = _files_of_steps(storage).items()
+    committed = [partial(_info, storage, *one) for one in found if native.RECORD_NAME in one[1]]
+    infos = ask_together(storage, committed)
+    return sorted((info for info in infos if info is not None), key=age_key)
 
 
 _Dated = TypeVar("_Dated", CheckpointInfo, "Entry")
@@ -235,24 +230,37 @@ def number_in(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _directories(storage: Storage) -> dict[str, set[str]]:
-    """The directories directly below the root, with what lies in and below each of them."""
-    found: dict[str, set[str]] = {}
-    for path in storage.list():
-        name, slash, rest = path.partition("/")
-        if slash and not name.startswith("."):
-            found.setdefault(name, set()).add(rest)
-    return found
+def _files_of_steps(storage: Storage) -> dict[str, set[str]]:
+    """The directories directly below a root that end with a number, and what is directly in them.
+
+    Others are not looked into: they may be large, or closed to this user.
+    """
+    names = [name for name in _names_below(storage) if number_in(name) is not None]
+    found = ask_together(storage, [partial(storage.list_directory, name) for name in names])
+    return {name: set(here.files) for name, here in zip(names, found, strict=True)}
 
 
-def _info(storage: Storage, name: str, number: int, files: set[str]) -> CheckpointInfo:
+def _names_below(storage: Storage) -> Sequence[str]:
+    """Names of directories below a root; of several for one place that which is not a link."""
+    found = storage.list_directory().directories
+    # File systems have `lost+found`, which is closed to users.
+    names = [name for name in found if not name.startswith(".") and name != "lost+found"]
+    if not is_local(storage):
+        return names
+    # Links come first, so that the directory's own name replaces them.
+    paths = sorted((f"{storage.url}/{name}" for name in names), key=lambda one: not islink(one))
+    return list({os.path.realpath(path): os.path.basename(path) for path in paths}.values())
+
+
+def _info(storage: Storage, name: str, files: set[str]) -> CheckpointInfo | None:
     path = f"{storage.url}/{name}"
     failures = _failures(storage, name) if _FAILURES in files else _Failures(count=0, reason="")
     facts = CheckpointInfo(
         name=name,
         path=path,
-        step=number,
-        is_pinned=_PINNED in files,
+        step=number_in(name) or 0,
+        # What lies elsewhere is not removed through a link.
+        is_pinned=_PINNED in files or (is_local(storage) and islink(path)),
         in_use_until=_in_use_until(storage, name, files),
         num_failures=failures.count,
         problem=failures.reason,
@@ -261,6 +269,8 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
         return with_record(facts, native.read_record_at(storage, f"{name}/{native.RECORD_NAME}"))
     except (CorruptCheckpointError, FormatVersionError) as error:
         return msgspec.structs.replace(facts, problem=facts.problem or str(error))
+    except CheckpointNotFoundError:
+        return None  # it is being removed just now
 
 
 def with_record(info: CheckpointInfo, record: native.CommitRecord) -> CheckpointInfo:
@@ -454,13 +464,13 @@ def remove(storage: Storage, name: str, *, now: float) -> bool:
     storage.delete(record_path)
     # A put makes its directory durable, and with it that the record is gone.
     storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
-    files = {path.removeprefix(f"{name}/") for path in storage.list(f"{name}/")}
+    files = set(storage.list_directory(name).files)
     if native.RECORD_NAME in files or _in_use_until(storage, name, files) > now:
         with suppress(CheckpointExistsError):  # another save has just been committed there
             storage.put(record_path, record, overwrite=False)
         storage.delete(f"{name}/{_REMOVING}")
         return False
-    _remove_files(storage, name, sorted(files), removing)
+    _remove_files(storage, name, removing)
     return True
 
 
@@ -470,7 +480,7 @@ def _record_to_remove(storage: Storage, path: str) -> tuple[bytes, _Removing]:
         text = storage.read(path)
         with suppress(CheckpointError):
             record = native.decode_record(text, path)
-            dead = _folders_before(storage, path.removesuffix(f"/{native.RECORD_NAME}"), record)
+            dead = _folders_before(storage, path.removesuffix(f"/{native.RECORD_NAME}"))
             return text, _Removing(folders=sorted(folders_of(record) | dead))
     # It is damaged where it lies. The index is what a save writes last in a folder.
     files = (file.split("/") for file in storage.list(path.removesuffix(native.RECORD_NAME)))
@@ -478,22 +488,39 @@ def _record_to_remove(storage: Storage, path: str) -> tuple[bytes, _Removing]:
     return text, _Removing(folders=sorted(whole))
 
 
-def _folders_before(storage: Storage, name: str, record: native.CommitRecord) -> set[str]:
-    """The folders in which nothing has changed since a commit: of saves that were killed before."""
-    committed = datetime.fromisoformat(record.created).timestamp()
+def _folders_before(storage: Storage, name: str) -> set[str]:
+    """The folders in which nothing has changed since the commit: of saves that were killed before.
+
+    Both times are the storage's, whatever the clocks of those who saved.
+    """
+    here = storage.list_directory(name)
+    record = here.files.get(native.RECORD_NAME)
     found = set()
-    for folder in storage.list_directory(name).directories:
-        files = storage.list_directory(f"{name}/{folder}").files.values()
-        is_old = all(one.modified is not None and one.modified < committed for one in files)
-        if native.DATA_FOLDER.fullmatch(folder) and is_old:
+    for folder in filter(native.DATA_FOLDER.fullmatch, here.directories):
+        path = f"{name}/{folder}"
+        changed = last_change(storage, path, storage.list_directory(path))
+        if record and record.modified and changed is not None and changed < record.modified:
             found.add(folder)
     return found
+
+
+def last_change(storage: Storage, path: str, here: Directory) -> float | None:
+    """When anything in a folder was changed last; None if the storage does not say.
+
+    A file that is a link to one of an earlier checkpoint is as old as that.
+    """
+    times = [facts.modified for facts in here.files.values()]
+    if is_local(storage):
+        with suppress(OSError):  # it has just gone
+            times.append(os.lstat(f"{storage.url}/{path}").st_mtime)
+    known = [time for time in times if time is not None]
+    return max(known) if known and len(known) == len(times) else None
 
 
 def finish_removals(storage: Storage) -> list[str]:
     """Finish what died while it removed checkpoints; returns the names of what is gone."""
     finished = []
-    for name, files in _directories(storage).items():
+    for name, files in _files_of_steps(storage).items():
         if _REMOVING not in files:
             continue
         if native.RECORD_NAME in files:
@@ -501,13 +528,14 @@ def finish_removals(storage: Storage) -> list[str]:
         else:
             with suppress(CheckpointNotFoundError):  # another process has finished
                 removing = _read_mark(storage, f"{name}/{_REMOVING}", _Removing)
-                _remove_files(storage, name, sorted(files), removing or _Removing(folders=[]))
+                _remove_files(storage, name, removing or _Removing(folders=[]))
                 finished.append(name)
     return finished
 
 
-def _remove_files(storage: Storage, name: str, files: Sequence[str], removing: _Removing) -> None:
+def _remove_files(storage: Storage, name: str, removing: _Removing) -> None:
     """Remove what is ours of a checkpoint without a record, the mark of that last."""
+    files = [path.removeprefix(f"{name}/") for path in storage.list(f"{name}/")]
     own = [file for file in files if file in {_PINNED, _FAILURES} or _IN_USE.fullmatch(file)]
     ours = set(filter(native.DATA_FOLDER.fullmatch, removing.folders))
     own += [file for file in files if file.partition("/")[0] in ours]
@@ -601,10 +629,7 @@ def natural_key(name: str) -> tuple[str | int, ...]:
 
 def scan(storage: Storage) -> list[Entry]:
     """The checkpoints and unfinished saves in a directory, by number; no second links to them."""
-    names = [name for name in storage.list_directory().directories if not name.startswith(".")]
-    if is_local(storage):
-        names = _without_second_links(Path(storage.url), names)
-    found = (_entry_at(storage, name) for name in names)
+    found = (_entry_at(storage, name) for name in _names_below(storage))
     return sorted(
         (entry for entry in found if entry is not None), key=lambda entry: natural_key(entry.name)
     )
@@ -619,13 +644,6 @@ def newest_entry(entries: Sequence[Entry], *, native_only: bool = True) -> Entry
     whole = [one for one in entries if one.status == "committed" and one.step is not None]
     ours = newest_of([one for one in whole if one.format == native.FORMAT_NAME])
     return ours if native_only or ours is not None else newest_of(whole)
-
-
-def _without_second_links(root: Path, names: Sequence[str]) -> list[str]:
-    """Names of directories; of several names for one place that which is not a link."""
-    # Links come first, so that the directory's own name replaces them.
-    ordered = sorted(names, key=lambda name: not (root / name).is_symlink())
-    return list({os.path.realpath(root / name): name for name in ordered}.values())
 
 
 def _entry_at(root: Storage, name: str) -> Entry | None:

@@ -24,19 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from remesh.catalog import folders_of
-from remesh.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    StorageError,
-)
+from remesh.catalog import folders_of, last_change
+from remesh.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from remesh.formats import native
-from remesh.storage import (
-    Directory,
-    Storage,
-    is_local,
-    open_storage,
-)
+from remesh.storage import Directory, Storage, is_local, open_storage
 
 DEFAULT_AGE = 3600.0
 """Seconds without a change after which a save is taken for dead."""
@@ -118,7 +109,7 @@ def _orphans_below(storage: Storage, path: str, age: Age) -> Iterator[Orphan]:
     yield from _orphans_in(storage, path, here, age)
     for name in here.directories:
         below = _joined(path, name)
-        if not native.DATA_FOLDER.fullmatch(name) and not _is_link(storage, below):
+        if not native.DATA_FOLDER.fullmatch(name) and not _is_closed(storage, below):
             yield from _orphans_below(storage, below, age)
 
 
@@ -130,7 +121,7 @@ def _orphans_in(storage: Storage, path: str, here: Directory, age: Age) -> list[
     inside = {
         name: storage.list_directory(folder)
         for name, folder in paths.items()
-        if not _is_link(storage, folder)
+        if not _is_closed(storage, folder)
     }
     is_put = any(map(_HIDDEN.fullmatch, here.files))
     # The record is read after the folders: a save that commits meanwhile is then seen.
@@ -152,17 +143,12 @@ def _orphaned_save(
     storage: Storage, path: str, found: Directory, record: RecordState, age: Age
 ) -> Orphan:
     url = _joined(storage.url, path)
-    times = [facts.modified for facts in found.files.values()]
-    if is_local(storage):
-        with suppress(OSError):  # it has just gone
-            times.append(os.lstat(url).st_mtime)
-    known = [time for time in times if time is not None]
-    modified = max(known) if known and len(known) == len(times) else None
+    modified = last_change(storage, path, found)
     names = tuple(sorted(found.files))
     strange = [
         name
         for name in names
-        if _OURS.fullmatch(name) is None or _is_link(storage, _joined(path, name))
+        if _OURS.fullmatch(name) is None or (is_local(storage) and os.path.islink(f"{url}/{name}"))
     ]
     first = next(iter([*strange, *found.directories]), "")
     return Orphan(
@@ -194,8 +180,12 @@ def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[st
     return "readable", frozenset(folders_of(record))
 
 
-def _is_link(storage: Storage, path: str) -> bool:
-    return is_local(storage) and os.path.islink(_joined(storage.url, path))
+def _is_closed(storage: Storage, path: str) -> bool:
+    """True for a link, and a directory that this user may not read, such as `lost+found`."""
+    directory = _joined(storage.url, path)
+    return is_local(storage) and (
+        os.path.islink(directory) or not os.access(directory, os.R_OK | os.X_OK, effective_ids=True)
+    )
 
 
 def _joined(path: str, name: str) -> str:
