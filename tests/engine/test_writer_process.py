@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.background import status_files
 from remesh.errors import ExchangeError, NoSpaceError, StorageError
 from remesh.events import Event
 from remesh.exchange import Exchange
+from remesh.formats import native
 from remesh.pipeline.write import CHUNK_SIZE
-from remesh.storage import MemoryStorage
+from remesh.storage import MemoryStorage, Storage
 from tests.engine.scenes import part_of, stored_value
 from tests.support import (
     run_processes_outcomes,
@@ -114,7 +116,20 @@ def test_errors_are_those_of_a_thread(tmp_path: Path) -> None:
     assert remesh.Checkpoint(tmp_path / "c").verify().ok
 
 
-def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("faults", [0, 1])
+def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(
+    faults: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the storage fails when the trainer looks whether the save is committed."""
+    failures = [StorageError("stale") for _ in range(faults)]
+
+    def read(storage: Storage) -> native.CommitRecord:
+        if failures:
+            raise failures.pop()
+        return native.read_record(storage)
+
+    monkeypatch.setattr(status_files, "read_record", read)
+
     def train(exchange: Exchange) -> str:
         saver = remesh.Saver(group=exchange, writer="process", deadline=240)
         if exchange.rank == 1:
@@ -137,6 +152,38 @@ def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Pat
         assert "rank 1" in message
         assert "was killed by signal 9" in message
     assert stored_value(tmp_path / "c") == 2.0
+    assert failures == []
+
+
+FORKING = """
+import os, signal, sys, time
+import numpy as np
+import remesh
+
+saver = remesh.Saver(
+    writer=sys.argv[1],
+    on_event=lambda event: time.sleep(1) if event.point == "save.before_commit" else None,
+)
+first = saver.save_async({"w": np.ones(10)}, f"{sys.argv[2]}/0")
+for number in (1, 2):
+    if os.fork() == 0:
+        signal.alarm(60)
+        saver.save_async({"w": np.full(1 << 20, number)}, f"{sys.argv[2]}/{number}").result()
+        os._exit(0)
+first.result()
+print([os.wait()[1] for _ in "12"])
+"""
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_saver_in_forked_processes(writer: str, tmp_path: Path) -> None:
+    """They have neither the threads of their parent nor the save that it began."""
+    command = [sys.executable, "-c", FORKING, writer, tmp_path]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout == "[0, 0]\n"
+    for number in range(3):
+        stored = remesh.Checkpoint(tmp_path / str(number)).read_array("w")
+        assert (stored == max(number, 1)).all()
 
 
 SCRIPT = """
@@ -175,7 +222,7 @@ def test_an_idle_writer_ends_with_its_trainer(tmp_path: Path) -> None:
     code = """
 import os, signal, remesh
 saver = remesh.Saver(writer="process")
-if os.fork() == 0:  # a child that has copies of all descriptors, and outlives its parent
+if os.fork() == 0:  # a child that outlives its parent
     os.read(0, 1)
     os._exit(0)
 print(saver.writer_process_id, flush=True)

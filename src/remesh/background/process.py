@@ -16,10 +16,10 @@ dies, the saves that it had fail, and the other ranks are told so.
 
 At the other end (`main`) each save is a thread with a `SaveWriter`, as in the trainer. Messages to
 the trainer are queued and sent by a thread, so that a busy trainer never holds up the writing. When
-the connection ends, the trainer has closed it or has died, or the process that had it is not the
-parent any more. Saves that are wholly staged go on to their end; others are given up, and the other
-ranks are told. Then the process exits, and with it the last descriptor of the arena. It is in a
-session of its own and ignores Ctrl-C, so what ends the trainer does not end it.
+the connection ends, the trainer has closed it or has died; children that it has forked have closed
+their copies (`saver`). Saves that are wholly staged go on to their end; others are given up, and
+the other ranks are told. Then the process exits, and with it the last descriptor of the arena. It
+is in a session of its own and ignores Ctrl-C, so what ends the trainer does not end it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,10 @@ from remesh.storage import Storage, open_storage
 
 _LOGGER = logging.getLogger("remesh")
 
-_BOOT = "import sys; sys.path[:] = sys.argv[5:]; from remesh.background.process import main; main()"
+_BOOT = "import sys; sys.path[:] = sys.argv[4:]; from remesh.background.process import main; main()"
 
 _END_SECONDS = 10.0
 """How long a process that has nothing left to do is given to end."""
-
-_PARENT_SECONDS = 1.0
-"""Time between two looks at who the parent is."""
 
 _LAST_SECONDS = 5.0
 """How long a trainer that does not listen any more is given to take the last messages."""
@@ -103,10 +100,11 @@ class WriterProcess:
         self._saves: dict[str, RemoteWriter] = {}
         self._lock = threading.Lock()
         self._is_lost = False
+        self._arena = arena
         self._thread = threading.Thread(target=self._follow, name="remesh-writer", daemon=True)
         try:
             with theirs:
-                numbers = (theirs.fileno(), arena, chunk_bytes, os.getpid())
+                numbers = (theirs.fileno(), arena, chunk_bytes)
                 self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
                     [sys.executable, "-c", _BOOT, *map(str, numbers), *sys.path],
                     stdin=subprocess.DEVNULL,
@@ -156,6 +154,11 @@ class WriterProcess:
             "the save; see what it printed, and the kernel's log for a lack of memory. The next "
             "save starts another one"
         )
+
+    def leave(self) -> None:
+        """In a forked copy of the owner: keep nothing open that its end should close."""
+        self._connection.close()
+        os.close(self._arena)
 
     def close(self) -> None:
         """End the process. What is not committed by now is given up."""
@@ -276,9 +279,8 @@ def _end(
 class _Process:
     """The saves of this process and what they have in common."""
 
-    def __init__(self, connection: Connection, chunks: SharedChunks, parent: int) -> None:
+    def __init__(self, connection: Connection, chunks: SharedChunks) -> None:
         self._connection = connection
-        self._parent = parent
         self._chunks = chunks
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, name="outgoing", daemon=True)
@@ -291,7 +293,7 @@ class _Process:
 
     def run(self) -> None:
         """Follow the trainer's messages to their end, and the saves to theirs."""
-        while message := self._receive():
+        while message := _receive(self._connection):
             save_id, name, *arguments = message
             if name == "begin":
                 self._begin(*arguments)
@@ -318,17 +320,6 @@ class _Process:
         self._outgoing.put(None)
         self._sender.join(_LAST_SECONDS)
 
-    def _receive(self) -> Any:
-        """The next message of the trainer; None if there is no further one.
-
-        Children that the trainer has forked have copies of its end, and may outlive it. So the end
-        of the parent is the end of the connection, too.
-        """
-        while not self._connection.poll(_PARENT_SECONDS):
-            if os.getppid() != self._parent and not self._connection.poll():
-                return None
-        return _receive(self._connection)
-
     def _begin(self, task: WriteTask) -> None:
         self._saves = {one: save for one, save in self._saves.items() if save[1].is_alive()}
         trainer = Trainer(*(partial(self._tell, task, one.name) for one in fields(Trainer)))
@@ -352,7 +343,7 @@ class _Process:
 
 
 def main() -> None:
-    """Run the process, given two descriptors, the size of a chunk and the parent's id."""
+    """Run the process, given two descriptors and the size of a chunk."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    descriptor, arena, chunk_bytes, parent = map(int, sys.argv[1:5])
-    _Process(Connection(descriptor), SharedChunks(arena, chunk_bytes), parent).run()
+    descriptor, arena, chunk_bytes = map(int, sys.argv[1:4])
+    _Process(Connection(descriptor), SharedChunks(arena, chunk_bytes)).run()

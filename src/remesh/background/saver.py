@@ -21,9 +21,8 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from remesh.background.process import RemoteWriter, WriterProcess
@@ -51,10 +50,7 @@ from remesh.pipeline.arena import Arena
 from remesh.pipeline.collect import stager_of
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
-from remesh.storage import (
-    Storage,
-    is_local,
-)
+from remesh.storage import Storage, is_local
 
 ARENA_SHARE = 0.5
 """Part of the available memory that the arenas of a machine take at most, if nothing is said."""
@@ -133,31 +129,28 @@ class Saver:
         self._at_exit = at_exit
         self._on_event = on_event
         self._cache = PlanCache()
-        self._in_flight: SaveHandle | None = None
-        self._using = threading.Lock()  # held while a save of `save_async` begins, or memory goes
-        self._idle: threading.Timer | None = None
-        self._process: WriterProcess | None = None
-        self._arena = Arena(arena_bytes or CHUNK_SIZE, CHUNK_SIZE, shared=self._has_process)
+        self._begin_afresh()
+        _ALL.add(self)
         if self._has_process:
             self._live_process()
         if state is not None:
             self.warm(state)
 
+    def _begin_afresh(self) -> None:
+        """Make what belongs to one process."""
+        self._in_flight: SaveHandle | None = None
+        self._using = threading.Lock()  # held while a save of `save_async` begins, or memory goes
+        self._idle: threading.Timer | None = None
+        self._process: WriterProcess | None = None
+        self._arena = Arena(self._arena_bytes or CHUNK_SIZE, CHUNK_SIZE, shared=self._has_process)
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        # An error on its way out matters more than how the last save ends.
+        with nullcontext() if kind is None else suppress(Exception):
             self.close()
-        else:
-            # The error on its way out matters more than how the last save ends.
-            with suppress(Exception):
-                self.close()
 
     @property
     def num_plans_reused(self) -> int:
@@ -377,6 +370,20 @@ class Saver:
             free = int((available_memory() or 0) * ARENA_SHARE)
             free //= max(run_info().local_world_size, 1)
             self._arena.grow(min(rounded, self._arena.num_bytes + free))
+
+
+_ALL: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Leave what savers have to the parent: its threads, its writer processes and their memory."""
+    for saver in _ALL:
+        if saver._process is not None:  # noqa: SLF001 - of this module, as what follows
+            saver._process.leave()  # noqa: SLF001
+        saver._begin_afresh()  # noqa: SLF001
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _rest(saver: weakref.ref[Saver]) -> None:
