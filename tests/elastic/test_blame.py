@@ -85,7 +85,8 @@ def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
         rank: RankProgress(step=7, time=0.0, step_seconds=seconds)
         for rank, seconds in enumerate((0.5, 0.5, 0.625, 2.0))
     }
-    status = status_of(job.beat(live, ranks, at=101.0).state, live, 101.0)
+    status = status_of(job.beat(live, ranks, at=101.0).state, live, 101.5)
     assert {rank.rank: rank.slow for rank in status.ranks if rank.slow} == {3: 2.0 / 0.5625}
+    assert {node.last_heard for node in status.nodes} == {0.5}
     metrics = render_metrics(status, 0, journal_failing=False).decode()
     assert 'remesh_rank_step_seconds{rank="3"} 2.0' in metrics

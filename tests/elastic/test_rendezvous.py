@@ -50,6 +50,8 @@ class TestForming:
             ({"min_nodes": 3, "max_nodes": 2}, "not a range"),
             ({"min_nodes": 3, "max_nodes": 3, "node_unit": 2}, "no multiple of 2 lies in 3:3"),
             ({"min_nodes": 1, "max_nodes": 1, "node_unit": 0}, "unit must be at least 1"),
+            ({"min_nodes": 1, "max_nodes": 1, "last_call": -1}, "cannot be negative"),
+            ({"min_nodes": 1, "max_nodes": 1, "join_timeout": -1}, "cannot be negative"),
         ],
     )
     def test_settings_that_nothing_satisfies(self, wrong: dict[str, int], message: str) -> None:

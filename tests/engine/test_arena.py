@@ -46,9 +46,11 @@ def test_a_shared_arena_is_seen_through_its_descriptor() -> None:
     assert arena.num_bytes == 0
 
 
-def test_warming_touches_what_later_is_taken() -> None:
-    arena = Arena(5 * PAGE, PAGE)
+def test_warming_touches_what_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, touched = Arena(5 * PAGE, PAGE), list[int]()
+    monkeypatch.setattr("remesh.pipeline.arena.touch", lambda buffer: touched.append(buffer.size))
     arena.warm(3 * PAGE)
+    assert touched == [PAGE] * 5
     assert arena.num_bytes == 5 * PAGE  # whole slabs, within the budget
     taken = [arena.take(threading.Event()) for _ in range(5)]
     assert len({chunk.slot for chunk in taken if chunk is not None}) == 5
@@ -70,6 +72,8 @@ def test_every_slab_is_pinned_and_unpinned() -> None:
     assert sum(pinned) == arena.num_bytes
     arena.close()
     assert sorted(unpinned) == sorted(pinned)
+    assert arena.take(threading.Event()) is not None  # as new: nothing pins it
+    assert len(unpinned) == len(pinned)
 
 
 def test_memory_that_was_refused_can_be_asked_for_again() -> None:

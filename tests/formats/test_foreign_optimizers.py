@@ -189,6 +189,10 @@ def test_numbers_need_the_groups_that_were_saved(tmp_path: Path) -> None:
         assert len(str(caught.value).splitlines()[0]) <= 100 + len(place)
         assert torch.equal(model.weight, before)
         assert not optimizer.state
+    groups = {"opt": {"state": {}, "param_groups": [1]}}
+    torch.save({"model": model.state_dict(), **groups}, tmp_path / "groups.pt")
+    with pytest.raises(remesh.MismatchError, match="groups of parameters are not a list of dicts"):
+        remesh.load({"model": model, "opt": optimizer}, tmp_path / "groups.pt")
     # Without its model an optimizer has no names for them.
     with pytest.raises(StateError, match="Put its module into the state"):
         remesh.load({"opt": job(1)[1]}, place)
