@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import remesh
 from remesh.exchange import Exchange
@@ -40,7 +41,10 @@ def statistics_of(model: nn.Module) -> tuple[float, float, int]:
 
 
 def save(exchange: Exchange, path: Path, how: str, buffers: Choice | None) -> None:
-    state = {"model": model_of(exchange.rank)}
+    model: Any = model_of(exchange.rank)
+    if how == "saver":
+        model[1] = checkpoint_wrapper(model[1])
+    state = {"model": model}
     if how == "save":
         remesh.save(state, path, buffers=buffers, group=exchange)
     elif how == "manager":

@@ -47,7 +47,7 @@ from remesh.adapters.nested import describe_copy
 from remesh.adapters.peft import check_unmerged
 from remesh.adapters.tensor import amend, describe_tensor, is_in_parts
 from remesh.adapters.tensor_subclass import forget_scale
-from remesh.adapters.wrappers import entry_names, ignored_by_ddp, note_groups
+from remesh.adapters.wrappers import entry_names, ignored_by_ddp, key_of, note_groups
 from remesh.core.state import (
     Loaded,
     Path,
@@ -70,10 +70,10 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     places = _places(leaf, entries, entries, originals, name_of(path))
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
-    buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = {key_of(raw) for raw, _ in module.named_buffers(remove_duplicate=False)}
+    own = {key_of(raw): one for raw, one in module.named_parameters(remove_duplicate=False)}
     for raw, entry in entries.items():
-        place = places[raw]
+        place, parameter = places[raw], own.get(key_of(raw))
         if place.shards is None and taken.setdefault(place.name, raw) != raw:
             raise NameCollisionError(
                 f"{name_of(path)}: entries {taken[place.name]!r} and {raw!r} of the module's "
@@ -89,12 +89,12 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
             described = walk.description.tensors[num_tensors:]
             if len(described) == 1 and not described[0].parts:
                 # Without memory of it on this rank, a tie shows in the parameter alone.
-                tied = id(parameters[raw]) if raw in parameters else place.shards
+                tied = place.shards if parameter is None else id(parameter)
                 amend(walk, num_tensors, alias_key=tied and ("nothing of", tied))
-            if raw in parameters and not parameters[raw].requires_grad:
+            if parameter is not None and not parameter.requires_grad:
                 amend(walk, num_tensors, is_frozen=True)
             if (
-                raw in buffers
+                key_of(raw) in buffers
                 and place.shards is None
                 and not isinstance(entry, DTensor)
                 and not is_in_parts(entry)
@@ -194,7 +194,7 @@ def _places(
     by_key = declared_shards(module, entries, where)
     shards = {one.name: by_key[raw] for raw, one in entry_names(module, by_key).items()}
     unsynchronised = ignored_by_ddp(module)
-    buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
+    buffers = {key_of(raw) for raw, _ in module.named_buffers(remove_duplicate=False)}
     places = {}
     for raw, tensor in tensors.items():
         declared = shards.get(names[raw].name)
@@ -208,7 +208,7 @@ def _places(
             )
         )
         role = Role.EQUAL if equal else Role.ASSUMED
-        if names[raw].in_ddp and role is Role.EQUAL and raw in buffers:
+        if names[raw].in_ddp and role is Role.EQUAL and key_of(raw) in buffers:
             # DDP lets them differ, and gives all ranks those of rank 0 before a forward pass.
             role = Role.FIRST
         name = names[raw].name if declared is None else declared.name

@@ -82,6 +82,11 @@ def _step(place: EntryName, part: str) -> EntryName:
     return EntryName(name, in_ddp, child if isinstance(child, nn.Module) else None)
 
 
+def key_of(raw: str) -> str:
+    """The key in a state dict of a parameter or buffer: activation checkpointing changes names."""
+    return raw.replace("_checkpoint_wrapped_module.", "")
+
+
 def inner_attribute(module: nn.Module) -> str | None:
     """The attribute under which a wrapper keeps the module it wraps; None if it is no wrapper."""
     if isinstance(module, DistributedDataParallel):
