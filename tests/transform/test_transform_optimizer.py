@@ -363,6 +363,10 @@ def test_an_owner_that_cannot_be_told_must_be_stated() -> None:
         Transform(text).apply(models, targets)
     Transform(text, owners={"optimizer.state.": "model."}).apply(models, targets)
     assert targets["optimizer.state.c.exp_avg"].tolist() == [22, 23]
+    row = TensorInfo("float32", (4,))  # a target without the optimizer needs no owner
+    nested = {f"state.{name}": row for name in names} | {"state.optimizer.param_groups.0.lr": None}
+    resolved = Transform("state.model.a -> x").resolve(nested, {"x": row}, with_outputs=True)
+    assert resolved.sources_of("x") == ("state.model.a",)
 
 
 def test_outputs_beside_the_targets() -> None:

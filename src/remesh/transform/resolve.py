@@ -420,7 +420,7 @@ class Resolver:
         if candidates is None:
             return
         bindings = self.bindings
-        optimizer = candidates[0].before.partition("state.")[0]
+        optimizer = candidates[0].before.rpartition("state.")[0]
         if self.given_targets is not None and not any(
             target.startswith(optimizer) for target in self.given_targets
         ):
