@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import remesh
+from remesh.checkpoint import convert
 from remesh.sharding import ShardedObject
 
 
@@ -53,3 +54,13 @@ def test_patterns(tmp_path: Path) -> None:
     checkpoint = remesh.Checkpoint(tmp_path / "c")
     assert checkpoint.names("m.*") == ["m.w", "m.h"]
     assert list(checkpoint.state("m.w")["m"]) == ["w"]
+
+
+def test_an_item_of_a_list_keeps_its_number(tmp_path: Path) -> None:
+    remesh.save({"a": [torch.zeros(1), (torch.ones(1), 2)]}, tmp_path / "c")
+    checkpoint = remesh.Checkpoint(tmp_path / "c")
+    second = {"a": {1: (torch.ones(1), 2)}}
+    assert checkpoint.state("a.1*") == second
+    convert(tmp_path / "c", tmp_path / "second", format="remesh", only="a.1*")
+    assert remesh.Checkpoint(tmp_path / "second").state() == second
+    assert checkpoint.state("a.*") == {"a": [torch.zeros(1), (torch.ones(1), 2)]}

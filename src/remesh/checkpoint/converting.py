@@ -33,7 +33,7 @@ from remesh.core import values
 from remesh.core.dtypes import BY_NAME
 from remesh.core.geometry import Box
 from remesh.core.sharded import ArrayLike, Part, ShardedObject
-from remesh.core.state import Description, Path, Role, TensorEntry
+from remesh.core.state import Description, Path, Role, TensorEntry, whole_sequences
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone, Exchange, run_each, run_on_one
@@ -232,8 +232,14 @@ def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
         if not found:
             raise StateError(f"no stored name fits {pattern!r}; remesh ls lists the names")
         chosen.update(found)
+    sequences = whole_sequences(
+        {tuple(path): kind for path, kind in document.sequences},
+        [document.path_of(name) for name in chosen],
+        [document.path_of(name) for name in known - chosen],
+    )
     own = replace(
         document,
+        sequences=[(list(path), kind) for path, kind in sequences.items()],
         values={name: value for name, value in document.values.items() if name in chosen},
         lists={name: names for name, names in document.lists.items() if name in chosen},
         objects={name: one for name, one in document.objects.items() if name in chosen},

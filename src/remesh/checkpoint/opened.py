@@ -20,7 +20,7 @@ from remesh.core.geometry import Box
 from remesh.core.index import Index, StoredTensor
 from remesh.core.integrity import Finding, find_damage
 from remesh.core.memory import CarrierArray
-from remesh.core.state import Path, assemble
+from remesh.core.state import Path, assemble, whole_sequences
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
 from remesh.formats.decoding import decoded
@@ -278,7 +278,8 @@ class Checkpoint:
         """The state as it was nested when it was saved, with full tensors as of `read`.
 
         Args:
-            pattern: Which names of it, as for `names`. What others are is not read.
+            pattern: Which names of it, as for `names`. What others are is not read. A list or
+                tuple of which items are left out is a dict of the others, by their numbers.
 
         Modules and optimizers come as what their state dicts held. Sharded descriptions, which
         have a name but no place, are found at the top level under their names.
@@ -294,7 +295,8 @@ class Checkpoint:
         leaves: dict[Path, object] = {
             document.path_of(name): found[name] if name in found else self[name] for name in names
         }
-        return assemble(leaves, self._stored.sequences)
+        left = [document.path_of(name) for name in self._names.keys() - names]
+        return assemble(leaves, whole_sequences(self._stored.sequences, leaves, left))
 
     def verify(self, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with its digest.

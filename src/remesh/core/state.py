@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -526,6 +526,20 @@ def assemble(leaves: Mapping[Path, object], sequences: Mapping[Path, str], root:
             node = node.setdefault(key, {})
         node[path[-1]] = leaf
     return _as_sequences(tree, sequences, root)
+
+
+def whole_sequences(
+    sequences: Mapping[Path, str], there: Iterable[Path], gone: Iterable[Path]
+) -> dict[Path, str]:
+    """Lists and tuples all of whose items are there; in others, later items would move up."""
+    nodes = {path[:length] for path in there for length in range(len(path) + 1)}
+    broken = {
+        path[: length - 1]
+        for path in gone
+        for length in range(1, len(path) + 1)
+        if path[:length] not in nodes
+    }
+    return {path: kind for path, kind in sequences.items() if path not in broken}
 
 
 def _as_sequences(node: dict[str | int, Any], sequences: Mapping[Path, str], path: Path) -> Any:

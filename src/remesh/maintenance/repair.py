@@ -58,7 +58,7 @@ from remesh.core.integrity import (
     hex_digest,
 )
 from remesh.core.safetensors_file import Header, HeaderEntry, decode_header, header_length
-from remesh.core.state import Path as StatePath
+from remesh.core.state import whole_sequences
 from remesh.core.tables import BoxTable, Cuts, TensorTable
 from remesh.errors import (
     CheckpointError,
@@ -854,6 +854,7 @@ def _document(
     there = [document.path_of(name) for holder in holders for name in holder]
     missing = (*lost, *left_out, *(tensor.name for tensor in tensors.lost))
     gone = [document.path_of(name) for name in missing]
+    sequences = {tuple(path): kind for path, kind in document.sequences}
     marked = {name for name in document.unchecked_names if any(name in held for held in holders)}
     if keep_unchecked:
         marked |= unchecked
@@ -862,25 +863,11 @@ def _document(
         document.lists,
         document.objects,
         document.paths,
-        _whole_sequences(document, there, gone),
+        [(list(path), kind) for path, kind in whole_sequences(sequences, there, gone).items()],
         kept,
         sorted(marked) or msgspec.UNSET,
     )
     return new, lost, left_out
-
-
-def _whole_sequences(
-    document: native.ValuesDocument, there: Iterable[StatePath], gone: Iterable[StatePath]
-) -> list[tuple[list[str | int], str]]:
-    """Lists and tuples without lost items; in others, later items would move up."""
-    nodes = {path[:length] for path in there for length in range(len(path) + 1)}
-    broken = {
-        path[: length - 1]
-        for path in gone
-        for length in range(1, len(path) + 1)
-        if path[:length] not in nodes
-    }
-    return [(path, kind) for path, kind in document.sequences if tuple(path) not in broken]
 
 
 # ---------------------------------------------------------------------------------------------
