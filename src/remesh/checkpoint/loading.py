@@ -46,7 +46,7 @@ from remesh.checkpoint.match import (
 from remesh.checkpoint.mismatch import listed, refuse, unasked, with_recipe
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
-from remesh.checkpoint.stored import StoredState, limits_of_ranks
+from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.core.collector import gc_paused
 from remesh.core.index import Index
@@ -58,6 +58,7 @@ from remesh.formats.decoding import decoded
 from remesh.formats.native import ValuesDocument, beginnings
 from remesh.formats.table import place_of, read_encoded
 from remesh.pipeline import Destination, read_together
+from remesh.pipeline.read import limits_for
 from remesh.pipeline.source import TensorSource
 from remesh.planner import Assign, LoadPlan
 from remesh.planner.assignment import (
@@ -322,7 +323,7 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
         ValuesDocument.decode(document, where),
         identity,
         exchange.rank,
-        limits_of_ranks(index, latency, exchange.world_size),
+        limits_for(latency, sum(file.num_bytes for file in index.files) // exchange.world_size),
     )
 
 

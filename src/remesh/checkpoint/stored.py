@@ -10,7 +10,6 @@ from remesh.core import values
 from remesh.core.index import Index
 from remesh.core.state import Path, assemble, name_of
 from remesh.formats import native
-from remesh.pipeline.read import limits_for
 from remesh.planner import ReadLimits
 
 LIVE = "the source state"
@@ -168,8 +167,3 @@ def _is_covered(node: object, path: Path, names: Collection[str]) -> bool:
     children = _children_of(node)
     inner = (_is_covered(child, (*path, key), names) for key, child in children)
     return name_of(path) in names or (bool(children) and all(inner))
-
-
-def limits_of_ranks(index: Index, latency: float | None, num_ranks: int) -> ReadLimits:
-    """How each of the ranks that load reads its share; they agree on the latency."""
-    return limits_for(latency, sum(file.num_bytes for file in index.files) // num_ranks)
